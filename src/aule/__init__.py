@@ -1,0 +1,1 @@
+"""FlashAttention for whatever hardware a person has."""

@@ -1,0 +1,134 @@
+"""The error tree. Every failure a user can meet is an :class:`AuleError` with a stable ``code``.
+
+Messages read ``[op] expected ..., got ...; remedy``.
+"""
+
+from __future__ import annotations
+
+
+class AuleError(Exception):
+    """Base of all errors raised by aule.
+
+    Parameters
+    ----------
+    code : str
+        Stable identifier, for example ``"AULE_ERROR_INVALID_SHAPE"``.
+    message : str
+        What was expected, what was found and what to do about it.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Children take other constructor arguments than ``args`` holds; pickling (multiprocessing) must survive that.
+        return (_rebuild, (type(self), dict(self.__dict__), self.args))
+
+
+def _rebuild(cls: type[AuleError], state: dict[str, object], args: tuple[object, ...]) -> AuleError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class BackendUnavailableError(AuleError):
+    """A backend was asked for that this machine cannot serve."""
+
+    def __init__(self, backend: str, message: str) -> None:
+        super().__init__(f"AULE_ERROR_{backend.split(':')[0].upper()}_INIT", message)
+        self.backend = backend
+
+
+class NoComputeQueueError(BackendUnavailableError):
+    """A device exists but offers no compute queue."""
+
+    def __init__(self, backend: str, message: str) -> None:
+        super().__init__(backend, message)
+        self.code = "AULE_ERROR_NO_COMPUTE_QUEUE"
+
+
+class OutOfMemoryError(AuleError):
+    """The device refused an allocation."""
+
+    def __init__(self, message: str, requested_bytes: int | None = None) -> None:
+        super().__init__("AULE_ERROR_OUT_OF_MEMORY", message)
+        self.requested_bytes = requested_bytes
+
+
+class InvalidShapeError(AuleError, ValueError):
+    """Shapes, strides or options do not fit together."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_INVALID_SHAPE", message)
+
+
+class InvalidArgumentError(AuleError, ValueError):
+    """An option has a value outside its domain (a NaN scale, a negative window)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_INVALID_ARGUMENT", message)
+
+
+class InvalidDtypeError(AuleError, TypeError):
+    """An element type is not supported, or types are mixed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_INVALID_DTYPE", message)
+
+
+class DeviceMismatchError(AuleError, ValueError):
+    """Arrays of one call live on different devices."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_DEVICE_MISMATCH", message)
+
+
+class ShaderCompileError(AuleError):
+    """A driver refused a kernel.
+
+    Attributes
+    ----------
+    log : str
+        What the driver said.
+    source_path : str or None
+        Where the refused source was saved.
+    """
+
+    def __init__(self, message: str, log: str = "", source_path: str | None = None) -> None:
+        super().__init__("AULE_ERROR_SHADER_COMPILE", message)
+        self.log = log
+        self.source_path = source_path
+
+
+class DeviceLostError(AuleError):
+    """The device stopped answering; its context is gone."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_DEVICE_LOST", message)
+
+
+class LaunchError(AuleError):
+    """A driver refused a launch, a copy or a synchronisation."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_LAUNCH", message)
+
+
+class ClosedError(AuleError):
+    """A device, context or tensor was used after it was closed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_CLOSED", message)
+
+
+class KernelError(AuleError):
+    """A kernel breaks a rule of the IR, or asks a language for something it cannot say."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("AULE_ERROR_KERNEL", message)

@@ -1,0 +1,70 @@
+"""AttentionProblem: the maths of one attention call, framework-free, device-free and hashable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+UNBOUNDED = -1
+"""A window side without a limit."""
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What is to be computed. Shapes and options are valid by construction (`validate.py` makes it from views).
+
+    For query row ``i`` and key ``j`` of one head, with ``shift = seq_kv - seq_q`` when ``causal_align`` is
+    ``"bottom-right"`` and 0 when it is ``"top-left"``, and ``t = i + shift`` the key that row ``i`` stands at:
+
+    1. ``s = scale * dot(q[i], k[j])``
+    2. ``s = softcap * tanh(s / softcap)`` when ``softcap > 0``
+    3. ``s += mask[i, j]`` (additive) ``+ bias[i, j] - slope * |t - j|``, each where present
+    4. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window) and ``mask[i, j]`` (boolean);
+       an additive mask or bias of exactly -inf also drops the key
+    5. softmax over the kept keys and, where ``sinks``, one further logit per head that has no value
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_kv: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    scale: float
+    causal: bool = False
+    causal_align: Literal["bottom-right", "top-left"] = "bottom-right"
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    softcap: float = 0.0
+    mask: str | None = None
+    """dtype of the mask array (``"bool"``: True keeps; else additive), or None."""
+    bias: str | None = None
+    """dtype of the additive bias, or None."""
+    alibi: bool = False
+    sinks: bool = False
+    return_lse: bool = False
+
+    @property
+    def shift(self) -> int:
+        """Key position of query row 0."""
+        return self.seq_kv - self.seq_q if self.causal_align == "bottom-right" else 0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The band of kept keys around ``t``: causal and window folded into one (left, right)."""
+        left, right = self.window
+        if self.causal:
+            right = 0 if right == UNBOUNDED else min(right, 0)
+        return left, right
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds times two, with the causal half left out, as the literature counts."""
+        full = 2 * self.batch * self.heads_q * self.seq_q * self.seq_kv * (self.head_dim + self.value_dim)
+        return full // 2 if self.causal else full

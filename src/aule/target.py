@@ -1,0 +1,70 @@
+"""Target: what a device can do, resolved once, frozen, and passed down. It holds no handle."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """Capabilities of one device, as kernels and renderers need them.
+
+    A Target can be made by hand to compile for hardware that is not present.
+    """
+
+    backend: str
+    """``cuda``, ``vulkan``, ``opencl``, ``webgpu``, ``metal``, ``cpu`` or ``numpy``."""
+    name: str = "generic"
+    """The driver's name of the device."""
+    vendor: str = "unknown"
+    """``nvidia``, ``amd``, ``intel``, ``apple``, ``software`` or ``unknown``."""
+    driver: str = ""
+    """The driver's own version text; part of the cache key."""
+    arch: str = ""
+    """Instruction set where the language needs one: ``sm_90`` for PTX, empty elsewhere."""
+    software: bool = False
+    """True for a software rasteriser: never preferred over the CPU."""
+    subgroup_size: int = 0
+    """Lanes that run together and can shuffle; 0 when the device offers no subgroup operations."""
+    subgroup_sizes: tuple[int, ...] = ()
+    """Sizes that a kernel may require explicitly (empty: only ``subgroup_size``, not controllable)."""
+    max_threads: int = 256
+    """Largest workgroup, in threads."""
+    max_shared_bytes: int = 16384
+    """Shared (workgroup) memory one workgroup may use."""
+    max_grid: tuple[int, int, int] = (65535, 65535, 65535)
+    """Largest number of workgroups along each axis."""
+    max_buffers: int = 8
+    """Storage buffers one kernel may bind."""
+    max_buffer_bytes: int = 1 << 30
+    """Largest range of one buffer that a kernel can address."""
+    offset_alignment: int = 256
+    """Bytes to which an offset into a bound buffer must be aligned."""
+    memory_bytes: int = 0
+    """Device memory (host memory for a CPU); 0 when unknown."""
+    compute_units: int = 0
+    """Multiprocessors, compute units or cores; 0 when unknown."""
+    unified_memory: bool = False
+    """Device memory is host memory."""
+    f16: bool = False
+    """fp16 arithmetic in registers."""
+    f64: bool = False
+    """fp64 arithmetic."""
+    int64: bool = False
+    """64-bit integers."""
+    storage16: bool = False
+    """16-bit elements in buffers can be read and written directly."""
+    storage8: bool = False
+    """8-bit elements in buffers can be read and written directly."""
+    bf16: bool = False
+    """bf16 conversion in hardware."""
+    matrix_units: tuple[str, ...] = ()
+    """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
+    language_version: int = 0
+    """Of the kernel language: 12, 13 for Vulkan 1.2, 1.3; 120, 300 for OpenCL C; 0 when it does not matter."""
+    extensions: tuple[str, ...] = ()
+    """Extensions that renderers use, by their official names."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dictionary, for JSON."""
+        return asdict(self)
