@@ -1,0 +1,121 @@
+"""The operations of the kernel language: the written specification that `verify` enforces.
+
+Notation: T a scalar or vector; "same" means that all operands and the result have one type. Integer arithmetic wraps.
+Vectors are computed on lane by lane; a comparison of vectors gives a vector of bool. ``attrs`` hold what is known
+while tracing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Category = Literal[
+    "leaf", "unary", "binary", "compare", "ternary", "cast", "vector", "memory", "variable", "control", "sync",
+    "subgroup", "fragment", "target",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """How an operation is formed: number of operands (None: any), attributes, number of blocks, has a result."""
+
+    category: Category
+    arity: int | None
+    doc: str
+    attrs: tuple[str, ...] = ()
+    blocks: int = 0
+    result: bool = True
+
+
+OPS: dict[str, OpInfo] = {
+    # -- leaves ------------------------------------------------------------------------------------------------------
+    "const": OpInfo("leaf", 0, "a scalar constant; floats may be infinite or NaN", ("value",)),
+    "thread_id": OpInfo("leaf", 0, "i32: index of the thread in its workgroup"),
+    "lane_id": OpInfo("leaf", 0, "i32: index of the thread in its subgroup"),
+    "subgroup_id": OpInfo("leaf", 0, "i32: index of the subgroup in its workgroup"),
+    "group_id": OpInfo("leaf", 0, "i32: index of the workgroup along axis 0, 1 or 2", ("axis",)),
+    "group_count": OpInfo("leaf", 0, "i32: number of workgroups along an axis", ("axis",)),
+    # -- arithmetic --------------------------------------------------------------------------------------------------
+    "neg": OpInfo("unary", 1, "same; ints and floats"),
+    "abs": OpInfo("unary", 1, "same; ints and floats"),
+    "not": OpInfo("unary", 1, "same; logical for bool, bitwise for ints"),
+    "exp2": OpInfo("unary", 1, "same; floats; exp2(-inf) is 0; a few ulp"),
+    "log2": OpInfo("unary", 1, "same; floats; a few ulp"),
+    "sqrt": OpInfo("unary", 1, "same; floats"),
+    "rsqrt": OpInfo("unary", 1, "same; floats; a few ulp"),
+    "rcp": OpInfo("unary", 1, "same; floats; 1/x within a few ulp"),
+    "floor": OpInfo("unary", 1, "same; floats"),
+    "sin": OpInfo("unary", 1, "same; floats"),
+    "cos": OpInfo("unary", 1, "same; floats"),
+    "add": OpInfo("binary", 2, "same; ints and floats"),
+    "sub": OpInfo("binary", 2, "same; ints and floats"),
+    "mul": OpInfo("binary", 2, "same; ints and floats"),
+    "div": OpInfo("binary", 2, "same; truncating for ints; floats within 2.5 ulp"),
+    "rem": OpInfo("binary", 2, "same; ints; sign of the dividend"),
+    "min": OpInfo("binary", 2, "same; ints and floats; with one NaN operand either may come out"),
+    "max": OpInfo("binary", 2, "same; ints and floats; with one NaN operand either may come out"),
+    "and": OpInfo("binary", 2, "same; bool or ints"),
+    "or": OpInfo("binary", 2, "same; bool or ints"),
+    "xor": OpInfo("binary", 2, "same; bool or ints"),
+    "shl": OpInfo("binary", 2, "same; ints; the count is below the width"),
+    "shr": OpInfo("binary", 2, "same; ints; arithmetic for signed, logical for unsigned"),
+    "lt": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
+    "le": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
+    "gt": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
+    "ge": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
+    "eq": OpInfo("compare", 2, "T, T -> bool of T's shape"),
+    "ne": OpInfo("compare", 2, "T, T -> bool of T's shape"),
+    "fma": OpInfo("ternary", 3, "same; floats; a*b+c, rounded once where the target can"),
+    "select": OpInfo("ternary", 3, "bool (scalar, or of T's shape), T, T -> T; both sides are evaluated"),
+    # -- conversion --------------------------------------------------------------------------------------------------
+    "cast": OpInfo("cast", 1, "number to number, lane by lane; float to int truncates, to float rounds to nearest even; "
+                              "bool to number gives 0 or 1; never to bool"),  # fmt: skip
+    "bitcast": OpInfo("cast", 1, "the same bits as another type of the same size; no bool"),
+    # -- vectors -----------------------------------------------------------------------------------------------------
+    "make_vector": OpInfo("vector", None, "n scalars -> vector of n"),
+    "splat": OpInfo("vector", 1, "scalar -> vector with it in every lane"),
+    "extract": OpInfo("vector", 1, "vector -> scalar", ("lane",)),
+    # -- memory ------------------------------------------------------------------------------------------------------
+    "private": OpInfo("memory", 0, "an array of its own for each thread; contents undefined until written", ("name",)),
+    "load": OpInfo("memory", 2, "pointer, i32/i64 element index -> elem, or vector of consecutive elems. The index is a "
+                                "multiple of ``align`` elements (and so is the buffer's start)", ("align",)),  # fmt: skip
+    "store": OpInfo("memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load",
+                    ("align",), result=False),  # fmt: skip
+    "atomic": OpInfo("memory", 3, "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, "
+                                  "xor, exchange on i32/u32; add on f32 where the target can", ("kind",)),  # fmt: skip
+    # -- variables ---------------------------------------------------------------------------------------------------
+    "var": OpInfo("variable", 1, "initial value -> var"),
+    "get": OpInfo("variable", 1, "var -> its value"),
+    "set": OpInfo("variable", 2, "var, value", result=False),
+    # -- control -----------------------------------------------------------------------------------------------------
+    "loop": OpInfo("control", 3, "start, stop, step (one int type): for (i = start; i < stop; i += step); step > 0; "
+                                 "attrs: index (Value), unroll (0 leave, -1 fully, n by n)",
+                   ("index", "unroll"), blocks=1, result=False),  # fmt: skip
+    "if": OpInfo("control", 1, "bool; then-block and else-block (may be empty)", blocks=2, result=False),
+    # -- synchronisation ---------------------------------------------------------------------------------------------
+    "barrier": OpInfo("sync", 0, "every thread of the workgroup arrives; shared memory (and global, if so said) written "
+                                 "before is seen after; only in uniform control flow", ("global_memory",),
+                      result=False),  # fmt: skip
+    "subgroup_barrier": OpInfo("sync", 0, "the same for the threads of a subgroup and shared memory", result=False),
+    # -- subgroups: all lanes of the subgroup take part --------------------------------------------------------------
+    "shuffle": OpInfo("subgroup", 2, "T scalar 32 bits, i32 lane -> that lane's value"),
+    "shuffle_xor": OpInfo("subgroup", 1, "T scalar 32 bits -> value of lane ^ mask", ("mask",)),
+    "subgroup_reduce": OpInfo("subgroup", 1, "T scalar 32 bits -> add, min or max over all lanes", ("kind",)),
+    "subgroup_any": OpInfo("subgroup", 1, "bool -> bool: true in any lane"),
+    "subgroup_all": OpInfo("subgroup", 1, "bool -> bool: true in every lane"),
+    # -- matrix fragments: all lanes of the subgroup take part, with the same operands --------------------------------
+    "fragment_fill": OpInfo("fragment", 1, "scalar -> fragment with it in every element"),
+    "fragment_load": OpInfo("fragment", 3, "pointer, index of element (0,0), stride in elements -> fragment",
+                            ("layout",)),  # fmt: skip
+    "fragment_store": OpInfo("fragment", 4, "pointer, index, stride, fragment", ("layout",), result=False),
+    "fragment_mma": OpInfo("fragment", 3, "a, b, accumulator -> a @ b + accumulator"),
+    "fragment_get": OpInfo("fragment", 1, "fragment -> the lane's component number ``component``", ("component",)),
+    "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
+    # -- what only one language has ----------------------------------------------------------------------------------
+    "intrinsic": OpInfo("target", None, "only the renderer ``language`` accepts it. ``code`` is a line of that language "
+                                        "in which {0} is the result (a vector: {0[0]}, {0[1]} ...) and {1}, {2} ... "
+                                        "are the operands",
+                        ("language", "code")),  # fmt: skip
+    "comment": OpInfo("target", 0, "a line for the reader of the rendered source", ("text",), result=False),
+}

@@ -1,0 +1,126 @@
+"""Types of the kernel language."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Space = Literal["global", "shared", "private"]
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number in a register, or an element of memory."""
+
+    name: str
+    kind: Literal["bool", "int", "uint", "float"]
+    bits: int
+
+    @property
+    def bytes(self) -> int:
+        return max(self.bits // 8, 1)
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def is_int(self) -> bool:
+        return self.kind in ("int", "uint")
+
+    @property
+    def is_signed(self) -> bool:
+        return self.kind != "uint" and self.kind != "bool"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Vector:
+    """2, 4, 8 or 16 numbers that are loaded, stored and computed on together."""
+
+    elem: Scalar
+    lanes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.elem.bytes * self.lanes
+
+    def __str__(self) -> str:
+        return f"{self.elem}x{self.lanes}"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A matrix spread over the lanes of a subgroup; ``use`` is its place in ``accumulator += a @ b``."""
+
+    elem: Scalar
+    rows: int
+    cols: int
+    use: Literal["a", "b", "accumulator"]
+
+    def __str__(self) -> str:
+        return f"fragment<{self.elem},{self.rows}x{self.cols},{self.use}>"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Memory that can be indexed by element. ``length`` counts elements; None for a buffer of unknown length."""
+
+    elem: Scalar
+    space: Space
+    length: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.space}<{self.elem}{'' if self.length is None else f'[{self.length}]'}>"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A mutable variable that holds a ``target``."""
+
+    target: Scalar | Vector | Fragment
+
+    def __str__(self) -> str:
+        return f"var<{self.target}>"
+
+
+ValueType = Scalar | Vector | Fragment
+"""What a register can hold."""
+Type = ValueType | Pointer | Ref
+
+bool_ = Scalar("bool", "bool", 1)
+i8 = Scalar("i8", "int", 8)
+i16 = Scalar("i16", "int", 16)
+i32 = Scalar("i32", "int", 32)
+i64 = Scalar("i64", "int", 64)
+u8 = Scalar("u8", "uint", 8)
+u16 = Scalar("u16", "uint", 16)
+u32 = Scalar("u32", "uint", 32)
+u64 = Scalar("u64", "uint", 64)
+f16 = Scalar("f16", "float", 16)
+bf16 = Scalar("bf16", "float", 16)
+f32 = Scalar("f32", "float", 32)
+f64 = Scalar("f64", "float", 64)
+
+SCALARS: dict[str, Scalar] = {t.name: t for t in (bool_, i8, i16, i32, i64, u8, u16, u32, u64, f16, bf16, f32, f64)}
+"""Every scalar type by its name."""
+
+
+def element(type_: Type) -> Scalar:
+    """The scalar that a type is made of."""
+    if isinstance(type_, Scalar):
+        return type_
+    if isinstance(type_, Ref):
+        return element(type_.target)
+    return type_.elem
+
+
+def with_element(type_: ValueType, elem: Scalar) -> ValueType:
+    """The same shape over another element."""
+    if isinstance(type_, Vector):
+        return Vector(elem, type_.lanes)
+    if isinstance(type_, Fragment):
+        return Fragment(elem, type_.rows, type_.cols, type_.use)
+    return elem
