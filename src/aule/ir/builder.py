@@ -370,7 +370,8 @@ class Builder:
         self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...] = (), **attrs: Any
     ) -> Value:
         """Append an operation. For operations without a result the returned value is meaningless."""
-        return self._append(opcode, args, type_, blocks, attrs).result or _NOTHING
+        result = self._append(opcode, args, type_, blocks, attrs).result
+        return _NOTHING if result is None else result
 
     def _append(
         self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...], attrs: dict[str, Any]

@@ -1,0 +1,383 @@
+"""From the arrays of a call to a valid `AttentionProblem` and its operands in one normal form.
+
+It runs on the first call of a signature only, so it favours clear messages over speed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, cast
+
+import numpy as np
+
+from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.view import TensorView
+
+MAX_HEAD_DIM = 256
+"""Largest query and value head dimension."""
+
+FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
+"""dtypes that q, k and v may have."""
+
+_LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
+_AXES = ("batch", "heads", "seq", "head_dim")
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The arrays of one attention call in normal form.
+
+    Attributes
+    ----------
+    q, k, v : TensorView
+        ``[batch, heads, seq, dim]``; axes that the caller did not give have length 1 and stride 0.
+    mask, bias : TensorView or None
+        ``[batch, heads_q, seq_q, seq_kv]`` with stride 0 on every broadcast axis.
+    alibi : TensorView or None
+        f32 ``[batch, heads_q]``, stride 0 on the batch axis when all batches share the slopes.
+    sinks : TensorView or None
+        f32 ``[heads_q]``.
+    rank : int
+        Number of axes the caller gave q, k and v; results are returned with as many.
+    """
+
+    q: TensorView
+    k: TensorView
+    v: TensorView
+    mask: TensorView | None = None
+    bias: TensorView | None = None
+    alibi: TensorView | None = None
+    sinks: TensorView | None = None
+    rank: int = 4
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the result in the caller's rank."""
+        return (*self.q.shape[:3], self.v.shape[3])[4 - self.rank :]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp in the caller's rank."""
+        return self.q.shape[4 - self.rank : 3]
+
+
+def attention_problem(
+    q: TensorView,
+    k: TensorView,
+    v: TensorView,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    mask: TensorView | None = None,
+    bias: TensorView | None = None,
+    alibi_slopes: TensorView | None = None,
+    sinks: TensorView | None = None,
+    causal_align: str = "bottom-right",
+    return_lse: bool = False,
+    op: str = "flash_attention",
+) -> tuple[AttentionProblem, Operands]:
+    """Check one attention call and bring its operands into normal form.
+
+    Parameters
+    ----------
+    q, k, v : TensorView
+        ``[seq, dim]``, ``[heads, seq, dim]`` or ``[batch, heads, seq, dim]``, all three alike.
+    causal, scale, window, softcap, causal_align, return_lse
+        As in `aule.flash_attention`.
+    mask, bias : TensorView, optional
+        2-D to 4-D, broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
+    alibi_slopes : TensorView, optional
+        f32 ``[heads_q]`` or ``[batch, heads_q]``.
+    sinks : TensorView, optional
+        f32 ``[heads_q]``.
+    op : str
+        The public function that was called, for messages.
+
+    Returns
+    -------
+    problem : AttentionProblem
+    operands : Operands
+
+    Raises
+    ------
+    InvalidShapeError, InvalidDtypeError, InvalidArgumentError, DeviceMismatchError
+        Naming what was expected, what was found and the remedy.
+    """
+    _check_dtypes(op, q, k, v)
+    arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    _check_devices(op, arrays)
+    rank = _check_rank(op, q, k, v)
+    q4, k4, v4 = _lift(q), _lift(k), _lift(v)
+    _check_shapes(op, q4, k4, v4)
+
+    batch, heads_q, seq_q, head_dim = q4.shape
+    score_shape = (batch, heads_q, seq_q, k4.shape[2])
+    problem = AttentionProblem(
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=k4.shape[1],
+        seq_q=seq_q,
+        seq_kv=k4.shape[2],
+        head_dim=head_dim,
+        value_dim=v4.shape[3],
+        dtype=q.dtype,
+        scale=_scale(op, scale, head_dim),
+        causal=bool(causal),
+        causal_align=_causal_align(op, causal_align),
+        window=_window(op, window, bool(causal)),
+        softcap=_softcap(op, softcap),
+        mask=None if mask is None else mask.dtype,
+        bias=None if bias is None else bias.dtype,
+        alibi=alibi_slopes is not None,
+        sinks=sinks is not None,
+        return_lse=bool(return_lse),
+    )
+    operands = Operands(
+        q=q4,
+        k=k4,
+        v=v4,
+        mask=None if mask is None else _score_operand(op, "mask", mask, q.dtype, score_shape),
+        bias=None if bias is None else _score_operand(op, "bias", bias, q.dtype, score_shape),
+        alibi=None if alibi_slopes is None else _alibi(op, alibi_slopes, batch, heads_q),
+        sinks=None if sinks is None else _sinks(op, sinks, heads_q),
+        rank=rank,
+    )
+    return problem, operands
+
+
+def _check_dtypes(op: str, q: TensorView, k: TensorView, v: TensorView) -> None:
+    for name, view in (("q", q), ("k", k), ("v", v)):
+        if view.dtype not in FLOAT_DTYPES:
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} of dtype {_either(FLOAT_DTYPES)}, got {view.dtype}; "
+                f"convert {name} to one of these first"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise InvalidDtypeError(
+            f"[{op}] expected q, k and v of one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; "
+            f"convert k and v to {q.dtype}"
+        )
+
+
+def _check_devices(op: str, arrays: dict[str, TensorView | None]) -> None:
+    present = {name: view.device for name, view in arrays.items() if view is not None}
+    home = present["q"]
+    if any(device != home for device in present.values()):
+        found = ", ".join(f"{name} on {device}" for name, device in present.items())
+        raise DeviceMismatchError(f"[{op}] expected all arrays on one device, got {found}; move them to {home}")
+
+
+def _check_rank(op: str, q: TensorView, k: TensorView, v: TensorView) -> int:
+    for name, view in (("q", q), ("k", k), ("v", v)):
+        if len(view.shape) not in _LAYOUTS:
+            raise InvalidShapeError(
+                f"[{op}] expected {name} of shape {_either(_LAYOUTS.values())}, got {list(view.shape)}; "
+                f"add or merge axes of {name}"
+            )
+    ranks = {len(view.shape) for view in (q, k, v)}
+    if len(ranks) != 1:
+        raise InvalidShapeError(
+            f"[{op}] expected q, k and v with the same number of axes, got {_shapes(q, k, v)}; "
+            "add the missing axes of length 1"
+        )
+    return ranks.pop()
+
+
+def _check_shapes(op: str, q: TensorView, k: TensorView, v: TensorView) -> None:
+    for name, view in (("k", k), ("v", v)):
+        if view.shape[0] != q.shape[0]:
+            _mismatch(op, 0, "q", q, name, view, f"give {name} the batch of q, or expand it with stride 0")
+    for axis in (1, 2):
+        if k.shape[axis] != v.shape[axis]:
+            _mismatch(op, axis, "k", k, "v", v, "every key needs its value")
+    if q.shape[3] != k.shape[3]:
+        _mismatch(op, 3, "q", q, "k", k, "only v may have another head_dim")
+
+    for name, view in (("q", q), ("v", v)):
+        if not 1 <= view.shape[3] <= MAX_HEAD_DIM:
+            whose = "q and k" if name == "q" else "v"
+            remedy = "pad the last axis" if view.shape[3] == 0 else "split the last axis over more heads"
+            raise InvalidShapeError(
+                f"[{op}] expected the head_dim of {whose} in 1..{MAX_HEAD_DIM}, got {view.shape[3]}; {remedy}"
+            )
+
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_q % heads_kv if heads_kv else heads_q:
+        raise InvalidShapeError(
+            f"[{op}] expected heads_q to be a multiple of heads_kv, got heads_q {heads_q} and heads_kv {heads_kv}; "
+            "repeat or drop heads of k and v"
+        )
+
+
+def _mismatch(op: str, axis: int, a: str, left: TensorView, b: str, right: TensorView, remedy: str) -> NoReturn:
+    raise InvalidShapeError(
+        f"[{op}] expected {a} and {b} of equal {_AXES[axis]}, got {a} {left.shape[axis]} and {b} {right.shape[axis]} "
+        f"(shapes {list(left.shape)} and {list(right.shape)}); {remedy}"
+    )
+
+
+def _scale(op: str, scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = _number(op, "scale", scale)
+    if not math.isfinite(value):
+        raise InvalidArgumentError(
+            f"[{op}] expected a finite scale, got {value}; pass None for the default 1/sqrt(head_dim)"
+        )
+    return value
+
+
+def _softcap(op: str, softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    value = _number(op, "softcap", softcap)
+    if not 0.0 <= value < math.inf:
+        raise InvalidArgumentError(f"[{op}] expected a finite softcap >= 0, got {value}; pass None to switch it off")
+    return value
+
+
+def _number(op: str, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"[{op}] expected {name} to be a number or None, got {type(value).__name__}; pass a Python float"
+        ) from None
+
+
+def _causal_align(op: str, causal_align: str) -> Literal["bottom-right", "top-left"]:
+    if causal_align not in ("bottom-right", "top-left"):
+        raise InvalidArgumentError(
+            f"[{op}] expected causal_align 'bottom-right' or 'top-left', got {causal_align!r}; "
+            "pass 'top-left' for PyTorch's is_causal"
+        )
+    return cast("Literal['bottom-right', 'top-left']", causal_align)
+
+
+def _window(op: str, window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    if isinstance(window, (tuple, list)):
+        if len(window) != 2:
+            raise InvalidArgumentError(
+                f"[{op}] expected window as (left, right), got {len(window)} values; pass None for an open side"
+            )
+        return _window_side(op, "left", window[0]), _window_side(op, "right", window[1])
+    width = _integer(op, "window", window)
+    if width < 1:
+        raise InvalidArgumentError(f"[{op}] expected an int window >= 1, got {width}; pass None for no window")
+    return width - 1, 0 if causal else width - 1
+
+
+def _window_side(op: str, side: str, value: int | None) -> int:
+    if value is None:
+        return UNBOUNDED
+    keys = _integer(op, f"the {side} side of window", value)
+    if keys < UNBOUNDED:
+        raise InvalidArgumentError(
+            f"[{op}] expected the {side} side of window >= 0, got {keys}; pass None or -1 for an open side"
+        )
+    return keys
+
+
+def _integer(op: str, name: str, value: Any) -> int:
+    # bool is an int to Python, but window=True is a slip, not a window of one key.
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise InvalidArgumentError(
+        f"[{op}] expected {name} to be an int or None, got {value!r}; pass an int or a pair (left, right)"
+    )
+
+
+def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tuple[int, ...]) -> TensorView:
+    if view.dtype not in FLOAT_DTYPES and not (name == "mask" and view.dtype == "bool"):
+        expected, remedy = "a float dtype", "convert it to float32"
+        if name == "mask":
+            expected, remedy = "dtype bool or a float dtype", "use mask.astype(bool) where True means attend"
+        elif view.dtype == "bool":
+            remedy = "pass a boolean array as mask"
+        raise InvalidDtypeError(f"[{op}] expected {name} of {expected}, got {view.dtype}; {remedy}")
+    if view.dtype == "f64" and dtype != "f64":
+        raise InvalidDtypeError(
+            f"[{op}] expected {name} of at most 32 bits with q of dtype {dtype}, got f64; convert {name} to float32"
+        )
+    if not 2 <= len(view.shape) <= 4:
+        raise InvalidShapeError(
+            f"[{op}] expected {name} with 2 to 4 axes that broadcast to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
+            f"got {list(view.shape)}; reshape {name}, a key-padding mask to [batch, 1, 1, seq_kv]"
+        )
+    lead = 4 - len(view.shape)
+    given = (1,) * lead + view.shape
+    if any(size not in (1, full) for size, full in zip(given, shape)):  # noqa: B905  (equal by construction)
+        raise InvalidShapeError(
+            f"[{op}] expected {name} that broadcasts to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
+            f"got {list(view.shape)}; give each axis its full length or 1"
+        )
+    return _restride(view, shape, _broadcast_strides(view, given))
+
+
+def _alibi(op: str, view: TensorView, batch: int, heads_q: int) -> TensorView:
+    _check_f32(op, "alibi_slopes", view)
+    if view.shape == (heads_q,):
+        return _restride(view, (batch, heads_q), (0, *view.strides))
+    if view.shape == (batch, heads_q):
+        return view
+    raise InvalidShapeError(
+        f"[{op}] expected alibi_slopes of shape [heads_q] = [{heads_q}] or [batch, heads_q] = [{batch}, {heads_q}], "
+        f"got {list(view.shape)}; give one slope per query head"
+    )
+
+
+def _sinks(op: str, view: TensorView, heads_q: int) -> TensorView:
+    _check_f32(op, "sinks", view)
+    if view.shape != (heads_q,):
+        raise InvalidShapeError(
+            f"[{op}] expected sinks of shape [heads_q] = [{heads_q}], got {list(view.shape)}; "
+            "give one logit per query head"
+        )
+    return view
+
+
+def _check_f32(op: str, name: str, view: TensorView) -> None:
+    if view.dtype != "f32":
+        raise InvalidDtypeError(f"[{op}] expected {name} of dtype f32, got {view.dtype}; convert {name} to float32")
+
+
+def _lift(view: TensorView) -> TensorView:
+    lead = 4 - len(view.shape)
+    if lead == 0:
+        return view
+    return _restride(view, (1,) * lead + view.shape, (0,) * lead + view.strides)
+
+
+def _broadcast_strides(view: TensorView, given: tuple[int, ...]) -> tuple[int, ...]:
+    # An axis of length 1 is read at index 0 only: stride 0 also where nothing is broadcast gives one key per layout.
+    strides = (0,) * (len(given) - len(view.shape)) + view.strides
+    return tuple(0 if size == 1 else stride for size, stride in zip(given, strides))  # noqa: B905
+
+
+def _restride(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+    storage = view.storage
+    if view.is_host:
+        # The host storage promises exactly the view's shape and strides; read-only because axes may overlap.
+        steps = tuple(stride * view.itemsize for stride in strides)
+        storage = np.lib.stride_tricks.as_strided(storage, shape, steps, writeable=False)
+    return TensorView(view.dtype, shape, strides, view.device, storage, view.offset)
+
+
+def _either(options: Any) -> str:
+    *most, last = options
+    return f"{', '.join(most)} or {last}"
+
+
+def _shapes(q: TensorView, k: TensorView, v: TensorView) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
