@@ -1,1 +1,37 @@
+"""ADD A FRONT END HERE: kinds of arrays, tried in order.
 
+A front end is a module with ``accepts(array) -> bool`` and one function per op. `front_end` imports none that the
+array could not belong to: an array of torch exists only when torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import numpy as np
+
+from aule.errors import InvalidDtypeError
+
+FRONT_ENDS: tuple[tuple[str, str | None], ...] = (
+    ("aule.frontends.numpy", None),
+    ("aule.frontends.torch", "torch"),
+    ("aule.frontends.dlpack", None),
+)
+"""Module of each front end, and the framework that must be loaded already for it to apply."""
+
+
+def front_end(array: object) -> ModuleType:
+    """The front end that serves an array."""
+    if isinstance(array, np.ndarray):
+        return importlib.import_module("aule.frontends.numpy")
+    for module, framework in FRONT_ENDS:
+        if framework is None or framework in sys.modules:
+            candidate = importlib.import_module(module)
+            if candidate.accepts(array):
+                return candidate
+    raise InvalidDtypeError(
+        f"[flash_attention] expected NumPy arrays, torch tensors or arrays with __dlpack__, got {type(array).__name__}; "
+        "convert with numpy.asarray"
+    )

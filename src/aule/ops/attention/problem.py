@@ -61,7 +61,7 @@ class AttentionProblem:
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
-        return self.heads_q // self.heads_kv
+        return self.heads_q // max(self.heads_kv, 1)
 
     @property
     def flops(self) -> int:

@@ -23,6 +23,8 @@ MAX_HEAD_DIM = 256
 FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
 """dtypes that q, k and v may have."""
 
+_WIDEST_WINDOW = 1 << 30
+
 _LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
 _AXES = ("batch", "heads", "seq", "head_dim")
 
@@ -272,7 +274,8 @@ def _window(op: str, window: int | Sequence[int | None] | None, causal: bool) ->
     width = _integer(op, "window", window)
     if width < 1:
         raise InvalidArgumentError(f"[{op}] expected an int window >= 1, got {width}; pass None for no window")
-    return width - 1, 0 if causal else width - 1
+    side = _bounded(width - 1)
+    return side, 0 if causal else side
 
 
 def _window_side(op: str, side: str, value: int | None) -> int:
@@ -283,7 +286,12 @@ def _window_side(op: str, side: str, value: int | None) -> int:
         raise InvalidArgumentError(
             f"[{op}] expected the {side} side of window >= 0, got {keys}; pass None or -1 for an open side"
         )
-    return keys
+    return _bounded(keys)
+
+
+def _bounded(keys: int) -> int:
+    # Kernels count keys in 32 bits; a window wider than any sequence is no window, and must not overflow there.
+    return keys if keys < _WIDEST_WINDOW else UNBOUNDED
 
 
 def _integer(op: str, name: str, value: Any) -> int:
@@ -312,12 +320,12 @@ def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tupl
         )
     if not 2 <= len(view.shape) <= 4:
         raise InvalidShapeError(
-            f"[{op}] expected {name} with 2 to 4 axes that broadcast to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
-            f"got {list(view.shape)}; reshape {name}, a key-padding mask to [batch, 1, 1, seq_kv]"
+            f"[{op}] expected {name} with 2 to 4 axes, broadcastable to [batch, heads_q, seq_q, seq_kv] = "
+            f"{list(shape)}, got {list(view.shape)}; reshape {name}, a key-padding mask to [batch, 1, 1, seq_kv]"
         )
     lead = 4 - len(view.shape)
     given = (1,) * lead + view.shape
-    if any(size not in (1, full) for size, full in zip(given, shape)):  # noqa: B905  (equal by construction)
+    if any(size not in (1, full) for size, full in zip(given, shape, strict=True)):
         raise InvalidShapeError(
             f"[{op}] expected {name} that broadcasts to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
             f"got {list(view.shape)}; give each axis its full length or 1"
@@ -362,7 +370,7 @@ def _lift(view: TensorView) -> TensorView:
 def _broadcast_strides(view: TensorView, given: tuple[int, ...]) -> tuple[int, ...]:
     # An axis of length 1 is read at index 0 only: stride 0 also where nothing is broadcast gives one key per layout.
     strides = (0,) * (len(given) - len(view.shape)) + view.strides
-    return tuple(0 if size == 1 else stride for size, stride in zip(given, strides))  # noqa: B905
+    return tuple(0 if size == 1 else stride for size, stride in zip(given, strides, strict=True))
 
 
 def _restride(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:

@@ -1,0 +1,120 @@
+"""One function per operation: picks the front end of the arrays and hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aule.context import Aule
+from aule.errors import InvalidArgumentError
+from aule.frontends import front_end
+from aule.options import AttentionOptions
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    causal_align: str = "bottom-right",
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention, exact, without ever storing the score matrix.
+
+    Parameters
+    ----------
+    q, k, v : array
+        ``[batch, heads, seq, head_dim]``, or ``[heads, seq, head_dim]``, or ``[seq, head_dim]``: NumPy arrays, torch
+        tensors or arrays with ``__dlpack__``; float32, float16 or bfloat16 (float64 with NumPy's backend), any
+        strides. ``heads_q`` may be a multiple of ``heads_kv``, ``seq_q`` may differ from ``seq_kv``, the head
+        dimension of ``v`` may differ from that of ``q`` and ``k``; each is at most 256.
+    causal : bool
+        Row ``i`` attends to keys up to its own position.
+    scale : float, optional
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    window : int or (left, right), optional
+        Keep keys ``i-left .. i+right``; None or -1 leaves a side open. An int means ``(window-1, 0)`` with causal,
+        ``(window-1, window-1)`` without.
+    softcap : float, optional
+        ``softcap * tanh(score / softcap)``.
+    mask : array, optional
+        Boolean (True attends) or additive; broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
+    bias : array, optional
+        Added to the scores; broadcastable likewise.
+    alibi_slopes : float32 array, optional
+        ``[heads_q]`` or ``[batch, heads_q]``: ``-slope * |i - j|`` is added.
+    sinks : float32 array, optional
+        ``[heads_q]``: one further logit per head that takes part in softmax and has no value.
+    causal_align : {"bottom-right", "top-left"}
+        Where the diagonal ends when ``seq_q != seq_kv``: FlashAttention's choice or PyTorch's.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
+    out : array, optional
+        Write the result here.
+    backend : str, optional
+        ``"cuda"``, ``"vulkan:1"``, ``"numpy"`` ...; default: where the arrays live, else the best device.
+
+    Returns
+    -------
+    array or (array, array)
+        The kind, dtype and device of ``q``. A row with nothing to attend to is zero, its log-sum-exp -inf. Host arrays
+        come back finished; on a GPU the result is ordered after the call like any other work on the stream.
+    """
+    options = AttentionOptions(
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, causal_align, return_lse, out, backend
+    )
+    return front_end(q).flash_attention(q, k, v, options)
+
+
+_PRECISIONS = ("fp16", "bf16", "fp32")
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    context: Aule | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    input_precision: str | None = None,
+    intermediate_precision: str = "fp32",
+    output_precision: str | None = None,
+) -> Any:
+    """Attention with chosen precisions.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for `flash_attention`.
+    context : Aule, optional
+        Compute on this context's device.
+    input_precision, output_precision : {"fp16", "bf16", "fp32"}, optional
+        Convert the inputs before, or the result after. Default: leave them.
+    intermediate_precision : {"fp32"}
+        Scores and sums are always accumulated in fp32.
+    """
+    for name, value in (("input_precision", input_precision), ("output_precision", output_precision)):
+        if value is not None and value not in _PRECISIONS:
+            raise InvalidArgumentError(f"[attention] expected {name} of {', '.join(_PRECISIONS)}, got {value!r}")
+    if intermediate_precision != "fp32":
+        raise InvalidArgumentError(
+            f"[attention] expected intermediate_precision 'fp32', got {intermediate_precision!r}; sums in half "
+            "precision are not offered because they lose digits without being faster"
+        )
+    end = front_end(q)
+    if input_precision is not None:
+        q, k, v = (end.to_precision(x, input_precision) for x in (q, k, v))
+    backend = None if context is None else context.device_name
+    result = flash_attention(q, k, v, causal=causal, scale=softmax_scale, backend=backend)
+    return result if output_precision is None else end.to_precision(result, output_precision)

@@ -1,0 +1,161 @@
+"""ADD A BACKEND HERE: which renderer feeds which runtime, and how a device is chosen.
+
+Nothing is imported or probed until it is asked for. What a probe found is remembered for the life of the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import cast
+
+from aule import settings
+from aule.artifact import Artifact
+from aule.errors import AuleError, BackendUnavailableError
+from aule.ir import KernelIR
+from aule.runtime.base import Device
+from aule.target import Target
+
+log = logging.getLogger("aule")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A renderer and a runtime.
+
+    Attributes
+    ----------
+    render_module, runtime_module : str
+        Modules with ``render(kernel, target) -> Artifact`` and ``devices() -> list[Device]``.
+    """
+
+    name: str
+    language: str
+    render_module: str
+    runtime_module: str
+
+    def render(self, kernel: KernelIR, target: Target) -> Artifact:
+        return cast(Artifact, importlib.import_module(self.render_module).render(kernel, target))
+
+    def devices(self) -> list[Device]:
+        return cast("list[Device]", importlib.import_module(self.runtime_module).devices())
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("cuda", "ptx", "aule.render.ptx", "aule.runtime.cuda"),
+    Backend("metal", "msl", "aule.render.msl", "aule.runtime.metal"),
+    Backend("vulkan", "spirv", "aule.render.spirv", "aule.runtime.vulkan"),
+    Backend("opencl", "opencl", "aule.render.opencl", "aule.runtime.opencl"),
+    Backend("webgpu", "wgsl", "aule.render.wgsl", "aule.runtime.webgpu"),
+)
+"""In order of preference. NumPy comes after them all; it needs no device."""
+
+NUMPY = "numpy"
+NAMES: tuple[str, ...] = (*(b.name for b in BACKENDS), NUMPY)
+
+_lock = threading.RLock()
+_found: dict[str, list[Device]] = {}
+_errors: dict[str, AuleError] = {}
+_pid = os.getpid()
+
+
+def backend(name: str) -> Backend:
+    """The backend of a name."""
+    for candidate in BACKENDS:
+        if candidate.name == name:
+            return candidate
+    raise BackendUnavailableError(name, f"expected a backend of {', '.join(NAMES)}, got {name!r}")
+
+
+def by_language(language: str) -> Backend:
+    """The backend that a kernel language belongs to."""
+    for candidate in BACKENDS:
+        if language in (candidate.language, candidate.name):
+            return candidate
+    known = ", ".join(b.language for b in BACKENDS)
+    raise BackendUnavailableError(language, f"expected a kernel language of {known}, got {language!r}")
+
+
+def devices(name: str) -> list[Device]:
+    """Devices of a backend; raises `BackendUnavailableError` with the remedy when there are none."""
+    global _pid
+    with _lock:
+        if os.getpid() != _pid:  # a forked child finds its own devices; the parent's refuse to work here
+            _found.clear()
+            _errors.clear()
+            _pid = os.getpid()
+        if name in _errors:
+            raise _errors[name]
+        if name not in _found:
+            try:
+                _found[name] = backend(name).devices()
+            except AuleError as error:
+                _errors[name] = error
+                log.debug("backend %s: %s", name, error)
+                raise
+        return _found[name]
+
+
+def available() -> dict[str, list[Device]]:
+    """Every backend that has devices."""
+    result = {}
+    for candidate in BACKENDS:
+        try:
+            result[candidate.name] = devices(candidate.name)
+        except AuleError:
+            continue
+    return result
+
+
+def errors() -> dict[str, str]:
+    """Why each other backend was refused, and the remedy."""
+    available()
+    return {name: error.message for name, error in _errors.items()}
+
+
+def choose(spec: str | None = None) -> Device | None:
+    """The device for arrays in host memory; None stands for NumPy.
+
+    ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``); one that is missing
+    raises. Without it the first real device in order of preference is taken; a software rasteriser never is.
+    """
+    spec = spec or settings.backend()
+    if spec is not None:
+        return find(spec)
+    for candidate in BACKENDS:
+        try:
+            real = [d for d in devices(candidate.name) if not d.target.software]
+        except AuleError:
+            continue
+        if real:
+            return real[0]
+    return None
+
+
+def find(spec: str) -> Device | None:
+    """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
+    name, _, number = spec.partition(":")
+    if name == NUMPY:
+        return None
+    if name not in NAMES:
+        raise BackendUnavailableError(name, f"expected a backend of {', '.join(NAMES)}, got {spec!r}")
+    found = devices(name)
+    if not number:
+        return found[0]
+    if not number.isdigit() or int(number) >= len(found):
+        have = ", ".join(f"{name}:{d.index} ({d.target.name})" for d in found)
+        raise BackendUnavailableError(name, f"expected one of {have}, got {spec!r}")
+    return found[int(number)]
+
+
+def forget() -> None:
+    """Close every device and probe again at the next use."""
+    with _lock:
+        for group in _found.values():
+            for device in group:
+                device.close()
+        _found.clear()
+        _errors.clear()

@@ -1,0 +1,72 @@
+"""Source code of any kernel, also a user's own, without a device.
+
+>>> from aule import codegen
+>>> from aule.ir import Builder
+>>> from aule.ir.types import f32, i32
+>>> b = Builder("double", workgroup=64)
+>>> source, out, n = b.buffer("source", f32), b.buffer("out", f32, "write"), b.scalar("n", i32)
+>>> i = b.group_id() * 64 + b.thread_id()
+>>> with b.if_(i < n):
+...     b.store(out, i, b.load(source, i) * 2.0)
+>>> print(codegen.generate(b.finish(), "wgsl").text)
+"""
+
+from __future__ import annotations
+
+from aule.artifact import Artifact
+from aule.backends import registry
+from aule.ir import KernelIR
+from aule.target import Target
+
+__all__ = ["TARGETS", "generate", "target_for"]
+
+TARGETS: dict[str, Target] = {
+    "ptx": Target(
+        "cuda", "generic NVIDIA", "nvidia", arch="sm_80", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
+        max_shared_bytes=99 * 1024, max_grid=(2**31 - 1, 65535, 65535), max_buffers=256, max_buffer_bytes=1 << 40,
+        offset_alignment=1, f16=True, bf16=True, f64=True, int64=True, storage16=True, storage8=True,
+    ),
+    "spirv": Target(
+        "vulkan", "generic Vulkan 1.2", subgroup_size=32, max_threads=256, max_shared_bytes=32768, f16=True,
+        int64=True, storage16=True, storage8=True, language_version=12,
+    ),
+    "opencl": Target(
+        "opencl", "generic OpenCL 1.2", max_threads=256, max_shared_bytes=32768, int64=True, storage16=True,
+        storage8=True, language_version=120, max_buffers=64,
+    ),
+    "wgsl": Target("webgpu", "generic WebGPU", max_threads=256, max_shared_bytes=16384),
+    "msl": Target(
+        "metal", "generic Apple", "apple", subgroup_size=32, max_threads=1024, max_shared_bytes=32768, max_buffers=30,
+        unified_memory=True, f16=True, int64=True, storage16=True, storage8=True,
+    ),
+}  # fmt: skip
+"""What each language is rendered for when no device is given: what nearly every device of the kind can do."""
+
+
+def target_for(language: str) -> Target:
+    """The default Target of a kernel language (``ptx``, ``spirv``, ``opencl``, ``wgsl``, ``msl``)."""
+    return TARGETS[registry.by_language(language).language]
+
+
+def generate(kernel: KernelIR, target: str | Target) -> Artifact:
+    """Render a kernel.
+
+    Parameters
+    ----------
+    kernel : KernelIR
+        From ``Builder.finish()`` or ``AttentionKernel(...).build()``.
+    target : str or Target
+        A language for its usual devices, or a Target for a particular one.
+
+    Returns
+    -------
+    Artifact
+        ``.code`` (bytes), ``.text`` (source; not for SPIR-V), ``.entry``, ``.params``, ``.shared_bytes``.
+
+    Raises
+    ------
+    KernelError
+        The kernel breaks a rule of the language or asks for what the target cannot do.
+    """
+    resolved = target_for(target) if isinstance(target, str) else target
+    return registry.backend(resolved.backend).render(kernel, resolved)

@@ -1,0 +1,222 @@
+"""Aule: one device, and tensors that live on it until the context is closed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.backends import registry
+from aule.engine.attention import STORED, contiguous_strides, forward_on_device
+from aule.errors import BackendUnavailableError, ClosedError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.validate import attention_problem
+from aule.runtime.base import Allocation, Device
+from aule.view import ITEMSIZE, TensorView
+
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "bool"}
+
+
+class Tensor:
+    """A C-contiguous array in device memory; made by `Aule.tensor`."""
+
+    def __init__(self, context: Aule, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._context = context
+        self._elem = _DTYPES[dtype]
+        self.nbytes = int(np.prod(shape, dtype=np.int64)) * ITEMSIZE[self._elem]
+        self._allocation: Allocation | None = context._open().alloc(max(self.nbytes, 16))
+
+    def upload(self, array: npt.ArrayLike) -> Tensor:
+        """Copy a host array of the same shape in, converting its dtype; returns the tensor."""
+        allocation = self._memory()
+        source = np.asarray(array)
+        if source.shape != self.shape:
+            raise InvalidShapeError(f"[upload] expected shape {self.shape}, got {source.shape}; reshape the array")
+        data = np.ascontiguousarray(self._stored(source))
+        if data.size:
+            allocation.device.upload(allocation, data)
+        return self
+
+    def download(self) -> npt.NDArray[Any]:
+        """Copy out, after all work on the device; bfloat16 comes as ml_dtypes' type where it is installed, else as its
+        bits in uint16."""
+        allocation = self._memory()
+        data = np.empty(self.shape, np.uint8 if self._elem == "bool" else STORED[self._elem])
+        if data.size:
+            allocation.device.download(allocation, data)
+        if self._elem == "bool":
+            return data.view(np.bool_)
+        return data.view(_bfloat16()) if self._elem == "bf16" else data
+
+    def free(self) -> None:
+        """Give the memory back now. Idempotent."""
+        if self._allocation is not None:
+            self._allocation.device.free(self._allocation)
+            self._allocation = None
+
+    def view(self) -> TensorView:
+        """The tensor as the engine sees it."""
+        device = self._context.device_name
+        return TensorView(self._elem, self.shape, contiguous_strides(self.shape), device, self._memory())
+
+    def _memory(self) -> Allocation:
+        self._context._open()
+        if self._allocation is None:
+            raise ClosedError("[tensor] expected a live tensor, got one that was freed; make a new one with .tensor()")
+        return self._allocation
+
+    def _stored(self, source: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self._elem == "bool":
+            return source.astype(np.bool_).view(np.uint8)
+        if self._elem != "bf16":
+            return source.astype(STORED[self._elem], copy=False)
+        if source.dtype == np.uint16:
+            return source
+        if source.dtype.name == "bfloat16":
+            return source.view(np.uint16)
+        bits = np.ascontiguousarray(source, np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet = (bits >> 16) | 0x40  # rounding could carry a NaN into infinity
+        return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).astype(np.uint16)
+
+    def __repr__(self) -> str:
+        state = "freed" if self._allocation is None else self._context.device_name
+        return f"Tensor(shape={self.shape}, dtype={self.dtype}, {state})"
+
+
+class Aule:
+    """A device to compute on without copies between calls.
+
+    Parameters
+    ----------
+    backend : str, optional
+        ``"cuda"``, ``"vulkan:1"`` ...; default: the best device, a software one where there is no other.
+
+    Examples
+    --------
+    >>> with aule.Aule() as gpu:
+    ...     q, k, v, out = (gpu.tensor((1, 8, 1024, 64)) for _ in range(4))
+    ...     q.upload(q_host); k.upload(k_host); v.upload(v_host)
+    ...     gpu.attention_gpu(q, k, v, out, causal=True)
+    ...     result = out.download()
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        device = registry.choose(backend)
+        if device is None and backend is None:
+            software = [d for found in registry.available().values() for d in found]
+            device = software[0] if software else None
+        if device is None:
+            raise BackendUnavailableError(
+                backend or "device",
+                "[Aule] expected a device, found none; print_backend_info() says why each backend was refused. "
+                "NumPy arrays work without one: aule.flash_attention(q, k, v)",
+            )
+        self._device: Device | None = device
+        self._tensors: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    @property
+    def device_name(self) -> str:
+        """As ``backend=`` takes it: ``"vulkan:0"``."""
+        device = self._open()
+        return f"{device.target.backend}:{device.index}"
+
+    def get_device_info(self) -> dict[str, Any]:
+        """What the device is and can do."""
+        target = self._open().target
+        return {
+            **target.to_dict(),
+            "device_name": target.name,
+            "amd_optimized": target.vendor == "amd",
+            "fp16": target.f16,
+            "shared_memory_bytes": target.max_shared_bytes,
+        }
+
+    def tensor(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        """A tensor of undefined contents."""
+        if dtype not in _DTYPES:
+            raise InvalidDtypeError(f"[tensor] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
+        dims = tuple(int(n) for n in shape)
+        if any(n < 0 for n in dims):
+            raise InvalidShapeError(f"[tensor] expected a shape without negative lengths, got {dims}")
+        made = Tensor(self, dims, dtype)
+        self._tensors.add(made)
+        return made
+
+    def attention_gpu(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **options: Any) -> None:
+        """Attention from tensors into a tensor: no host copy, no allocation, asynchronous.
+
+        Options are those of `aule.flash_attention`; ``mask``, ``bias``, ``alibi_slopes`` and ``sinks`` are tensors.
+        ``causal`` is False by default.
+        """
+        self._attention(q, k, v, out, None, options)
+
+    def attention_forward_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+    ) -> None:
+        """The same, and the log-sum-exp into a float32 tensor ``[batch, heads_q, seq_q]``."""
+        self._attention(q, k, v, out, lse, options)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        device = self._open()
+        given = {"q": q, "k": k, "v": v, **{n: t for n, t in options.items() if isinstance(t, Tensor)}}
+        plain = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
+        for name, tensor in [*given.items(), ("out", out), ("lse", lse)]:
+            if tensor is not None and (not isinstance(tensor, Tensor) or tensor._context._device is not device):
+                raise DeviceMismatchError(
+                    f"[attention_gpu] expected {name} to be a tensor of this context, got {tensor!r}; make it with .tensor()"
+                )
+        views = {name: tensor.view() for name, tensor in given.items()}
+        problem, operands = attention_problem(**views, **plain, return_lse=lse is not None, op="attention_gpu")
+        if out.shape != operands.out_shape or out._elem != problem.dtype:
+            raise InvalidShapeError(
+                f"[attention_gpu] expected out of shape {operands.out_shape} and dtype {q.dtype}, got {out.shape} and "
+                f"{out.dtype}"
+            )
+        if lse is not None and (lse.shape != operands.lse_shape or lse._elem != "f32"):
+            raise InvalidShapeError(
+                f"[attention_gpu] expected lse of shape {operands.lse_shape} and dtype float32, got {lse.shape} and "
+                f"{lse.dtype}"
+            )
+        target = out.view()
+        lifted = (1,) * (4 - len(target.shape)) + target.shape
+        o = TensorView(target.dtype, lifted, contiguous_strides(lifted), target.device, target.storage)
+        forward_on_device(problem, operands, device, o, None if lse is None else lse._memory())
+
+    def synchronize(self) -> None:
+        """Wait until all work on the device is done."""
+        self._open().synchronize()
+
+    def close(self) -> None:
+        """Free every tensor of the context. Idempotent; the device itself stays open for other users."""
+        if self._device is None:
+            return
+        for tensor in list(self._tensors):
+            tensor.free()
+        self._device = None
+
+    def _open(self) -> Device:
+        if self._device is None:
+            raise ClosedError("[Aule] expected an open context, got one that was closed; make a new one")
+        return self._device
+
+    def __enter__(self) -> Aule:
+        self._open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError:
+        return np.uint16
+    return ml_dtypes.bfloat16

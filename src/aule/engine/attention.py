@@ -1,0 +1,187 @@
+"""Runs attention: plan, program, launch. The one place where a problem meets a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.engine.programs import program
+from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.ops.attention import numpy_forward
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import ForwardPlan, plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import Operands
+from aule.runtime.base import Allocation, Device, Program
+from aule.view import TensorView
+
+Array = npt.NDArray[Any]
+
+STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64}
+"""NumPy's type for the elements of a result (bf16 as its bits)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A forward pass that is ready to go: only memory is missing.
+
+    Attributes
+    ----------
+    buffers : tuple of str
+        Names of the buffers in the order of the kernel's parameters.
+    """
+
+    plan: ForwardPlan
+    program: Program
+    buffers: tuple[str, ...]
+    scalars: tuple[int | float, ...]
+
+    def arguments(self, memory: dict[str, Any]) -> list[Any]:
+        """All arguments in the order of the kernel's parameters."""
+        values = {f"{name}_ptr": buffer for name, buffer in memory.items()} | self.plan.scalars
+        return [values[p.name] for p in self.program.artifact.params]
+
+
+def prepare_forward(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    device: Device,
+    aligned_base: dict[str, bool] | None = None,
+) -> Launch:
+    """Plan a forward pass on a device and build its kernel, or find both in memory."""
+    check_device(problem, device, views)
+    plan = plan_forward(problem, views, device.target, aligned_base)
+    loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
+    params = loaded.artifact.params
+    return Launch(
+        plan,
+        loaded,
+        tuple(p.name.removesuffix("_ptr") for p in params if p.kind == "buffer"),
+        tuple(plan.scalars[p.name] for p in params if p.kind == "scalar"),
+    )
+
+
+def check_device(problem: AttentionProblem, device: Device, views: dict[str, TensorView]) -> None:
+    """Refuse what the device cannot do, with the remedy."""
+    target = device.target
+    if problem.dtype == "f64":
+        raise InvalidDtypeError(
+            f"[flash_attention] expected float32, float16 or bfloat16 on {target.backend}, got float64; "
+            "use backend='numpy' for float64"
+        )
+    for name, view in views.items():
+        steps = zip(view.shape, view.strides, strict=True)
+        extent = (view.offset + 1 + sum((n - 1) * s for n, s in steps if n > 0)) * view.itemsize
+        if extent > target.max_buffer_bytes:
+            raise InvalidShapeError(
+                f"[flash_attention] expected arrays of at most {target.max_buffer_bytes} bytes on {target.name}, got "
+                f"{name} with {extent}; split the batch or use another backend"
+            )
+
+
+def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
+    """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
+    views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
+    for name in ("mask", "bias", "alibi", "sinks"):
+        view = getattr(operands, name)
+        if view is not None:
+            views[name] = view
+    return views
+
+
+def forward_on_device(problem: AttentionProblem, operands: Operands, device: Device, out: TensorView, lse: Any) -> None:
+    """Compute on arrays that live on the device; asynchronous. ``lse`` is an Allocation or None."""
+    views = named(operands, out)
+    launch = prepare_forward(problem, views, device)
+    if launch.plan.grid[0]:
+        memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
+        device.launch(launch.program, launch.plan.grid, launch.arguments(memory))
+
+
+def forward_on_host(
+    problem: AttentionProblem, operands: Operands, device: Device | None, out: Array | None = None
+) -> tuple[Array, Array | None]:
+    """Compute on host arrays, through a device or with NumPy; the results are finished on return.
+
+    Parameters
+    ----------
+    out : ndarray, optional
+        ``[batch, heads_q, seq_q, value_dim]``, of any strides; made when not given.
+    """
+    rows = (problem.batch, problem.heads_q, problem.seq_q)
+    if out is None:
+        out = np.empty((*rows, problem.value_dim), STORED[problem.dtype])
+    lse = np.empty(rows, np.float32) if problem.return_lse else None
+    if device is None:
+        numpy_forward.forward(problem, operands, out, lse)
+        return out, lse
+
+    with _Arena(device) as arena:
+        views = named(operands, _result_view(problem))
+        check_device(problem, device, views)
+        views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
+        launch = prepare_forward(problem, views, device)
+        if launch.plan.grid[0]:
+            memory = {name: view.storage for name, view in views.items()}
+            memory["o"] = arena.alloc(out.size * out.itemsize)
+            memory["lse"] = arena.alloc(lse.nbytes) if lse is not None else None
+            device.launch(launch.program, launch.plan.grid, launch.arguments(memory))
+            finished = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+            device.download(memory["o"], finished)
+            if finished is not out:
+                out[...] = finished
+            if lse is not None:
+                device.download(memory["lse"], lse)
+    return out, lse
+
+
+class _Arena:
+    """Device memory of one call, given back at its end whatever happens."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.owned: list[Allocation] = []
+
+    def __enter__(self) -> _Arena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for allocation in self.owned:
+            self.device.free(allocation)
+
+    def alloc(self, nbytes: int) -> Allocation:
+        """Memory; never empty, since no driver binds an empty buffer."""
+        self.owned.append(self.device.alloc(max(nbytes, 16)))
+        return self.owned[-1]
+
+    def bring(self, view: TensorView) -> TensorView:
+        """A host array on the device: without a copy where the device can, and never expanding what is broadcast."""
+        array: Array = view.storage
+        compact = np.ascontiguousarray(array[tuple(slice(None) if s else slice(0, 1) for s in view.strides)])
+        packed = contiguous_strides(compact.shape)
+        strides = tuple(p if s else 0 for p, s in zip(packed, view.strides, strict=True))
+        allocation = self.device.import_host(compact) if compact.size else None
+        if allocation is not None:
+            self.owned.append(allocation)
+        else:
+            allocation = self.alloc(compact.nbytes)
+            if compact.size:
+                self.device.upload(allocation, compact)
+        return TensorView(view.dtype, view.shape, strides, "device", allocation)
+
+
+def _result_view(problem: AttentionProblem) -> TensorView:
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
+    return TensorView(problem.dtype, shape, contiguous_strides(shape), "device", None)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -1,0 +1,61 @@
+"""From a kernel's configuration to a program that a device can launch: build, verify, render, load; each once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from aule.backends import registry
+from aule.engine import cache
+from aule.ir import KernelIR
+from aule.ir.verify import verify
+from aule.runtime.base import Device, Program
+
+log = logging.getLogger("aule")
+_lock = threading.Lock()
+_programs: weakref.WeakKeyDictionary[Device, dict[Any, Program]] = weakref.WeakKeyDictionary()
+_building: dict[tuple[int, Any], threading.Lock] = {}
+
+
+def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Program:
+    """The program of a configuration on a device; built once, also when several threads ask at the same time.
+
+    Parameters
+    ----------
+    config : hashable
+        With the device's Target, everything that decides what the kernel is.
+    build : callable
+        Traces the kernel.
+    """
+    known = _programs.get(device)
+    if known is not None and config in known:
+        return known[config]
+    with _lock:
+        mine = _building.setdefault((id(device), config), threading.Lock())
+    with mine:
+        with _lock:
+            known = _programs.setdefault(device, {})
+            if config in known:
+                return known[config]
+        loaded = device.load(_artifact(device, config, build))
+        with _lock:
+            known[config] = loaded
+            _building.pop((id(device), config), None)
+    return loaded
+
+
+def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any:
+    entry = cache.key(config, device.target)
+    artifact = cache.load(entry)
+    if artifact is None:
+        start = time.perf_counter()
+        kernel = build()
+        verify(kernel)
+        artifact = registry.backend(device.target.backend).render(kernel, device.target)
+        cache.save(entry, artifact)
+        log.debug("built %s for %s in %.0f ms", kernel.name, device.target.name, 1e3 * (time.perf_counter() - start))
+    return artifact

@@ -1,0 +1,48 @@
+"""Arrays of any framework that speaks DLPack, in host memory (JAX, CuPy's host arrays, array-api-strict ...)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from aule.errors import DeviceMismatchError, InvalidDtypeError
+from aule.frontends import numpy as numpy_front_end
+from aule.options import AttentionOptions
+
+_HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
+
+
+def accepts(array: object) -> bool:
+    return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+
+
+def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    """Attention on DLPack arrays; the result comes from the namespace of ``q``."""
+    if options.out is not None:
+        raise InvalidDtypeError("[flash_attention] expected no out with DLPack arrays, got one; use the return value")
+    arrays = {name: _host(array, name) for name, array in options.arrays().items()}
+    inputs = [_host(array, name) for array, name in ((q, "q"), (k, "k"), (v, "v"))]
+    result = numpy_front_end.flash_attention(*inputs, replace(options, **arrays))
+    back = q.__array_namespace__().from_dlpack if hasattr(q, "__array_namespace__") else np.asarray
+    return tuple(back(part) for part in result) if isinstance(result, tuple) else back(result)
+
+
+def _host(array: Any, name: str) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    if not accepts(array):
+        raise InvalidDtypeError(
+            f"[flash_attention] expected {name} with __dlpack__ like q, got {type(array).__name__}; convert it first"
+        )
+    kind = int(array.__dlpack_device__()[0])
+    if kind not in _HOST_DEVICES:
+        raise DeviceMismatchError(
+            f"[flash_attention] expected {name} in host memory or as a torch tensor, got a DLPack array on device type "
+            f"{kind}; pass torch.from_dlpack({name}), which copies nothing"
+        )
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError):
+        return np.asarray(array)  # dtypes that NumPy's DLPack lacks (bfloat16) come through the array protocol

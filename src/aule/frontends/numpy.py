@@ -1,0 +1,89 @@
+"""NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.backends import registry
+from aule.engine.attention import STORED, forward_on_host
+from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.validate import attention_problem
+from aule.options import AttentionOptions
+from aule.view import TensorView
+
+Array = npt.NDArray[Any]
+
+_NAMES = {
+    "float32": "f32",
+    "float16": "f16",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "bool": "bool",
+    "uint8": "u8",
+    "int8": "i8",
+    "int32": "i32",
+    "uint32": "u32",
+    "int64": "i64",
+}
+
+
+def accepts(array: object) -> bool:
+    return isinstance(array, np.ndarray)
+
+
+def view(array: Array, name: str = "array") -> TensorView:
+    """View a NumPy array. bfloat16 (ml_dtypes) is viewed by its bits."""
+    if not isinstance(array, np.ndarray):
+        raise InvalidDtypeError(
+            f"[flash_attention] expected {name} to be a NumPy array like q, got {type(array).__name__}; convert it first"
+        )
+    dtype = _NAMES.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise InvalidDtypeError(
+            f"[flash_attention] expected {name} of float32, float16, bfloat16 or float64 in native byte order, got "
+            f"{array.dtype}; convert with .astype"
+        )
+    size = array.itemsize
+    if any(step % size for step in array.strides):
+        array = array.copy()  # a field of a structured array: no element stride describes it
+    bits = array.view(np.uint16) if dtype == "bf16" else array
+    return TensorView(dtype, array.shape, tuple(step // size for step in array.strides), "host", bits)
+
+
+def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
+    """Attention on NumPy arrays; the result is finished on return."""
+    views = {name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()}
+    problem, operands = attention_problem(**views, **options.plain())
+    device = registry.choose(options.backend)
+    target = None
+    if options.out is not None:
+        target = _lift(checked_out(options.out, operands.out_shape, problem.dtype))
+    out, lse = forward_on_host(problem, operands, device, target)
+    result = options.out
+    if result is None:
+        result = out.reshape(operands.out_shape).view(q.dtype)
+    return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
+
+
+def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> Array:
+    """An ``out`` argument that fits, as an array of stored elements."""
+    if not isinstance(out, np.ndarray) or out.shape != shape:
+        got = out.shape if isinstance(out, np.ndarray) else type(out).__name__
+        raise InvalidShapeError(f"[flash_attention] expected out of shape {shape}, got {got}; allocate it like q")
+    if _NAMES.get(out.dtype.name) != dtype:
+        raise InvalidDtypeError(f"[flash_attention] expected out of q's dtype, got {out.dtype}; allocate it like q")
+    if not out.flags.writeable:
+        raise InvalidShapeError("[flash_attention] expected a writable out, got a read-only array; copy it first")
+    return out.view(STORED[dtype]) if dtype == "bf16" else out
+
+
+def _lift(array: Array) -> Array:
+    return array[(None,) * (4 - array.ndim)]
+
+
+def _required(lse: Array | None) -> Array:
+    assert lse is not None
+    return lse

@@ -1,0 +1,111 @@
+"""Vectors wider than a language has become several: eight fp16 are loaded as two aligned fours."""
+
+from __future__ import annotations
+
+import math
+
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.ops import OPS
+from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
+from aule.ir.types import Ref, Scalar, Type, Vector, element
+
+_LANEWISE = frozenset({"unary", "binary", "compare", "ternary", "cast"})
+
+
+def narrow_vectors(kernel: KernelIR, max_lanes: int) -> KernelIR:
+    """Split vectors of more than ``max_lanes``."""
+    return _NarrowVectors(kernel, max_lanes).run()
+
+
+class _NarrowVectors(Rewriter):
+    def __init__(self, kernel: KernelIR, max_lanes: int) -> None:
+        super().__init__(kernel)
+        self._max = max_lanes
+        self.hooks = {opcode: self._lanewise for opcode, info in OPS.items() if info.category in _LANEWISE}
+        self.hooks |= {
+            "bitcast": self._bitcast, "make_vector": self._make_vector, "splat": self._splat, "extract": self._extract,
+            "load": self._load, "store": self._store, "var": self._var, "get": self._get, "set": self._set,
+        }  # fmt: skip
+
+    def _pieces(self, type_: Type) -> int:
+        return lanes_of(type_) // self._max if lanes_of(type_) > self._max else 1
+
+    def _lanewise(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        pieces = max(self._pieces(a.type) for a in op.args)
+        if pieces == 1:
+            return self.clone(op)
+        type_ = Vector(element(op.result.type), self._max)
+        # A scalar operand (the condition of a select) serves every piece.
+        args = [self.parts(a) * (pieces if self._pieces(a.type) == 1 else 1) for a in op.args]
+        return tuple(self.b.emit(op.opcode, tuple(a[i] for a in args), type_, **op.attrs) for i in range(pieces))
+
+    def _bitcast(self, op: Op) -> Lowered | None:
+        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
+        source, target = op.args[0], op.result.type
+        pieces = max(self._pieces(source.type), self._pieces(target))
+        if pieces == 1:
+            return self.clone(op)
+        # Both sides are cut into the pieces of the finer one.
+        lanes = [lane for part in self.parts(source) for lane in self.b.unpack(part)]
+        per = len(lanes) // pieces
+        piece = shaped(element(target), lanes_of(target) // pieces)
+        new = [self.b.bitcast(self.b.vector(lanes[i : i + per]), piece) for i in range(0, len(lanes), per)]
+        if self._pieces(target) == pieces:
+            return tuple(new)
+        return self._grouped([lane for v in new for lane in self.b.unpack(v)])
+
+    def _make_vector(self, op: Op) -> Lowered | None:
+        return self._grouped([self.value(a) for a in op.args])
+
+    def _grouped(self, lanes: list[Value]) -> Lowered:
+        if len(lanes) <= self._max:
+            return self.b.vector(lanes)
+        return tuple(self.b.vector(lanes[i : i + self._max]) for i in range(0, len(lanes), self._max))
+
+    def _splat(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        pieces = self._pieces(op.result.type)
+        if pieces == 1:
+            return self.clone(op)
+        return (self.b.splat(self.value(op.args[0]), self._max),) * pieces
+
+    def _extract(self, op: Op) -> Lowered | None:
+        piece, lane = divmod(op.attrs["lane"], self._max)
+        return self.b.extract(self.parts(op.args[0])[piece], lane)
+
+    def _load(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        pieces = self._pieces(op.result.type)
+        if pieces == 1:
+            return self.clone(op)
+        pointer, index = self.value(op.args[0]), self.value(op.args[1])
+        align = math.gcd(op.attrs["align"], self._max)
+        return tuple(self.b.load(pointer, index + i * self._max, self._max, align) for i in range(pieces))
+
+    def _store(self, op: Op) -> None:
+        parts = self.parts(op.args[2])
+        if len(parts) == 1:
+            self.clone(op)
+            return
+        pointer, index = self.value(op.args[0]), self.value(op.args[1])
+        align = math.gcd(op.attrs["align"], self._max)
+        for i, part in enumerate(parts):
+            self.b.store(pointer, index + i * self._max, part, align)
+
+    def _var(self, op: Op) -> Lowered | None:
+        assert op.result is not None and isinstance(op.result.type, Ref)
+        parts = self.parts(op.args[0])
+        if len(parts) == 1:
+            return self.clone(op)
+        return tuple(self.b.var(part, op.result.hint).ref for part in parts)
+
+    def _get(self, op: Op) -> Lowered | None:
+        refs = self.parts(op.args[0])
+        return self.b.get(refs[0]) if len(refs) == 1 else tuple(self.b.get(ref) for ref in refs)
+
+    def _set(self, op: Op) -> None:
+        for ref, part in zip(self.parts(op.args[0]), self.parts(op.args[1]), strict=True):
+            self.b.set(ref, part)
+
+

@@ -1,0 +1,223 @@
+"""The machinery of all passes: a kernel is cloned operation by operation through a Builder.
+
+A pass is a `Rewriter` with hooks for the operations it changes. What it does not mention is copied. Each old value maps
+to one new value, or to several where a pass splits it (a 64-bit integer into two words, a wide vector into narrow
+ones). Every new operation keeps the line of Python that emitted the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from aule.artifact import Param
+from aule.errors import KernelError
+from aule.ir.builder import Builder
+from aule.ir.kernel import KernelIR, Location, Op, Value
+from aule.ir.ops import OPS
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element
+
+Lowered: TypeAlias = Value | tuple[Value, ...]
+"""What an old value became."""
+Hook: TypeAlias = Callable[[Op], Lowered | None]
+"""Rewrites one operation and returns what its result became (None where it has no result)."""
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "min": min,
+    "max": max,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
+}
+
+
+def wrap(value: int, type_: Scalar) -> int:
+    """An integer as a register of ``type_`` holds it."""
+    value &= (1 << type_.bits) - 1
+    return value - (1 << type_.bits) if type_.is_signed and value >> (type_.bits - 1) else value
+
+
+class PassBuilder(Builder):
+    """A Builder that folds more, because what a pass emits for the general case is often constant in the special one."""
+
+    where: Location | None = None
+    """Given to every operation, in place of the caller's line."""
+
+    def const(self, value: float | int | bool, type_: Scalar) -> Value:
+        return super().const(wrap(int(value), type_) if type_.is_int else value, type_)
+
+    def extract(self, vector: Value, lane: int) -> Value:
+        if vector.op is not None and vector.op.opcode == "make_vector":
+            return vector.op.args[lane]
+        if vector.op is not None and vector.op.opcode == "splat":
+            return vector.op.args[0]
+        return super().extract(vector, lane)
+
+    def select(self, condition: Value, yes: Any, no: Any) -> Value:
+        if condition.constant is not None and isinstance(yes, Value) and isinstance(no, Value):
+            return yes if condition.constant else no
+        return super().select(condition, yes, no)
+
+    def _fold(self, opcode: str, left: Value, right: Value) -> Value | None:
+        type_ = left.type
+        if not (isinstance(type_, Scalar) and type_.is_int):
+            return None
+        x, y = left.constant, right.constant
+        if x is not None and y is not None:
+            x, y = wrap(x, type_), wrap(y, type_)
+            if opcode in _COMPARE:
+                return self.const(_COMPARE[opcode](x, y), bool_)
+            if opcode in _ARITHMETIC:
+                return self.const(_ARITHMETIC[opcode](x, y), type_)
+        elif opcode == "and" and (x == 0 or y == 0):
+            return self.const(0, type_)
+        return super()._fold(opcode, left, right)
+
+    def _append(
+        self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...], attrs: dict[str, Any]
+    ) -> Op:
+        op = Op(opcode, args, attrs, None, blocks, self.where)
+        if type_ is not None:
+            op.result = Value(type_, op, "", self)
+        self._block.append(op)
+        return op
+
+
+class Rewriter:
+    """Clones a kernel. A pass overrides the types it changes and fills ``hooks`` for the operations it changes.
+
+    Attributes
+    ----------
+    b : PassBuilder
+        Collects the new kernel.
+    values : dict
+        What each old value became.
+    hooks : dict
+        By opcode; what is not there is copied by `clone`.
+    """
+
+    def __init__(self, kernel: KernelIR) -> None:
+        self.kernel = kernel
+        self.b = PassBuilder(kernel.name, kernel.workgroup, kernel.subgroup_size)
+        self.values: dict[Value, Lowered] = {}
+        self.hooks: dict[str, Hook] = {}
+
+    # -- what a pass may override ----------------------------------------------------------------------------------
+
+    def register(self, type_: ValueType) -> ValueType:
+        """The new type of a register."""
+        return type_
+
+    def memory(self, pointer: Pointer) -> Pointer:
+        """The new type of a buffer or array."""
+        return pointer
+
+    def parameter(self, param: Param) -> None:
+        """Declare a parameter of the new kernel for one of the old."""
+        old = self.kernel.values[param.name]
+        if isinstance(old.type, Pointer):
+            elem = self.memory(old.type).elem
+            self.values[old] = self.b.buffer(param.name, elem, param.access)
+        else:
+            self.values[old] = self.b.scalar(param.name, element(old.type))
+
+    # -- the work --------------------------------------------------------------------------------------------------
+
+    def run(self) -> KernelIR:
+        """The new kernel."""
+        for param in self.kernel.params:
+            self.parameter(param)
+        for old in self.kernel.shared:
+            assert isinstance(old.type, Pointer)
+            new = self.memory(old.type)
+            assert new.length is not None
+            self.values[old] = self.b.shared(old.hint, new.elem, new.length)
+        self.block(self.kernel.body)
+        return self.b.finish()
+
+    def block(self, ops: list[Op]) -> None:
+        """Rewrite operations into the block that is open."""
+        for op in ops:
+            self.b.where = op.where
+            new = self.hooks.get(op.opcode, self.clone)(op)
+            if op.result is None:
+                continue
+            assert new is not None
+            self.values[op.result] = new
+            if op.result.hint and isinstance(new, Value) and not new.hint:
+                new.hint = op.result.hint
+
+    def value(self, old: Value) -> Value:
+        """The one new value of an old one."""
+        new = self.values[old]
+        if isinstance(new, tuple):
+            raise KernelError(f"{type(self).__name__}: a value of type {old.type} was split and is used where it cannot be")
+        return new
+
+    def parts(self, old: Value) -> tuple[Value, ...]:
+        """The new values of an old one."""
+        new = self.values[old]
+        return new if isinstance(new, tuple) else (new,)
+
+    def clone(self, op: Op) -> Lowered | None:
+        """Copy an operation over the new values of its operands."""
+        if op.opcode == "loop":
+            return self.clone_loop(op)
+        if op.opcode == "if":
+            return self.clone_if(op)
+        args = tuple(self.value(a) for a in op.args)
+        if OPS[op.opcode].category in ("binary", "compare"):
+            return self.b.binary(op.opcode, *args)
+        type_ = None if op.result is None else self.retype(op.result.type)
+        result = self.b.emit(op.opcode, args, type_, **op.attrs)
+        return None if type_ is None else result
+
+    def clone_loop(self, op: Op) -> None:
+        start, stop, step = (self.value(a) for a in op.args)
+        index: Value = op.attrs["index"]
+        with self.b.loop(start, stop, step, unroll=op.attrs["unroll"], name=index.hint) as new:
+            self.values[index] = new
+            self.block(op.blocks[0])
+
+    def clone_if(self, op: Op) -> None:
+        with self.b.if_(self.value(op.args[0])):
+            self.block(op.blocks[0])
+        if op.blocks[1]:
+            with self.b.else_():
+                self.block(op.blocks[1])
+
+    def retype(self, type_: Type) -> Type:
+        """The new type of any value."""
+        if isinstance(type_, Pointer):
+            return self.memory(type_)
+        if isinstance(type_, Ref):
+            return Ref(self.register(type_.target))
+        return self.register(type_)
+
+
+def lanes_of(type_: Type) -> int:
+    """Lanes of a vector; 1 for a scalar."""
+    return type_.lanes if isinstance(type_, Vector) else 1
+
+
+def shaped(elem: Scalar, lanes: int) -> Scalar | Vector:
+    """A vector of ``lanes``, or the scalar itself for one."""
+    return elem if lanes == 1 else Vector(elem, lanes)
+
+
+def is_plain(type_: Type) -> bool:
+    """True for a scalar or vector in a register."""
+    return isinstance(type_, Scalar | Vector) and not isinstance(type_, Fragment)

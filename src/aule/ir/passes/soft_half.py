@@ -1,0 +1,160 @@
+"""fp16 and bf16 registers where a language or device has none: their bits are kept as u16.
+
+bf16 is the upper half of f32, so reading it is one shift. Arithmetic is done in f32 and rounded back: f32 has more than
+twice the precision of either, so rounding twice gives what rounding once would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from aule.ir.builder import Builder
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.ops import OPS
+from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, f16, f32, u16, u32, with_element
+
+Convert = Callable[[Builder, Value], Value]
+"""A language's own conversion: u32 with fp16 bits in its low half to f32 (scalars)."""
+
+
+def soft_half(kernel: KernelIR, soft: Iterable[Scalar], half_to_float: Convert | None = None) -> KernelIR:
+    """Replace registers and memory of the types in ``soft`` (f16, bf16) by their bits.
+
+    Parameters
+    ----------
+    kernel : KernelIR
+        Left as it is.
+    soft : iterable of Scalar
+        The types to replace.
+    half_to_float : callable, optional
+        A built-in of the language that reads fp16 exactly. Without it, integers do it.
+    """
+    return _SoftHalf(kernel, frozenset(soft), half_to_float).run()
+
+
+class _SoftHalf(Rewriter):
+    def __init__(self, kernel: KernelIR, soft: frozenset[Scalar], half_to_float: Convert | None) -> None:
+        super().__init__(kernel)
+        self._soft = soft
+        self._half_to_float = half_to_float
+        for opcode, info in OPS.items():
+            if info.category in ("unary", "binary", "compare") or opcode == "fma":
+                self.hooks[opcode] = self._arithmetic
+        self.hooks |= {"const": self._const, "cast": self._cast, "bitcast": self._bitcast, "neg": self._neg, "abs": self._abs}
+
+    def register(self, type_: ValueType) -> ValueType:
+        return with_element(type_, u16) if self._is_soft(type_) else type_
+
+    def memory(self, pointer: Pointer) -> Pointer:
+        return Pointer(u16, pointer.space, pointer.length) if pointer.elem in self._soft else pointer
+
+    def _is_soft(self, type_: object) -> bool:
+        # A fragment's elements are the matrix unit's business.
+        return isinstance(type_, Scalar | Vector) and element(type_) in self._soft
+
+    def _const(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        if not self._is_soft(op.result.type):
+            return self.clone(op)
+        return self.b.const(bits_of(op.attrs["value"], element(op.result.type)), u16)
+
+    def _arithmetic(self, op: Op) -> Lowered | None:
+        if not self._is_soft(op.args[0].type):
+            return self.clone(op)
+        assert op.result is not None
+        args = tuple(self._widen(a) for a in op.args)
+        if OPS[op.opcode].category == "compare":
+            return self.b.binary(op.opcode, *args)
+        result = self.b.emit(op.opcode, args, args[0].type)
+        return self._narrow(result, element(op.result.type))
+
+    def _neg(self, op: Op) -> Lowered | None:
+        return self._sign(op, "xor", 0x8000)
+
+    def _abs(self, op: Op) -> Lowered | None:
+        return self._sign(op, "and", 0x7FFF)
+
+    def _sign(self, op: Op, opcode: str, bits: int) -> Lowered | None:
+        if not self._is_soft(op.args[0].type):
+            return self.clone(op)
+        return self.b.binary(opcode, self.value(op.args[0]), bits)
+
+    def _cast(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        source, target = op.args[0], op.result.type
+        if isinstance(target, Fragment) or not (self._is_soft(source.type) or self._is_soft(target)):
+            return self.clone(op)
+        value = self._widen(source) if self._is_soft(source.type) else self.value(source)
+        if not self._is_soft(target):
+            return self.b.cast(value, element(target))
+        # Integers beyond 2**24 and f64 are rounded twice, first to f32: the error stays below 0.51 ulp.
+        return self._narrow(self.b.cast(value, f32), element(target))
+
+    def _bitcast(self, op: Op) -> Lowered | None:
+        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
+        return self.b.bitcast(self.value(op.args[0]), self.register(op.result.type))
+
+    def _widen(self, old: Value) -> Value:
+        bits = self.b.cast(self.value(old), u32)
+        if element(old.type) != f16:
+            return self.b.bitcast(bits << 16, shaped(f32, lanes_of(bits.type)))
+        if self._half_to_float is None:
+            return half_to_float(self.b, bits)
+        return self.b.vector([self._half_to_float(self.b, lane) for lane in self.b.unpack(bits)])
+
+    def _narrow(self, value: Value, elem: Scalar) -> Value:
+        return self.b.cast(float_to_half(self.b, value) if elem == f16 else float_to_bfloat(self.b, value), u16)
+
+
+def float_to_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits in a u32 of the same shape: nearest, ties to even; NaN stays NaN."""
+    bits = b.bitcast(value, shaped(u32, lanes_of(value.type)))
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # Rounding could carry a NaN's mantissa into infinity; setting its top bit cannot.
+    return b.select((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
+
+
+def float_to_half(b: Builder, value: Value) -> Value:
+    """f32 to fp16 bits in a u32 of the same shape: nearest, ties to even, through subnormals and infinities."""
+    bits = b.bitcast(value, shaped(u32, lanes_of(value.type)))
+    magnitude = bits & 0x7FFFFFFF
+    # Normal: rebias the exponent by 112 and round 13 bits away; a carry moves into the exponent, and on to infinity.
+    normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
+    # Subnormal: the mantissa with its hidden bit, shifted to units of 2**-24. From 25 on everything rounds to zero.
+    mantissa = (magnitude & 0x7FFFFF) | 0x800000
+    # The exponent is below 113 where this is used; the minimum keeps the subtraction sane where it is not.
+    shift = b.min(_all(b, 126, bits) - b.min(magnitude >> 23, 112), 25)
+    kept = mantissa >> shift
+    half = b.binary("shl", _all(b, 1, bits), shift - 1)
+    subnormal = (mantissa + (half - 1) + (kept & 1)) >> shift
+    finite = b.select(magnitude < 0x38800000, subnormal, normal)
+    special = b.select(magnitude > 0x7F800000, ((magnitude >> 13) & 0x3FF) | 0x7E00, _all(b, 0x7C00, bits))
+    return ((bits >> 16) & 0x8000) | b.select(magnitude >= 0x47800000, special, finite)
+
+
+def half_to_float(b: Builder, bits: Value) -> Value:
+    """fp16 bits in a u32 to f32 of the same shape, exactly."""
+    type_ = shaped(f32, lanes_of(bits.type))
+    magnitude = bits & 0x7FFF
+    normal = (magnitude << 13) + b.select(magnitude >= 0x7C00, _all(b, 0x70000000, bits), _all(b, 0x38000000, bits))
+    # A subnormal counts units of 2**-24; both steps are exact.
+    subnormal = b.bitcast(b.cast(magnitude, f32) * 2.0**-24, bits.type)  # type: ignore[arg-type]
+    return b.bitcast(((bits & 0x8000) << 16) | b.select(magnitude < 0x400, subnormal, normal), type_)
+
+
+def _all(b: Builder, value: int, like: Value) -> Value:
+    return b.splat(b.const(value, u32), lanes_of(like.type))
+
+
+def bits_of(value: float, elem: Scalar) -> int:
+    """The bits of a constant rounded to fp16 or bf16."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if elem == f16:
+            return int(np.array(value, np.float16).view(np.uint16))
+        bits = int(np.array(value, np.float32).view(np.uint32))
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return (bits >> 16) | 0x40
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -1,0 +1,309 @@
+"""The forward kernel: FlashAttention over tiles, written once for every device.
+
+One workgroup computes one block of query rows of one head. `flash_forward` is the algorithm; what stands around it
+declares parameters and finds the block's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.config import ForwardConfig
+from aule.target import Target
+from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
+from aule.tile.matrix import Matrix
+from aule.tile.simt import RegisterTile, Simt
+
+KERNEL_NAME = "flash_attention"
+
+
+def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+    """Trace the forward kernel of a configuration for a target."""
+    b = Builder(name, config.shape.threads)
+    block = _Block(b, config)
+    with b.if_(block.exists):
+        flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)
+    return b.finish()
+
+
+def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block) -> None:
+    """``O = softmax(Q K^T) V`` for one block of rows, with the running maximum m and sum l of the paper."""
+    zero, lowest = b.const(0.0, f32), b.const(LOWEST, f32)
+    m, l = engine.row_vars(lowest), engine.row_vars(zero)
+    S, O = engine.score_tile(zero), engine.output_tile(config.value_dim, zero)
+    stream = _Stream(b, config, engine, block)
+    if config.sinks:
+        block.start_from_sink(m, l, engine.tx)
+
+    with b.loop(block.first_tile, block.last_tile, name="tile") as tile:
+        partial = stream.partial(tile)
+        b.comment("S = Q K^T")
+        S.fill(zero)
+        stream.scores(S, tile)
+
+        for modifier in block.modifiers:
+            if modifier.everywhere:
+                block.modify(S, modifier, tile)
+            else:
+                with b.if_(partial):
+                    block.modify(S, modifier, tile)
+
+        b.comment("online softmax: P = exp2(S - m), l = l * alpha + sum P, O = O * alpha")
+        s = S.values()
+        highest = engine.reduce_rows("max", [_fold(b, "max", row) for row in s])
+        p: list[list[Value]] = []
+        for r, row in enumerate(s):
+            m_new = b.max(m[r].value, highest[r])
+            alpha = b.exp2(m[r].value - m_new)
+            m[r].value = m_new
+            p.append([b.exp2(x - m_new) for x in row])
+            l[r].value = b.fma(l[r].value, alpha, _fold(b, "add", p[r]))  # of this thread's columns alone until the end
+            for o in O.vars[r]:
+                o.value = o.value * alpha
+        engine.store_p(S, p)
+
+        b.comment("O = O + P V")
+        stream.values(O, tile, partial)
+
+    b.comment("O / l, and the log-sum-exp")
+    total = engine.reduce_rows("add", [x.value for x in l])
+    for r, row in enumerate(O.values()):
+        some = total[r] > 0.0  # a row that attends to nothing gives zeros
+        inverse = b.select(some, b.rcp(total[r]), zero)
+        at = block.row0 + O.row(r)
+        with b.if_(at < block.seq_q):
+            for c in range(0, len(row), O.strip):
+                strip = [x * inverse for x in row[c : c + O.strip]]
+                block.o.store(b, at, O.col(c), strip, engine.value_cols)
+            if block.lse is not None:
+                lse = b.select(some, (m[r].value + b.log2(total[r])) * LN2, b.const(NEG_INF, f32))
+                with b.if_(b.eq(engine.tx, 0)):
+                    b.store(block.lse, block.lse_base + b.cast(at, block.index), lse)
+
+
+class _Stream:
+    """The order in which chunks of Q, K and V pass through the engine's stages, each fetched one step ahead."""
+
+    def __init__(self, b: Builder, config: ForwardConfig, engine: Simt, block: _Block) -> None:
+        self.b, self.config, self.engine, self.block = b, config, engine, block
+        self.stager = engine.stager(block.k.elem)
+        self.flags = b.shared("value_flags", i32, 2)
+        if engine.q is not None:
+            engine.load_resident_q(block.q, block.row0, block.scale)
+        with b.if_(b.eq(engine.thread, 0)):
+            b.store(self.flags, 0, 0)
+            b.store(self.flags, 1, 0)
+        b.barrier()
+        with b.if_(block.first_tile < block.last_tile):
+            self._fetch_k(block.first_tile, b.const(0, i32))
+
+    def partial(self, tile: Value) -> Value:
+        """Whether some key of the tile is out of the band for some row."""
+        return (tile < self.block.first_full) | (tile >= self.block.last_full)
+
+    def scores(self, S: RegisterTile, tile: Value) -> None:
+        """``S = Q K^T``, chunk by chunk of the head dimension."""
+        b, engine, shape = self.b, self.engine, self.config.shape
+        chunks = engine.head_cols // shape.chunk_k
+        with b.loop(0, chunks, name="chunk") as chunk:
+            first = 0
+            if engine.q is None:
+                engine.commit(self.stager, 0, engine.q_chunk, self.block.scale)
+                first = engine.q_chunk.per_thread(shape.threads)
+            engine.commit(self.stager, first, engine.k_chunk)
+            b.barrier()
+            with b.if_(chunk + 1 < chunks):
+                self._fetch_k(tile, chunk + 1)
+            with b.else_():
+                self._fetch_v(tile, b.const(0, i32))
+            engine.multiply_scores(S, self.stager.offset.value, chunk)
+            self.stager.advance()
+
+    def values(self, O: RegisterTile, tile: Value, partial: Value) -> None:
+        """``O += P V``, chunk by chunk of the keys.
+
+        Inf or NaN in a value whose weight is zero must not reach O. Tiles without dropped keys cannot have such; in
+        the others each step's values are looked over on their way in, and a step that has any takes the slow product.
+        """
+        b, engine, shape = self.b, self.engine, self.config.shape
+        chunks = shape.block_kv // shape.chunk_v
+        guarded = b.const(1, i32) if self.config.everywhere else b.select(partial, b.const(1, i32), b.const(0, i32))
+        with b.loop(0, chunks, name="chunk") as chunk:
+            quads = engine.commit(self.stager, 0, engine.v_chunk)
+            step = self.stager.step.value
+            with b.if_(b.eq(guarded, 1)):
+                wild = None
+                for quad, inside in quads:
+                    for x in b.unpack(quad):
+                        bad = ~is_finite(b, x)
+                        bad = bad if inside is None else bad & inside
+                        wild = bad if wild is None else wild | bad
+                assert wild is not None
+                with b.if_(wild):
+                    b.atomic("max", self.flags, step & 1, step + 1)
+            b.barrier()
+            with b.if_(chunk + 1 < chunks):
+                self._fetch_v(tile, chunk + 1)
+            with b.else_():
+                self._fetch_k(tile + 1, b.const(0, i32))
+            with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
+                engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
+            with b.else_():
+                engine.multiply_values(O, self.stager.offset.value, chunk)
+            self.stager.advance()
+
+    def _fetch_k(self, tile: Value, chunk: Value) -> None:
+        engine, block, shape = self.engine, self.block, self.config.shape
+        col, first = chunk * shape.chunk_k, 0
+        if engine.q is None:
+            engine.fetch(self.stager, 0, engine.q_chunk, block.q, block.row0, col, engine.head_cols)
+            first = engine.q_chunk.per_thread(shape.threads)
+        engine.fetch(self.stager, first, engine.k_chunk, block.k, tile * shape.block_kv, col, engine.head_cols)
+
+    def _fetch_v(self, tile: Value, chunk: Value) -> None:
+        engine, shape = self.engine, self.config.shape
+        row = tile * shape.block_kv + chunk * shape.chunk_v
+        engine.fetch(self.stager, 0, engine.v_chunk, self.block.v, row, self.b.const(0, i32), engine.value_cols)
+
+
+class _Block:
+    """The parameters of the kernel, and the place of this workgroup's block in the problem.
+
+    Parameters are declared in this order: buffers q, k, v, o, then mask, bias, alibi, sinks, lse where present; then
+    for each of them its strides and offset; then lengths and numbers. `arguments.py` fills them in the same order.
+    """
+
+    def __init__(self, b: Builder, config: ForwardConfig) -> None:
+        self.b, self.config = b, config
+        self.index: Scalar = i64 if config.index64 else i32
+        elem = SCALARS[config.dtype]
+        q, k, v = b.buffer("q_ptr", elem), b.buffer("k_ptr", elem), b.buffer("v_ptr", elem)
+        o = b.buffer("o_ptr", elem, "write")
+        mask = b.buffer("mask_ptr", _stored(config.mask)) if config.mask else None
+        bias = b.buffer("bias_ptr", _stored(config.bias)) if config.bias else None
+        slopes = b.buffer("alibi_ptr", f32) if config.alibi else None
+        sinks = b.buffer("sinks_ptr", f32) if config.sinks else None
+        self.lse = b.buffer("lse_ptr", f32, "write") if config.lse else None
+
+        self.seq_q, self.seq_kv = b.scalar("seq_q", i32), b.scalar("seq_kv", i32)
+        heads, group = b.scalar("heads_q", i32), b.scalar("group", i32)
+        blocks, total = b.scalar("blocks_q", i32), b.scalar("blocks", i32)
+        shift = b.scalar("shift", i32)
+        left = b.scalar("left", i32) if config.left else None
+        right = b.scalar("right", i32) if config.right else None
+        self.scale = b.scalar("scale", f32)
+        cap = b.scalar("softcap", f32) if config.softcap else None
+
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis. The last
+        # blocks of rows come first: with a causal mask they have the most work.
+        number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = number < total
+        head_number, in_head = number // blocks, number % blocks
+        self.row0 = (blocks - 1 - in_head) * config.shape.block_q
+        self.batch, self.head = head_number // heads, head_number % heads
+        kv_head = self.head // group
+
+        self.q = self._matrix("q", q, self.head, self.seq_q, config.head_dim, 0)
+        self.k = self._matrix("k", k, kv_head, self.seq_kv, config.head_dim, 1)
+        self.v = self._matrix("v", v, kv_head, self.seq_kv, config.value_dim, 2)
+        self.o = self._matrix("o", o, self.head, self.seq_q, config.value_dim, 3)
+        self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
+
+        self.shift = shift
+        self.modifiers: list[mod.Modifier] = []
+        if cap is not None:
+            self.modifiers.append(mod.softcap(cap))
+        if mask is not None and config.mask != "bool":
+            self.modifiers.append(mod.additive(self._reader("mask", mask)))
+        if bias is not None:
+            self.modifiers.append(mod.additive(self._reader("bias", bias)))
+        if slopes is not None:
+            slope = b.load(slopes, b.scalar("alibi_offset", self.index) + self._strided("alibi", self.batch, self.head))
+            self.modifiers.append(mod.alibi(slope * LOG2E))
+        if mask is not None and config.mask == "bool":
+            self.modifiers.append(mod.boolean(self._reader("mask", mask)))
+        self.modifiers.append(mod.band(self.seq_kv, left, right))
+        self.sink: Value | None = None
+        if sinks is not None:
+            self.sink = b.load(sinks, b.scalar("sinks_offset", self.index) + self._strided("sinks", self.head))
+        self._find_tiles(left, right)
+
+    def _matrix(self, name: str, buffer: Value, head: Value, rows: Value, cols: int, number: int) -> Matrix:
+        b = self.b
+        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, self.batch, head)
+        row_stride = b.scalar(f"{name}_row_stride", self.index)
+        col_stride = None if self.config.unit[number] else b.scalar(f"{name}_col_stride", self.index)
+        return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number])
+
+    def _strided(self, name: str, *indices: Value) -> Value:
+        """The dot product of indices with strides that are parameters of their own."""
+        b = self.b
+        terms = [b.cast(i, self.index) * b.scalar(f"{name}_stride{n}", self.index) for n, i in enumerate(indices)]
+        return _fold(b, "add", terms)
+
+    def _reader(self, name: str, buffer: Value) -> Callable[[mod.Site], Value]:
+        """Reads element (batch, head, row, column) of a mask or bias; rows and columns past the end read the last."""
+        b = self.b
+        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, self.batch, self.head)
+        row_stride, col_stride = b.scalar(f"{name}_row_stride", self.index), b.scalar(f"{name}_col_stride", self.index)
+
+        def read(site: mod.Site) -> Value:
+            row = b.cast(b.min(site.row, self.seq_q - 1), self.index)
+            column = b.cast(b.min(site.column, self.seq_kv - 1), self.index)
+            return b.load(buffer, base + row * row_stride + column * col_stride)
+
+        return read
+
+    def _find_tiles(self, left: Value | None, right: Value | None) -> None:
+        """The tiles that hold any kept key of the block, and those among them where all keys are kept for all rows."""
+        b, width = self.b, self.config.shape.block_kv
+        nearest = self.row0 + self.shift
+        furthest = b.min(self.row0 + self.config.shape.block_q, self.seq_q) - 1 + self.shift
+        end, full_end = self.seq_kv, self.seq_kv
+        if right is not None:
+            end = b.max(b.min(end, furthest + right + 1), 0)
+            full_end = b.max(b.min(full_end, nearest + right + 1), 0)
+        self.first_tile, self.first_full = b.const(0, i32), b.const(0, i32)
+        if left is not None:
+            self.first_tile = b.max(nearest - left, 0) // width
+            self.first_full = (b.max(furthest - left, 0) + (width - 1)) // width
+        self.last_tile = (end + (width - 1)) // width
+        self.last_full = full_end // width
+
+    def modify(self, S: RegisterTile, modifier: mod.Modifier, tile: Value) -> None:
+        """Run a modifier over a tile of scores."""
+        b = self.b
+        rows = [self.row0 + S.row(r) for r in range(len(S.vars))]
+        columns = [tile * self.config.shape.block_kv + S.col(c) for c in range(len(S.vars[0]))]
+        positions = [row + self.shift for row in rows]
+
+        def at(r: int, c: int) -> mod.Site:
+            return mod.Site(self.batch, self.head, rows[r], columns[c], positions[r])
+
+        S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
+
+    def start_from_sink(self, m: list[Var], l: list[Var], tx: Value) -> None:
+        """The sink is a key without a value: it is in m and l before the first tile. One thread of a row counts it."""
+        b = self.b
+        assert self.sink is not None
+        sink = self.sink * LOG2E
+        start = b.max(sink, LOWEST)
+        weight = b.select(b.eq(tx, 0), b.exp2(sink - start), b.const(0.0, f32))
+        for m_row, l_row in zip(m, l, strict=True):
+            m_row.value = start
+            l_row.value = weight
+
+
+def _stored(dtype: str) -> Scalar:
+    return u8 if dtype == "bool" else SCALARS[dtype]
+
+
+def _fold(b: Builder, kind: str, values: list[Value]) -> Value:
+    """Combine values two by two, so that the chain of dependent operations is short."""
+    while len(values) > 1:
+        pairs = [b.binary(kind, x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]

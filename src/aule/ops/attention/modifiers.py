@@ -1,0 +1,86 @@
+"""Score modifiers: ordinary functions that are traced into the kernel between the first product and softmax.
+
+Scores are in the base-2 log domain here (``log2(e)`` times the score), because softmax is computed with ``exp2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aule.ir import Builder, Value
+from aule.ir.types import f32
+from aule.tile.math import LOG2E, LOWEST, NEG_INF, tanh
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a score stands: indices of batch, query head, query row, key column, and the key the row stands at."""
+
+    batch: Value
+    head: Value
+    row: Value
+    column: Value
+    position: Value
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """One step between scores and softmax.
+
+    Attributes
+    ----------
+    apply : callable
+        ``f(b, score, site) -> score``; a score of -inf drops the key.
+    everywhere : bool
+        True when every tile needs it; False when only tiles at an edge of the kept band do.
+    """
+
+    apply: Callable[[Builder, Value, Site], Value]
+    everywhere: bool
+
+
+def softcap(cap_log2: Value) -> Modifier:
+    """``cap * tanh(s / cap)``. The scores come divided by the cap; ``cap_log2`` is the cap times log2(e)."""
+    return Modifier(lambda b, s, site: tanh(b, s) * cap_log2, everywhere=True)
+
+
+def alibi(slope_log2: Value) -> Modifier:
+    """``s - slope * |position - column|``."""
+
+    def apply(b: Builder, s: Value, site: Site) -> Value:
+        return s - slope_log2 * b.cast(b.abs(site.position - site.column), f32)
+
+    return Modifier(apply, everywhere=True)
+
+
+def additive(read: Callable[[Site], Value]) -> Modifier:
+    """Add what ``read`` finds at a site. Exactly -inf drops the key; the lowest finite number, with which some
+    frameworks mask, stays finite when it is brought into the log2 domain, so that a row of nothing but those is
+    averaged as they do."""
+
+    def apply(b: Builder, s: Value, site: Site) -> Value:
+        value = b.cast(read(site), f32)
+        finite = b.max(value * LOG2E, LOWEST)
+        return b.select(value < LOWEST, b.const(NEG_INF, f32), s + finite)
+
+    return Modifier(apply, everywhere=True)
+
+
+def boolean(read: Callable[[Site], Value]) -> Modifier:
+    """Keep a key where ``read`` finds something other than 0."""
+    return Modifier(lambda b, s, site: b.select(b.ne(read(site), 0), s, b.const(NEG_INF, f32)), everywhere=True)
+
+
+def band(seq_kv: Value, left: Value | None, right: Value | None) -> Modifier:
+    """Keep keys that exist and lie within ``position - left .. position + right``."""
+
+    def apply(b: Builder, s: Value, site: Site) -> Value:
+        keep = site.column < seq_kv
+        if right is not None:
+            keep = keep & (site.column <= site.position + right)
+        if left is not None:
+            keep = keep & (site.column >= site.position - left)
+        return b.select(keep, s, b.const(NEG_INF, f32))
+
+    return Modifier(apply, everywhere=False)

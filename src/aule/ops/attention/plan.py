@@ -1,0 +1,135 @@
+"""From a problem and a target to a plan: which kernel, which grid, which numbers. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from aule.errors import InvalidShapeError
+from aule.ops.attention.config import ForwardConfig
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.tiles import choose_shape
+from aule.target import Target
+from aule.tile.math import LOG2E
+from aule.tile.matrix import QUAD
+from aule.tile.simt import SimtShape
+from aule.view import TensorView
+
+FAR = 1 << 30
+"""A window side that is as good as unlimited, small enough that sums with positions do not overflow."""
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """How a forward problem is run on a device.
+
+    Attributes
+    ----------
+    config : ForwardConfig
+        The kernel.
+    grid : tuple of int
+        Workgroups; (0, 0, 0) when there is nothing to compute.
+    scalars : dict
+        Every scalar parameter of the kernel, by name.
+    """
+
+    config: ForwardConfig
+    grid: tuple[int, int, int]
+    scalars: dict[str, int | float]
+
+
+def plan_forward(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None = None,
+    shape: SimtShape | None = None,
+) -> ForwardPlan:
+    """Plan a forward pass.
+
+    Parameters
+    ----------
+    views : dict
+        The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
+        ``sinks``): four-dimensional, with device strides and offsets.
+    aligned_base : dict, optional
+        For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
+    shape : SimtShape, optional
+        Tiles to use instead of the table's.
+    """
+    shape = shape or choose_shape(target, problem.head_dim, problem.value_dim)
+    main = [views[name] for name in "qkvo"]
+    base_ok = aligned_base or {}
+    left, right = problem.limits
+    # The band may reach beyond all keys (decoding has right = 0 at the last key): then no tile needs its mask code.
+    has_left = left != UNBOUNDED and problem.seq_q - 1 + problem.shift - left > 0
+    has_right = right != UNBOUNDED and problem.shift + right + 1 < problem.seq_kv
+    config = ForwardConfig(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        shape=shape,
+        left=has_left,
+        right=has_right,
+        softcap=problem.softcap > 0,
+        mask=problem.mask,
+        bias=problem.bias,
+        alibi=problem.alibi,
+        sinks=problem.sinks,
+        lse=problem.return_lse,
+        aligned=_four(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
+        unit=_four(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        index64=any(_extent(v) > 2**31 - 1 for v in views.values()),
+    )
+    blocks_q = -(-problem.seq_q // shape.block_q)
+    blocks = blocks_q * problem.batch * problem.heads_q
+    scalars: dict[str, int | float] = {
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "heads_q": problem.heads_q,
+        "group": problem.group,
+        "blocks_q": blocks_q,
+        "blocks": blocks,
+        "shift": problem.shift,
+        "left": min(left, FAR),
+        "right": min(right, FAR),
+        # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
+        "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
+        "softcap": problem.softcap * LOG2E,
+    }
+    for name, view in views.items():
+        scalars[f"{name}_offset"] = view.offset
+        if len(view.strides) == 4:
+            scalars[f"{name}_row_stride"], scalars[f"{name}_col_stride"] = view.strides[2:]
+        for axis, stride in enumerate(view.strides[:2]):
+            scalars[f"{name}_stride{axis}"] = stride
+    return ForwardPlan(config, _grid(blocks, target), scalars)
+
+
+def _four(values: object) -> tuple[bool, bool, bool, bool]:
+    a, b, c, d = values  # type: ignore[misc]
+    return (a, b, c, d)
+
+
+def _aligned(view: TensorView) -> bool:
+    """Rows can be read in whole quads that start at multiples of four elements."""
+    steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
+    return view.strides[3] == 1 and view.shape[3] % QUAD == 0 and all(s % QUAD == 0 for s in [*steps, view.offset])
+
+
+def _extent(view: TensorView) -> int:
+    """Largest element index, and room for the kernel to compute one tile past it."""
+    return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+
+
+def _grid(blocks: int, target: Target) -> tuple[int, int, int]:
+    if blocks == 0:
+        return (0, 0, 0)
+    x = min(blocks, target.max_grid[0])
+    y = math.ceil(blocks / x)
+    if y > target.max_grid[1]:
+        raise InvalidShapeError(
+            f"[flash_attention] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
+            f"{target.name}, got {blocks}; split the batch"
+        )
+    return (x, y, 1)

@@ -1,0 +1,377 @@
+"""The oracle: attention in fp64, its low-precision twin, and the tolerance that follows from the two.
+
+`attention_reference` says what is right. `attention_twin` says how far the same maths, written down naively in the
+problem's own precision, is from right. A backend may be twice as far off (fp16, bf16) or 1e-5 of the largest output
+(fp32): see `tolerance`. Tests, ``aule check`` and the benchmarks all judge through `compare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+
+Array = npt.NDArray[Any]
+F64 = npt.NDArray[np.float64]
+
+_ROWS = 1024
+"""Query rows handled at once: the reference stays linear in seq_q, so that long sequences can be checked too."""
+
+_MANTISSA_BITS = {"f16": 10, "bf16": 7}
+_SMALLEST_EXPONENT = {"f16": -14, "bf16": -126}
+
+
+def to_f64(array: Array, dtype: str) -> F64:
+    """The values of an array as float64.
+
+    Parameters
+    ----------
+    array : ndarray
+        Of any float dtype, ml_dtypes' bfloat16 included, or bool; bf16 also as uint16 bits.
+    dtype : str
+        IR name of the element type; needed to tell uint16-coded bf16 from integers.
+    """
+    array = np.asarray(array)
+    if dtype == "bf16" and array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float64)
+
+
+def attention_reference(
+    problem: AttentionProblem,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[F64, F64]:
+    """Attention as `AttentionProblem` defines it, in fp64.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    q, k, v : ndarray
+        ``[batch, heads, seq, dim]``; leading axes of length 1 may be missing.
+    mask, bias : ndarray, optional
+        Broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
+    alibi : ndarray, optional
+        ``[heads_q]`` or ``[batch, heads_q]``.
+    sinks : ndarray, optional
+        ``[heads_q]``.
+
+    Returns
+    -------
+    out : ndarray
+        float64 ``[batch, heads_q, seq_q, value_dim]``; zeros in a row that keeps no key.
+    lse : ndarray
+        float64 ``[batch, heads_q, seq_q]``, the logarithm of the softmax's denominator, a sink included; -inf in a row
+        that keeps no key and has no sink.
+    """
+    out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
+    lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
+    with np.errstate(all="ignore"):
+        for part in _parts(problem, q, k, v, mask, bias, alibi, sinks):
+            s = (part.q @ part.k.T) * problem.scale
+            if problem.softcap > 0:
+                s = problem.softcap * np.tanh(s / problem.softcap)
+            for term in part.terms:
+                s = s + term
+            # Selected, not multiplied: whatever a dropped key holds, NaN included, is gone from here on.
+            s = np.where(part.keep, s, -np.inf)
+            m = np.max(s, axis=1, initial=part.sink, keepdims=True)
+            m = np.where(m == -np.inf, 0.0, m)
+            p = np.exp(s - m)
+            total = p.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
+            p = np.divide(p, total, out=np.zeros_like(p), where=total != 0)
+            out[part.where] = _product(p, part.v, part.keep)
+            lse[part.where] = (m + np.log(total))[:, 0]
+    return out, lse
+
+
+def attention_twin(
+    problem: AttentionProblem,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+) -> F64:
+    """The same attention, naive and in the problem's own precision: the measuring rod for `tolerance`.
+
+    It follows PyTorch's math path where that may reduce in half precision: q and k each take the square root of the
+    scale, every step (scores, each score modifier, softmax, product) is rounded to the problem's dtype, and products
+    accumulate in fp32.
+
+    Parameters
+    ----------
+    problem, q, k, v, mask, bias, alibi, sinks
+        As in `attention_reference`.
+
+    Returns
+    -------
+    out : ndarray
+        float64 ``[batch, heads_q, seq_q, value_dim]`` holding values of the problem's dtype.
+    """
+    work = np.float64 if problem.dtype == "f64" else np.float32
+    root = np.sqrt(abs(problem.scale))
+    out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
+
+    def rounded(values: Array) -> Array:
+        return _round(values.astype(work), problem.dtype)
+
+    with np.errstate(all="ignore"):
+        for part in _parts(problem, q, k, v, mask, bias, alibi, sinks):
+            s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
+            if problem.softcap > 0:
+                s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
+            for term in part.terms:
+                s = rounded(s + rounded(term))
+            s = np.where(part.keep, s, work(-np.inf))
+            sink = rounded(np.asarray(part.sink))
+            m = np.maximum(np.max(s, axis=1, initial=-np.inf, keepdims=True), sink)
+            m = np.where(m == -np.inf, work(0), m)
+            p = np.exp(s - m)
+            total = p.sum(axis=1, keepdims=True) + np.exp(sink - m)
+            p = rounded(np.divide(p, total, out=np.zeros_like(p), where=total != 0))
+            out[part.where] = rounded(_product(p, part.v.astype(work), part.keep))
+    return out
+
+
+def tolerance(problem: AttentionProblem, reference: Array, twin: Array | None = None) -> float:
+    """Largest error that is still right.
+
+    fp32: 1e-5 of the largest reference value; fp64: 1e-12 of it. fp16 and bf16: twice the largest error of the twin,
+    but no less than one unit in the last place of the dtype at the largest reference value. That floor is there
+    because the twin may be exact by luck (a row that keeps one key copies its value) while any result, though computed
+    in fp32, is rounded to the dtype once: half a unit for that, and a full unit where fp32 noise tips a tie.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    reference : ndarray
+        From `attention_reference`.
+    twin : ndarray, optional
+        From `attention_twin`; needed for fp16 and bf16.
+    """
+    finite = np.abs(reference[np.isfinite(reference)])
+    largest = float(np.max(finite, initial=0.0))
+    if problem.dtype == "f32":
+        return 1e-5 * largest
+    if problem.dtype == "f64":
+        return 1e-12 * largest
+    if twin is None:
+        raise ValueError(f"[tolerance] expected a twin for dtype {problem.dtype}, got None; call attention_twin")
+    exponent = max(int(np.frexp(largest)[1]) - 1, _SMALLEST_EXPONENT[problem.dtype])
+    unit = 2.0 ** (exponent - _MANTISSA_BITS[problem.dtype]) if largest else 0.0
+    return max(2.0 * _largest_error(twin, reference), unit)
+
+
+def lse_tolerance(problem: AttentionProblem, lse_dtype: npt.DTypeLike = np.float32) -> float:
+    """Largest error of the log-sum-exp, relative to ``max(1, |lse|)``.
+
+    An error in lse is an error in the scores, which every backend accumulates in fp32 and which grows with their size:
+    1e-5. fp16 and bf16 inputs are exact in fp32, so nothing larger is due to them; matrix units may truncate where an
+    FMA rounds, hence the factor of two. fp64 problems are as good as the dtype the lse is stored in: 1e-12, or one
+    fp32 epsilon.
+    """
+    if problem.dtype == "f64":
+        return 1e-12 if np.dtype(lse_dtype) == np.float64 else float(np.finfo(np.float32).eps)
+    return 1e-5 if problem.dtype == "f32" else 2e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a backend must come close to; computed once and used for every backend."""
+
+    out: F64
+    lse: F64
+    twin: F64 | None
+    """None for fp32 and fp64, whose tolerance does not need it."""
+
+
+def expect(
+    problem: AttentionProblem,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+) -> Expected:
+    """Reference, and twin where the tolerance needs one; arguments as in `attention_reference`."""
+    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks)
+    half = problem.dtype in _MANTISSA_BITS
+    twin = attention_twin(problem, q, k, v, mask, bias, alibi, sinks) if half else None
+    return Expected(out, lse, twin)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The verdict of `compare`; true when the result is right."""
+
+    error: float
+    """Largest absolute error of the output."""
+    tolerance: float
+    lse_error: float
+    """Largest error of the log-sum-exp, relative to ``max(1, |lse|)``; 0 when there was none to compare."""
+    lse_tolerance: float
+    ok: bool
+    message: str
+    """One line, with the place of the largest error when it is not ok."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def compare(problem: AttentionProblem, got: Array, got_lse: Array | None, expected: Expected) -> Comparison:
+    """Judge a result against the reference. NaN never passes; infinities must match exactly.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    got : ndarray
+        The output, bf16 as ml_dtypes or uint16 bits; leading axes of length 1 may be missing.
+    got_lse : ndarray or None
+        The log-sum-exp, or None when it was not asked for.
+    expected : Expected
+        From `expect`.
+    """
+    values = to_f64(got, problem.dtype).reshape(expected.out.shape)
+    errors = _errors(values, expected.out)
+    error = float(np.max(errors, initial=0.0))
+    limit = tolerance(problem, expected.out, expected.twin)
+    ok = bool(error <= limit)
+    message = f"error {error:.3g} of {limit:.3g} allowed"
+    if not ok:
+        message += f", worst at {_place(errors, values, expected.out)}"
+
+    lse_error, lse_limit = 0.0, lse_tolerance(problem)
+    if got_lse is not None:
+        lse_limit = lse_tolerance(problem, got_lse.dtype)
+        lse_values = got_lse.astype(np.float64).reshape(expected.lse.shape)
+        finite = np.where(np.isfinite(expected.lse), np.abs(expected.lse), 1.0)
+        lse_errors = _errors(lse_values, expected.lse) / np.maximum(1.0, finite)
+        lse_error = float(np.max(lse_errors, initial=0.0))
+        lse_ok = bool(lse_error <= lse_limit)
+        message += f"; lse error {lse_error:.3g} of {lse_limit:.3g} allowed"
+        if not lse_ok:
+            message += f", worst at {_place(lse_errors, lse_values, expected.lse)}"
+        ok = ok and lse_ok
+    return Comparison(error, limit, lse_error, lse_limit, ok, message)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Some query rows of one head, in fp64."""
+
+    where: tuple[int, int, slice]
+    q: F64
+    k: F64
+    v: F64
+    keep: npt.NDArray[np.bool_]
+    terms: tuple[F64, ...]
+    sink: float
+
+
+def _parts(
+    problem: AttentionProblem,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    bias: Array | None,
+    alibi: Array | None,
+    sinks: Array | None,
+) -> Iterator[_Part]:
+    p = problem
+    scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
+    q = np.reshape(q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
+    k = np.reshape(k, (p.batch, p.heads_kv, p.seq_kv, p.head_dim))
+    v = np.reshape(v, (p.batch, p.heads_kv, p.seq_kv, p.value_dim))
+    full_mask = None if mask is None else np.broadcast_to(mask, scores)
+    full_bias = None if bias is None else np.broadcast_to(bias, scores)
+    slopes = None if alibi is None else np.broadcast_to(alibi, (p.batch, p.heads_q))
+
+    for b, h in np.ndindex(p.batch, p.heads_q):
+        h_kv = h // p.group
+        k64, v64 = to_f64(k[b, h_kv], p.dtype), to_f64(v[b, h_kv], p.dtype)
+        for start in range(0, p.seq_q, _ROWS):
+            rows = slice(start, min(start + _ROWS, p.seq_q))
+            where = (b, h, rows)
+            # Distance of key j from t, the key that row i stands at.
+            distance = np.arange(p.seq_kv) - (np.arange(rows.start, rows.stop)[:, None] + p.shift)
+            keep = _band(p, distance)
+            terms: list[F64] = []
+            if full_mask is not None and p.mask == "bool":
+                keep = keep & full_mask[where]
+            elif full_mask is not None:
+                terms.append(to_f64(full_mask[where], p.mask or ""))
+            if full_bias is not None:
+                terms.append(to_f64(full_bias[where], p.bias or ""))
+            for term in terms:
+                keep = keep & (term != -np.inf)
+            if slopes is not None:
+                terms.append(-float(slopes[b, h]) * np.abs(distance))
+            sink = -np.inf if sinks is None else float(sinks[h])
+            yield _Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink)
+
+
+def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:
+    left, right = problem.limits
+    keep = np.ones(distance.shape, dtype=np.bool_)
+    if right != UNBOUNDED:
+        keep &= distance <= right
+    if left != UNBOUNDED:
+        keep &= distance >= -left
+    return keep
+
+
+def _product(p: Array, v: Array, keep: npt.NDArray[np.bool_]) -> Array:
+    """``p @ v`` over kept keys only: 0 * NaN is NaN, so a value that is not finite reaches only rows that keep it."""
+    finite = np.isfinite(v)
+    if finite.all():
+        return np.asarray(p @ v)
+    out = p @ np.where(finite, v, 0)
+    for j in np.flatnonzero(~finite.all(axis=1)):
+        out[keep[:, j]] += np.where(finite[j], 0, v[j])
+    return np.asarray(out)
+
+
+def _round(values: Array, dtype: str) -> Array:
+    """Round float32 values to fp16 or bf16 and back; other dtypes are already as precise as they get."""
+    if dtype == "f16":
+        return values.astype(np.float16).astype(np.float32)
+    if dtype == "bf16":
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        # To nearest, ties to even. Infinity stays; NaN would overflow into the sign, so it is kept aside.
+        nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+        return np.where(np.isnan(values), values, nearest.view(np.float32)).reshape(values.shape)
+    return values
+
+
+def _errors(got: F64, reference: F64) -> F64:
+    """Absolute errors; 0 where infinities agree, infinite where either is NaN or only one is infinite."""
+    with np.errstate(invalid="ignore"):
+        errors = np.where(got == reference, 0.0, np.abs(got - reference))
+    return np.where(np.isnan(errors), np.inf, errors)
+
+
+def _largest_error(got: F64, reference: F64) -> float:
+    """Largest error where both are finite: a twin that overflowed says nothing about the rest."""
+    both = np.isfinite(got) & np.isfinite(reference)
+    return float(np.max(np.abs(got[both] - reference[both]), initial=0.0))
+
+
+def _place(errors: F64, got: F64, reference: F64) -> str:
+    index = np.unravel_index(int(np.argmax(errors)), errors.shape)
+    return f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"

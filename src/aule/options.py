@@ -1,0 +1,41 @@
+"""AttentionOptions: what a call of attention asks for besides q, k and v. Arrays are of the caller's own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """Options of `aule.flash_attention`, as the user gave them."""
+
+    causal: bool = True
+    scale: float | None = None
+    window: int | Sequence[int | None] | None = None
+    softcap: float | None = None
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    causal_align: str = "bottom-right"
+    return_lse: bool = False
+    out: Any = None
+    backend: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The options that are not arrays, as `attention_problem` takes them."""
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "causal_align": self.causal_align,
+            "return_lse": self.return_lse,
+        }
+
+    def arrays(self) -> dict[str, Any]:
+        """The options that are arrays and were given, as `attention_problem` names them."""
+        given = {"mask": self.mask, "bias": self.bias, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return {name: array for name, array in given.items() if array is not None}

@@ -1,0 +1,237 @@
+"""What every part of the PTX renderer writes through: lines, registers, and where each IR value lives.
+
+Registers are numbered by class: ``%p`` predicates, ``%h`` 16 bits (8-bit integers too, kept extended), ``%r`` 32-bit
+integers, ``%f`` f32, ``%rd`` 64-bit integers and addresses, ``%fd`` f64.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+
+from aule.errors import KernelError
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Scalar, Vector
+
+_VERSIONS = {
+    "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
+    "100": "8.6", "100a": "8.6", "101": "8.6", "101a": "8.6", "103": "8.8", "103a": "8.8", "110": "9.0", "110a": "9.0",
+    "120": "8.7", "120a": "8.7", "121": "8.8", "121a": "8.8",
+}  # fmt: skip
+"""The first PTX version that knows each architecture: the older the version, the older the driver may be."""
+_NEWEST = "9.0"
+
+_REGISTERS = {
+    "bool": "p", "i8": "h", "u8": "h", "i16": "h", "u16": "h", "f16": "h", "bf16": "h", "i32": "r", "u32": "r",
+    "f32": "f", "i64": "rd", "u64": "rd", "f64": "fd",
+}  # fmt: skip
+_DECLARED = {"p": "pred", "h": "b16", "r": "b32", "f": "f32", "rd": "b64", "fd": "f64"}
+
+Sum = tuple[str | None, int]
+"""An integer as a register plus a constant; no register for a plain constant."""
+
+
+@dataclass(frozen=True)
+class Arch:
+    """An NVIDIA instruction set: ``name`` as in ``.target``, its number (80, 90 ...) and the PTX version to declare."""
+
+    name: str
+    number: int
+    version: str
+
+    @classmethod
+    def parse(cls, name: str) -> Arch:
+        """The architecture called ``sm_90``, ``sm_90a`` ...; sm_75 is the oldest."""
+        match = re.fullmatch(r"sm_(\d+)([af]?)", name)
+        if match is None or int(match[1]) < 75:
+            raise KernelError(f"[ptx] expected target.arch sm_75 or newer, got {name!r}; give the device's own")
+        return cls(name, int(match[1]), _VERSIONS.get(match[1] + match[2], _NEWEST))
+
+
+class Emitter:
+    """Collects the lines of one kernel and remembers what is in which register.
+
+    Integers (i32, i64) that are a register plus a non-negative constant are not computed until somebody needs them in a
+    register: memory operations take the constant as an immediate offset instead. Whatever is computed on demand is
+    remembered in ``scopes``, one dictionary per open block, so that it is reused only where it is sure to have been
+    computed.
+    """
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+        self.lines: list[str] = []
+        self.scopes: list[dict[object, str]] = [{}]
+        self.truth: dict[Value, bool] = {}
+        self.uses_subgroups = False
+        self._lanes: dict[Value, tuple[str, ...]] = {}
+        self._sums: dict[Value, Sum] = {}
+        self._counts = dict.fromkeys(_DECLARED, 0)
+        self._labels = 0
+
+    # -- lines and registers ---------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        self.lines.append("\t" + text)
+
+    def label(self) -> int:
+        """A number for a new label."""
+        self._labels += 1
+        return self._labels
+
+    def new(self, register_class: str) -> str:
+        """A fresh register of a class (``r``, ``rd`` ...)."""
+        number = self._counts[register_class]
+        self._counts[register_class] = number + 1
+        return f"%{register_class}{number}"
+
+    def new_for(self, elem: Scalar) -> str:
+        """A fresh register for a scalar type."""
+        return self.new(_REGISTERS[elem.name])
+
+    def emit(self, instruction: str, register_class: str, *operands: str) -> str:
+        """One instruction whose result goes into a fresh register."""
+        result = self.new(register_class)
+        self.lines.append(f"\t{instruction} {result}, {', '.join(operands)};")
+        return result
+
+    def once(self, key: object, instruction: str, register_class: str, *operands: str) -> str:
+        """The same, unless this or an enclosing block has done it already under ``key``."""
+        for scope in self.scopes:
+            if key in scope:
+                return scope[key]
+        result = self.scopes[-1][key] = self.emit(instruction, register_class, *operands)
+        return result
+
+    def declarations(self) -> list[str]:
+        """The ``.reg`` lines."""
+        return [f"\t.reg .{_DECLARED[c]} %{c}<{n}>;" for c, n in self._counts.items() if n]
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def bind(self, value: Value, lanes: tuple[str, ...]) -> None:
+        """Say which operands (registers or immediates) hold a value. A loop that is unrolled binds its values anew."""
+        self._lanes[value] = lanes
+        self._sums.pop(value, None)
+        self.truth.pop(value, None)
+
+    def bind_integer(self, value: Value, total: int) -> None:
+        """Say that an integer value is a constant."""
+        assert isinstance(value.type, Scalar)
+        total = wrap(total, value.type)
+        self._lanes[value] = (str(total),)
+        self._sums[value] = (None, total)
+
+    def bind_sum(self, value: Value, register: str, offset: int) -> None:
+        """Say that an i32 or i64 value is a register plus a constant."""
+        if offset == 0:
+            self.bind(value, (register,))
+        else:
+            self._lanes.pop(value, None)
+            self._sums[value] = (register, offset)
+
+    def bind_same(self, value: Value, other: Value) -> None:
+        """Say that a value is the same as another."""
+        truth = self.truth.get(other)
+        if truth is not None:
+            self.bind_truth(value, truth)
+        elif other in self._sums:
+            register, offset = self._sums[other]
+            if register is None:
+                self.bind_integer(value, offset)
+            else:
+                self.bind_sum(value, register, offset)
+        else:
+            self.bind(value, self._lanes[other])
+
+    def bind_truth(self, value: Value, truth: bool) -> None:
+        """Say that a bool value is known."""
+        self.bind(value, (self.once(("pred", truth), "mov.pred", "p", str(int(truth))),))
+        self.truth[value] = truth
+
+    def sum(self, value: Value) -> Sum:
+        """An integer value as a register plus a constant."""
+        known = self._sums.get(value)
+        return known if known is not None else (self._lanes[value][0], 0)
+
+    def integer(self, value: Value) -> int | None:
+        """The number of an integer value that is known here; None for others."""
+        known = self._sums.get(value)
+        return known[1] if known is not None and known[0] is None else None
+
+    def operands(self, value: Value) -> tuple[str, ...]:
+        """What holds each lane of a value: registers, or immediates for constants."""
+        lanes = self._lanes.get(value)
+        if lanes is not None:
+            return lanes
+        if value not in self._sums:
+            raise KernelError(f"[ptx] {value!r} is used where it is not defined; run ir.verify on the kernel")
+        register, offset = self._sums[value]
+        assert register is not None
+        bits, cls = (32, "r") if value.type.bits == 32 else (64, "rd")  # type: ignore[union-attr]
+        return (self.once((register, offset), f"add.s{bits}", cls, register, str(offset)),)
+
+    def registers(self, value: Value) -> tuple[str, ...]:
+        """The same, with constants moved into registers."""
+        lanes = self.operands(value)
+        if all(x[0] == "%" for x in lanes):
+            return lanes
+        cls = _REGISTERS[value.type.name if isinstance(value.type, Scalar) else value.type.elem.name]  # type: ignore[union-attr]
+        return tuple(x if x[0] == "%" else self.once((cls, x), f"mov.{_DECLARED[cls]}", cls, x) for x in lanes)
+
+    def half(self, bits: int) -> str:
+        """A 16-bit constant in a register: f16 instructions take no immediates."""
+        return self.once(("half", bits), "mov.b16", "h", f"0x{bits:04X}")
+
+
+def move_type(elem: Scalar) -> str:
+    """The type that ``mov`` and ``selp`` use for a scalar."""
+    return _DECLARED[_REGISTERS[elem.name]]
+
+
+def register_class(elem: Scalar) -> str:
+    """The class of register that a scalar lives in."""
+    return _REGISTERS[elem.name]
+
+
+def lane_count(value: Value) -> int:
+    return value.type.lanes if isinstance(value.type, Vector) else 1
+
+
+def wrap(value: int, elem: Scalar) -> int:
+    """An integer brought into the range of its type."""
+    value &= (1 << elem.bits) - 1
+    return value - (1 << elem.bits) if elem.is_signed and value >> (elem.bits - 1) else value
+
+
+def float_bits(value: float, elem: Scalar) -> int:
+    """The bit pattern of a constant, rounded to nearest even; what is too large becomes infinite."""
+    if elem.name == "bf16":
+        if math.isnan(value):
+            return 0x7FC0
+        bits = _pack(">f", value)
+        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return _pack({"f16": ">e", "f32": ">f", "f64": ">d"}[elem.name], value)
+
+
+def _pack(code: str, value: float) -> int:
+    try:
+        data = struct.pack(code, value)
+    except OverflowError:
+        data = struct.pack(code, math.copysign(math.inf, value))
+    return int.from_bytes(data, "big")
+
+
+def f32_text(value: float) -> str:
+    return f"0f{_pack('>f', value):08X}"
+
+
+def f64_text(value: float) -> str:
+    return f"0d{_pack('>d', value):016X}"
+
+
+def refuse(op: Op, expected: str, got: object, remedy: str) -> KernelError:
+    """The error for an operation that PTX cannot say."""
+    where = f" ({op.where})" if op.where is not None else ""
+    return KernelError(f"[ptx {op.opcode}] expected {expected}, got {got}; {remedy}{where}")

@@ -1,0 +1,272 @@
+"""Arithmetic, comparison and selection in PTX, one lane at a time.
+
+Accuracy of f32: add, sub, mul, fma and sqrt round correctly; div is within 2 ulp, rcp 1, rsqrt 2, exp2 2 (results below
+2**-126 become 0), log2 within 2**-22 (absolute between 0.5 and 2, relative elsewhere), sin and cos 2 ulp for
+|x| <= 1e6. f16 adds and multiplies natively, everything else in f16 and all of bf16 is computed in f32 and rounded
+once more. f64 has no exp2, log2, sin and cos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.ir.kernel import Op
+from aule.ir.types import SCALARS, Scalar, element, f32
+from aule.render._ptx_convert import extend_byte, from_f32, integer_type, to_f32
+from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class, wrap
+
+_COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
+_OVERFLOWING = {"add", "sub", "mul", "div", "neg", "abs", "not", "shl"}
+"""What can leave the range of an 8-bit integer that is computed in 16 bits."""
+
+
+def _instructions() -> dict[tuple[str, str], str]:
+    """Operations that are one instruction, by opcode and element type."""
+    table = {}
+    for elem in SCALARS.values():
+        if elem.is_int:
+            kind, bits = integer_type(elem), max(elem.bits, 16)
+            for opcode in ("div", "rem", "min", "max"):
+                table[opcode, elem.name] = f"{opcode}.{kind}"
+            for opcode in ("add", "sub", "neg"):
+                table[opcode, elem.name] = f"{opcode}.s{bits}"
+            for opcode in ("and", "or", "xor", "not"):
+                table[opcode, elem.name] = f"{opcode}.b{bits}"
+            table["mul", elem.name] = f"mul.lo.{kind}"
+            if elem.is_signed:
+                table["abs", elem.name] = f"abs.s{bits}"
+            for opcode in _COMPARE:
+                table[opcode, elem.name] = f"setp.{opcode}.{kind}"
+        elif elem.is_float and elem.name != "bf16":
+            for opcode in ("add", "sub", "mul", "fma"):
+                table[opcode, elem.name] = f"{opcode}.rn.{elem}"
+            for opcode in _COMPARE:  # ne holds when unordered, the others do not
+                table[opcode, elem.name] = f"setp.{'neu' if opcode == 'ne' else opcode}.{elem}"
+        if elem.name in ("f32", "f64"):
+            for opcode in ("neg", "abs", "min", "max"):
+                table[opcode, elem.name] = f"{opcode}.{elem}"
+            table["floor", elem.name] = f"cvt.rmi.{elem}.{elem}"
+            table["sqrt", elem.name] = f"sqrt.rn.{elem}"
+    for opcode in ("and", "or", "xor", "not"):
+        table[opcode, "bool"] = f"{opcode}.pred"
+    table |= {
+        # ftz: without it the hardware's exp2 is wrapped in a scaling of inputs below -126, for results that are as
+        # good as 0 in a softmax.
+        ("exp2", "f32"): "ex2.approx.ftz.f32",
+        ("log2", "f32"): "lg2.approx.f32",
+        ("rcp", "f32"): "rcp.approx.f32",
+        ("rsqrt", "f32"): "rsqrt.approx.f32",
+        ("div", "f32"): "div.full.f32",
+        ("div", "f64"): "div.rn.f64",
+        ("rcp", "f64"): "rcp.rn.f64",
+    }
+    return table
+
+
+_INSTRUCTIONS = _instructions()
+
+
+def lanewise(e: Emitter, op: Op) -> None:
+    """Any unary, binary, comparing or fused operation: the same instruction for each lane."""
+    assert op.result is not None
+    elem = element(op.args[0].type)
+    if elem.is_int and lane_count(op.result) == 1 and _known(e, op, elem):
+        return
+    instruction = _INSTRUCTIONS.get((op.opcode, elem.name))
+    if instruction is not None and elem.bits != 8:
+        cls = "p" if op.opcode in _COMPARE else register_class(elem)
+        lanes = zip(*[e.operands(x) for x in op.args], strict=True)
+        if elem.is_int:  # indices are traced again and again; equal ones must meet to share their addresses
+            e.bind(op.result, tuple([e.once((instruction, *lane), instruction, cls, *lane) for lane in lanes]))
+        else:
+            e.bind(op.result, tuple([e.emit(instruction, cls, *lane) for lane in lanes]))
+        return
+    lanes = zip(*[e.operands(x) for x in op.args], strict=True)
+    e.bind(op.result, tuple([compute(e, op, elem, *lane) for lane in lanes]))
+
+
+def compute(e: Emitter, op: Op, elem: Scalar, *x: str) -> str:
+    """One lane of an operation, by whatever instructions its type needs."""
+    opcode = op.opcode
+    if elem.name in ("f16", "bf16"):
+        if opcode == "neg":
+            return e.emit("xor.b16", "h", x[0], "0x8000")
+        if opcode == "abs":
+            return e.emit("and.b16", "h", x[0], "0x7FFF")
+        if opcode in ("min", "max") and elem.name == "f16" and e.arch.number >= 80:
+            return e.emit(f"{opcode}.f16", "h", *x)
+        if (opcode, elem.name) not in _INSTRUCTIONS:
+            wide = compute(e, op, f32, *[to_f32(e, elem, a) for a in x])
+            return wide if opcode in _COMPARE else from_f32(e, elem, wide)
+    instruction = _INSTRUCTIONS.get((opcode, elem.name))
+    if instruction is not None:
+        result = e.emit(instruction, "p" if opcode in _COMPARE else register_class(elem), *x)
+    elif opcode in ("shl", "shr") and elem.is_int:
+        result = _shift(e, opcode, elem, *x)
+    elif opcode in ("sin", "cos") and elem.name == "f32":
+        return _circular(e, x[0], 0 if opcode == "sin" else 1)
+    elif opcode == "rsqrt" and elem.name == "f64":
+        return e.emit("rcp.rn.f64", "fd", e.emit("sqrt.rn.f64", "fd", x[0]))
+    elif opcode == "abs" and elem.is_int:
+        return x[0]
+    elif opcode in ("eq", "ne") and elem.kind == "bool":
+        different = e.emit("xor.pred", "p", *x)
+        return different if opcode == "ne" else e.emit("not.pred", "p", different)
+    elif elem.name == "f64":
+        raise refuse(op, "f32, f16 or bf16", elem, "PTX has no such f64 instruction: cast to f32")
+    else:
+        raise refuse(op, "a type that the operation is defined for", elem, "see aule.ir.ops")
+    return extend_byte(e, elem, result) if elem.bits == 8 and opcode in _OVERFLOWING else result
+
+
+def _shift(e: Emitter, opcode: str, elem: Scalar, x: str, count: str) -> str:
+    if elem.bits != 32 and count[0] == "%":  # counts are always 32 bits wide
+        count = e.emit(f"cvt.u32.u{max(elem.bits, 16)}", "r", count)
+    kind = f"b{max(elem.bits, 16)}" if opcode == "shl" else integer_type(elem)
+    return e.emit(f"{opcode}.{kind}", register_class(elem), x, count)
+
+
+# -- sine and cosine ---------------------------------------------------------------------------------------------------
+
+_HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)
+"""pi/2 as the sum of three f32 numbers."""
+_SIN = (-0.16666655242443085, 0.008332202211022377, -0.0001951987942447886)
+"""sin(t) = t + t**3 (...) in t**2; least squares for relative error on |t| <= pi/4."""
+_COS = (-0.5, 0.04166664555668831, -0.001388736185617745, 2.4437857064185664e-05)
+"""cos(t) = 1 + t**2 (...) in t**2."""
+
+
+def _circular(e: Emitter, x: str, quarter: int) -> str:
+    """sin(x + quarter pi/2). The hardware's sin.approx loses all accuracy away from 0, so this is a polynomial."""
+    scaled = e.emit("mul.rn.f32", "f", x, f32_text(0.6366197723675814))
+    turns = e.emit("cvt.rni.f32.f32", "f", scaled)
+    t = x
+    for part in _HALF_PI:
+        t = e.emit("fma.rn.f32", "f", turns, f32_text(-part), t)
+    square = e.emit("mul.rn.f32", "f", t, t)
+    sine = _polynomial(e, square, _SIN)
+    sine = e.emit("fma.rn.f32", "f", e.emit("mul.rn.f32", "f", t, square), sine, t)
+    cosine = e.emit("fma.rn.f32", "f", square, _polynomial(e, square, _COS), f32_text(1.0))
+    quadrant = e.emit("cvt.rzi.s32.f32", "r", turns)
+    if quarter:
+        quadrant = e.emit("add.s32", "r", quadrant, str(quarter))
+    odd = e.emit("setp.ne.s32", "p", e.emit("and.b32", "r", quadrant, "1"), "0")
+    lower = e.emit("setp.ne.s32", "p", e.emit("and.b32", "r", quadrant, "2"), "0")
+    result = e.emit("selp.f32", "f", cosine, sine, odd)
+    return e.emit("selp.f32", "f", e.emit("neg.f32", "f", result), result, lower)
+
+
+def _polynomial(e: Emitter, x: str, coefficients: tuple[float, ...]) -> str:
+    result = f32_text(coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        result = e.emit("fma.rn.f32", "f", x, result, f32_text(c))
+    return result
+
+
+# -- selection ---------------------------------------------------------------------------------------------------------
+
+
+def select(e: Emitter, op: Op) -> None:
+    """``selp``, which knows no predicates: those are selected by logic."""
+    assert op.result is not None
+    condition, yes, no = op.args
+    known = e.truth.get(condition)
+    if known is not None:
+        e.bind_same(op.result, yes if known else no)
+        return
+    n, elem = lane_count(op.result), element(op.result.type)
+    conditions = e.operands(condition)
+    if len(conditions) < n:
+        conditions = conditions * n
+    cls, kind = register_class(elem), move_type(elem)
+    lanes = []
+    for c, a, b in zip(conditions, e.operands(yes), e.operands(no), strict=True):
+        if cls == "p":
+            chosen = e.emit("and.pred", "p", c, a)
+            other = e.emit("and.pred", "p", e.emit("not.pred", "p", c), b)
+            lanes.append(e.emit("or.pred", "p", chosen, other))
+        else:
+            lanes.append(e.emit(f"selp.{kind}", cls, a, b, c))
+    e.bind(op.result, tuple(lanes))
+
+
+# -- integers that are known, or known up to a constant ----------------------------------------------------------------
+
+
+def _truncated(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+_FOLD: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": _truncated,
+    "rem": lambda a, b: a - b * _truncated(a, b),
+    "min": min,
+    "max": max,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+}
+
+
+def _known(e: Emitter, op: Op, elem: Scalar) -> bool:
+    """Fold constants (an unrolled loop makes many), and carry added ones along instead of adding them."""
+    assert op.result is not None
+    if len(op.args) != 2:
+        return False
+    a, b = e.integer(op.args[0]), e.integer(op.args[1])
+    if a is not None and b is not None and op.opcode in _FOLD:
+        if (op.opcode in ("div", "rem") and b == 0) or (op.opcode in ("shl", "shr") and not 0 <= b < elem.bits):
+            return False
+        folded = _FOLD[op.opcode](a, b)
+        if op.opcode in _COMPARE:
+            e.bind_truth(op.result, bool(folded))
+        else:
+            e.bind_integer(op.result, folded)
+        return True
+    return elem.name in ("i32", "i64") and _carry(e, op, elem)
+
+
+def _carry(e: Emitter, op: Op, elem: Scalar) -> bool:
+    """Keep ``register + constant`` apart through add, sub, mul and shl.
+
+    Constants stay non-negative and factors positive, so that where an index does not wrap neither does the register
+    alone, and the constant may become the immediate offset of a 64-bit address.
+    """
+    assert op.result is not None
+    (x, c), (y, d) = e.sum(op.args[0]), e.sum(op.args[1])
+    bits, cls = elem.bits, register_class(elem)
+    if op.opcode == "add" and x is not None and y is not None:
+        offset = c + d
+        if offset == 0 or offset >= 2**31:
+            return False
+        e.bind_sum(op.result, e.once((f"add.s{bits}", x, y), f"add.s{bits}", cls, x, y), offset)
+        return True
+    if op.opcode == "add" or (op.opcode == "sub" and y is None):
+        register, offset = (x if x is not None else y), (c + d if op.opcode == "add" else c - d)
+        if register is None or not 0 <= offset < 2**31:
+            return False
+        e.bind_sum(op.result, register, offset)
+        return True
+    if op.opcode in ("mul", "shl"):
+        if x is None and op.opcode == "mul":
+            x, c, y, d = y, d, x, c
+        if x is None or y is not None or c == 0 or (op.opcode == "shl" and not 0 <= d < bits):
+            return False
+        factor = d if op.opcode == "mul" else 1 << d
+        if factor <= 0 or c * factor >= 2**31:
+            return False
+        instruction, by = f"mul.lo.s{bits}", str(wrap(factor, elem))
+        e.bind_sum(op.result, e.once((instruction, x, by), instruction, cls, x, by), c * factor)
+        return True
+    return False

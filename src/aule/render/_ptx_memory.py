@@ -1,0 +1,205 @@
+"""Loads, stores and atomics in PTX, and the addresses they need.
+
+An address is a register that depends on the index's register part alone, plus an immediate offset; the register is
+computed once per block and shared by everything that is a constant apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.types import Pointer, Scalar, element
+from aule.render._ptx_convert import join, split
+from aule.render._ptx_emitter import Emitter, lane_count, refuse, register_class
+
+STATIC_SHARED_BYTES = 48 * 1024
+"""More shared memory than this must be asked for at launch."""
+_MAX_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where a pointer points: ``base`` is a register (global) or a symbol (shared, local), ``offset`` in bytes."""
+
+    space: str
+    base: str
+    elem: Scalar
+    offset: int = 0
+    load: str = "ld"
+    """The load instruction without type."""
+
+
+class Addresses:
+    """Which memory each pointer of a kernel means."""
+
+    def __init__(self, e: Emitter, kernel: KernelIR) -> None:
+        self._e = e
+        self._memory: dict[Value, Memory] = {}
+        self.symbol = f"{kernel.name}_shared"
+        self.local: list[str] = []
+        self._locals: dict[Op, Memory] = {}
+        offset = 0
+        for array in kernel.shared:
+            assert isinstance(array.type, Pointer) and array.type.length is not None
+            self._memory[array] = Memory("shared", self.symbol, array.type.elem, offset, "ld.shared")
+            offset += -(-array.type.elem.bytes * array.type.length // 16) * 16
+
+    def bind_global(self, value: Value, register: str, read_only: bool) -> None:
+        load = "ld.global.nc" if read_only else "ld.global"
+        self._memory[value] = Memory("global", register, element(value.type), 0, load)
+
+    def private(self, op: Op) -> None:
+        """A thread's own array, in local memory."""
+        assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
+        memory = self._locals.get(op)
+        if memory is None:
+            elem, name = op.result.type.elem, f"local_{len(self.local)}_{op.attrs.get('name', '')}"
+            self.local.append(f"\t.local .align 16 .b8 {name}[{elem.bytes * op.result.type.length}];")
+            memory = self._locals[op] = Memory("local", name, elem, 0, "ld.local")
+        self._memory[op.result] = memory
+
+    def memory(self, pointer: Value) -> Memory:
+        return self._memory[pointer]
+
+    def pointer(self, pointer: Value) -> str:
+        """A register with the address itself, for intrinsics: 32 bits for shared memory, else 64."""
+        memory = self._memory[pointer]
+        if memory.space == "global":
+            return memory.base
+        if memory.space == "local":
+            return self._symbol(memory)
+        base = self._symbol(memory)
+        key = ("pointer", memory.offset)
+        return base if memory.offset == 0 else self._e.once(key, "add.s32", "r", base, str(memory.offset))
+
+    def locate(self, memory: Memory, index: Value) -> tuple[str, int]:
+        """Base register (or symbol) and immediate offset of an element."""
+        e, size = self._e, memory.elem.bytes
+        register, constant = e.sum(index)
+        offset = memory.offset + constant * size
+        if register is None:
+            base = memory.base
+        elif memory.space == "shared":
+            if register.startswith("%rd"):
+                register = e.once(("low", register), "cvt.u32.u64", "r", register)
+            base = self._scaled("mad.lo.s32", "r", register, size, self._symbol(memory))
+        else:
+            multiply = "mad.lo.s64" if register.startswith("%rd") else "mad.wide.s32"
+            base = self._scaled(multiply, "rd", register, size, self._symbol(memory))
+        if memory.space == "global" and not -(2**31) <= offset < 2**31 - 256:
+            return e.once(("far", base, offset), "add.s64", "rd", base, str(offset)), 0
+        return base, offset
+
+    def _scaled(self, instruction: str, cls: str, register: str, size: int, base: str) -> str:
+        return self._e.once((instruction, register, size, base), instruction, cls, register, str(size), base)
+
+    def _symbol(self, memory: Memory) -> str:
+        if memory.space == "global":
+            return memory.base
+        kind, cls = ("mov.u32", "r") if memory.space == "shared" else ("mov.u64", "rd")
+        return self._e.once(("symbol", memory.base), kind, cls, memory.base)
+
+
+def alignment(align: int, elem: Scalar) -> int:
+    """Bytes that an access is sure to be aligned to, at most 16, from the elements that divide its index."""
+    return min((align & -align) * elem.bytes, _MAX_VECTOR_BYTES)
+
+
+def load(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """A scalar or vector load, in as few instructions as the alignment allows."""
+    assert op.result is not None
+    memory = addresses.memory(op.args[0])
+    base, offset = addresses.locate(memory, op.args[1])
+    lanes, elem = lane_count(op.result), memory.elem
+    step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
+    out: list[str] = []
+    for i in range(0, lanes, step):
+        out += _load(e, memory, _at(base, offset + i * elem.bytes), step)
+    e.bind(op.result, tuple(out))
+
+
+def _load(e: Emitter, memory: Memory, address: str, n: int) -> Sequence[str]:
+    elem = memory.elem
+    if elem.kind == "bool":
+        return [e.emit("setp.ne.s16", "p", x, "0") for x in _load_bytes(e, memory.load, "u8", address, n)]
+    if elem.bits == 8:
+        return _load_bytes(e, memory.load, "s8" if elem.is_signed else "u8", address, n)
+    if elem.bits == 16 and n == 8:
+        return [half for x in _vector(e, f"{memory.load}.v4.b32", "r", address, 4) for half in split(e, x, 32, 16)]
+    return _vector(e, f"{memory.load}{_count(n)}.{_memory_type(elem)}", register_class(elem), address, n)
+
+
+def _load_bytes(e: Emitter, instruction: str, kind: str, address: str, n: int) -> Sequence[str]:
+    if n <= 4:
+        return _vector(e, f"{instruction}{_count(n)}.{kind}", "h", address, n)
+    words = _vector(e, f"{instruction}{_count(n // 4)}.b32", "r", address, n // 4)
+    extract = f"bfe.{kind[0]}32"
+    return [
+        e.emit("cvt.u16.u32", "h", e.emit(extract, "r", word, str(8 * i), "8")) for word in words for i in range(4)
+    ]
+
+
+def _vector(e: Emitter, instruction: str, cls: str, address: str, n: int) -> list[str]:
+    registers = [e.new(cls) for _ in range(n)]
+    target = registers[0] if n == 1 else f"{{{', '.join(registers)}}}"
+    e.line(f"{instruction} {target}, {address};")
+    return registers
+
+
+def store(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """A scalar or vector store, in as few instructions as the alignment allows."""
+    memory = addresses.memory(op.args[0])
+    base, offset = addresses.locate(memory, op.args[1])
+    elem, value = memory.elem, op.args[2]
+    lanes: Sequence[str] = e.registers(value)
+    if elem.kind == "bool":
+        lanes = [e.emit("selp.b16", "h", "1", "0", x) for x in lanes]
+    step = min(len(lanes), max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
+    for i in range(0, len(lanes), step):
+        _store(e, memory, _at(base, offset + i * elem.bytes), lanes[i : i + step])
+
+
+def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str]) -> None:
+    bits, kind = 8 * memory.elem.bytes, _memory_type(memory.elem)
+    if len(lanes) > 4:  # more 8- or 16-bit numbers than a vector has room for travel as words
+        n = 32 // bits
+        lanes = [join(e, lanes[i : i + n], bits, 32, "r") for i in range(0, len(lanes), n)]
+        kind = "b32"
+    source = lanes[0] if len(lanes) == 1 else f"{{{', '.join(lanes)}}}"
+    e.line(f"st.{memory.space}{_count(len(lanes))}.{kind} {address}, {source};")
+
+
+def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """``atom``, relaxed and seen by the whole device."""
+    assert op.result is not None
+    memory, kind = addresses.memory(op.args[0]), op.attrs["kind"]
+    name = memory.elem.name
+    if memory.space == "local":
+        raise refuse(op, "a global or shared pointer", "a private one", "use load and store")
+    if kind in ("add", "min", "max") and name in ("i32", "u32"):
+        suffix = f"{kind}.{'s' if name == 'i32' else 'u'}32"
+    elif kind in ("and", "or", "xor") and name in ("i32", "u32"):
+        suffix = f"{kind}.b32"
+    elif kind == "exchange" and memory.elem.bits == 32:
+        suffix = "exch.b32"
+    elif kind == "add" and name == "f32":
+        suffix = "add.f32"
+    else:
+        raise refuse(op, "an atomic of ir.ops on i32, u32 or f32", f"{kind} on {name}", "use another type")
+    base, offset = addresses.locate(memory, op.args[1])
+    cls, value = register_class(memory.elem), e.operands(op.args[2])[0]
+    e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, _at(base, offset), value),))
+
+
+def _at(base: str, offset: int) -> str:
+    return f"[{base}+{offset}]" if offset else f"[{base}]"
+
+
+def _count(n: int) -> str:
+    return f".v{n}" if n > 1 else ""
+
+
+def _memory_type(elem: Scalar) -> str:
+    return elem.name if elem.name in ("f32", "f64") else f"b{max(elem.bits, 8)}"

@@ -1,0 +1,59 @@
+"""Barriers, shuffles, reductions and votes in PTX. Every lane of the warp takes part, so masks are full."""
+
+from __future__ import annotations
+
+from aule.ir.kernel import Op
+from aule.ir.types import Scalar
+from aule.render._ptx_emitter import Emitter, refuse, register_class
+
+_ALL = "0xFFFFFFFF"
+_CLAMP = "0x1F"
+"""Shuffle segments of the whole warp: segment mask 0, highest lane 31."""
+
+
+def render(e: Emitter, op: Op) -> None:
+    """Any operation of the categories ``sync`` and ``subgroup``."""
+    if op.opcode == "barrier":
+        if op.attrs["global_memory"]:
+            e.line("membar.gl;")
+        e.line("bar.sync 0;")
+        return
+    e.uses_subgroups = True
+    if op.opcode == "subgroup_barrier":
+        e.line(f"bar.warp.sync {_ALL};")
+        return
+    assert op.result is not None
+    elem = op.result.type
+    if op.opcode in ("subgroup_any", "subgroup_all"):
+        vote = f"vote.sync.{op.opcode[-3:]}.pred"
+        e.bind(op.result, (e.emit(vote, "p", e.operands(op.args[0])[0], _ALL),))
+        return
+    if not isinstance(elem, Scalar) or elem.bits != 32:
+        raise refuse(op, "a scalar of 32 bits", elem, "bitcast or cast it first")
+    x = e.registers(op.args[0])[0]
+    if op.opcode == "shuffle":
+        lane = e.operands(op.args[1])[0]
+        result = e.emit("shfl.sync.idx.b32", register_class(elem), x, lane, _CLAMP, _ALL)
+    elif op.opcode == "shuffle_xor":
+        result = _butterfly(e, elem, x, op.attrs["mask"])
+    else:
+        result = _reduce(e, op, elem, x)
+    e.bind(op.result, (result,))
+
+
+def _butterfly(e: Emitter, elem: Scalar, x: str, mask: int) -> str:
+    return e.emit("shfl.sync.bfly.b32", register_class(elem), x, str(mask), _CLAMP, _ALL)
+
+
+def _reduce(e: Emitter, op: Op, elem: Scalar, x: str) -> str:
+    kind = op.attrs["kind"]
+    if kind not in ("add", "min", "max"):
+        raise refuse(op, "add, min or max", kind, "build it from shuffle_xor")
+    cls = register_class(elem)
+    type_ = "f32" if elem.is_float else f"{'s' if elem.is_signed else 'u'}32"
+    if elem.is_int and e.arch.number >= 80:
+        return e.emit(f"redux.sync.{kind}.{type_}", cls, x, _ALL)
+    instruction = "add.rn.f32" if elem.is_float and kind == "add" else f"{kind}.{type_}"
+    for mask in (16, 8, 4, 2, 1):
+        x = e.emit(instruction, cls, x, _butterfly(e, elem, x, mask))
+    return x

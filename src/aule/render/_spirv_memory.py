@@ -1,0 +1,280 @@
+"""Memory of a SPIR-V kernel: which variables stand for buffers, shared and private arrays, and how they are accessed.
+
+A buffer may be bound to several variables, one for each width it is accessed in: an aligned load of four elements
+reads from an array of vectors of four. Eight 16-bit elements come as four words, the widest load there is.
+
+Shared memory cannot be viewed in two ways (without VK_KHR_workgroup_memory_explicit_layout). An array that is accessed
+in vectors is declared as an array of the widest of them; a single element of it is reached through an access chain into
+a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+
+from aule.artifact import Param
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, i32, u32
+from aule.render._spirv_indices import Indices
+from aule.render._spirv_module import Module
+from aule.render._spirv_ops import (
+    Capability,
+    CooperativeMatrixLayout,
+    Decoration,
+    MemoryAccess,
+    StorageClass,
+)
+from aule.render._spirv_ops import Op as Spv
+from aule.render._spirv_values import Parts, Registers, lanes_of, shape
+
+_LAYOUTS = {"row": CooperativeMatrixLayout.RowMajorKHR, "column": CooperativeMatrixLayout.ColumnMajorKHR}
+
+
+@dataclass
+class _Access:
+    """A variable to index, and what one of its elements is."""
+
+    variable: int
+    storage: int
+    unit: Scalar | Vector
+    """Type of the variable's elements."""
+    width: int
+    """How many elements of the IR's pointer one of them holds."""
+    flags: tuple[int, ...]
+    """Memory operands of loads and stores."""
+
+
+def access_unit(elem: Scalar, lanes: int, align: int) -> int:
+    """Elements that one access can take: as many as the alignment allows, up to 16 bytes."""
+    unit = gcd(lanes, align)
+    while unit > 1 and unit * elem.bits > 128:
+        unit //= 2
+    return unit
+
+
+class Memory:
+    """Declares a kernel's memory in a module and emits accesses.
+
+    Parameters
+    ----------
+    value : callable
+        The id of a scalar IR value.
+    quotient : callable
+        The id of an index divided by a power of two that was asked for in ``indices``.
+    coherent : bool
+        Writes to buffers must be seen by other threads of the kernel.
+    vulkan_model : bool
+        The module uses the Vulkan memory model.
+    """
+
+    def __init__(
+        self, module: Module, registers: Registers, kernel: KernelIR, indices: Indices, *,
+        value: Callable[[Value], int], quotient: Callable[[Value, int], int], coherent: bool, vulkan_model: bool,
+    ) -> None:  # fmt: skip
+        self._m = module
+        self._r = registers
+        self._indices = indices
+        self._value = value
+        self._quotient = quotient
+        self._coherent = coherent
+        self._vulkan_model = vulkan_model
+        self._views: dict[tuple[Value, int], _Access] = {}
+        self._arrays: dict[Value, _Access] = {}
+        self._widths: dict[Value, int] = {}
+        units: dict[Value, dict[int, None]] = {kernel.values[p.name]: {} for p in kernel.params if p.kind == "buffer"}
+        self._plan([op for op in kernel.walk() if op.args and isinstance(op.args[0].type, Pointer)], units)
+        buffers = [p for p in kernel.params if p.kind == "buffer"]
+        for binding, param in enumerate(buffers):
+            self._declare_buffer(param, kernel.values[param.name], binding, list(units[kernel.values[param.name]]))
+        for array in kernel.shared:
+            self.declare_array(array, array.hint)
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def _plan(self, ops: list[Op], units: dict[Value, dict[int, None]]) -> None:
+        """Find the views of buffers and the widths of arrays, and ask for the quotients that accesses will need."""
+        for op in ops:
+            pointer = op.args[0]
+            if pointer not in units:
+                unit = min(self._unit(op), 4)
+                self._widths[pointer] = max(self._widths.get(pointer, 1), unit)
+        for op in ops:
+            pointer, index = op.args[0], op.args[1]
+            if pointer not in units and not self._divisible(op, self._widths[pointer]):
+                self._widths[pointer] = 1
+        for op in ops:
+            pointer, index = op.args[0], op.args[1]
+            width = self._widths.get(pointer, 1)
+            if pointer in units:
+                width = self._unit(op)
+                units[pointer][width] = None
+            if width > 1:
+                self._indices.want(index, width)
+
+    def _divisible(self, op: Op, width: int) -> bool:
+        """Whether an operation that needs whole elements can work on an array of vectors."""
+        if op.opcode == "atomic":
+            return width == 1
+        if op.opcode.startswith("fragment"):
+            whole = self._indices.remainder(op.args[1], width) == 0
+            return width == 1 or (whole and op.args[2].constant is not None and op.args[2].constant % width == 0)
+        return True
+
+    @staticmethod
+    def _unit(op: Op) -> int:
+        if op.opcode not in ("load", "store"):
+            return 1
+        type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None
+        assert isinstance(type_, Scalar | Vector)
+        return access_unit(element(type_), lanes_of(type_), op.attrs["align"])
+
+    # -- declarations ----------------------------------------------------------------------------------------------
+
+    def _declare_buffer(self, param: Param, value: Value, binding: int, units: list[int]) -> None:
+        elem = element(value.type)
+        written = param.access != "read"
+        flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model and self._coherent and written else ()
+        for unit in sorted(units):
+            narrow = unit <= 4
+            view = shape(elem, unit) if narrow else shape(u32, unit * elem.bits // 32)
+            if narrow and elem.bits == 16:
+                self._m.capability(Capability.StorageBuffer16BitAccess)
+            elif narrow and elem.bits == 8:
+                self._m.capability(Capability.StorageBuffer8BitAccess)
+            array = self._m.runtime_array(self._m.type(view), elem.bytes * unit)
+            block = self._m.block([array], [0])
+            variable = self._m.global_variable(StorageClass.StorageBuffer, block)
+            self._m.name(variable, param.name if unit == 1 else f"{param.name}_x{unit}")
+            self._m.decorate(variable, Decoration.DescriptorSet, 0)
+            self._m.decorate(variable, Decoration.Binding, binding)
+            if not written:
+                self._m.decorate_member(block, 0, Decoration.NonWritable)
+            elif self._coherent and not self._vulkan_model:
+                self._m.decorate(variable, Decoration.Coherent)
+            # Views of one buffer alias each other, which only matters where one of them is written through.
+            aliased = written and len(units) > 1
+            self._m.decorate(variable, Decoration.Aliased if aliased else Decoration.Restrict)
+            self._views[value, unit] = _Access(variable, StorageClass.StorageBuffer, view, unit, flags)
+
+    def declare_array(self, array: Value, name: str) -> None:
+        """A shared or private array."""
+        pointer = array.type
+        assert isinstance(pointer, Pointer) and pointer.length is not None
+        width = self._widths.get(array, 1)
+        unit = shape(pointer.elem, width)
+        type_ = self._m.array(self._m.type(unit), -(-pointer.length // width))
+        if pointer.space == "shared":
+            variable = self._m.global_variable(StorageClass.Workgroup, type_)
+            flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model else ()
+            self._arrays[array] = _Access(variable, StorageClass.Workgroup, unit, width, flags)
+        else:
+            variable = self._m.local_variable(StorageClass.Function, type_)
+            self._arrays[array] = _Access(variable, StorageClass.Function, unit, width, ())
+        self._m.name(variable, name)
+
+    # -- access ----------------------------------------------------------------------------------------------------
+
+    def load(self, op: Op) -> Parts:
+        """The value of a ``load``."""
+        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
+        access, elem = self._access(op), element(op.result.type)
+        pieces: list[tuple[int, int]] = []
+        for address, type_, lanes in self._addresses(op, access, lanes_of(op.result.type)):
+            loaded = self._m.result(Spv.Load, self._m.type(type_), address, *access.flags)
+            if access.width > 4:
+                parts = self._r.bitcast(access.unit, Vector(elem, access.width), (loaded,))
+                pieces += [(part, 4) for part in parts]
+            else:
+                pieces.append((loaded, lanes))
+        return self._r.join(elem, pieces)
+
+    def store(self, op: Op, parts: Parts) -> None:
+        """Carry out a ``store``."""
+        type_ = op.args[2].type
+        assert isinstance(type_, Scalar | Vector)
+        access, start = self._access(op), 0
+        for address, _, lanes in self._addresses(op, access, lanes_of(type_)):
+            if access.width > 4:
+                group = parts[start // 4 : (start + lanes) // 4]
+                (stored,) = self._r.bitcast(Vector(element(type_), lanes), access.unit, group)
+            else:
+                stored = self._r.cut(type_, parts, start, lanes)
+            self._m.emit(Spv.Store, address, stored, *access.flags)
+            start += lanes
+
+    def element_address(self, op: Op) -> tuple[int, int]:
+        """Where the one element at ``op.args[1]`` is, for atomics and fragments; and the elements of its unit."""
+        access = self._access(op)
+        index = self._value(op.args[1]) if access.width == 1 else self._quotient(op.args[1], access.width)
+        return self._chain(access, access.unit, index), access.width
+
+    def fragment_load(self, op: Op) -> Parts:
+        """The value of a ``fragment_load``."""
+        assert op.result is not None and isinstance(op.result.type, Fragment)
+        address, layout, stride, flags = self._matrix(op)
+        type_id = self._m.type(op.result.type)
+        return (self._m.result(Spv.CooperativeMatrixLoadKHR, type_id, address, layout, stride, *flags),)
+
+    def fragment_store(self, op: Op, parts: Parts) -> None:
+        """Carry out a ``fragment_store``."""
+        address, layout, stride, flags = self._matrix(op)
+        self._m.emit(Spv.CooperativeMatrixStoreKHR, address, parts[0], layout, stride, *flags)
+
+    def _matrix(self, op: Op) -> tuple[int, int, int, tuple[int, ...]]:
+        address, width = self.element_address(op)
+        stride = self._value(op.args[2]) if width == 1 else self._m.constant(i32, op.args[2].constant // width)
+        return address, self._m.constant(u32, _LAYOUTS[op.attrs["layout"]]), stride, self._access(op).flags
+
+    def _access(self, op: Op) -> _Access:
+        pointer = op.args[0]
+        return self._arrays.get(pointer) or self._views[pointer, self._unit(op)]
+
+    def _addresses(self, op: Op, access: _Access, lanes: int) -> list[tuple[int, ValueType, int]]:
+        """Pointers to follow one another: address, type behind it, elements behind it."""
+        index, width = op.args[1], access.width
+        if width == 1:
+            first, count = self._value(index), 1
+        elif self._unit(op) >= width:
+            first, count = self._quotient(index, width), width
+        else:
+            return self._components(op, access, lanes)
+        return [
+            (self._chain(access, access.unit, self._plus(index, first, i)), access.unit, count)
+            for i in range(lanes // count)
+        ]
+
+    def _components(self, op: Op, access: _Access, lanes: int) -> list[tuple[int, ValueType, int]]:
+        """Elements inside an array of vectors, one by one."""
+        index, width, elem = op.args[1], access.width, element(access.unit)
+        known = 0 if op.attrs["align"] % width == 0 else self._indices.remainder(index, width)
+        quotient = self._quotient(index, width)
+        result: list[tuple[int, ValueType, int]] = []
+        for lane in range(lanes):
+            if known is not None:
+                row = self._plus(index, quotient, (known + lane) // width)
+                column = self._m.constant(i32, (known + lane) % width)
+            else:
+                at = self._plus(index, self._value(index), lane)
+                # Lanes of an aligned vector lie in one unit; others may begin the next.
+                row = quotient if self._unit(op) == lanes else self._shift(index, at, width)
+                column = self._binary(Spv.BitwiseAnd, index, at, width - 1)
+            result.append((self._chain(access, elem, row, column), elem, 1))
+        return result
+
+    def _chain(self, access: _Access, unit: Scalar | Vector, *indices: int) -> int:
+        if access.storage == StorageClass.StorageBuffer:
+            indices = (self._m.constant(i32, 0), *indices)
+        pointer = self._m.pointer(access.storage, self._m.type(unit))
+        return self._m.result(Spv.AccessChain, pointer, access.variable, *indices)
+
+    def _plus(self, index: Value, number: int, offset: int) -> int:
+        return self._binary(Spv.IAdd, index, number, offset) if offset else number
+
+    def _shift(self, index: Value, number: int, width: int) -> int:
+        return self._binary(Spv.ShiftRightArithmetic, index, number, width.bit_length() - 1)
+
+    def _binary(self, opcode: int, index: Value, number: int, operand: int) -> int:
+        type_ = element(index.type)
+        return self._m.result(opcode, self._m.type(type_), number, self._m.constant(type_, operand))

@@ -1,0 +1,277 @@
+"""Registers of SPIR-V: numbers, vectors, arithmetic and conversion.
+
+SPIR-V's vectors end at four lanes. A wider one is held as several of four; each of them is a *part*, and everything
+here maps over the parts of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from aule.errors import KernelError
+from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bool_, element, f16, f32, i32, u32
+from aule.render._spirv_module import Module
+from aule.render._spirv_ops import Decoration, FPRoundingMode, Glsl, Op
+
+Parts = tuple[int, ...]
+"""The ids that hold one value."""
+Rounding = Literal["default", "decorate", "software"]
+"""How a conversion to f16 comes to round to nearest even: it does already; by decoration; or by integer arithmetic."""
+
+# By IR operation and kind of element.
+_INSTRUCTIONS: dict[str, dict[str, int]] = {
+    "neg": {"float": Op.FNegate, "int": Op.SNegate, "uint": Op.SNegate},
+    "not": {"bool": Op.LogicalNot, "int": Op.Not, "uint": Op.Not},
+    "add": {"float": Op.FAdd, "int": Op.IAdd, "uint": Op.IAdd},
+    "sub": {"float": Op.FSub, "int": Op.ISub, "uint": Op.ISub},
+    "mul": {"float": Op.FMul, "int": Op.IMul, "uint": Op.IMul},
+    "div": {"float": Op.FDiv, "int": Op.SDiv, "uint": Op.UDiv},
+    "rem": {"int": Op.SRem, "uint": Op.UMod},
+    "and": {"bool": Op.LogicalAnd, "int": Op.BitwiseAnd, "uint": Op.BitwiseAnd},
+    "or": {"bool": Op.LogicalOr, "int": Op.BitwiseOr, "uint": Op.BitwiseOr},
+    "xor": {"bool": Op.LogicalNotEqual, "int": Op.BitwiseXor, "uint": Op.BitwiseXor},
+    "shl": {"int": Op.ShiftLeftLogical, "uint": Op.ShiftLeftLogical},
+    "shr": {"int": Op.ShiftRightArithmetic, "uint": Op.ShiftRightLogical},
+    "lt": {"float": Op.FOrdLessThan, "int": Op.SLessThan, "uint": Op.ULessThan},
+    "le": {"float": Op.FOrdLessThanEqual, "int": Op.SLessThanEqual, "uint": Op.ULessThanEqual},
+    "gt": {"float": Op.FOrdGreaterThan, "int": Op.SGreaterThan, "uint": Op.UGreaterThan},
+    "ge": {"float": Op.FOrdGreaterThanEqual, "int": Op.SGreaterThanEqual, "uint": Op.UGreaterThanEqual},
+    "eq": {"float": Op.FOrdEqual, "int": Op.IEqual, "uint": Op.IEqual, "bool": Op.LogicalEqual},
+    "ne": {"float": Op.FUnordNotEqual, "int": Op.INotEqual, "uint": Op.INotEqual, "bool": Op.LogicalNotEqual},
+}
+_EXTENDED: dict[str, dict[str, int]] = {
+    "abs": {"float": Glsl.FAbs, "int": Glsl.SAbs},
+    "min": {"float": Glsl.FMin, "int": Glsl.SMin, "uint": Glsl.UMin},
+    "max": {"float": Glsl.FMax, "int": Glsl.SMax, "uint": Glsl.UMax},
+    "exp2": {"float": Glsl.Exp2},
+    "log2": {"float": Glsl.Log2},
+    "sqrt": {"float": Glsl.Sqrt},
+    "rsqrt": {"float": Glsl.InverseSqrt},
+    "floor": {"float": Glsl.Floor},
+    "sin": {"float": Glsl.Sin},
+    "cos": {"float": Glsl.Cos},
+    "fma": {"float": Glsl.Fma},
+}
+_SINGLE_ONLY = {"exp2", "log2", "sin", "cos"}
+"""GLSL.std.450 has these for 16 and 32 bits only."""
+
+ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp"}
+"""Operations that `Registers.arithmetic` can do."""
+
+
+def lanes_of(type_: Type) -> int:
+    """Lanes of a vector; 1 for everything else."""
+    return type_.lanes if isinstance(type_, Vector) else 1
+
+
+def shape(elem: Scalar, lanes: int) -> Scalar | Vector:
+    """One number, or a vector."""
+    return elem if lanes == 1 else Vector(elem, lanes)
+
+
+def part_types(type_: ValueType) -> list[ValueType]:
+    """The types of the parts that hold a value."""
+    if isinstance(type_, Vector) and type_.lanes > 4:
+        return [Vector(type_.elem, 4)] * (type_.lanes // 4)
+    return [type_]
+
+
+class Registers:
+    """Emits computations on parts into a module."""
+
+    def __init__(self, module: Module) -> None:
+        self.m = module
+
+    # -- constants -------------------------------------------------------------------------------------------------
+
+    def constant(self, type_: Scalar | Vector, value: float | int | bool) -> int:
+        """A constant, in every lane of a part."""
+        number = self.m.constant(type_ if isinstance(type_, Scalar) else type_.elem, value)
+        return number if isinstance(type_, Scalar) else self.m.constant_vector(type_, number)
+
+    # -- arithmetic ------------------------------------------------------------------------------------------------
+
+    def arithmetic(self, opcode: str, type_: ValueType, result: ValueType, operands: Sequence[Parts]) -> Parts:
+        """An operation lane by lane; ``type_`` is that of the operands."""
+        kind = element(type_).kind
+        if opcode == "rcp":
+            return self._map(result, lambda t, x: self.m.result(Op.FDiv, self.m.type(t), self._one(t), x), operands)
+        if opcode == "abs" and kind == "uint":
+            return operands[0]
+        number = _EXTENDED.get(opcode, {}).get(kind)
+        if number is not None:
+            if opcode in _SINGLE_ONLY and element(type_).bits == 64:
+                raise KernelError(f"[spirv] expected f16 or f32 for {opcode}, got f64; compute it in f32")
+            return self._map(result, lambda t, *x: self.m.extended(number, self.m.type(t), *x), operands)
+        instruction = _INSTRUCTIONS.get(opcode, {}).get(kind)
+        if instruction is None:
+            raise KernelError(f"[spirv] {opcode} is not defined for {type_}")
+        return self._map(result, lambda t, *x: self.m.result(instruction, self.m.type(t), *x), operands)
+
+    def select(self, result: ValueType, condition_type: ValueType, operands: Sequence[Parts]) -> Parts:
+        """``operands[1]`` where ``operands[0]`` holds, else ``operands[2]``."""
+        condition, yes, no = operands
+        if isinstance(condition_type, Scalar) and isinstance(result, Vector):
+            # A scalar condition for vectors is legal from SPIR-V 1.4 on, but not every driver has met one.
+            condition = self.splat(Vector(bool_, result.lanes), condition[0])
+        return self._map(result, lambda t, *x: self.m.result(Op.Select, self.m.type(t), *x), (condition, yes, no))
+
+    def _map(self, result: ValueType, emit: Callable[..., int], operands: Sequence[Parts]) -> Parts:
+        return tuple(emit(t, *(x[i] for x in operands)) for i, t in enumerate(part_types(result)))
+
+    def _one(self, type_: ValueType) -> int:
+        assert isinstance(type_, Scalar | Vector)
+        return self.constant(type_, 1.0)
+
+    # -- vectors ---------------------------------------------------------------------------------------------------
+
+    def splat(self, type_: Vector, scalar: int) -> Parts:
+        """A scalar in every lane."""
+        first, *rest = part_types(type_)
+        part = self.m.result(Op.CompositeConstruct, self.m.type(first), *[scalar] * min(type_.lanes, 4))
+        return (part,) * (1 + len(rest))
+
+    def join(self, elem: Scalar, pieces: Sequence[tuple[int, int]]) -> Parts:
+        """Pieces ``(id, lanes)``, scalars or vectors of up to four lanes, put together in order."""
+        lanes = sum(n for _, n in pieces)
+        if len(pieces) == 1 or all(n == 4 for _, n in pieces):
+            return tuple(number for number, _ in pieces)
+        parts: list[int] = []
+        current: list[int] = []
+        filled, width = 0, min(lanes, 4)
+        for number, n in pieces:
+            current.append(number)
+            filled += n
+            if filled == width:
+                parts.append(self.m.result(Op.CompositeConstruct, self.m.type(Vector(elem, width)), *current))
+                current, filled = [], 0
+        return tuple(parts)
+
+    def cut(self, type_: ValueType, parts: Parts, start: int, count: int) -> int:
+        """``count`` lanes from lane ``start`` on; they must not straddle two parts."""
+        if isinstance(type_, Scalar):
+            return parts[0]
+        part, lane = parts[start // 4], start % 4
+        width = min(lanes_of(type_), 4)
+        if count == width:
+            return part
+        elem = element(type_)
+        if count == 1:
+            return self.m.result(Op.CompositeExtract, self.m.type(elem), part, lane)
+        lanes = range(lane, lane + count)
+        return self.m.result(Op.VectorShuffle, self.m.type(Vector(elem, count)), part, part, *lanes)
+
+    # -- conversion ------------------------------------------------------------------------------------------------
+
+    def cast(self, source: ValueType, result: ValueType, parts: Parts, rounding: Rounding = "default") -> Parts:
+        """Number to number, lane by lane."""
+        if isinstance(source, Fragment):
+            assert isinstance(result, Fragment)
+            return (self._cast_part(source.elem, result, parts[0], result.elem),)
+        return tuple(
+            self._convert(element(source), t, part, rounding)
+            for t, part in zip(part_types(result), parts, strict=True)
+        )
+
+    def _convert(self, source: Scalar, type_: ValueType, part: int, rounding: Rounding) -> int:
+        assert isinstance(type_, Scalar | Vector)
+        target, lanes = element(type_), lanes_of(type_)
+        if source.kind == "bool":
+            # Numbers that a conversion alone may not make without their own arithmetic are made of 32-bit ones.
+            wide = target if target.bits >= 32 else (f32 if target.is_float else u32)
+            over = shape(wide, lanes)
+            yes, no = self.constant(over, 1), self.constant(over, 0)
+            part = self.m.result(Op.Select, self.m.type(over), part, yes, no)
+            return part if wide == target else self._convert(wide, type_, part, "default")
+        if target == f16 and source != f16:
+            if source != f32:
+                # Exact for every integer that does not overflow f16; f64 is rounded twice.
+                part = self._convert(source, shape(f32, lanes), part, "default")
+            if rounding == "software":
+                return self._round_to_half(part, lanes)
+            part = self.m.result(Op.FConvert, self.m.type(type_), part)
+            if rounding == "decorate":
+                self.m.decorate(part, Decoration.FPRoundingMode, FPRoundingMode.RTE)
+            return part
+        narrow_source = source.is_int and source.bits < 32
+        if (narrow_source and target.bits < 32) or (narrow_source and target.is_float):
+            part, source = self._to_word(source, part, lanes, source.is_signed)
+        elif source.is_float and target.is_int and target.bits < 32:
+            part, source = self._to_word(source, part, lanes, target.is_signed)
+        return self._cast_part(source, type_, part, target)
+
+    def _to_word(self, source: Scalar, part: int, lanes: int, signed: bool) -> tuple[int, Scalar]:
+        """By way of 32-bit integers, so that 8- and 16-bit ones need storage, but no arithmetic of their own."""
+        word = i32 if signed else u32
+        return self._cast_part(source, shape(word, lanes), part, word), word
+
+    def _cast_part(self, source: Scalar, type_: ValueType, part: int, target: Scalar) -> int:
+        """One conversion instruction, or two where signedness is in the way."""
+        type_id = self.m.type(type_)
+        if source.is_float:
+            if target.is_float:
+                return part if source == target else self.m.result(Op.FConvert, type_id, part)
+            return self.m.result(Op.ConvertFToS if target.is_signed else Op.ConvertFToU, type_id, part)
+        if target.is_float:
+            return self.m.result(Op.ConvertSToF if source.is_signed else Op.ConvertUToF, type_id, part)
+        if source.bits == target.bits:
+            return part if source == target else self.m.result(Op.Bitcast, type_id, part)
+        if source.is_signed:
+            return self.m.result(Op.SConvert, type_id, part)
+        if not target.is_signed:
+            return self.m.result(Op.UConvert, type_id, part)
+        # OpUConvert gives unsigned integers only.
+        unsigned = Scalar(f"u{target.bits}", "uint", target.bits)
+        over = Vector(unsigned, type_.lanes) if isinstance(type_, Vector) else unsigned
+        return self.m.result(Op.Bitcast, type_id, self.m.result(Op.UConvert, self.m.type(over), part))
+
+    def _round_to_half(self, part: int, lanes: int) -> int:
+        """f32 to f16, to nearest even in integer arithmetic: drivers may truncate in OpFConvert."""
+        words, flags, floats = shape(u32, lanes), shape(bool_, lanes), shape(f32, lanes)
+        word, flag = self.m.type(words), self.m.type(flags)
+
+        def c(value: int) -> int:
+            return self.constant(words, value)
+
+        def do(instruction: int, *operands: int) -> int:
+            return self.m.result(instruction, word, *operands)
+
+        bits = do(Op.Bitcast, part)
+        magnitude = do(Op.BitwiseAnd, bits, c(0x7FFFFFFF))
+        # Normal numbers: drop 13 bits, half of the last kept one added, less one when that is even; then rebias.
+        odd = do(Op.BitwiseAnd, do(Op.ShiftRightLogical, magnitude, c(13)), c(1))
+        normal = do(Op.IAdd, do(Op.IAdd, magnitude, odd), c(0xFFF - 0x38000000))
+        normal = self.m.extended(Glsl.UMin, word, do(Op.ShiftRightLogical, normal, c(13)), c(0x7C00))
+        # Below 2^-14: adding 0.5 in f32 rounds to multiples of 2^-24, f16's smallest.
+        single = self.m.type(floats)
+        small = self.m.result(Op.FAdd, single, self.m.result(Op.Bitcast, single, magnitude), self.constant(floats, 0.5))
+        small = do(Op.ISub, do(Op.Bitcast, small), c(0x3F000000))
+        is_small = self.m.result(Op.ULessThan, flag, magnitude, c(0x38800000))
+        is_nan = self.m.result(Op.UGreaterThan, flag, magnitude, c(0x7F800000))
+        half = do(Op.Select, is_nan, c(0x7E00), do(Op.Select, is_small, small, normal))
+        sign = do(Op.BitwiseAnd, do(Op.ShiftRightLogical, bits, c(16)), c(0x8000))
+        half = do(Op.BitwiseOr, half, sign)
+        pieces = []
+        for lane in range(lanes):
+            bits = half if lanes == 1 else self.m.result(Op.CompositeExtract, self.m.type(u32), half, lane)
+            pair = self.m.result(Op.Bitcast, self.m.type(Vector(f16, 2)), bits)
+            pieces.append((self.m.result(Op.CompositeExtract, self.m.type(f16), pair, 0), 1))
+        return self.join(f16, pieces)[0]
+
+    def bitcast(self, source: ValueType, result: ValueType, parts: Parts) -> Parts:
+        """The same bits as another type of the same size."""
+        assert isinstance(source, Scalar | Vector) and isinstance(result, Scalar | Vector)
+        if element(source) == element(result):
+            return parts
+        from_bits, to_bits = element(source).bits, element(result).bits
+        if {from_bits, to_bits} == {8, 64}:
+            # One number would be a vector of eight.
+            words = Vector(u32, from_bits * lanes_of(source) // 32)
+            return self.bitcast(words, result, self.bitcast(source, words, parts))
+        # Pieces that have at most four lanes on both sides.
+        bits = min(4 * from_bits, 4 * to_bits, from_bits * lanes_of(source))
+        take, give = bits // from_bits, bits // to_bits
+        type_id = self.m.type(shape(element(result), give))
+        pieces = [self.cut(source, parts, start, take) for start in range(0, lanes_of(source), take)]
+        return self.join(element(result), [(self.m.result(Op.Bitcast, type_id, p), give) for p in pieces])

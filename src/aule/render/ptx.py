@@ -1,0 +1,376 @@
+"""PTX for NVIDIA GPUs from sm_75 on. The driver itself assembles the text.
+
+Conventions that intrinsics may rely on: operands and results are registers of the classes in `_ptx_emitter`; a vector
+is a list of them; a variable is the registers it lives in, which an intrinsic may change in place; a pointer is a
+register with its address (32 bits in the ``.shared`` window, 64 bits for global and local memory). Literal braces
+are doubled, as for `str.format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from aule.artifact import Artifact
+from aule.errors import KernelError
+from aule.ir.kernel import KernelIR, Op, Value, walk
+from aule.ir.ops import OPS
+from aule.ir.types import Pointer, Ref, Scalar, element
+from aule.render import _ptx_math, _ptx_memory, _ptx_subgroup
+from aule.render._ptx_convert import bitcast, cast_lanes
+from aule.render._ptx_emitter import (
+    Arch,
+    Emitter,
+    f32_text,
+    f64_text,
+    float_bits,
+    lane_count,
+    move_type,
+    refuse,
+    wrap,
+)
+from aule.target import Target
+
+_SUBGROUP_SIZE = 32
+_UNROLL_LIMIT = 20_000
+"""Operations that a fully unrolled loop may become; a longer one stays a loop."""
+_AXES = "xyz"
+
+
+def render(kernel: KernelIR, target: Target) -> Artifact:
+    """Write a kernel as PTX.
+
+    Parameters
+    ----------
+    kernel : KernelIR
+        A verified kernel.
+    target : Target
+        The device; its ``arch`` names the instruction set (``sm_75``, ``sm_90a`` ...).
+
+    Returns
+    -------
+    Artifact
+        PTX text. One argument per parameter, in order.
+
+    Raises
+    ------
+    KernelError
+        If the kernel needs something PTX does not have: matrix fragments, intrinsics of another language, subgroups
+        of a size other than 32, exp2, log2, sin and cos in f64.
+    """
+    if kernel.subgroup_size not in (0, _SUBGROUP_SIZE):
+        raise KernelError(
+            f"[ptx] expected subgroup_size 32 or 0, got {kernel.subgroup_size}; NVIDIA GPUs have subgroups of 32"
+        )
+    arch = Arch.parse(target.arch)
+    body = _Body(kernel, arch)
+    body.run()
+    dynamic = kernel.shared_bytes > _ptx_memory.STATIC_SHARED_BYTES
+    lines = [f".version {arch.version}", f".target {arch.name}", ".address_size 64", ""]
+    if dynamic:  # aligned for what the largest swizzle of a bulk copy wants
+        lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]
+    elif kernel.shared:
+        lines += [f".shared .align 16 .b8 {body.addresses.symbol}[{kernel.shared_bytes}];", ""]
+    lines += [f".visible .entry {kernel.name}(", ",\n".join(_parameters(kernel)), ")", *_directives(kernel), "{"]
+    lines += [*body.emitter.declarations(), *body.addresses.local, "", *body.emitter.lines, "\tret;", "}", ""]
+    return Artifact(
+        language="ptx",
+        code="\n".join(lines).encode(),
+        entry=kernel.name,
+        params=kernel.params,
+        workgroup=kernel.workgroup,
+        shared_bytes=kernel.shared_bytes,
+        dynamic_shared=dynamic,
+        subgroup_size=kernel.subgroup_size,
+        uses_subgroups=body.emitter.uses_subgroups,
+    )
+
+
+def _directives(kernel: KernelIR) -> list[str]:
+    """Performance directives between the parameters and the body."""
+    return [f".reqntid {kernel.workgroup}, 1, 1"]
+
+
+def _parameters(kernel: KernelIR) -> Iterator[str]:
+    """Declarations of the parameters. A buffer is promised to be aligned as its widest access needs it, no more."""
+    aligned: dict[Value, int] = {}
+    for op in kernel.walk():
+        if op.opcode in ("load", "store"):
+            bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
+            aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
+    for p in kernel.params:
+        if p.kind == "buffer":
+            value = kernel.values[p.name]
+            align = aligned.get(value, element(value.type).bytes)
+            yield f"\t.param .u64 .ptr .global .align {align} {p.name}"
+        else:
+            yield f"\t.param .{_parameter_type(p.dtype)} {p.name}"
+
+
+def _parameter_type(dtype: str) -> str:
+    return "s" + dtype[1:] if dtype[0] == "i" else dtype
+
+
+class _Body:
+    """Walks the operations of one kernel."""
+
+    def __init__(self, kernel: KernelIR, arch: Arch) -> None:
+        self.kernel = kernel
+        self.emitter = Emitter(arch)
+        self.addresses = _ptx_memory.Addresses(self.emitter, kernel)
+        e = self.emitter
+        self._handlers: dict[str, Callable[[Op], None]] = {
+            "const": self._const,
+            "thread_id": self._id,
+            "lane_id": self._id,
+            "subgroup_id": self._id,
+            "group_id": self._id,
+            "group_count": self._id,
+            "select": lambda op: _ptx_math.select(e, op),
+            "cast": self._cast,
+            "bitcast": lambda op: bitcast(e, op),
+            "make_vector": self._make_vector,
+            "splat": self._splat,
+            "extract": self._extract,
+            "private": self.addresses.private,
+            "load": lambda op: _ptx_memory.load(e, self.addresses, op),
+            "store": lambda op: _ptx_memory.store(e, self.addresses, op),
+            "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
+            "var": self._var,
+            "get": self._get,
+            "set": self._set,
+            "loop": self._loop,
+            "if": self._if,
+            "intrinsic": self._intrinsic,
+            "comment": self._comment,
+        }
+        for opcode, info in OPS.items():
+            if info.category in ("unary", "binary", "compare") or opcode == "fma":
+                self._handlers[opcode] = lambda op: _ptx_math.lanewise(e, op)
+            elif info.category in ("sync", "subgroup"):
+                self._handlers[opcode] = lambda op: _ptx_subgroup.render(e, op)
+            elif info.category == "fragment":
+                self._handlers[opcode] = self._fragment
+
+    def run(self) -> None:
+        """Load the parameters, then emit the body."""
+        e = self.emitter
+        for p in self.kernel.params:
+            value = self.kernel.values[p.name]
+            if p.kind == "buffer":
+                address = e.emit("ld.param.u64", "rd", f"[{p.name}]")
+                self.addresses.bind_global(value, e.emit("cvta.to.global.u64", "rd", address), p.access == "read")
+            else:
+                assert isinstance(value.type, Scalar)
+                register = e.new_for(value.type)
+                e.line(f"ld.param.{_parameter_type(p.dtype)} {register}, [{p.name}];")
+                e.bind(value, (register,))
+        self._block(self.kernel.body)
+
+    def _block(self, block: list[Op]) -> None:
+        handlers = self._handlers
+        for op in block:
+            handler = handlers.get(op.opcode)
+            if handler is None:
+                raise refuse(op, "an operation of ir.ops", op.opcode, "run ir.verify on the kernel")
+            handler(op)
+
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        self.emitter.scopes.append({})
+        yield
+        self.emitter.scopes.pop()
+
+    # -- leaves and vectors ----------------------------------------------------------------------------------------
+
+    def _const(self, op: Op) -> None:
+        e, value, result = self.emitter, op.attrs["value"], op.result
+        assert result is not None and isinstance(result.type, Scalar)
+        elem = result.type
+        if elem.kind == "bool":
+            e.bind_truth(result, bool(value))
+        elif elem.is_int:
+            e.bind_integer(result, int(value))
+        elif elem.bits == 16:
+            e.bind(result, (e.half(float_bits(value, elem)),))
+        else:
+            e.bind(result, (f32_text(value) if elem.bits == 32 else f64_text(value),))
+
+    def _id(self, op: Op) -> None:
+        e = self.emitter
+        assert op.result is not None
+        if op.opcode == "thread_id":
+            register = e.once("%tid", "mov.u32", "r", "%tid.x")
+        elif op.opcode == "lane_id":
+            register = e.once("%laneid", "mov.u32", "r", "%laneid")
+        elif op.opcode == "subgroup_id":  # not %warpid, which is where the warp runs and may change
+            register = e.once("%warp", "shr.u32", "r", e.once("%tid", "mov.u32", "r", "%tid.x"), "5")
+        else:
+            special = f"%{'ctaid' if op.opcode == 'group_id' else 'nctaid'}.{_AXES[op.attrs['axis']]}"
+            register = e.once(special, "mov.u32", "r", special)
+        e.uses_subgroups |= op.opcode in ("lane_id", "subgroup_id")
+        e.bind(op.result, (register,))
+
+    def _cast(self, op: Op) -> None:
+        assert op.result is not None
+        e, source, target = self.emitter, element(op.args[0].type), element(op.result.type)
+        known = e.integer(op.args[0])
+        if target.kind == "bool":
+            raise refuse(op, "a number", target, "compare with 0 instead")
+        if known is not None and target.is_int:
+            e.bind_integer(op.result, known)
+        elif source == target:
+            e.bind_same(op.result, op.args[0])
+        else:
+            e.bind(op.result, cast_lanes(e, source, target, e.registers(op.args[0])))
+
+    def _make_vector(self, op: Op) -> None:
+        assert op.result is not None
+        self.emitter.bind(op.result, tuple(self.emitter.operands(x)[0] for x in op.args))
+
+    def _splat(self, op: Op) -> None:
+        assert op.result is not None
+        self.emitter.bind(op.result, self.emitter.operands(op.args[0]) * lane_count(op.result))
+
+    def _extract(self, op: Op) -> None:
+        assert op.result is not None
+        lane = self.emitter.operands(op.args[0])[op.attrs["lane"]]
+        if lane[0] == "%" or element(op.result.type).is_float:
+            self.emitter.bind(op.result, (lane,))
+        else:
+            self.emitter.bind_integer(op.result, int(lane))
+
+    # -- variables -------------------------------------------------------------------------------------------------
+
+    def _var(self, op: Op) -> None:
+        assert op.result is not None
+        elem = element(op.result.type)
+        registers = tuple(self.emitter.new_for(elem) for _ in range(_ref_lanes(op, op.result)))
+        self._move(elem, registers, self.emitter.operands(op.args[0]))
+        self.emitter.bind(op.result, registers)
+
+    def _get(self, op: Op) -> None:
+        # A copy, since the variable may change while its old value is still in use; ptxas removes the needless ones.
+        assert op.result is not None
+        elem = element(op.result.type)
+        source = self.emitter.operands(op.args[0])
+        registers = tuple([self.emitter.new_for(elem) for _ in source])
+        self._move(elem, registers, source)
+        self.emitter.bind(op.result, registers)
+
+    def _set(self, op: Op) -> None:
+        self._move(element(op.args[0].type), self.emitter.operands(op.args[0]), self.emitter.operands(op.args[1]))
+
+    def _move(self, elem: Scalar, targets: tuple[str, ...], sources: tuple[str, ...]) -> None:
+        kind = move_type(elem)
+        self.emitter.lines += [f"\tmov.{kind} {t}, {s};" for t, s in zip(targets, sources, strict=True)]
+
+    # -- control ---------------------------------------------------------------------------------------------------
+
+    def _if(self, op: Op) -> None:
+        e, (condition,), (then, otherwise) = self.emitter, op.args, op.blocks
+        known = e.truth.get(condition)
+        if known is not None:
+            self._block(then if known else otherwise)
+            return
+        predicate, number = e.operands(condition)[0], e.label()
+        e.line(f"@!{predicate} bra $else_{number};")
+        with self._scope():
+            self._block(then)
+        if otherwise:
+            e.line(f"bra $endif_{number};")
+        e.lines.append(f"$else_{number}:")
+        if otherwise:
+            with self._scope():
+                self._block(otherwise)
+            e.lines.append(f"$endif_{number}:")
+
+    def _loop(self, op: Op) -> None:
+        e, index, unroll = self.emitter, op.attrs["index"], op.attrs["unroll"]
+        start, stop, step = (e.integer(x) for x in op.args)
+        if step is not None and step <= 0:
+            raise refuse(op, "a positive step", step, "count upwards")
+        trips = None
+        if start is not None and stop is not None and step is not None:
+            trips = max(-((start - stop) // step), 0)
+        if trips == 0:
+            return
+        if trips is not None and (unroll == -1 or trips == 1 or (unroll > 1 and trips == unroll)):
+            assert start is not None and step is not None
+            if trips * sum(1 for _ in walk(op.blocks[0])) <= _UNROLL_LIMIT:
+                for i in range(trips):
+                    e.bind_integer(index, start + i * step)
+                    self._block(op.blocks[0])
+                return
+        copies = unroll if unroll > 1 and trips is not None and trips % unroll == 0 else 1
+        self._counted(op, copies, trips is not None)
+
+    def _counted(self, op: Op, copies: int, entered: bool) -> None:
+        """A loop that tests at its end, behind a test of whether to enter it at all (unless that is known)."""
+        e, index = self.emitter, op.attrs["index"]
+        assert isinstance(index.type, Scalar)
+        kind = ("s" if index.type.is_signed else "u") + str(index.type.bits)
+        start, stop, step = (e.operands(x)[0] for x in op.args)
+        stride = e.integer(op.args[2])
+        counter, number = e.new_for(index.type), e.label()
+        e.line(f"mov.{move_type(index.type)} {counter}, {start};")
+        if not entered:
+            e.line(f"@{e.emit(f'setp.ge.{kind}', 'p', counter, stop)} bra $end_{number};")
+        e.lines.append(f"$loop_{number}:")
+        if op.attrs["unroll"] == 1:
+            e.line('.pragma "nounroll";')
+        with self._scope():
+            for i in range(copies):
+                if i and stride is not None:
+                    e.bind_sum(index, counter, i * stride)
+                else:
+                    e.bind(index, (counter,))
+                self._block(op.blocks[0])
+        if copies > 1 and stride is not None:
+            step = str(wrap(copies * stride, index.type))
+        e.line(f"add.s{index.type.bits} {counter}, {counter}, {step};")
+        e.line(f"@{e.emit(f'setp.lt.{kind}', 'p', counter, stop)} bra $loop_{number};")
+        e.lines.append(f"$end_{number}:")
+
+    # -- what only PTX has, and what it has not --------------------------------------------------------------------
+
+    def _intrinsic(self, op: Op) -> None:
+        e = self.emitter
+        if op.attrs["language"] != "ptx":
+            raise refuse(op, "an intrinsic of ptx", op.attrs["language"], "choose the kernel by the target")
+        result: str | tuple[str, ...] = ""
+        if op.result is not None:
+            registers = tuple(e.new_for(element(op.result.type)) for _ in range(lane_count(op.result)))
+            e.bind(op.result, registers)
+            result = registers if lane_count(op.result) > 1 else registers[0]
+        operands = [self._operand(x) for x in op.args]
+        try:
+            text = op.attrs["code"].format(result, *operands).strip()
+        except (IndexError, KeyError, ValueError) as error:
+            raise refuse(op, "{0}, {1} ... in the code", op.attrs["code"], f"{error}; double literal braces") from error
+        e.line(text if text.endswith((";", "}")) else text + ";")
+
+    def _operand(self, value: Value) -> str | tuple[str, ...]:
+        if isinstance(value.type, Pointer):
+            return self.addresses.pointer(value)
+        lanes = self.emitter.registers(value)
+        one = isinstance(value.type.target if isinstance(value.type, Ref) else value.type, Scalar)
+        return lanes[0] if one else lanes
+
+    def _fragment(self, op: Op) -> None:
+        raise refuse(op, "no matrix fragments", op.opcode, "use the mma engine: ptx intrinsics on vectors of registers")
+
+    def _comment(self, op: Op) -> None:
+        for text in str(op.attrs["text"]).splitlines():
+            self.emitter.line(f"// {text.encode('ascii', 'replace').decode()}")
+
+
+def _ref_lanes(op: Op, ref: Value) -> int:
+    assert isinstance(ref.type, Ref)
+    target = ref.type.target
+    if isinstance(target, Scalar):
+        return 1
+    lanes = getattr(target, "lanes", None)
+    if lanes is None:
+        raise refuse(op, "a scalar or vector", target, "use the mma engine instead of fragments")
+    return int(lanes)

@@ -1,0 +1,63 @@
+"""A loaded CUDA kernel and the storage that its launch parameters are passed in."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from aule.artifact import SCALAR_FORMATS, Artifact, Param
+from aule.errors import InvalidArgumentError
+
+
+class Arguments:
+    """Storage for the parameters of one kernel, and the table of pointers into it that cuLaunchKernel reads.
+
+    Every parameter has a cell of 8 bytes: first the pointers, then the scalars, so that either kind is written by one
+    call of `struct`. The driver copies the values during the launch call.
+    """
+
+    __slots__ = ("pack_pointers", "pack_scalars", "scalars_at", "storage", "table")
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        codes = [SCALAR_FORMATS[p.dtype] for p in params if p.kind == "scalar"]
+        self.scalars_at = 8 * (len(params) - len(codes))
+        self.storage = (ctypes.c_uint64 * max(1, len(params)))()
+        pointer = ctypes.addressof(self.storage)
+        scalar = pointer + self.scalars_at
+        self.table = (ctypes.c_void_p * max(1, len(params)))()
+        for i, p in enumerate(params):
+            if p.kind == "buffer":
+                self.table[i], pointer = pointer, pointer + 8
+            else:
+                self.table[i], scalar = scalar, scalar + 8
+        self.pack_pointers = struct.Struct(f"<{self.scalars_at // 8}Q").pack_into
+        self.pack_scalars = struct.Struct("<" + "".join(c + "4x" * (struct.calcsize(c) == 4) for c in codes)).pack_into
+
+
+class Kernel:
+    """A loaded function: what `Program.handle` is here."""
+
+    __slots__ = ("arguments", "block", "function", "log", "shared")
+
+    def __init__(self, artifact: Artifact, function: ctypes.c_void_p, log: str) -> None:
+        self.function = function
+        self.log = log
+        self.block = ctypes.c_uint(artifact.workgroup)
+        self.shared = ctypes.c_uint(artifact.shared_bytes if artifact.dynamic_shared else 0)
+        self.arguments = Arguments(artifact.params)
+
+    def call(self, grid: tuple[int, int, int], stream: ctypes.c_void_p, arguments: Arguments) -> tuple[Any, ...]:
+        """The arguments of cuLaunchKernel, all of them ctypes objects."""
+        one = ctypes.c_uint(1)
+        x, y, z = (ctypes.c_uint(n) for n in grid)
+        return (self.function, x, y, z, self.block, one, one, self.shared, stream, arguments.table, None)
+
+
+def refuse_arguments(artifact: Artifact, error: Exception) -> InvalidArgumentError:
+    expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
+    return InvalidArgumentError(
+        f"[cuda] {artifact.entry} expected arguments ({expected}), got something else ({error}); "
+        "pass one value for each parameter, in order and in range"
+    )

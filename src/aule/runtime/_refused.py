@@ -1,0 +1,53 @@
+"""Where the source of a kernel goes that a driver refused, so that a person can look at it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+_SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl": "metal", "llvm": "ll"}
+
+
+def refused_path(language: str, code: bytes) -> Path:
+    """File for a refused kernel: ``refused/`` in the cache directory, named by the digest of the code.
+
+    The cache directory is ``AULE_CACHE_DIR``, or the platform's usual place.
+    """
+    named = os.environ.get("AULE_CACHE_DIR")
+    if named:
+        cache = Path(named)
+    elif sys.platform == "win32":
+        cache = Path(os.environ.get("LOCALAPPDATA", os.path.expanduser("~"))) / "aule" / "cache"
+    elif sys.platform == "darwin":
+        cache = Path(os.path.expanduser("~/Library/Caches/aule"))
+    else:
+        cache = Path(os.path.expanduser("~/.cache/aule"))
+    digest = hashlib.sha256(code).hexdigest()[:16]
+    return cache / "refused" / f"{digest}.{_SUFFIXES.get(language, language)}"
+
+
+def save_refused(language: str, code: bytes) -> str | None:
+    """Save a refused kernel for inspection.
+
+    Parameters
+    ----------
+    language : str
+        As `Artifact.language`; decides the suffix.
+    code : bytes
+        The source text or binary.
+
+    Returns
+    -------
+    str or None
+        The file, or None where the cache directory cannot be written: the driver's refusal is the news, and a
+        read-only disk must not hide it.
+    """
+    path = refused_path(language, code)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(code)
+    except OSError:
+        return None
+    return str(path)

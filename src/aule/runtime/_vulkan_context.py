@@ -1,0 +1,244 @@
+"""An opened Vulkan device: queue, memory and pipelines under one roof. The caller holds the device's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from aule.artifact import Artifact
+from aule.errors import AuleError, LaunchError
+from aule.runtime import _vulkan_api as api
+from aule.runtime._vulkan_loader import Functions, Instance, log, strings
+from aule.runtime._vulkan_memory import Block, Memory, Region, Staging
+from aule.runtime._vulkan_pipeline import Pipeline, Pipelines
+from aule.runtime._vulkan_queue import PARAMETER_BYTES, SLOTS, FenceTimeline, Ring, Slot, Timeline
+from aule.runtime._vulkan_target import Facts
+
+
+class Context:
+    """Everything that exists between opening and closing a device."""
+
+    def __init__(self, instance: Instance, facts: Facts) -> None:
+        self.facts = facts
+        self._physical = instance.physical[facts.position]
+        self._device = ctypes.c_void_p()
+        self._create_device(instance)
+        get, device = instance.vk.vkGetDeviceProcAddr, self._device
+        self.vk = Functions(lambda name: get(device, name.encode()))
+        queue = ctypes.c_void_p()
+        self.vk.vkGetDeviceQueue(device, facts.queue_family, 0, ctypes.byref(queue))
+        # Mesa's null device compiles, but has neither memory nor semaphores; fences are only made when work is given.
+        semaphores = "timelineSemaphore" in facts.features and facts.target.memory_bytes > 0
+        kind = Timeline if semaphores else FenceTimeline
+        self._queries = ctypes.c_uint64()
+        # Made when first used, which on a null device is never.
+        self._parameters: Block | None = None
+        self._parameter_views: list[Any] = []
+        self._staging: Staging | None = None
+        self._closers: list[Any] = []
+        try:
+            self.timeline = kind(self.vk, device, queue)
+            self._closers.append(self.timeline)
+            self.ring = Ring(self.vk, device, facts.queue_family, self.timeline)
+            self._closers.append(self.ring)
+            self.memory = Memory(self.vk, instance.vk, self._physical, device, facts, self.timeline)
+            self._closers.append(self.memory)
+            self.pipelines = Pipelines(self.vk, device, facts)
+            self._closers.append(self.pipelines)
+        except BaseException:
+            self.close()
+            raise
+        self._generation = 0
+
+    def _create_device(self, instance: Instance) -> None:
+        priority = ctypes.c_float(1.0)
+        queue = api.VkDeviceQueueCreateInfo(
+            queueFamilyIndex=self.facts.queue_family, queueCount=1, pQueuePriorities=ctypes.pointer(priority)
+        )
+        names = [name.encode() for name in self.facts.extensions]
+        features = self.facts.feature_chain()
+        info = api.VkDeviceCreateInfo(
+            pNext=ctypes.addressof(features),
+            queueCreateInfoCount=1,
+            pQueueCreateInfos=ctypes.pointer(queue),
+            enabledExtensionCount=len(names),
+            ppEnabledExtensionNames=strings(names),
+        )
+        instance.vk.vkCreateDevice(self._physical, ctypes.byref(info), None, ctypes.byref(self._device))
+
+    def tidy(self) -> None:
+        """Take back what finalisers and `free` left, and drop recordings of what is gone."""
+        if self.memory.freed:
+            self.memory.collect()
+        garbage = self.pipelines.garbage
+        for _ in range(len(garbage)):
+            handle, last_use = garbage.popleft()
+            if self.timeline.reached(last_use):
+                self.pipelines.destroy(handle)
+                self.memory.generation += 1
+            else:
+                garbage.append((handle, last_use))
+        if self.memory.generation != self._generation:
+            self.ring.forget_all()
+            self._generation = self.memory.generation
+
+    def upload(self, region: Region, offset: int, source: int, nbytes: int) -> None:
+        """Copy from a host address; on return the source may be changed."""
+        if region.address:
+            # The host does not queue behind the device, so it waits for what still reads the old bytes.
+            self.timeline.wait(region.last_use)
+            ctypes.memmove(region.address + offset, source, nbytes)
+            self.memory.flush(region, offset, nbytes)
+            return
+        staging = self._get_staging()
+        for done in range(0, nbytes, staging.CHUNK):
+            part = min(staging.CHUNK, nbytes - done)
+            start = staging.reserve(part)
+            ctypes.memmove(staging.block.address + start, source + done, part)
+            value = self._copy(staging.block.buffer, start, region.block.buffer, region.offset + offset + done, part)
+            staging.use(start, part, value)
+            region.last_use = value
+
+    def download(self, region: Region, offset: int, destination: int, nbytes: int) -> None:
+        """Copy to a host address, after all work before."""
+        if region.address:
+            self.timeline.wait(region.last_use)
+            self.memory.invalidate(region, offset, nbytes)
+            ctypes.memmove(destination, region.address + offset, nbytes)
+            return
+        staging = self._get_staging()
+        # The device copies the next part while the host empties the one before.
+        pending: tuple[int, int, int, int] | None = None
+        for done in range(0, nbytes, staging.CHUNK):
+            part = min(staging.CHUNK, nbytes - done)
+            start = staging.reserve(part)
+            value = self._copy(region.block.buffer, region.offset + offset + done, staging.block.buffer, start, part)
+            staging.use(start, part, value)
+            region.last_use = value
+            if pending is not None:
+                self._receive(staging, destination, *pending)
+            pending = (done, start, part, value)
+        if pending is not None:
+            self._receive(staging, destination, *pending)
+
+    def _receive(self, staging: Staging, destination: int, done: int, start: int, part: int, value: int) -> None:
+        self.timeline.wait(value)
+        ctypes.memmove(destination + done, staging.block.address + start, part)
+
+    def _get_staging(self) -> Staging:
+        if self._staging is None:
+            self._staging = Staging(self.memory, self.timeline)
+        return self._staging
+
+    def _copy(self, source: Any, source_offset: int, destination: Any, destination_offset: int, nbytes: int) -> int:
+        slot, _ = self.ring.acquire(None)
+        command = self.ring.begin(slot)
+        piece = api.VkBufferCopy(srcOffset=source_offset, dstOffset=destination_offset, size=nbytes)
+        self.vk.vkCmdCopyBuffer(command, source, destination, 1, ctypes.byref(piece))
+        self.ring.end(slot, None)
+        return self.ring.submit(slot)
+
+    def load(self, artifact: Artifact) -> Pipeline:
+        return self.pipelines.load(artifact)
+
+    def launch(
+        self, pipeline: Pipeline, grid: tuple[int, int, int], regions: list[Region], scalars: Sequence[int | float]
+    ) -> None:
+        """Submit one dispatch."""
+        keys = [region.key for region in regions]
+        key = (pipeline.handle, grid, *keys)
+        slot, recorded = self.ring.acquire(key)
+        self._write_scalars(slot, pipeline, scalars)
+        if not recorded:
+            self._bind(slot, pipeline, keys)
+            self.vk.vkCmdDispatch(slot.command, *grid)
+            self.ring.end(slot, key)
+        self._submit(slot, pipeline, regions)
+
+    def time_launch(
+        self, pipeline: Pipeline, grid: tuple[int, int, int], regions: list[Region], scalars: Sequence[int | float]
+    ) -> float:
+        """Seconds of one dispatch by the device's own clock."""
+        vk = self.vk
+        if not self._queries:
+            info = api.VkQueryPoolCreateInfo(queryType=api.VK_QUERY_TYPE_TIMESTAMP, queryCount=2)
+            vk.vkCreateQueryPool(self._device, ctypes.byref(info), None, ctypes.byref(self._queries))
+        slot, _ = self.ring.acquire(None)
+        self._write_scalars(slot, pipeline, scalars)
+        command = self._bind(slot, pipeline, [region.key for region in regions])
+        vk.vkCmdResetQueryPool(command, self._queries, 0, 2)
+        # At the top of the pipe the clock could be read while the work before is still under way.
+        vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 0)
+        vk.vkCmdDispatch(command, *grid)
+        vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 1)
+        self.ring.end(slot, None)
+        self.timeline.wait(self._submit(slot, pipeline, regions))
+        ticks = (ctypes.c_uint64 * 2)()
+        flags = api.VK_QUERY_RESULT_64_BIT | api.VK_QUERY_RESULT_WAIT_BIT
+        vk.vkGetQueryPoolResults(self._device, self._queries, 0, 2, 16, ticks, 8, flags)
+        passed = (ticks[1] - ticks[0]) & ((1 << self.facts.timestamp_bits) - 1)
+        return float(passed * self.facts.properties.limits.timestampPeriod * 1e-9)
+
+    def _write_scalars(self, slot: Slot, pipeline: Pipeline, scalars: Sequence[int | float]) -> None:
+        if self._parameters is None:
+            self._create_parameters()
+        if scalars:
+            try:
+                pipeline.pack(self._parameter_views[slot.index], 0, *scalars)
+            except struct.error as error:
+                named = ", ".join(pipeline.names[i] for i in pipeline.scalars)
+                raise LaunchError(f"[vulkan] expected numbers that fit {named}, got {scalars}: {error}") from None
+
+    def _create_parameters(self) -> None:
+        block = self.memory.host_block(
+            SLOTS * PARAMETER_BYTES, api.VK_BUFFER_USAGE_UNIFORM_BUFFER_BIT, device_local=True
+        )
+        self._parameter_views = [
+            memoryview((ctypes.c_char * PARAMETER_BYTES).from_address(block.address + i * PARAMETER_BYTES)).cast("B")
+            for i in range(SLOTS)
+        ]
+        self._parameters = block
+
+    def _bind(self, slot: Slot, pipeline: Pipeline, keys: list[tuple[int, int, int]]) -> int:
+        """Begin a recording with everything a dispatch needs."""
+        layout = pipeline.layout
+        assert self._parameters is not None
+        layout.create_sets(self._parameters)
+        layout.bind(slot.index, keys)
+        command = self.ring.begin(slot)
+        point = api.VK_PIPELINE_BIND_POINT_COMPUTE
+        self.vk.vkCmdBindPipeline(command, point, pipeline.handle)
+        chosen = ctypes.c_uint64(layout.sets[slot.index])
+        self.vk.vkCmdBindDescriptorSets(
+            command, point, layout.pipeline_layout, 0, 1, ctypes.byref(chosen), 0, None
+        )
+        return command
+
+    def _submit(self, slot: Slot, pipeline: Pipeline, regions: list[Region]) -> int:
+        value = self.ring.submit(slot)
+        pipeline.last_use = value
+        for region in regions:
+            region.last_use = value
+        return value
+
+    def synchronize(self) -> None:
+        self.timeline.wait(self.timeline.submitted)
+
+    def close(self) -> None:
+        """Wait for the device and destroy everything."""
+        try:
+            if self._closers:
+                self.synchronize()
+        except AuleError as error:
+            log.debug("closing a device that does not answer: %s", error)
+        self._parameter_views = []
+        if self._queries:
+            self.vk.vkDestroyQueryPool(self._device, self._queries, None)
+        for part in reversed(self._closers):
+            if isinstance(part, Pipelines):
+                part.save_cache()
+            part.close()
+        self._closers = []
+        self.vk.vkDestroyDevice(self._device, None)

@@ -1,0 +1,759 @@
+"""CUDA through the driver API (libcuda, nvcuda.dll) by ctypes: no toolkit, no runtime library, no compiler.
+
+Contexts
+    The primary context of each device is used, the one PyTorch and JAX use, so that their pointers and streams are
+    valid here. It is retained when a device is first used, released as often by ``close`` and never reset. Each call
+    makes it current only where the calling thread's current context is another, and restores that one.
+
+Streams
+    ``launch(..., stream=s)`` goes to the caller's stream (0 is the legacy default stream). Everything else goes to one
+    stream of our own, which does not synchronise with the legacy stream. That stream is the time line of all memory
+    from ``alloc``: a launch on another stream that uses such memory first waits for our stream, and our stream then
+    waits for it (on the device, by events). So work on one device is ordered, and a freed block can be handed out again
+    at once. Memory from ``wrap`` belongs to a framework and is ordered by the framework's stream alone: pass that
+    stream. While a stream is being captured into a CUDA graph nothing but the launch itself is recorded.
+
+Memory
+    ``alloc`` is served from a pool; cuMemAlloc and cuMemFree synchronise the device and are called only to grow the
+    pool, to empty it before giving up on an allocation, and in ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from aule.artifact import Artifact
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
+from aule.runtime import _cuda_driver as cu
+from aule.runtime._cuda_kernel import Arguments, Kernel, refuse_arguments
+from aule.runtime._cuda_pool import Block, Pool
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Allocation, Device, Program
+
+_log = logging.getLogger("aule")
+
+_TIMING_SCRATCH = 64 << 20
+
+
+def devices(library: str | None = None) -> list[Device]:
+    """The CUDA devices that the driver shows, in its order (that of ``CUDA_VISIBLE_DEVICES`` and of PyTorch).
+
+    No context is created. Every call returns new devices; each has a pool of its own.
+
+    Parameters
+    ----------
+    library : str or None
+        Path of the driver library instead of the system's.
+
+    Returns
+    -------
+    list of Device
+        Each is a `CudaDevice`; never empty.
+
+    Raises
+    ------
+    BackendUnavailableError
+        No driver, or no device.
+    """
+    driver = cu.open_driver(library)
+    count = driver.count()
+    if not count:
+        raise BackendUnavailableError(
+            "cuda", "[cuda] expected an NVIDIA GPU, got none; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        )
+    return [CudaDevice(driver, ordinal) for ordinal in range(count)]
+
+
+class _Wrapped(Allocation):
+    """Memory of somebody else. Its handle keeps the owner alive."""
+
+    __slots__ = ()
+
+
+class PreparedLaunch:
+    """A launch whose kernel, grid and scalars are fixed; made by `CudaDevice.prepare`.
+
+    ``launch`` allocates nothing, records no event and waits for nothing, so a CUDA graph can capture it. It is ordered
+    by its stream alone: give it pointers of the framework that owns the stream. Threads may share it.
+    """
+
+    __slots__ = ("_arguments", "_call", "_device", "_launch", "_pack_pointers", "_program", "_storage", "_stream")
+
+    def __init__(self, program: Program, grid: tuple[int, int, int], scalars: Sequence[object]) -> None:
+        device, kernel = program.device, program.handle
+        assert isinstance(device, CudaDevice) and isinstance(kernel, Kernel)
+        self._device = device
+        self._program = program
+        self._stream = cu.PTR()
+        self._arguments = Arguments(program.artifact.params)
+        self._storage = self._arguments.storage
+        self._pack_pointers = self._arguments.pack_pointers
+        self._call = kernel.call(grid, self._stream, self._arguments)
+        self._launch = device._driver.launch_kernel
+        self._write_scalars(scalars)
+
+    def _write_scalars(self, scalars: Sequence[object]) -> None:
+        try:
+            self._arguments.pack_scalars(self._storage, self._arguments.scalars_at, *scalars)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise refuse_arguments(self._program.artifact, error) from None
+
+    def launch(self, pointers: Sequence[int], stream: int, scalars: Sequence[float] | None = None) -> None:
+        """Launch with new pointers.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            One device address for each buffer, in the order of the kernel's buffers.
+        stream : int
+            Native stream handle; 0 is the legacy default stream.
+        scalars : sequence of int or float, optional
+            New values of all scalars, which stay until changed again.
+        """
+        device = self._device
+        with device._lock:
+            if device._refusal is not None:
+                raise device._refusal()
+            try:
+                self._pack_pointers(self._storage, 0, *pointers)
+            except (struct.error, TypeError) as error:
+                raise refuse_arguments(self._program.artifact, error) from None
+            if scalars is not None:
+                self._write_scalars(scalars)
+            self._stream.value = stream
+            device._get_current(device._current_ref)
+            if device._current.value == device._context:
+                code = self._launch(*self._call)
+            else:
+                with device._pushed():
+                    code = self._launch(*self._call)
+        if code:
+            raise device._failure(code, f"launch of {self._program.artifact.entry}")
+
+
+class CudaDevice(Device):
+    """One NVIDIA GPU. Made by `devices`; see the module's page for contexts, streams and memory."""
+
+    def __init__(self, driver: cu.Driver, ordinal: int) -> None:
+        handle = cu.INT()
+        code = driver.api.cuDeviceGet(ctypes.byref(handle), ordinal)
+        if code:
+            raise BackendUnavailableError(
+                "cuda", f"[cuda] expected device {ordinal}, got {driver.describe(code)}; check `nvidia-smi`"
+            )
+        self.index = ordinal
+        self.target = cu.read_target(driver, handle.value)
+        self._driver = driver
+        self._api = driver.api
+        self._handle = handle.value
+        # Held for the length of any call that does not wait; calls that wait count in _active instead, so that they
+        # block nobody, and close waits for them.
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._active = 0
+        self._refusal: Callable[[], AuleError] | None = None
+        self._closed = False
+        self._forked = False
+        self._context = 0
+        self._stream = cu.PTR()
+        self._fence = cu.PTR()
+        self._modules: list[ctypes.c_void_p] = []
+        self._pool = Pool()
+        # free only appends here, which is atomic: it may run in a finalizer, in the midst of any other method.
+        self._returned: deque[Block] = deque()
+        self._get_current = driver.get_current
+        self._current = cu.PTR()
+        self._current_ref = ctypes.byref(self._current)
+        driver.devices.add(self)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def after_fork(self) -> None:
+        # Other threads of the parent, which do not exist here, may have held the lock or been inside a call.
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._active = 0
+        self._forked = True
+        self._refuse(
+            lambda: DeviceLostError(
+                "[cuda] expected a device of this process, got one that was opened before fork; start the process with "
+                "the multiprocessing method 'spawn' or 'forkserver'"
+            )
+        )
+
+    def _refuse(self, refusal: Callable[[], AuleError]) -> None:
+        if self._refusal is None:
+            self._refusal = refusal
+
+    def _check(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
+
+    def _failure(self, code: int, action: str) -> AuleError:
+        """The error for a code that a driver call returned."""
+        text = self._driver.describe(code)
+        if code in cu.LOST:
+            message = (
+                f"[cuda] {action}: expected a working context, got {text}, perhaps from an earlier launch; the context "
+                "is lost for the whole process, restart it"
+            )
+            self._refuse(lambda: DeviceLostError(message))
+            return DeviceLostError(message)
+        if code == cu.OUT_OF_MEMORY:
+            return OutOfMemoryError(f"[cuda] {action}: expected enough device memory, got {text}; free some")
+        return LaunchError(f"[cuda] {action}: expected success, got {text}; see the CUDA driver API for the cause")
+
+    def _require(self, code: int, action: str) -> None:
+        if code:
+            raise self._failure(code, action)
+
+    def _open(self) -> None:
+        """Retain the primary context and make our stream. The lock is held."""
+        if self._context:
+            return
+        context = cu.PTR()
+        code = self._api.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._handle)
+        if code == cu.OUT_OF_MEMORY:
+            raise self._failure(code, "creating the context")
+        if code or context.value is None:
+            raise BackendUnavailableError(
+                "cuda",
+                f"[cuda] expected the primary context of {self.target.name}, got {self._driver.describe(code)}; "
+                "check that no other process holds the GPU exclusively",
+            )
+        self._context = context.value
+        try:
+            with self._pushed():
+                self._make_stream()
+        except AuleError:
+            self._context = 0
+            self._api.cuDevicePrimaryCtxRelease_v2(self._handle)
+            raise
+
+    def _make_stream(self) -> None:
+        stream, fence = cu.PTR(), cu.PTR()
+        code = self._api.cuStreamCreate(ctypes.byref(stream), cu.STREAM_NON_BLOCKING)
+        self._require(code, "creating a stream")
+        code = self._api.cuEventCreate(ctypes.byref(fence), cu.EVENT_DISABLE_TIMING)
+        if code:
+            self._api.cuStreamDestroy_v2(stream)
+            raise self._failure(code, "creating an event")
+        self._stream, self._fence = stream, fence
+
+    def _push(self) -> bool:
+        """Make our context current; False where it was already. The lock is held."""
+        self._require(self._get_current(self._current_ref), "asking for the current context")
+        if self._current.value == self._context:
+            return False
+        self._require(self._api.cuCtxPushCurrent_v2(self._context), "making the context current")
+        return True
+
+    def _pop(self) -> None:
+        self._api.cuCtxPopCurrent_v2(ctypes.byref(cu.PTR()))
+
+    @contextlib.contextmanager
+    def _pushed(self) -> Iterator[None]:
+        """Inside, our context is current. The lock is held."""
+        pushed = self._push()
+        try:
+            yield
+        finally:
+            if pushed:
+                self._pop()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Inside, the device is open, our context is current and close waits; the lock is not held."""
+        with self._lock:
+            self._check()
+            self._open()
+            pushed = self._push()
+            self._active += 1
+        try:
+            yield
+        finally:
+            if pushed:
+                self._pop()
+            with self._lock:
+                self._active -= 1
+                self._idle.notify_all()
+
+    @property
+    def stream(self) -> int:
+        """Handle of our own stream."""
+        with self._entered():
+            return self._stream.value or 0
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int) -> Allocation:
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[cuda] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+        with self._lock:
+            self._check()
+            self._reclaim()
+            block = self._pool.take(nbytes)
+            if block is None:
+                with self._entered():
+                    self._grow(nbytes)
+                block = self._pool.take(nbytes)
+            assert block is not None
+            # list.pop is atomic: of two threads that free the same allocation, one gets the block.
+            return Allocation(self, nbytes, [block], block.address)
+
+    def _reclaim(self) -> None:
+        while self._returned:
+            self._pool.give(self._returned.popleft())
+
+    def _grow(self, nbytes: int) -> None:
+        size = self._pool.segment_size(nbytes)
+        address = cu.DEV()
+        code = self._api.cuMemAlloc_v2(ctypes.byref(address), size)
+        if code == cu.OUT_OF_MEMORY:
+            self._release_cached()
+            code = self._api.cuMemAlloc_v2(ctypes.byref(address), size)
+        if code == cu.OUT_OF_MEMORY:
+            free, total = self.memory_info()
+            raise OutOfMemoryError(
+                f"[cuda] expected {nbytes} bytes of device memory, got none: {free} of {total} bytes are free; free "
+                "tensors (torch.cuda.empty_cache() where PyTorch holds them) or make the problem smaller",
+                requested_bytes=nbytes,
+            )
+        self._require(code, f"allocation of {nbytes} bytes")
+        self._pool.add(address.value, size, nbytes)
+
+    def _release_cached(self) -> None:
+        """Give wholly free segments back to the driver. Lock held, context current."""
+        self._reclaim()
+        # Freed blocks may still be in use by work before; all such work is on our stream or waited for by it.
+        self._require(self._api.cuStreamSynchronize(self._stream), "waiting for work on cached memory")
+        for address in self._pool.drop_free_segments():
+            self._require(self._api.cuMemFree_v2(address), "freeing cached memory")
+
+    def empty_cache(self) -> None:
+        """Give the memory that the pool holds but does not use back to the driver. Waits for work under way."""
+        with self._lock:
+            self._check()
+            if self._context:
+                with self._entered():
+                    self._release_cached()
+
+    def free(self, allocation: Allocation) -> None:
+        if allocation.device is not self:
+            raise DeviceMismatchError(
+                f"[cuda] expected an allocation of cuda:{self.index}, got one of another device; free it there"
+            )
+        allocation.freed = True
+        try:
+            held = allocation.handle.pop()
+        except IndexError:
+            return
+        if isinstance(held, Block):
+            self._returned.append(held)
+
+    def wrap(self, pointer: int, nbytes: int, owner: object = None) -> Allocation:
+        """Memory that somebody else owns, as an allocation.
+
+        Parameters
+        ----------
+        pointer : int
+            Device address.
+        nbytes : int
+            Bytes from there that may be used.
+        owner : object, optional
+            Kept alive until the allocation is freed.
+
+        Returns
+        -------
+        Allocation
+            ``free`` only lets go of the owner. Launches that use it are ordered by their stream alone.
+        """
+        return _Wrapped(self, nbytes, [owner], pointer)
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes, by the driver. What our pool holds counts as used."""
+        free, total = cu.SIZE(), cu.SIZE()
+        with self._entered():
+            self._require(self._api.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
+        return free.value, total.value
+
+    def pointer_device(self, pointer: int) -> int | None:
+        """Index of the device on which a pointer was allocated (or registered, for pinned host memory).
+
+        None where CUDA does not know the pointer.
+        """
+        ordinal = cu.INT()
+        with self._entered():
+            code = self._api.cuPointerGetAttribute(ctypes.byref(ordinal), cu.POINTER_DEVICE_ORDINAL, pointer)
+        if code == cu.INVALID_VALUE:  # not a pointer that was allocated by or registered with CUDA
+            return None
+        self._require(code, "asking where a pointer lives")
+        return ordinal.value
+
+    def _own(self, allocation: Allocation) -> None:
+        if allocation.device is not self:
+            raise DeviceMismatchError(
+                f"[cuda] expected an allocation of cuda:{self.index}, got one of another device; copy the data first"
+            )
+        if allocation.freed:
+            raise ClosedError(
+                "[cuda] expected live memory, got an allocation that was freed; free it after its last use"
+            )
+
+    @contextlib.contextmanager
+    def _transfer(self, allocation: Allocation, array: npt.NDArray[Any], offset: int) -> Iterator[int]:
+        """Check a copy between an array and an allocation; inside, the device address of the range is given."""
+        self._own(allocation)
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(
+                "[cuda] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
+            )
+        if offset < 0 or offset + array.nbytes > allocation.nbytes:
+            raise InvalidArgumentError(
+                f"[cuda] expected a range inside {allocation.nbytes} bytes, got {array.nbytes} bytes at offset "
+                f"{offset}; allocate more or copy less"
+            )
+        with self._entered():
+            if isinstance(allocation, _Wrapped):
+                # Whoever owns the memory may use it on any stream.
+                self._require(self._api.cuCtxSynchronize(), "waiting for the memory's owner")
+            yield allocation.address + offset
+
+    def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
+        with self._transfer(allocation, data, offset) as address:
+            if data.nbytes:
+                code = self._api.cuMemcpyHtoDAsync_v2(address, data.ctypes.data, data.nbytes, self._stream)
+                # The driver stages pageable memory, but it reads pinned memory, and with HMM or ATS any memory, later.
+                self._require(code or self._api.cuStreamSynchronize(self._stream), "upload")
+
+    def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
+        if not out.flags.writeable:
+            raise InvalidArgumentError(
+                "[cuda] expected a writable array to download into, got a read-only one; copy it"
+            )
+        with self._transfer(allocation, out, offset) as address:
+            if out.nbytes:
+                code = self._api.cuMemcpyDtoHAsync_v2(out.ctypes.data, address, out.nbytes, self._stream)
+                self._require(code, "download")
+            self._require(self._api.cuStreamSynchronize(self._stream), "download")
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+
+    def load(self, artifact: Artifact) -> Program:
+        if artifact.language != "ptx":
+            raise InvalidArgumentError(f"[cuda] expected a kernel in ptx, got {artifact.language}; render it for cuda")
+        if artifact.shared_bytes > self.target.max_shared_bytes:
+            raise ShaderCompileError(
+                f"[cuda] {artifact.entry} expected {artifact.shared_bytes} bytes of shared memory, got a device with "
+                f"{self.target.max_shared_bytes}; use smaller tiles"
+            )
+        module, function = cu.PTR(), cu.PTR()
+        info, errors = ctypes.create_string_buffer(16384), ctypes.create_string_buffer(16384)
+        options = (cu.INT * 4)(*cu.JIT_LOG_OPTIONS)
+        values = (cu.PTR * 4)(ctypes.addressof(info), len(info), ctypes.addressof(errors), len(errors))
+        with self._entered():
+            code = self._api.cuModuleLoadDataEx(ctypes.byref(module), artifact.code + b"\0", 4, options, values)
+            try:
+                self._compiled(artifact, code, errors)
+                code = self._api.cuModuleGetFunction(ctypes.byref(function), module, artifact.entry.encode())
+                if not code and self._driver.func_load is not None:
+                    code = self._driver.func_load(function)
+                self._compiled(artifact, code, errors)
+                self._configure(artifact, function, errors)
+            except AuleError:
+                if module:
+                    self._api.cuModuleUnload(module)
+                raise
+            with self._lock:
+                self._modules.append(module)
+        log = info.value.decode(errors="replace").strip()
+        if log:
+            _log.debug("cuda: %s: %s", artifact.entry, log)
+        return Program(self, artifact, Kernel(artifact, function, log))
+
+    def _compiled(self, artifact: Artifact, code: int, errors: ctypes.Array[ctypes.c_char]) -> None:
+        if not code:
+            return
+        if code in cu.LOST or code == cu.OUT_OF_MEMORY:
+            raise self._failure(code, f"loading {artifact.entry}")
+        log = errors.value.decode(errors="replace").strip()
+        path = save_refused("ptx", artifact.code)
+        raise ShaderCompileError(
+            f"[cuda] {artifact.entry}: expected a kernel that the driver accepts, got {self._driver.describe(code)}: "
+            f"{log or 'no log'}; the source is in {path or 'no file (the cache directory cannot be written)'}",
+            log,
+            path,
+        )
+
+    def _configure(self, artifact: Artifact, function: ctypes.c_void_p, errors: ctypes.Array[ctypes.c_char]) -> None:
+        """Ask for the shared memory a kernel needs, and for as much of the L1 as its occupancy can use."""
+        allowed = self._function_attribute(function, cu.FUNC_MAX_THREADS)
+        if artifact.workgroup > allowed:
+            raise ShaderCompileError(
+                f"[cuda] {artifact.entry} expected workgroups of {artifact.workgroup} threads, got room for {allowed} "
+                "with the registers it uses; declare .maxntid or use fewer threads"
+            )
+        if artifact.dynamic_shared:
+            code = self._api.cuFuncSetAttribute(function, cu.FUNC_MAX_DYNAMIC_SHARED, artifact.shared_bytes)
+            self._compiled(artifact, code, errors)
+        shared_per_sm = self._driver.attribute(self._handle, cu.MAX_SHARED_PER_SM)
+        if artifact.shared_bytes and shared_per_sm:
+            # Registers are handed out to whole warps, in steps of 8 a thread.
+            registers = -(-max(1, self._function_attribute(function, cu.FUNC_REGISTERS)) // 8) * 8
+            threads = -(-artifact.workgroup // 32) * 32
+            resident = max(
+                1,
+                min(
+                    self._driver.attribute(self._handle, cu.MAX_THREADS_PER_SM) // threads,
+                    self._driver.attribute(self._handle, cu.MAX_REGISTERS_PER_SM) // (registers * threads),
+                ),
+            )
+            need = resident * (
+                artifact.shared_bytes + self._driver.attribute(self._handle, cu.RESERVED_SHARED_PER_BLOCK)
+            )
+            # A hint: a driver that refuses it runs the kernel all the same.
+            self._api.cuFuncSetAttribute(function, cu.FUNC_CARVEOUT, min(100, -(-100 * need // shared_per_sm)))
+
+    def _function_attribute(self, function: ctypes.c_void_p, attribute: int) -> int:
+        value = cu.INT()
+        self._require(self._api.cuFuncGetAttribute(ctypes.byref(value), attribute, function), "asking about a kernel")
+        return value.value
+
+    def statistics(self, program: Program) -> dict[str, int]:
+        """What the driver made of a kernel.
+
+        Returns
+        -------
+        dict
+            ``registers`` a thread, ``local_bytes`` a thread (spills and stack), ``static_shared_bytes``,
+            ``dynamic_shared_bytes`` and ``max_threads`` of a workgroup.
+        """
+        kernel = self._kernel(program)
+        with self._entered():
+            return {
+                "registers": self._function_attribute(kernel.function, cu.FUNC_REGISTERS),
+                "local_bytes": self._function_attribute(kernel.function, cu.FUNC_LOCAL),
+                "static_shared_bytes": self._function_attribute(kernel.function, cu.FUNC_STATIC_SHARED),
+                "dynamic_shared_bytes": kernel.shared.value,
+                "max_threads": self._function_attribute(kernel.function, cu.FUNC_MAX_THREADS),
+            }
+
+    def _kernel(self, program: Program) -> Kernel:
+        kernel = program.handle
+        if program.device is not self or not isinstance(kernel, Kernel):
+            raise DeviceMismatchError(
+                f"[cuda] expected a program of cuda:{self.index}, got one of another device; load it here"
+            )
+        return kernel
+
+    def _grid(self, program: Program, grid: tuple[int, int, int]) -> None:
+        if len(grid) != 3 or not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
+            raise LaunchError(
+                f"[cuda] {program.artifact.entry} expected a grid from (1, 1, 1) to {self.target.max_grid}, got "
+                f"{grid}; split the work"
+            )
+
+    def _sort(
+        self, program: Program, args: Sequence[Allocation | int | float]
+    ) -> tuple[list[int], list[int | float], bool]:
+        """Pointers, scalars, and whether any pointer is from our pool."""
+        params = program.artifact.params
+        if len(args) != len(params):
+            raise refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
+        pointers: list[int] = []
+        scalars: list[int | float] = []
+        pooled = False
+        for param, arg in zip(params, args, strict=True):
+            if isinstance(arg, Allocation):
+                if param.kind != "buffer":
+                    raise refuse_arguments(program.artifact, TypeError(f"a buffer for {param.name}"))
+                self._own(arg)
+                pointers.append(arg.address)
+                pooled = pooled or not isinstance(arg, _Wrapped)
+            elif param.kind == "buffer":
+                raise refuse_arguments(program.artifact, TypeError(f"{arg!r} for {param.name}"))
+            else:
+                scalars.append(arg)
+        return pointers, scalars, pooled
+
+    def launch(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        args: Sequence[Allocation | int | float],
+        stream: int | None = None,
+    ) -> None:
+        kernel = self._kernel(program)
+        self._grid(program, grid)
+        pointers, scalars, pooled = self._sort(program, args)
+        with self._lock:
+            self._check()
+            with self._pushed():
+                self._pack(program, kernel, pointers, scalars)
+                if stream is None or stream == self._stream.value:
+                    self._start(program, kernel, grid, self._stream)
+                    return
+                target = cu.PTR(stream)
+                fenced = pooled and not self._capturing(target)
+                if fenced:
+                    self._wait(target, self._stream)
+                self._start(program, kernel, grid, target)
+                if fenced:
+                    self._wait(self._stream, target)
+
+    def _pack(self, program: Program, kernel: Kernel, pointers: list[int], scalars: list[int | float]) -> None:
+        arguments = kernel.arguments
+        try:
+            arguments.pack_pointers(arguments.storage, 0, *pointers)
+            arguments.pack_scalars(arguments.storage, arguments.scalars_at, *scalars)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise refuse_arguments(program.artifact, error) from None
+
+    def _start(self, program: Program, kernel: Kernel, grid: tuple[int, int, int], stream: ctypes.c_void_p) -> None:
+        code = self._driver.launch_kernel(*kernel.call(grid, stream, kernel.arguments))
+        self._require(code, f"launch of {program.artifact.entry}")
+
+    def _capturing(self, stream: ctypes.c_void_p) -> bool:
+        status = cu.INT()
+        self._require(self._api.cuStreamIsCapturing(stream, ctypes.byref(status)), "asking for the state of a capture")
+        return status.value != 0
+
+    def _wait(self, stream: ctypes.c_void_p, other: ctypes.c_void_p) -> None:
+        """Work given to ``stream`` from now on waits for the work ``other`` has now. The host does not wait.
+
+        One event serves for all: a wait means the record before it, whatever is recorded later.
+        """
+        self._require(self._api.cuEventRecord(self._fence, other), "ordering streams")
+        self._require(self._api.cuStreamWaitEvent(stream, self._fence, 0), "ordering streams")
+
+    def prepare(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float | None]
+    ) -> PreparedLaunch:
+        """Fix everything of a launch but its pointers and its stream.
+
+        Parameters
+        ----------
+        program : Program
+            Loaded by this device.
+        grid : tuple of int
+            Workgroups along each axis.
+        args : sequence
+            As for ``launch``; what stands in the place of a buffer is ignored, None will do.
+
+        Returns
+        -------
+        PreparedLaunch
+            Its ``launch(pointers, stream)`` costs little more than cuLaunchKernel itself.
+        """
+        self._kernel(program)
+        self._grid(program, grid)
+        params = program.artifact.params
+        if len(args) != len(params):
+            raise refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
+        with self._lock:
+            self._check()
+        return PreparedLaunch(program, grid, [a for p, a in zip(params, args, strict=True) if p.kind == "scalar"])
+
+    def time_launch(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> float:
+        """Seconds one launch takes by device timestamps, with a cold cache.
+
+        The device is kept busy with filling scratch memory while the host queues the launch; otherwise the time in
+        which the host does so would count as the kernel's.
+        """
+        kernel = self._kernel(program)
+        self._grid(program, grid)
+        pointers, scalars, _ = self._sort(program, args)
+        start, end, elapsed = cu.PTR(), cu.PTR(), ctypes.c_float()
+        with self._entered():
+            # Wrapped arguments may be in use on other streams.
+            self._require(self._api.cuCtxSynchronize(), "waiting before a measurement")
+            try:
+                scratch = self.alloc(_TIMING_SCRATCH)
+            except OutOfMemoryError:
+                scratch = None
+            try:
+                for event in (start, end):
+                    self._require(self._api.cuEventCreate(ctypes.byref(event), 0), "creating an event")
+                with self._lock:
+                    self._pack(program, kernel, pointers, scalars)
+                    for address in [scratch.address] * 4 if scratch is not None else []:
+                        code = self._api.cuMemsetD32Async(address, 0, _TIMING_SCRATCH // 4, self._stream)
+                        self._require(code, "filling scratch memory")
+                    self._require(self._api.cuEventRecord(start, self._stream), "recording an event")
+                    self._start(program, kernel, grid, self._stream)
+                    self._require(self._api.cuEventRecord(end, self._stream), "recording an event")
+                self._require(self._api.cuEventSynchronize(end), f"timing {program.artifact.entry}")
+                code = self._api.cuEventElapsedTime(ctypes.byref(elapsed), start, end)
+                self._require(code, f"timing {program.artifact.entry}")
+            finally:
+                for event in (start, end):
+                    if event:
+                        self._api.cuEventDestroy_v2(event)
+                if scratch is not None:
+                    self.free(scratch)
+        return elapsed.value * 1e-3
+
+    def synchronize(self) -> None:
+        """Wait for all work of the context, that of other libraries in this process included.
+
+        Not while a stream is being captured: CUDA then refuses to wait.
+        """
+        with self._lock:
+            self._check()
+            if not self._context:
+                return
+        with self._entered():
+            self._require(self._api.cuCtxSynchronize(), "synchronize")
+
+    def close(self) -> None:
+        """Free the pool, unload all kernels and release the context. Idempotent; not to be called from a finalizer."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._refusal = lambda: ClosedError(
+                f"[cuda] expected an open device, got cuda:{self.index} after close; ask for the device again"
+            )
+            while self._active:
+                self._idle.wait()
+            if self._context and not self._forked:
+                self._tear_down()
+            self._context = 0
+            self._modules.clear()
+            self._returned.clear()
+            self._pool = Pool()
+
+    def _tear_down(self) -> None:
+        # Errors are of no use to anyone here: what a lost context held is gone with it.
+        api = self._api
+        api.cuCtxPushCurrent_v2(self._context)
+        api.cuCtxSynchronize()
+        for module in self._modules:
+            api.cuModuleUnload(module)
+        for address in self._pool.segments:
+            api.cuMemFree_v2(address)
+        api.cuEventDestroy_v2(self._fence)
+        api.cuStreamDestroy_v2(self._stream)
+        api.cuCtxPopCurrent_v2(ctypes.byref(cu.PTR()))
+        api.cuDevicePrimaryCtxRelease_v2(self._handle)

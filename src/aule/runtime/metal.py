@@ -1,0 +1,495 @@
+"""Metal through PyObjC (`pip install pyobjc-framework-Metal`).
+
+This file has not been run on Apple hardware: it is tested against a stand-in for the `Metal` module only.
+
+All buffers are in shared storage, so uploads and downloads are copies by the CPU. Metal orders the command buffers of
+the one queue by what they read and write; an upload waits for the command buffers that use its buffer. Buffers that
+were freed go to a pool by size, and are handed out again at once for the same reason. ``stream`` means nothing here.
+
+Kernels follow the *block* convention: buffers at indices ``0 .. n - 1``, the packed scalars at index ``n``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import platform
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.artifact import Artifact
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Allocation, Device, Program
+from aule.target import Target
+
+# MTLGPUFamily, MTLCommandBufferStatus and MTLCommandBufferError, by value: older PyObjC lacks some of the names.
+_FAMILY_APPLE6, _FAMILY_APPLE7, _FAMILY_METAL3 = 1006, 1007, 5001
+_STATUS_COMPLETED, _STATUS_ERROR = 4, 5
+_ERROR_ACCESS_REVOKED, _ERROR_OUT_OF_MEMORY, _ERROR_DEVICE_REMOVED = 4, 8, 11
+
+_TRIVIAL = "kernel void trivial(device float *x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i] = 0.0f; }"
+
+_opened: weakref.WeakSet[MetalDevice] = weakref.WeakSet()
+_fork_hook_lock = threading.Lock()
+_fork_hook = False
+
+
+def _after_fork() -> None:
+    for device in list(_opened):
+        device._after_fork()
+
+
+def _watch_forks() -> None:
+    global _fork_hook
+    with _fork_hook_lock:
+        if not _fork_hook and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_after_fork)
+        _fork_hook = True
+
+
+def devices() -> list[Device]:
+    """The Metal devices of this Mac, the system's default first.
+
+    Raises
+    ------
+    BackendUnavailableError
+        Not macOS, no PyObjC, or no device.
+    """
+    if platform.system() != "Darwin":
+        raise BackendUnavailableError(
+            "metal", f"[metal] expected macOS, got {platform.system()}; use backend='cuda', 'vulkan' or 'cpu'"
+        )
+    try:
+        metal, objc = importlib.import_module("Metal"), importlib.import_module("objc")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "metal", f"[metal] expected PyObjC, got {error}; pip install pyobjc-framework-Metal"
+        ) from None
+    default = metal.MTLCreateSystemDefaultDevice()
+    found = list(metal.MTLCopyAllDevices() or ())
+    if default is not None:
+        found = [default] + [d for d in found if d.registryID() != default.registryID()]
+    if not found:
+        raise BackendUnavailableError("metal", "[metal] expected a GPU, got none; a virtual machine may lack Metal")
+    _watch_forks()
+    return [MetalDevice(metal, objc, native, index) for index, native in enumerate(found)]
+
+
+def _vendor(name: str) -> str:
+    lowered = name.lower()
+    return next((v for v in ("apple", "amd", "intel", "nvidia") if v in lowered), "unknown")
+
+
+def _read_target(metal: Any, native: Any) -> Target:
+    name = str(native.name())
+    vendor = _vendor(name)
+    version = platform.mac_ver()[0]
+    # MSL 3.1, which has bfloat, came with macOS 14.
+    recent = int(version.split(".")[0] or 0) >= 14
+    bf16 = recent and bool(native.supportsFamily_(_FAMILY_APPLE6) or native.supportsFamily_(_FAMILY_METAL3))
+    matrix_units: tuple[str, ...] = ()
+    if native.supportsFamily_(_FAMILY_APPLE7):
+        matrix_units = ("m8n8k8:f16:f32", "m8n8k8:f32:f32", *(("m8n8k8:bf16:f32",) if bf16 else ()))
+    width = 32
+    if vendor != "apple":
+        # Only Apple's own GPUs are known to have 32 lanes.
+        pipeline, _ = _pipeline(metal, native, _TRIVIAL, "trivial")
+        width = int(pipeline.threadExecutionWidth()) if pipeline is not None else 32
+    return Target(
+        backend="metal",
+        name=name,
+        vendor=vendor,
+        driver=f"macOS {version}",
+        subgroup_size=width,
+        max_threads=int(native.maxThreadsPerThreadgroup().width),
+        max_shared_bytes=int(native.maxThreadgroupMemoryLength()),
+        max_grid=((1 << 31) - 1, 65535, 65535),
+        max_buffers=30,  # of 31 indices, one is for the scalars
+        max_buffer_bytes=int(native.maxBufferLength()),
+        offset_alignment=16 if vendor == "apple" else 256,
+        memory_bytes=int(native.recommendedMaxWorkingSetSize()),
+        unified_memory=bool(native.hasUnifiedMemory()),
+        f16=True,
+        f64=False,
+        int64=True,
+        storage16=True,
+        storage8=True,
+        bf16=bf16,
+        matrix_units=matrix_units,
+    )
+
+
+def _pipeline(metal: Any, native: Any, source: str, entry: str) -> tuple[Any, str]:
+    """A compute pipeline, or None and what the compiler said."""
+    options = metal.MTLCompileOptions.alloc().init()
+    # Fast mathematics may assume that there is no infinity; masked scores are infinities.
+    options.setFastMathEnabled_(False)
+    library, error = native.newLibraryWithSource_options_error_(source, options, None)
+    if library is None:
+        return None, _said(error)
+    function = library.newFunctionWithName_(entry)
+    if function is None:
+        return None, f"the library has no function {entry}"
+    pipeline, error = native.newComputePipelineStateWithFunction_error_(function, None)
+    return pipeline, "" if pipeline is not None else _said(error)
+
+
+def _said(error: Any) -> str:
+    return "no message" if error is None else str(error.localizedDescription())
+
+
+class _Buffer:
+    """A Metal buffer, its bytes as an array, and the last command buffer that uses it."""
+
+    __slots__ = ("bytes", "native", "owner", "size", "used")
+
+    def __init__(self, native: Any, size: int, owner: npt.NDArray[Any] | None = None) -> None:
+        self.native = native
+        self.size = size
+        self.owner = owner
+        self.used: Any = None
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(native.contents().as_buffer(size), np.uint8)
+
+
+def _finished(command: Any) -> bool:
+    return command is None or command.status() >= _STATUS_COMPLETED
+
+
+def _size_class(nbytes: int) -> int:
+    """Pool size for a request: pages, in four steps for each power of two, so that at most a quarter is unused."""
+    pages = max(1, -(-nbytes // mmap.PAGESIZE))
+    step = 1 << max(0, pages.bit_length() - 3)
+    return -(-pages // step) * step * mmap.PAGESIZE
+
+
+def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
+
+
+class MetalDevice(Device):
+    """One Metal GPU. Made by `devices`."""
+
+    def __init__(self, metal: Any, objc: Any, native: Any, index: int) -> None:
+        self.index = index
+        self.target = _read_target(metal, native)
+        self._metal = metal
+        self._objc = objc
+        self._native = native
+        self._queue: Any = None
+        self._lock = threading.RLock()
+        self._refusal: Callable[[], AuleError] | None = None
+        self._closed = False
+        self._cache: dict[int, list[_Buffer]] = {}
+        # free only appends here, which is atomic: it may run in a finalizer, in the midst of any other method.
+        self._returned: deque[_Buffer] = deque()
+        self._under_way: deque[tuple[str, Any]] = deque()
+        self._failed: AuleError | None = None
+        _opened.add(self)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def _after_fork(self) -> None:
+        # Another thread of the parent, which does not exist here, may have held the lock.
+        self._lock = threading.RLock()
+        self._under_way.clear()
+        if self._refusal is None:
+            self._refusal = lambda: DeviceLostError(
+                "[metal] expected a device of this process, got one that was opened before fork; start the process "
+                "with the multiprocessing method 'spawn'"
+            )
+
+    def _check(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
+
+    def _failure(self, entry: str, command: Any) -> AuleError:
+        """The error for a command buffer that ended in one."""
+        error = command.error()
+        code = 0 if error is None else int(error.code())
+        text = f"[metal] {entry}: expected the GPU to finish, got error {code}: {_said(error)}"
+        if code == _ERROR_OUT_OF_MEMORY:
+            return OutOfMemoryError(f"{text}; free memory or make the problem smaller")
+        if code in (_ERROR_ACCESS_REVOKED, _ERROR_DEVICE_REMOVED):
+            message = f"{text}; the device is lost for this process, restart it"
+            self._refusal = lambda: DeviceLostError(message)
+            return DeviceLostError(message)
+        return LaunchError(f"{text}; run with METAL_DEVICE_WRAPPER_TYPE=1 to let Metal check the launch")
+
+    def _settle(self) -> None:
+        """Forget command buffers that are done, but not that one of them failed. The lock is held."""
+        while self._under_way and _finished(self._under_way[0][1]):
+            entry, command = self._under_way.popleft()
+            if command.status() == _STATUS_ERROR and self._failed is None:
+                self._failed = self._failure(entry, command)
+
+    def _wait(self) -> None:
+        """Wait for everything, and raise the first error since the last wait."""
+        with self._lock:
+            self._check()
+            last = self._under_way[-1][1] if self._under_way else None
+        if last is not None:
+            # Not under the lock: other threads may launch meanwhile. The queue finishes in order.
+            last.waitUntilCompleted()
+        with self._lock:
+            self._settle()
+            failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int) -> Allocation:
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[metal] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+        size = min(_size_class(nbytes), max(nbytes, self.target.max_buffer_bytes))
+        with self._lock:
+            self._check()
+            self._reclaim()
+            cached = self._cache.get(size)
+            buffer = cached.pop() if cached else self._new_buffer(size, nbytes)
+        # list.pop is atomic: of two threads that free the same allocation, one gets the buffer.
+        return Allocation(self, nbytes, [buffer])
+
+    def _new_buffer(self, size: int, nbytes: int) -> _Buffer:
+        limit = self.target.memory_bytes
+        if limit and self._native.currentAllocatedSize() + size > limit:
+            self._cache.clear()
+        native = self._native.newBufferWithLength_options_(size, self._metal.MTLResourceStorageModeShared)
+        if native is None:
+            self._cache.clear()
+            native = self._native.newBufferWithLength_options_(size, self._metal.MTLResourceStorageModeShared)
+        if native is None:
+            raise OutOfMemoryError(
+                f"[metal] expected {nbytes} bytes, got none: {self._native.currentAllocatedSize()} of {limit} bytes "
+                f"are in use, and one buffer may have {self.target.max_buffer_bytes}; free tensors or make the problem "
+                "smaller",
+                requested_bytes=nbytes,
+            )
+        return _Buffer(native, size)
+
+    def _reclaim(self) -> None:
+        """Put freed buffers into the pool. The lock is held."""
+        for _ in range(len(self._returned)):
+            buffer = self._returned.popleft()
+            if buffer.owner is None:
+                self._cache.setdefault(buffer.size, []).append(buffer)
+            elif not _finished(buffer.used):
+                # The command buffer keeps the Metal buffer alive but not the array whose memory it is.
+                self._returned.append(buffer)
+
+    def free(self, allocation: Allocation) -> None:
+        if allocation.device is not self:
+            raise DeviceMismatchError("[metal] expected an allocation of this device, got another's; free it there")
+        allocation.freed = True
+        try:
+            buffer = allocation.handle.pop()
+        except IndexError:
+            return
+        self._returned.append(buffer)
+
+    def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
+        usable = array.flags.c_contiguous and array.flags.writeable and array.nbytes
+        if not usable or array.ctypes.data % mmap.PAGESIZE or array.nbytes % mmap.PAGESIZE:
+            return None
+        with self._lock:
+            self._check()
+            native = self._native.newBufferWithBytesNoCopy_length_options_deallocator_(
+                _as_bytes(array).data, array.nbytes, self._metal.MTLResourceStorageModeShared, None
+            )
+        return None if native is None else Allocation(self, array.nbytes, [_Buffer(native, array.nbytes, array)])
+
+    def _buffer(self, allocation: Allocation) -> _Buffer:
+        if allocation.device is not self:
+            raise DeviceMismatchError(
+                "[metal] expected an allocation of this device, got another's; copy the data first"
+            )
+        try:
+            buffer: _Buffer = allocation.handle[0]
+        except IndexError:
+            raise ClosedError(
+                "[metal] expected live memory, got an allocation that was freed; free it after its last use"
+            ) from None
+        return buffer
+
+    def _range(self, allocation: Allocation, array: npt.NDArray[Any], offset: int) -> tuple[_Buffer, npt.NDArray[Any]]:
+        buffer = self._buffer(allocation)
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(
+                "[metal] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
+            )
+        if offset < 0 or offset + array.nbytes > allocation.nbytes:
+            raise InvalidArgumentError(
+                f"[metal] expected a range inside {allocation.nbytes} bytes, got {array.nbytes} bytes at offset "
+                f"{offset}; allocate more or copy less"
+            )
+        return buffer, buffer.bytes[offset : offset + array.nbytes]
+
+    def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
+        buffer, there = self._range(allocation, data, offset)
+        with self._lock:
+            self._check()
+            used = buffer.used
+        if not _finished(used):
+            used.waitUntilCompleted()
+        there[...] = _as_bytes(data)
+
+    def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
+        _, there = self._range(allocation, out, offset)
+        if not out.flags.writeable:
+            raise InvalidArgumentError(
+                "[metal] expected a writable array to download into, got a read-only one; copy it"
+            )
+        self._wait()
+        _as_bytes(out)[...] = there
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+
+    def load(self, artifact: Artifact) -> Program:
+        if artifact.language != "msl":
+            raise InvalidArgumentError(
+                f"[metal] expected a kernel in msl, got {artifact.language}; render it for metal"
+            )
+        with self._lock:
+            self._check()
+        pipeline, log = _pipeline(self._metal, self._native, artifact.text, artifact.entry)
+        if pipeline is None:
+            path = save_refused("msl", artifact.code)
+            raise ShaderCompileError(
+                f"[metal] {artifact.entry}: expected a kernel that the compiler accepts, got: {log}; the source is in "
+                f"{path or 'no file (the cache directory cannot be written)'}",
+                log,
+                path,
+            )
+        allowed, width = int(pipeline.maxTotalThreadsPerThreadgroup()), int(pipeline.threadExecutionWidth())
+        if artifact.workgroup > allowed:
+            raise ShaderCompileError(
+                f"[metal] {artifact.entry} expected workgroups of {artifact.workgroup} threads, got room for {allowed} "
+                "with the registers it uses; use fewer threads"
+            )
+        if artifact.subgroup_size not in (0, width):
+            raise ShaderCompileError(
+                f"[metal] {artifact.entry} expected {artifact.subgroup_size} lanes in a subgroup, got {width}; build "
+                "the kernel for that"
+            )
+        return Program(self, artifact, pipeline)
+
+    def statistics(self, program: Program) -> dict[str, int]:
+        """What Metal made of a kernel: ``max_threads``, ``subgroup_size`` and ``static_shared_bytes``."""
+        pipeline = program.handle
+        return {
+            "max_threads": int(pipeline.maxTotalThreadsPerThreadgroup()),
+            "subgroup_size": int(pipeline.threadExecutionWidth()),
+            "static_shared_bytes": int(pipeline.staticThreadgroupMemoryLength()),
+        }
+
+    def launch(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        args: Sequence[Allocation | int | float],
+        stream: int | None = None,
+    ) -> None:
+        self._launch(program, grid, args)
+
+    def _launch(self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]) -> Any:
+        """Launch, and return the command buffer."""
+        artifact = program.artifact
+        if program.device is not self:
+            raise DeviceMismatchError("[metal] expected a program of this device, got another's; load it here")
+        if len(grid) != 3 or not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
+            raise LaunchError(
+                f"[metal] {artifact.entry} expected a grid from (1, 1, 1) to {self.target.max_grid}, got {grid}; "
+                "split the work"
+            )
+        buffers, scalars = self._sort(artifact, args)
+        with self._lock, self._objc.autorelease_pool():
+            self._check()
+            self._settle()
+            self._reclaim()
+            if self._queue is None:
+                self._queue = self._native.newCommandQueue()
+            command = self._queue.commandBuffer()
+            encoder = command.computeCommandEncoder()
+            encoder.setComputePipelineState_(program.handle)
+            for i, buffer in enumerate(buffers):
+                encoder.setBuffer_offset_atIndex_(buffer.native, 0, i)
+            if scalars:
+                encoder.setBytes_length_atIndex_(scalars, len(scalars), len(buffers))
+            size = self._metal.MTLSize
+            encoder.dispatchThreadgroups_threadsPerThreadgroup_(size(*grid), size(artifact.workgroup, 1, 1))
+            encoder.endEncoding()
+            command.commit()
+            for buffer in buffers:
+                buffer.used = command
+            self._under_way.append((artifact.entry, command))
+        return command
+
+    def _sort(self, artifact: Artifact, args: Sequence[Allocation | int | float]) -> tuple[list[_Buffer], bytes]:
+        """Buffers, and the block of scalars (empty where there are none)."""
+        buffers: list[_Buffer] = []
+        scalars: list[int | float] = []
+        try:
+            for param, arg in zip(artifact.params, args, strict=True):
+                if isinstance(arg, Allocation) != (param.kind == "buffer"):
+                    raise TypeError(f"{arg!r} for {param.name}")
+                if isinstance(arg, Allocation):
+                    buffers.append(self._buffer(arg))
+                else:
+                    scalars.append(arg)
+            return buffers, artifact.scalar_struct.pack(*scalars) if scalars else b""
+        except (struct.error, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, AuleError):
+                raise
+            expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
+            raise InvalidArgumentError(
+                f"[metal] {artifact.entry} expected arguments ({expected}), got something else ({error}); "
+                "pass one value for each parameter, in order and in range"
+            ) from None
+
+    def time_launch(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> float:
+        """Seconds one launch takes, by the GPU's clock."""
+        self._wait()
+        command = self._launch(program, grid, args)
+        self._wait()
+        return float(command.GPUEndTime() - command.GPUStartTime())
+
+    def synchronize(self) -> None:
+        """Wait for all launches. Raises the first error since the last wait."""
+        self._wait()
+
+    def close(self) -> None:
+        """Wait for the work under way and let go of everything. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._refusal = lambda: ClosedError(
+                f"[metal] expected an open device, got metal:{self.index} after close; ask for the device again"
+            )
+            for _, command in self._under_way:
+                command.waitUntilCompleted()
+            self._under_way.clear()
+            self._returned.clear()
+            self._cache.clear()
+            self._queue = None

@@ -1,0 +1,594 @@
+"""OpenCL devices, through pyopencl. Kernels take the *args* convention: one kernel argument per parameter, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.artifact import SCALAR_FORMATS, Artifact
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Allocation, Device, Program
+from aule.target import Target
+
+_T = TypeVar("_T")
+
+_USEFUL_EXTENSIONS = (
+    "cl_ext_float_atomics",
+    "cl_intel_required_subgroup_size",
+    "cl_intel_subgroup_matrix_multiply_accumulate",
+    "cl_intel_subgroups",
+    "cl_intel_subgroups_short",
+    "cl_khr_fp16",
+    "cl_khr_fp64",
+    "cl_khr_int64_base_atomics",
+    "cl_khr_integer_dot_product",
+    "cl_khr_subgroup_ballot",
+    "cl_khr_subgroup_shuffle",
+    "cl_khr_subgroup_shuffle_relative",
+    "cl_khr_subgroups",
+    "cl_nv_pragma_unroll",
+)
+_VENDORS = {"nvidia": "nvidia", "advanced micro devices": "amd", "amd": "amd", "intel": "intel", "apple": "apple"}
+_SUB_GROUP_SIZES_INTEL = 0x4108
+_WAVEFRONT_WIDTH_AMD = 0x4043
+_WARP_SIZE_NV = 0x4003
+
+# The whole process shares the driver, and a driver does not survive a fork: its threads and handles stay behind.
+_driver_pid: int | None = None
+
+
+def devices() -> list[Device]:
+    """Every OpenCL device of every platform: GPUs first, then accelerators, CPUs last.
+
+    Returns
+    -------
+    list of Device
+        At least one.
+
+    Raises
+    ------
+    BackendUnavailableError
+        When pyopencl is missing, no driver is installed, or the driver was started before a fork.
+    """
+    global _driver_pid
+    try:
+        cl: Any = importlib.import_module("pyopencl")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "opencl", f"[opencl] expected the package pyopencl, got {error}; pip install aule-attention[opencl]"
+        ) from error
+    if _driver_pid is not None and _driver_pid != os.getpid():
+        raise BackendUnavailableError(
+            "opencl",
+            "[opencl] expected a driver started in this process, got one started before os.fork(); "
+            "start workers with the 'spawn' method",
+        )
+    _driver_pid = os.getpid()
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error as error:
+        raise BackendUnavailableError(
+            "opencl",
+            f"[opencl] expected an OpenCL driver, got none ({error}); install your GPU's OpenCL driver (ICD), or PoCL "
+            "for the CPU (pip install pyopencl[pocl], or your system's pocl-opencl-icd)",
+        ) from error
+    found: list[Any] = []
+    for platform in platforms:
+        # A platform without devices answers with an error, not with an empty list.
+        with contextlib.suppress(cl.Error):
+            found += [d for d in platform.get_devices() if d.available and d.compiler_available]
+    if not found:
+        names = ", ".join(p.name for p in platforms)
+        raise BackendUnavailableError(
+            "opencl", f"[opencl] expected a device, got none from platforms: {names}; check the driver and permissions"
+        )
+
+    def rank(device: Any) -> int:
+        kinds = cl.device_type
+        return 0 if device.type & kinds.GPU else 1 if device.type & kinds.ACCELERATOR else 2
+
+    return [OpenCLDevice(cl, device, index) for index, device in enumerate(sorted(found, key=rank))]
+
+
+class _Block:
+    """One cl.Buffer. ``size`` counts against the device's memory; ``array`` is the host memory of an imported one."""
+
+    __slots__ = ("array", "buffer", "size")
+
+    def __init__(self, buffer: Any, size: int, array: npt.NDArray[Any] | None = None) -> None:
+        self.buffer = buffer
+        self.size = size
+        self.array = array
+
+
+class _Kernel:
+    """A cl.Kernel with the lock that OpenCL demands: setting arguments and enqueueing must not interleave."""
+
+    __slots__ = ("kernel", "local", "lock")
+
+    def __init__(self, kernel: Any, workgroup: int) -> None:
+        self.kernel = kernel
+        self.local = (workgroup, 1, 1)
+        self.lock = threading.Lock()
+
+
+class OpenCLDevice(Device):
+    """One OpenCL device with one context and one in-order queue."""
+
+    def __init__(self, cl: Any, device: Any, index: int) -> None:
+        self.target = _target(cl, device)
+        self.index = index
+        self._cl = cl
+        self._device = device
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._lost = ""
+        self._context: Any = None
+        self._queue: Any = None
+        self._timing_queue: Any = None
+        self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        self._pool: dict[int, list[_Block]] = {}
+        self._pooled_bytes = 0
+        # A quarter of the memory keeps a decode loop free of allocations and leaves room for other users.
+        self._pool_limit = max(self.target.memory_bytes // 4, 64 << 20)
+        self._retired: list[tuple[Any, _Block]] = []
+        self._is_cpu = bool(device.type & cl.device_type.CPU)
+
+    def alloc(self, nbytes: int) -> Allocation:
+        self._open()
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[opencl] expected a size of 0 bytes or more, got {nbytes}")
+        limit = self.target.max_buffer_bytes
+        if nbytes > limit:
+            raise OutOfMemoryError(
+                f"[opencl] expected an allocation of at most {limit} bytes, got {nbytes}; "
+                f"{self.target.name} has no larger buffers, split the batch",
+                nbytes,
+            )
+        size = min(_size_class(nbytes), limit)
+        with self._lock:
+            self._open()  # again: another thread may have closed the device in between
+            waiting = self._pool.get(size)
+            if waiting:
+                block = waiting.pop()
+                self._pooled_bytes -= size
+            else:
+                block = self._new_block(size, nbytes)
+            allocation = Allocation(self, nbytes, block)
+            self._live.add(allocation)
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        if os.getpid() != self._pid:
+            return  # the parent's memory; the child has no driver to give it back to
+        with self._lock:
+            if allocation.freed:
+                return
+            block = self._block(allocation)
+            allocation.freed = True
+            allocation.handle = None
+            self._live.discard(allocation)
+            if block.array is not None:
+                # Kernels under way may still use the array's memory: it lives until the queue has passed this point.
+                with contextlib.suppress(self._cl.Error):
+                    self._retired.append((self._cl.enqueue_marker(self._queue), block))
+                self._sweep()
+            elif self._pooled_bytes + block.size <= self._pool_limit:
+                # The queue is in order, so whoever gets this block next comes after the work that still uses it.
+                self._pool.setdefault(block.size, []).append(block)
+                self._pooled_bytes += block.size
+
+    def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
+        queue = self._open()
+        block = self._block(allocation)
+        flat = _flat(data, allocation.nbytes, offset)
+        if flat.nbytes:
+            self._with_memory(
+                "upload",
+                flat.nbytes,
+                lambda: self._cl.enqueue_copy(queue, block.buffer, flat, dst_offset=offset, is_blocking=True),
+            )
+
+    def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
+        queue = self._open()
+        block = self._block(allocation)
+        if not out.flags.writeable:
+            raise InvalidArgumentError("[opencl] expected a writable array to download into, got a read-only one")
+        flat = _flat(out, allocation.nbytes, offset)
+        if flat.nbytes:
+            self._with_memory(
+                "download",
+                flat.nbytes,
+                lambda: self._cl.enqueue_copy(queue, flat, block.buffer, src_offset=offset, is_blocking=True),
+            )
+        else:
+            self.synchronize()
+
+    def load(self, artifact: Artifact) -> Program:
+        self._open()
+        if artifact.language != "opencl":
+            raise ShaderCompileError(f"[opencl] expected a kernel in opencl, got {artifact.language}")
+        cl, version = self._cl, self.target.language_version
+        # No -cl-fast-relaxed-math and no -cl-finite-math-only: masks are made of infinities. Fused multiply-adds need
+        # no option, FP_CONTRACT is on by default.
+        options = [f"-cl-std=CL{version // 100}.{version // 10 % 10}"]
+        try:
+            kernel = cl.Kernel(cl.Program(self._context, artifact.text).build(options=options), artifact.entry)
+            # NVIDIA's driver notices a wrong entry point only when the kernel is asked for something.
+            arguments = int(kernel.num_args)
+            info = cl.kernel_work_group_info
+            threads = int(kernel.get_work_group_info(info.WORK_GROUP_SIZE, self._device))
+            shared = int(kernel.get_work_group_info(info.LOCAL_MEM_SIZE, self._device))
+        except cl.Error as error:
+            if error.code == cl.status_code.OUT_OF_HOST_MEMORY:
+                raise OutOfMemoryError(f"[opencl] building '{artifact.entry}' ran out of memory: {error}") from error
+            raise self._refused(artifact, f"the driver of {self.target.name} refused it", str(error)) from error
+        if arguments != len(artifact.params):
+            raise self._refused(artifact, f"it takes {arguments} arguments, expected {len(artifact.params)}")
+        if threads < artifact.workgroup:
+            raise self._refused(
+                artifact,
+                f"it wants workgroups of {artifact.workgroup} threads and the driver allows {threads} "
+                "(registers run out); use a smaller workgroup or smaller tiles",
+            )
+        if shared > self.target.max_shared_bytes:
+            raise self._refused(
+                artifact, f"it uses {shared} bytes of local memory, the device has {self.target.max_shared_bytes}"
+            )
+        kernel.set_scalar_arg_dtypes(
+            [None if p.kind == "buffer" else np.dtype(SCALAR_FORMATS[p.dtype]) for p in artifact.params]
+        )
+        return Program(self, artifact, _Kernel(kernel, artifact.workgroup))
+
+    def launch(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        args: Sequence[Allocation | int | float],
+        stream: int | None = None,
+    ) -> None:
+        if stream is not None:
+            raise LaunchError("[opencl] expected stream=None, got a native stream; OpenCL devices have one queue")
+        queue = self._open()
+        self._enqueue(queue, program, grid, args)
+        # Some drivers hold commands back until a flush; the device should start while the host goes on.
+        try:
+            queue.flush()
+        except self._cl.Error as error:
+            raise self._translate(error, f"launch of '{program.artifact.entry}'", None) from error
+
+    def synchronize(self) -> None:
+        queue = self._open()
+        try:
+            queue.finish()
+        except self._cl.Error as error:
+            raise self._translate(error, "synchronize", None) from error
+        with self._lock:
+            self._sweep()
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._queue is not None:
+                with contextlib.suppress(self._cl.Error):
+                    self._queue.finish()
+            for allocation in list(self._live):
+                allocation.freed = True
+                allocation.handle = None
+            self._live.clear()
+            self._pool.clear()
+            self._pooled_bytes = 0
+            self._retired.clear()
+            self._queue = self._timing_queue = self._context = None
+
+    def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
+        # Only a CPU device works in the array's own memory. A GPU may keep a copy behind CL_MEM_USE_HOST_PTR that
+        # nothing but a map brings up to date, and a map would overwrite what the host wrote in the meantime.
+        self._open()
+        flags = array.flags
+        if not self._is_cpu or not flags.c_contiguous or not flags.writeable or array.nbytes == 0:
+            return None
+        if array.ctypes.data % self.target.offset_alignment or array.nbytes > self.target.max_buffer_bytes:
+            return None
+        flat = array.reshape(-1).view(np.uint8)
+        mem = self._cl.mem_flags
+        with self._lock:
+            self._open()
+            try:
+                buffer = self._cl.Buffer(self._context, mem.READ_WRITE | mem.USE_HOST_PTR, hostbuf=flat)
+            except self._cl.Error:
+                return None
+            allocation = Allocation(self, array.nbytes, _Block(buffer, 0, array))
+            self._live.add(allocation)
+        return allocation
+
+    def time_launch(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> float:
+        # Profiling slows every launch of a queue, so timed launches have a queue of their own. All work before is
+        # finished and the launch is waited for, so the order of work on the device still holds.
+        self.synchronize()
+        with self._lock:
+            self._open()
+            if self._timing_queue is None:
+                properties = self._cl.command_queue_properties.PROFILING_ENABLE
+                self._timing_queue = self._cl.CommandQueue(self._context, self._device, properties)
+            queue = self._timing_queue
+        event = self._enqueue(queue, program, grid, args)
+        if event is None:
+            return 0.0
+        try:
+            event.wait()
+            return float(event.profile.end - event.profile.start) * 1e-9
+        except self._cl.Error as error:
+            raise self._translate(error, f"launch of '{program.artifact.entry}'", None) from error
+
+    def _enqueue(
+        self, queue: Any, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> Any:
+        if program.device is not self:
+            raise LaunchError("[opencl] expected a program loaded on this device, got another device's")
+        params = program.artifact.params
+        entry = program.artifact.entry
+        if len(args) != len(params):
+            raise LaunchError(f"[opencl] '{entry}' expected {len(params)} arguments, got {len(args)}")
+        values: list[Any] = []
+        for param, arg in zip(params, args, strict=True):
+            if param.kind == "buffer":
+                if not isinstance(arg, Allocation):
+                    raise LaunchError(f"[opencl] '{entry}' expected an allocation for '{param.name}', got {arg!r}")
+                values.append(self._block(arg).buffer)
+            elif isinstance(arg, Allocation):
+                raise LaunchError(f"[opencl] '{entry}' expected a number for '{param.name}', got an allocation")
+            else:
+                values.append(arg)
+        x, y, z = grid
+        if x == 0 or y == 0 or z == 0:
+            return None
+        if not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
+            raise LaunchError(f"[opencl] '{entry}' expected a grid within {self.target.max_grid}, got {grid}")
+        handle: _Kernel = program.handle
+        total = (x * handle.local[0], y, z)
+
+        def enqueue() -> Any:
+            with handle.lock:
+                return handle.kernel(queue, total, handle.local, *values)
+
+        try:
+            return self._with_memory(f"launch of '{entry}'", None, enqueue)
+        except (struct.error, TypeError, OverflowError, RuntimeError) as error:
+            raise LaunchError(f"[opencl] '{entry}' got a scalar that does not fit its parameter: {error}") from error
+
+    def _open(self) -> Any:
+        """The queue, after the checks that every call begins with; opens the context on first use."""
+        # Before any lock: in a forked child it may be held by a thread that no longer exists.
+        if os.getpid() != self._pid:
+            raise DeviceLostError(
+                f"[opencl] {self.target.name} was opened before fork; start workers with the 'spawn' method"
+            )
+        if self._closed:
+            raise ClosedError(f"[opencl] {self.target.name} was closed; get a new device")
+        if self._lost:
+            raise DeviceLostError(self._lost)
+        if self._queue is None:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError(f"[opencl] {self.target.name} was closed; get a new device")
+                if self._queue is None:
+                    try:
+                        self._context = self._cl.Context([self._device])
+                        self._queue = self._cl.CommandQueue(self._context, self._device)
+                    except self._cl.Error as error:
+                        raise BackendUnavailableError(
+                            "opencl",
+                            f"[opencl] expected a context on {self.target.name}, got {error}; check the driver",
+                        ) from error
+        return self._queue
+
+    def _block(self, allocation: Allocation) -> _Block:
+        if allocation.device is not self:
+            raise LaunchError("[opencl] expected an allocation of this device, got another device's")
+        block: _Block | None = allocation.handle
+        if block is None:
+            raise ClosedError("[opencl] expected live memory, got a freed allocation")
+        return block
+
+    def _new_block(self, size: int, nbytes: int) -> _Block:
+        """Ask the driver for a buffer. The caller holds the lock."""
+        memory = self.target.memory_bytes
+        live = sum(a.handle.size for a in self._live)
+        # Drivers promise memory that they do not have and fail (or page, or die) at first use: count ourselves.
+        if memory and live + self._pooled_bytes + size > memory:
+            self._trim()
+            if live + size > memory:
+                raise OutOfMemoryError(
+                    f"[opencl] expected {nbytes} free bytes on {self.target.name}, got {max(memory - live, 0)} of "
+                    f"{memory}; free tensors or split the batch",
+                    nbytes,
+                )
+        cl, queue = self._cl, self._queue
+
+        def create() -> Any:
+            buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, size)
+            if not self._is_cpu and size >= 1 << 20:
+                # Memory is bound at first use: use it now, so that a shortage shows here and not in a launch.
+                cl.enqueue_fill_buffer(queue, buffer, np.uint32(0), 0, 4)
+            return buffer
+
+        return _Block(self._with_memory("allocation", nbytes, create), size)
+
+    def _trim(self) -> bool:
+        """Give pooled memory back to the driver; True when there was any."""
+        with self._lock:
+            had = bool(self._pool)
+            self._pool.clear()
+            self._pooled_bytes = 0
+            if had:
+                # A buffer is released once the work that uses it is done.
+                with contextlib.suppress(self._cl.Error):
+                    self._queue.finish()
+            return had
+
+    def _sweep(self) -> None:
+        """Let go of freed host arrays that the queue has passed. The caller holds the lock."""
+        if self._retired:
+            complete = self._cl.command_execution_status.COMPLETE
+            self._retired = [r for r in self._retired if r[0].command_execution_status > complete]
+
+    def _with_memory(self, what: str, nbytes: int | None, action: Callable[[], _T]) -> _T:
+        """Run a driver call; when the device is out of memory, drop the pool and try once more."""
+        try:
+            return action()
+        except self._cl.Error as error:
+            if error.code not in self._memory_codes() or not self._trim():
+                raise self._translate(error, what, nbytes) from error
+        try:
+            return action()
+        except self._cl.Error as error:
+            raise self._translate(error, what, nbytes) from error
+
+    def _memory_codes(self) -> tuple[int, ...]:
+        codes = self._cl.status_code
+        return (codes.MEM_OBJECT_ALLOCATION_FAILURE, codes.OUT_OF_RESOURCES, codes.OUT_OF_HOST_MEMORY)
+
+    def _translate(self, error: Any, what: str, nbytes: int | None) -> AuleError:
+        if not self._alive():
+            # Drivers report a kernel's wild access as OUT_OF_RESOURCES and refuse everything after it.
+            self._lost = f"[opencl] {self.target.name} stopped answering ({what}: {error}); start a new process"
+            return DeviceLostError(self._lost)
+        # Without a size at stake, OUT_OF_RESOURCES speaks of registers or of the launch, not of memory.
+        short_of_memory = error.code in self._memory_codes() and (
+            nbytes is not None or error.code != self._cl.status_code.OUT_OF_RESOURCES
+        )
+        if short_of_memory:
+            return OutOfMemoryError(
+                f"[opencl] {what} ran out of memory on {self.target.name} ({error}); free tensors or split the batch",
+                nbytes,
+            )
+        return LaunchError(f"[opencl] {what} failed on {self.target.name}: {error}")
+
+    def _alive(self) -> bool:
+        cl = self._cl
+        try:
+            buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, 256)
+            cl.enqueue_copy(self._queue, buffer, np.zeros(4, np.uint8), is_blocking=True)
+        except cl.Error as error:
+            # Short of memory to the last byte is not dead.
+            return bool(error.code in (cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE, cl.status_code.OUT_OF_HOST_MEMORY))
+        return True
+
+    def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
+        path = save_refused(artifact.language, artifact.code)
+        return ShaderCompileError(
+            f"[opencl] expected kernel '{artifact.entry}' to build, got: {reason}; "
+            f"source saved to {path or 'nowhere (cache directory not writable)'}\n{log}".rstrip(),
+            log,
+            path,
+        )
+
+
+def _size_class(nbytes: int) -> int:
+    """Size to allocate for ``nbytes``: powers of two when small, else eight steps an octave (at most 12.5 % waste)."""
+    if nbytes <= 4096:
+        return max(256, 1 << max(nbytes - 1, 0).bit_length())
+    step = 1 << ((nbytes - 1).bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+def _flat(array: npt.NDArray[Any], nbytes: int, offset: int) -> npt.NDArray[np.uint8]:
+    """The array's bytes, after checking that they fit into an allocation of ``nbytes`` at ``offset``."""
+    if not array.flags.c_contiguous:
+        raise InvalidArgumentError("[opencl] expected a C-contiguous array, got a strided one; use ascontiguousarray")
+    if offset < 0 or offset + array.nbytes > nbytes:
+        raise InvalidArgumentError(
+            f"[opencl] expected a copy within the allocation's {nbytes} bytes, got {array.nbytes} at offset {offset}"
+        )
+    return array.reshape(-1).view(np.uint8)
+
+
+def _info(device: Any, key: int) -> Any:
+    """A device property that only some vendors know; None elsewhere."""
+    try:
+        return device.get_info(key)
+    except Exception:  # pyopencl raises its own Error for an unknown value and others for an unknown type
+        return None
+
+
+def _language_version(cl: Any, device: Any) -> int:
+    versions = [int(float(device.opencl_c_version.split()[2]) * 100 + 0.5)]
+    # A device of OpenCL 3.0 names its newest language only in this list; the older query stays at 1.2 for it.
+    with contextlib.suppress(AttributeError, cl.Error):
+        versions += [(v.version >> 22) * 100 + (v.version >> 12 & 0x3FF) * 10 for v in device.opencl_c_all_versions]
+    return max(versions)
+
+
+def _subgroups(device: Any, extensions: set[str], is_cpu: bool) -> tuple[int, tuple[int, ...]]:
+    """Subgroup size and the sizes a kernel may require; (0, ()) unless shuffles work and the size is known."""
+    khronos = {"cl_khr_subgroups", "cl_khr_subgroup_shuffle"} <= extensions
+    if is_cpu or not (khronos or "cl_intel_subgroups" in extensions):
+        return 0, ()
+    if "cl_intel_required_subgroup_size" in extensions:
+        sizes = tuple(sorted(int(n) for n in _info(device, _SUB_GROUP_SIZES_INTEL) or ()))
+        # Intel's compiler favours 16 lanes: 32 halve the registers of a lane, and newest parts have no 8.
+        return (16 if 16 in sizes else max(sizes, default=0)), sizes
+    return int(_info(device, _WARP_SIZE_NV) or _info(device, _WAVEFRONT_WIDTH_AMD) or 0), ()
+
+
+def _target(cl: Any, device: Any) -> Target:
+    extensions = set(device.extensions.split())
+    is_cpu = bool(device.type & cl.device_type.CPU)
+    maker = device.vendor.lower()
+    vendor = next((name for text, name in _VENDORS.items() if text in maker), "unknown")
+    subgroup_size, subgroup_sizes = _subgroups(device, extensions, is_cpu)
+    full = device.profile == "FULL_PROFILE"
+    return Target(
+        backend="opencl",
+        name=device.name.strip(),
+        vendor="software" if is_cpu else vendor,
+        driver=f"{device.platform.name.strip()} {device.driver_version.strip()}",
+        software=is_cpu,
+        subgroup_size=subgroup_size,
+        subgroup_sizes=subgroup_sizes,
+        max_threads=min(int(device.max_work_group_size), int(device.max_work_item_sizes[0])),
+        max_shared_bytes=int(device.local_mem_size),
+        max_grid=(2**31 - 1, 65535, 65535),
+        # Half of the parameter space for pointers of 8 bytes, the other half for scalars.
+        max_buffers=int(device.max_parameter_size) // 16,
+        max_buffer_bytes=int(device.max_mem_alloc_size),
+        offset_alignment=max(int(device.mem_base_addr_align) // 8, 1),
+        memory_bytes=int(device.global_mem_size),
+        compute_units=int(device.max_compute_units),
+        unified_memory=bool(device.host_unified_memory),
+        f16="cl_khr_fp16" in extensions,
+        f64="cl_khr_fp64" in extensions,
+        int64=full or "cles_khr_int64" in extensions,
+        # vload_half and ushort need no extension, and byte stores are core since OpenCL 1.1.
+        storage16=True,
+        storage8=True,
+        language_version=_language_version(cl, device),
+        extensions=tuple(e for e in _USEFUL_EXTENSIONS if e in extensions),
+    )

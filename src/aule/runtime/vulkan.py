@@ -1,0 +1,290 @@
+"""The Vulkan runtime: any device with Vulkan 1.2 and a compute queue, through ctypes.
+
+Environment
+-----------
+``AULE_VULKAN_VALIDATION=1`` turns the validation layer on: what it says goes to the logger ``aule.vulkan`` and to
+`validation_messages`. ``AULE_CACHE_DIR`` is where compiled pipelines and refused shaders are kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from aule.artifact import Artifact
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    InvalidArgumentError,
+    LaunchError,
+    NoComputeQueueError,
+)
+from aule.runtime._vulkan_context import Context
+from aule.runtime._vulkan_loader import close_instance, driver_remedy, instance, validation_messages
+from aule.runtime._vulkan_memory import Region
+from aule.runtime._vulkan_pipeline import Pipeline
+from aule.runtime._vulkan_target import Facts, inspect_all
+from aule.runtime.base import Allocation, Device, Program
+
+__all__ = ["VulkanDevice", "devices", "skipped", "validation_messages"]
+
+
+class VulkanDevice(Device):
+    """One Vulkan device. It is opened by the first call that needs more than its Target.
+
+    Allocations have no device address; their ``handle`` tells buffer and byte offset.
+    """
+
+    def __init__(self, facts: Facts, index: int) -> None:
+        self.target = facts.target
+        self.index = index
+        self._facts = facts
+        self._lock = threading.RLock()
+        self._pid = 0
+        self._opened: Context | None = None
+        self._closed = False
+
+    def _context(self) -> Context:
+        """The opened device; the caller holds the lock."""
+        if self._opened is None:
+            if self._closed:
+                raise ClosedError("[vulkan] expected an open device, got a closed one; ask for the device again")
+            self._opened = Context(instance(), self._facts)
+            self._pid = os.getpid()
+            _opened.append(self)
+        self._opened.tidy()
+        return self._opened
+
+    def _check_process(self) -> None:
+        # Before the lock is taken: in a child, a thread that does not exist any more may hold it.
+        if self._pid and self._pid != os.getpid():
+            raise DeviceLostError(
+                f"[vulkan] {self.target.name} was opened before fork and cannot be used in the child; start workers "
+                "with the multiprocessing method 'spawn', or use the device first in the child"
+            )
+
+    def _region(self, allocation: Allocation) -> Region:
+        if allocation.device is not self:
+            raise InvalidArgumentError("[vulkan] expected an allocation of this device, got one of another")
+        if allocation.freed:
+            raise ClosedError("[vulkan] expected live memory, got an allocation that was freed")
+        region: Region = allocation.handle
+        return region
+
+    def alloc(self, nbytes: int) -> Allocation:
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[vulkan] expected a size of at least 0 bytes, got {nbytes}")
+        self._check_process()
+        with self._lock:
+            return Allocation(self, nbytes, self._context().memory.alloc(nbytes))
+
+    def free(self, allocation: Allocation) -> None:
+        # No lock: finalisers call this, in any thread and in the middle of anything. The memory is taken back by the
+        # next call on the device.
+        if not allocation.freed and allocation.device is self:
+            allocation.freed = True
+            region: Region = allocation.handle
+            region.give_up()
+
+    def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
+        self._check_process()
+        with self._lock:
+            context, region = self._context(), self._region(allocation)
+            _check_range(allocation, data, offset)
+            if data.nbytes:
+                context.upload(region, offset, data.ctypes.data, data.nbytes)
+
+    def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
+        self._check_process()
+        with self._lock:
+            context, region = self._context(), self._region(allocation)
+            _check_range(allocation, out, offset)
+            if not out.flags.writeable:
+                raise InvalidArgumentError("[vulkan] expected a writable array to download to, got a read-only one")
+            if out.nbytes:
+                context.download(region, offset, out.ctypes.data, out.nbytes)
+
+    def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
+        self._check_process()
+        if not array.flags.c_contiguous:
+            return None
+        with self._lock:
+            region = self._context().memory.import_host(array.ctypes.data, array.nbytes, array)
+            return None if region is None else Allocation(self, array.nbytes, region)
+
+    def load(self, artifact: Artifact) -> Program:
+        self._check_process()
+        with self._lock:
+            return Program(self, artifact, self._context().load(artifact))
+
+    def launch(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        args: Sequence[Allocation | int | float],
+        stream: int | None = None,
+    ) -> None:
+        self._check_process()
+        with self._lock:
+            context = self._context()
+            pipeline, regions, scalars = self._prepare(program, grid, args)
+            if 0 not in grid:
+                context.launch(pipeline, grid, regions, scalars)
+
+    def time_launch(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> float:
+        if not self._facts.timestamp_bits:
+            return super().time_launch(program, grid, args)
+        self._check_process()
+        with self._lock:
+            context = self._context()
+            pipeline, regions, scalars = self._prepare(program, grid, args)
+            return 0.0 if 0 in grid else context.time_launch(pipeline, grid, regions, scalars)
+
+    def _prepare(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> tuple[Pipeline, list[Region], list[Any]]:
+        """Sorts the arguments of a launch and refuses what the driver would not check."""
+        if program.device is not self:
+            raise InvalidArgumentError("[vulkan] expected a program of this device, got one of another")
+        pipeline: Pipeline = program.handle
+        if len(args) != len(pipeline.names):
+            raise LaunchError(f"[vulkan] expected {len(pipeline.names)} arguments {pipeline.names}, got {len(args)}")
+        limit = self.target.max_grid
+        if not (0 <= grid[0] <= limit[0] and 0 <= grid[1] <= limit[1] and 0 <= grid[2] <= limit[2]):
+            raise LaunchError(f"[vulkan] expected a grid of at most {limit} workgroups, got {grid}")
+        regions: list[Region] = []
+        for i in pipeline.buffers:
+            argument = args[i]
+            if not isinstance(argument, Allocation):
+                raise LaunchError(f"[vulkan] expected an allocation for {pipeline.names[i]}, got {argument!r}")
+            regions.append(self._region(argument))
+            if argument.nbytes > self.target.max_buffer_bytes:
+                raise LaunchError(
+                    f"[vulkan] expected at most {self.target.max_buffer_bytes} bytes in {pipeline.names[i]} (the "
+                    f"device's maxStorageBufferRange), got {argument.nbytes}; split the problem"
+                )
+        return pipeline, regions, [args[i] for i in pipeline.scalars]
+
+    def synchronize(self) -> None:
+        self._check_process()
+        with self._lock:
+            self._context().synchronize()
+
+    def statistics(self, program: Program) -> dict[str, int | float | bool]:
+        """What the driver tells of a program's machine code: registers, spills, shared memory ...
+
+        Parameters
+        ----------
+        program : Program
+            Loaded on this device.
+
+        Returns
+        -------
+        dict
+            By the driver's own names; empty where VK_KHR_pipeline_executable_properties is missing.
+        """
+        self._check_process()
+        with self._lock:
+            return self._context().pipelines.statistics(program.artifact)
+
+    def pipeline_cache_data(self) -> bytes:
+        """The driver's pipeline cache. It is also kept on disk, written when the device is closed."""
+        self._check_process()
+        with self._lock:
+            return self._context().pipelines.cache_data()
+
+    def memory_info(self) -> dict[str, int]:
+        """Bytes ``used`` by tensors, bytes ``reserved`` for them, and the count of ``driver_allocations`` so far."""
+        self._check_process()
+        with self._lock:
+            memory = self._context().memory
+            return {
+                "used": memory.used,
+                "reserved": memory.reserved,
+                "driver_allocations": memory.driver_allocations,
+            }
+
+    def close(self) -> None:
+        if self._pid and self._pid != os.getpid():
+            return
+        with self._lock:
+            self._closed = True
+            if self._opened is not None:
+                context, self._opened = self._opened, None
+                if self in _opened:
+                    _opened.remove(self)
+                context.close()
+
+
+def _check_range(allocation: Allocation, array: npt.NDArray[Any], offset: int) -> None:
+    if not array.flags.c_contiguous:
+        raise InvalidArgumentError("[vulkan] expected a C-contiguous array, got a strided one; use ascontiguousarray")
+    if offset < 0 or offset + array.nbytes > allocation.nbytes:
+        raise InvalidArgumentError(
+            f"[vulkan] expected at most {allocation.nbytes} bytes, got {array.nbytes} at offset {offset}"
+        )
+
+
+_lock = threading.Lock()
+_devices: list[VulkanDevice] = []
+_devices_pid = 0
+_skipped: list[AuleError] = []
+_opened: list[VulkanDevice] = []
+
+
+def devices() -> list[Device]:
+    """The Vulkan devices of this machine that can compute, in the driver's order.
+
+    Each call gives the same objects, except that a closed device is replaced by a new one.
+
+    Raises
+    ------
+    BackendUnavailableError
+        There is no loader, no driver or no device, with the remedy.
+    NoComputeQueueError
+        There are devices, but none has a compute queue.
+    """
+    global _devices, _devices_pid, _skipped, _lock
+    if _devices_pid not in (0, os.getpid()):
+        _lock, _devices, _devices_pid = threading.Lock(), [], 0
+    with _lock:
+        if not _devices:
+            usable, _skipped = inspect_all(instance())
+            if not usable:
+                raise _none_usable(_skipped)
+            _devices, _devices_pid = [VulkanDevice(facts, i) for i, facts in enumerate(usable)], os.getpid()
+        for i, device in enumerate(_devices):
+            if device._closed:
+                _devices[i] = VulkanDevice(device._facts, i)
+        return list(_devices)
+
+
+def skipped() -> list[AuleError]:
+    """Why devices that the driver lists are not among `devices`: no compute queue, or older than Vulkan 1.2."""
+    devices()
+    return list(_skipped)
+
+
+def _none_usable(reasons: list[AuleError]) -> AuleError:
+    if not reasons:
+        return BackendUnavailableError("vulkan", f"[vulkan] no driver lists a device; {driver_remedy()}")
+    text = "; ".join(error.message for error in reasons)
+    kind = NoComputeQueueError if all(isinstance(e, NoComputeQueueError) for e in reasons) else BackendUnavailableError
+    return kind("vulkan", text)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Drivers do not like to be unloaded under work, and the validation layer reports what is left."""
+    for device in list(_opened):
+        device.close()
+    close_instance()

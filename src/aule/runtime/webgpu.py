@@ -1,0 +1,728 @@
+"""WebGPU devices, through wgpu-py.
+
+Kernels take the *block* convention: storage buffers at bindings ``0..n-1`` of group 0, and all scalars in one uniform
+buffer at binding ``n``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import os
+import re
+import struct
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.artifact import Artifact
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Allocation, Device, Program
+from aule.target import Target
+
+_T = TypeVar("_T")
+
+_BACKENDS = ("Vulkan", "Metal", "D3D12")
+"""In order of preference for a device that several reach; OpenGL lacks too much of compute."""
+_KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "CPU": 3}
+_VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x106B: "apple"}
+_FEATURES = ("shader-f16", "subgroup", "timestamp-query")
+_LIMITS = (
+    "max-bindings-per-bind-group",
+    "max-buffer-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroup-storage-size",
+    "max-compute-workgroups-per-dimension",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+)
+_CHUNK = 64 << 20
+"""Copies pass through staging memory in pieces of this many bytes."""
+_POOL_LIMIT = 1 << 30
+"""Freed bytes kept for reuse. WebGPU does not tell how much memory a device has; a shortage empties the pool."""
+_STAGING_LIMIT = 2 * _CHUNK
+_BIND_GROUPS = 64
+"""Bind groups remembered per program: a model repeats its launches with few sets of buffers and scalars."""
+_ENABLE_SUBGROUPS = re.compile(r"^[ \t]*enable[ \t]+subgroups[ \t]*;", re.MULTILINE)
+_SUBGROUP_PROBE = """
+@group(0) @binding(0) var<storage, read_write> size: array<u32>;
+@compute @workgroup_size(128)
+fn main(@builtin(subgroup_size) lanes: u32) { size[0] = lanes; }
+"""
+
+# The whole process shares the driver, and a driver does not survive a fork: its threads and handles stay behind.
+_driver_pid: int | None = None
+
+
+def devices() -> list[Device]:
+    """Every WebGPU adapter over Vulkan, Metal or Direct3D 12: discrete GPUs first, software last.
+
+    A GPU that two of these reach is listed once.
+
+    Returns
+    -------
+    list of Device
+        At least one.
+
+    Raises
+    ------
+    BackendUnavailableError
+        When wgpu is missing, finds no adapter, or was started before a fork.
+    """
+    global _driver_pid
+    try:
+        wgpu: Any = importlib.import_module("wgpu")
+    except Exception as error:  # a wgpu whose native library is missing raises RuntimeError or OSError
+        raise BackendUnavailableError(
+            "webgpu", f"[webgpu] expected the package wgpu, got {error!r}; pip install aule-attention[webgpu]"
+        ) from error
+    if _driver_pid is not None and _driver_pid != os.getpid():
+        raise BackendUnavailableError(
+            "webgpu",
+            "[webgpu] expected a driver started in this process, got one started before os.fork(); "
+            "start workers with the 'spawn' method",
+        )
+    _driver_pid = os.getpid()
+    try:
+        adapters = list(wgpu.gpu.enumerate_adapters_sync())
+    except Exception as error:
+        raise BackendUnavailableError(
+            "webgpu", f"[webgpu] expected a list of adapters, got {error}; check the GPU's driver"
+        ) from error
+    usable = [a for a in adapters if a.info["backend_type"] in _BACKENDS]
+    if not usable:
+        raise BackendUnavailableError(
+            "webgpu",
+            f"[webgpu] expected an adapter over {', '.join(_BACKENDS)}, got "
+            f"{[a.info['backend_type'] for a in adapters] or 'none'}; install the GPU's Vulkan driver "
+            "(or Mesa's lavapipe for the CPU: mesa-vulkan-drivers)",
+        )
+    best: dict[tuple[int, int], int] = {}
+    for adapter in usable:
+        key = _identity(adapter)
+        rank = _BACKENDS.index(adapter.info["backend_type"])
+        best[key] = min(best.get(key, rank), rank)
+    chosen = [a for a in usable if _BACKENDS.index(a.info["backend_type"]) == best[_identity(a)]]
+    chosen.sort(key=lambda a: _KINDS.get(a.info["adapter_type"], 2))
+    return [WebGPUDevice(wgpu, adapter, index) for index, adapter in enumerate(chosen)]
+
+
+class _Block:
+    """One GPUBuffer. ``serial`` names it in the keys of bind groups: an id() would come back for another buffer."""
+
+    __slots__ = ("buffer", "serial", "size")
+    _serials = itertools.count()
+
+    def __init__(self, buffer: Any, size: int) -> None:
+        self.buffer = buffer
+        self.size = size
+        self.serial = next(self._serials)
+
+
+class _Pipeline:
+    """A compute pipeline and the bind groups it was launched with last, each with its uniform buffer."""
+
+    __slots__ = ("groups", "layout", "pipeline")
+
+    def __init__(self, pipeline: Any, layout: Any) -> None:
+        self.pipeline = pipeline
+        self.layout = layout
+        self.groups: OrderedDict[tuple[Any, ...], tuple[Any, Any]] = OrderedDict()
+
+
+class WebGPUDevice(Device):
+    """One WebGPU device and its queue."""
+
+    def __init__(self, wgpu: Any, adapter: Any, index: int) -> None:
+        self.target = _target(wgpu, adapter)
+        self.index = index
+        self._wgpu = wgpu
+        self._adapter = adapter
+        self._pid = os.getpid()
+        # wgpu-py's objects keep state in Python; every touch of a shared one happens under this lock.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._lost = ""
+        self._device: Any = None
+        self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        self._pool: dict[int, list[_Block]] = {}
+        self._pooled_bytes = 0
+        self._uniforms: dict[int, list[Any]] = {}
+        self._staging: dict[int, list[Any]] = {}
+        self._staging_bytes = 0
+        self._fence: _Block | None = None
+        self._timestamps: tuple[Any, Any, float] | None = None
+        self._knows_enable_subgroups: bool | None = None
+        self._measured_subgroup = 0
+        self._max_alloc = int(adapter.limits["max-buffer-size"]) & ~15
+
+    def alloc(self, nbytes: int) -> Allocation:
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[webgpu] expected a size of 0 bytes or more, got {nbytes}")
+        self._check()
+        if nbytes > self._max_alloc:
+            raise OutOfMemoryError(
+                f"[webgpu] expected an allocation of at most {self._max_alloc} bytes, got {nbytes}; "
+                f"{self.target.name} has no larger buffers, split the batch",
+                nbytes,
+            )
+        size = min(_size_class(nbytes), self._max_alloc)
+        with self._lock:
+            device = self._open()
+            waiting = self._pool.get(size)
+            if waiting:
+                block = waiting.pop()
+                self._pooled_bytes -= size
+            else:
+                usage = self._wgpu.BufferUsage
+                flags = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
+                with self._translated("allocation", nbytes):
+                    block = _Block(self._new_buffer(device, size, flags), size)
+            allocation = Allocation(self, nbytes, block)
+            self._live.add(allocation)
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        if os.getpid() != self._pid:
+            return  # the parent's memory; the child has no driver to give it back to
+        with self._lock:
+            if allocation.freed:
+                return
+            block = self._block(allocation)
+            allocation.freed = True
+            allocation.handle = None
+            self._live.discard(allocation)
+            # The queue is in order, so whoever gets this block next comes after the work that still uses it.
+            if self._pooled_bytes + block.size <= _POOL_LIMIT:
+                self._pool.setdefault(block.size, []).append(block)
+                self._pooled_bytes += block.size
+            else:
+                block.buffer.destroy()  # takes effect when the work that uses it is done
+
+    def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
+        self._check()
+        flat = _flat(data, allocation.nbytes, offset)
+        with self._lock, self._translated("upload", flat.nbytes):
+            device = self._open()
+            block = self._block(allocation)
+            if flat.nbytes == 0:
+                return
+            end = offset + flat.nbytes
+            # The queue writes whole words. Words that the data fills in part keep their other bytes, except for the
+            # bytes behind the end of the allocation, which nobody owns.
+            last = end & ~3
+            for at in sorted({edge & ~3 for edge in (offset, end) if edge & 3}):
+                word = np.zeros(4, np.uint8)
+                if at < offset or end < min(at + 4, allocation.nbytes):
+                    self._read(device, block, at, word)
+                begin, stop = max(at, offset), min(at + 4, end)
+                word[begin - at : stop - at] = flat[begin - offset : stop - offset]
+                device.queue.write_buffer(block.buffer, at, word)
+            begin = -(-offset // 4) * 4
+            for at in range(begin, last, _CHUNK):
+                if at > begin:
+                    device.queue.submit([])  # lets the staging memory of the piece before go
+                size = min(_CHUNK, last - at)
+                self._with_memory(
+                    device, functools.partial(device.queue.write_buffer, block.buffer, at, flat, at - offset, size)
+                )
+
+    def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
+        self._check()
+        if not out.flags.writeable:
+            raise InvalidArgumentError("[webgpu] expected a writable array to download into, got a read-only one")
+        flat = _flat(out, allocation.nbytes, offset)
+        with self._lock:
+            device = self._open()
+            block = self._block(allocation)
+        if flat.nbytes == 0:
+            self.synchronize()
+            return
+        with self._translated("download", flat.nbytes):
+            for at in range(0, flat.nbytes, _CHUNK):
+                self._read(device, block, offset + at, flat[at : at + _CHUNK])
+
+    def load(self, artifact: Artifact) -> Program:
+        self._check()
+        target, wgpu = self.target, self._wgpu
+        if artifact.language != "wgsl":
+            raise ShaderCompileError(f"[webgpu] expected a kernel in wgsl, got {artifact.language}")
+        # naga lets these pass and the driver then misbehaves.
+        for what, used, most in (
+            ("threads in a workgroup", artifact.workgroup, target.max_threads),
+            ("bytes of workgroup memory", artifact.shared_bytes, target.max_shared_bytes),
+            ("storage buffers", len(artifact.buffers), target.max_buffers),
+        ):
+            if used > most:
+                raise self._refused(artifact, f"it uses {used} {what}, the device has {most}")
+        with self._lock:
+            device = self._open()
+            if artifact.uses_subgroups or artifact.subgroup_size:
+                self._check_subgroups(device, artifact)
+            text = artifact.text
+            if _ENABLE_SUBGROUPS.search(text) and not self._accepts_enable_subgroups(device):
+                text = _ENABLE_SUBGROUPS.sub("", text)
+            kinds = ["read-only-storage" if p.access == "read" else "storage" for p in artifact.buffers]
+            kinds += ["uniform"] if artifact.scalars else []
+            try:
+                handle = self._pipeline(device, text, artifact.entry, kinds)
+            except (wgpu.GPUError, wgpu.GPUPipelineError) as error:
+                if self._is_memory(error):
+                    raise self._translate(error, f"loading '{artifact.entry}'", None) from error
+                raise self._refused(artifact, f"{target.name} refused it", str(error)) from error
+        return Program(self, artifact, handle)
+
+    def launch(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        args: Sequence[Allocation | int | float],
+        stream: int | None = None,
+    ) -> None:
+        if stream is not None:
+            raise LaunchError("[webgpu] expected stream=None, got a native stream; WebGPU devices have one queue")
+        self._check()
+        with self._lock, self._translated(f"launch of '{program.artifact.entry}'", None):
+            device = self._open()
+            group = self._bind(device, program, args)
+            self._check_grid(program, grid)
+            if 0 in grid:
+                return
+            encoder = device.create_command_encoder()
+            self._dispatch(encoder.begin_compute_pass(), program.handle, group, grid)
+            device.queue.submit([encoder.finish()])
+
+    def synchronize(self) -> None:
+        self._check()
+        with self._translated("synchronize", None):
+            with self._lock:
+                device = self._open()
+            self._wait(device)
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            device, self._device = self._device, None
+            if device is not None:
+                # The driver may be gone by now; what it held went with it.
+                with contextlib.suppress(Exception):
+                    self._wait(device)
+            for allocation in list(self._live):
+                allocation.handle.buffer.destroy()
+                allocation.freed = True
+                allocation.handle = None
+            self._live.clear()
+            for block in itertools.chain(*self._pool.values()):
+                block.buffer.destroy()
+            self._pool.clear()
+            for buffer in itertools.chain(*self._uniforms.values(), *self._staging.values()):
+                buffer.destroy()
+            self._uniforms.clear()
+            self._staging.clear()
+            self._fence = self._timestamps = None
+            self._pooled_bytes = self._staging_bytes = 0
+
+    def time_launch(
+        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
+    ) -> float:
+        self.synchronize()
+        with self._lock, self._translated(f"launch of '{program.artifact.entry}'", None):
+            device = self._open()
+            queries, resolved, period = self._timestamp_queries(device)
+            if period:
+                group = self._bind(device, program, args)
+                self._check_grid(program, grid)
+                writes = {"query_set": queries, "beginning_of_pass_write_index": 0, "end_of_pass_write_index": 1}
+                encoder = device.create_command_encoder()
+                self._dispatch(encoder.begin_compute_pass(timestamp_writes=writes), program.handle, group, grid)
+                encoder.resolve_query_set(queries, 0, 2, resolved.buffer, 0)
+                device.queue.submit([encoder.finish()])
+                ticks = np.zeros(2, np.uint64)
+                self._read(device, resolved, 0, ticks.view(np.uint8))
+                return float(ticks[1] - ticks[0]) * period * 1e-9
+        return super().time_launch(program, grid, args)
+
+    def _check(self) -> None:
+        """What every call begins with, before any lock: in a forked child a thread that is gone may hold it."""
+        if os.getpid() != self._pid:
+            raise DeviceLostError(
+                f"[webgpu] {self.target.name} was opened before fork; start workers with the 'spawn' method"
+            )
+        if self._closed:
+            raise ClosedError(f"[webgpu] {self.target.name} was closed; get a new device")
+        if self._lost:
+            raise DeviceLostError(self._lost)
+
+    def _open(self) -> Any:
+        """The GPUDevice, opened on first use. The caller holds the lock."""
+        self._check()
+        if self._device is None:
+            features, limits = self._adapter.features, self._adapter.limits
+            try:
+                self._device = self._adapter.request_device_sync(
+                    label="aule",
+                    required_features=[f for f in _FEATURES if f in features],
+                    required_limits={name: limits[name] for name in _LIMITS if name in limits},
+                )
+            except Exception as error:
+                raise BackendUnavailableError(
+                    "webgpu", f"[webgpu] expected a device on {self.target.name}, got {error}; check the driver"
+                ) from error
+        return self._device
+
+    def _block(self, allocation: Allocation) -> _Block:
+        if allocation.device is not self:
+            raise LaunchError("[webgpu] expected an allocation of this device, got another device's")
+        block: _Block | None = allocation.handle
+        if block is None:
+            raise ClosedError("[webgpu] expected live memory, got a freed allocation")
+        return block
+
+    def _with_memory(self, device: Any, action: Callable[[], _T]) -> _T:
+        """Run a wgpu call; when it is out of memory, drop the pools and try once more. The caller holds the lock."""
+        try:
+            return action()
+        except self._wgpu.GPUError as error:
+            if not self._is_memory(error) or not self._trim(device):
+                raise
+        return action()
+
+    def _is_memory(self, error: Exception) -> bool:
+        # wgpu-native 29 passes a failed allocation off as a validation error, with this text of wgpu-core's.
+        return isinstance(error, self._wgpu.GPUOutOfMemoryError) or bool(
+            re.search(r"not enough memory left|out of memory", str(error), re.IGNORECASE)
+        )
+
+    def _new_buffer(self, device: Any, size: int, usage: int) -> Any:
+        return self._with_memory(device, lambda: device.create_buffer(size=size, usage=usage))
+
+    def _trim(self, device: Any) -> bool:
+        """Give pooled memory back to the driver; True when there was any. The caller holds the lock."""
+        pooled = list(itertools.chain(*self._pool.values()))
+        staging = list(itertools.chain(*self._staging.values()))
+        for buffer in [b.buffer for b in pooled] + staging:
+            buffer.destroy()
+        self._pool.clear()
+        self._staging.clear()
+        self._pooled_bytes = self._staging_bytes = 0
+        if not pooled and not staging:
+            return False
+        # Memory comes back when the work that uses it is done.
+        self._wait(device)
+        return True
+
+    def _read(self, device: Any, block: _Block, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes out of a buffer through mapped staging memory; waits."""
+        first = start & ~3
+        size = -(-(start + out.nbytes) // 4) * 4 - first
+        capacity = max(_size_class(size), 4096)
+        with self._lock:
+            waiting = self._staging.get(capacity)
+            if waiting:
+                staging = waiting.pop()
+                self._staging_bytes -= capacity
+            else:
+                usage = self._wgpu.BufferUsage
+                staging = self._new_buffer(device, capacity, usage.MAP_READ | usage.COPY_DST)
+            encoder = device.create_command_encoder()
+            encoder.copy_buffer_to_buffer(block.buffer, first, staging, 0, size)
+            device.queue.submit([encoder.finish()])
+        try:
+            staging.map_sync("READ", 0, size)
+            seen = np.frombuffer(staging.read_mapped(0, size, copy=False), np.uint8)
+            out[:] = seen[start - first : start - first + out.nbytes]
+            del seen  # a view must not outlive the mapping
+            staging.unmap()
+        except BaseException:
+            staging.destroy()
+            raise
+        with self._lock:
+            if not self._closed and self._staging_bytes + capacity <= _STAGING_LIMIT:
+                self._staging.setdefault(capacity, []).append(staging)
+                self._staging_bytes += capacity
+            else:
+                staging.destroy()
+
+    def _wait(self, device: Any) -> None:
+        """Wait for all submitted work, by reading back a word that the queue copies after it."""
+        # on_submitted_work_done is the call for this, but wgpu-py 0.32 declares its callback wrongly and raises.
+        with self._lock:
+            if self._fence is None:
+                usage = self._wgpu.BufferUsage
+                self._fence = _Block(device.create_buffer(size=16, usage=usage.COPY_SRC), 16)
+            fence = self._fence
+        self._read(device, fence, 0, np.empty(4, np.uint8))
+
+    def _pipeline(self, device: Any, text: str, entry: str, kinds: Sequence[str]) -> _Pipeline:
+        module = device.create_shader_module(label=entry, code=text)
+        visible = self._wgpu.ShaderStage.COMPUTE
+        entries = [{"binding": i, "visibility": visible, "buffer": {"type": kind}} for i, kind in enumerate(kinds)]
+        layout = device.create_bind_group_layout(entries=entries)
+        pipeline = device.create_compute_pipeline(
+            layout=device.create_pipeline_layout(bind_group_layouts=[layout]),
+            compute={"module": module, "entry_point": entry},
+        )
+        return _Pipeline(pipeline, layout)
+
+    def _bind(self, device: Any, program: Program, args: Sequence[Allocation | int | float]) -> Any:
+        """The bind group for these arguments, remembered from an earlier launch where possible."""
+        if program.device is not self:
+            raise LaunchError("[webgpu] expected a program loaded on this device, got another device's")
+        artifact = program.artifact
+        if len(args) != len(artifact.params):
+            raise LaunchError(f"[webgpu] '{artifact.entry}' expected {len(artifact.params)} arguments, got {len(args)}")
+        blocks: list[_Block] = []
+        ranges: list[int] = []
+        scalars: list[int | float] = []
+        for param, arg in zip(artifact.params, args, strict=True):
+            if param.kind == "buffer":
+                if not isinstance(arg, Allocation):
+                    raise LaunchError(f"[webgpu] '{artifact.entry}' expected memory for '{param.name}', got {arg!r}")
+                blocks.append(self._block(arg))
+                # Whole vectors of four words, so that a kernel may read its last elements as one.
+                ranges.append(max(-(-arg.nbytes // 16) * 16, 16))
+            elif isinstance(arg, Allocation):
+                raise LaunchError(f"[webgpu] '{artifact.entry}' expected a number for '{param.name}', got memory")
+            else:
+                scalars.append(arg)
+        try:
+            packed = artifact.scalar_struct.pack(*scalars) if scalars else b""
+        except (struct.error, OverflowError, TypeError) as error:
+            raise LaunchError(
+                f"[webgpu] '{artifact.entry}' got a scalar that does not fit its parameter: {error}"
+            ) from error
+        handle: _Pipeline = program.handle
+        key = (packed, *(b.serial for b in blocks), *ranges)
+        found = handle.groups.get(key)
+        if found is not None:
+            handle.groups.move_to_end(key)
+            return found[0]
+        self._check_bindings(artifact, blocks, ranges)
+        while len(handle.groups) >= _BIND_GROUPS:
+            _, (_, uniform) = handle.groups.popitem(last=False)
+            if uniform is not None:
+                self._uniforms.setdefault(uniform.size, []).append(uniform)
+        bound = [(b.buffer, size) for b, size in zip(blocks, ranges, strict=True)]
+        uniform = None
+        if packed:
+            uniform = self._uniform(device, packed)
+            bound.append((uniform, len(packed)))
+        group = device.create_bind_group(
+            layout=handle.layout,
+            entries=[
+                {"binding": i, "resource": {"buffer": buffer, "offset": 0, "size": size}}
+                for i, (buffer, size) in enumerate(bound)
+            ],
+        )
+        handle.groups[key] = group, uniform
+        return group
+
+    def _check_bindings(self, artifact: Artifact, blocks: Sequence[_Block], ranges: Sequence[int]) -> None:
+        times = Counter(b.serial for b in blocks)
+        for param, block, size in zip(artifact.buffers, blocks, ranges, strict=True):
+            if times[block.serial] > 1 and param.access != "read":
+                twins = [p.name for p, b in zip(artifact.buffers, blocks, strict=True) if b is block]
+                raise LaunchError(
+                    f"[webgpu] '{artifact.entry}' expected memory of its own for '{param.name}', which it writes, got "
+                    f"one allocation for {', '.join(twins)}; WebGPU forbids such aliases, pass a copy"
+                )
+            if size > self.target.max_buffer_bytes:
+                raise LaunchError(
+                    f"[webgpu] '{artifact.entry}' expected at most {self.target.max_buffer_bytes} bytes for "
+                    f"'{param.name}', got {size}; {self.target.name} binds no more, split the batch"
+                )
+
+    def _uniform(self, device: Any, packed: bytes) -> Any:
+        """A uniform buffer with these contents. Writes are ordered like launches, so an evicted one can be rewritten
+        while the launches that read it are still under way."""
+        waiting = self._uniforms.get(len(packed))
+        if waiting:
+            buffer = waiting.pop()
+        else:
+            usage = self._wgpu.BufferUsage
+            buffer = self._new_buffer(device, len(packed), usage.UNIFORM | usage.COPY_DST)
+        device.queue.write_buffer(buffer, 0, packed)
+        return buffer
+
+    def _check_grid(self, program: Program, grid: tuple[int, int, int]) -> None:
+        if not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
+            raise LaunchError(
+                f"[webgpu] '{program.artifact.entry}' expected a grid within {self.target.max_grid}, got {grid}"
+            )
+
+    @staticmethod
+    def _dispatch(compute_pass: Any, handle: _Pipeline, group: Any, grid: tuple[int, int, int]) -> None:
+        compute_pass.set_pipeline(handle.pipeline)
+        compute_pass.set_bind_group(0, group)
+        compute_pass.dispatch_workgroups(*grid)
+        compute_pass.end()
+
+    def _timestamp_queries(self, device: Any) -> tuple[Any, Any, float]:
+        """Query set, buffer for its values and nanoseconds a tick; the period is 0 where there are no timestamps."""
+        if self._timestamps is None:
+            self._timestamps = (None, None, 0.0)
+            if "timestamp-query" in device.features:
+                # wgpu-native counts in ticks, and wgpu-py 0.32 tells their length only through the native library.
+                with contextlib.suppress(Exception):
+                    native: Any = importlib.import_module("wgpu.backends.wgpu_native")
+                    period = float(native.lib.wgpuQueueGetTimestampPeriod(device.queue._internal))
+                    usage = self._wgpu.BufferUsage
+                    buffer = device.create_buffer(size=256, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
+                    queries = device.create_query_set(type="timestamp", count=2)
+                    self._timestamps = (queries, _Block(buffer, 256), period)
+        return self._timestamps
+
+    def _accepts_enable_subgroups(self, device: Any) -> bool:
+        """Standard WGSL demands ``enable subgroups;``; the naga in wgpu 0.32 has the operations, not the directive."""
+        if self._knows_enable_subgroups is None:
+            try:
+                device.create_shader_module(code="enable subgroups;\n@compute @workgroup_size(1) fn main() {}")
+                self._knows_enable_subgroups = True
+            except self._wgpu.GPUError:
+                self._knows_enable_subgroups = False
+        return self._knows_enable_subgroups
+
+    def _check_subgroups(self, device: Any, artifact: Artifact) -> None:
+        """WebGPU cannot ask for a subgroup size: run once to see that the device's is the one the kernel wants."""
+        wanted = artifact.subgroup_size or self.target.subgroup_size
+        if not self.target.subgroup_size:
+            raise self._refused(artifact, "it uses subgroups and the device's subgroup size is not known")
+        if not self._measured_subgroup:
+            with self._translated("measuring the subgroup size", None):
+                probe = self._pipeline(device, _SUBGROUP_PROBE, "main", ["storage"])
+                usage = self._wgpu.BufferUsage
+                block = _Block(self._new_buffer(device, 256, usage.STORAGE | usage.COPY_SRC), 256)
+                entry = {"binding": 0, "resource": {"buffer": block.buffer, "offset": 0, "size": 256}}
+                group = device.create_bind_group(layout=probe.layout, entries=[entry])
+                encoder = device.create_command_encoder()
+                self._dispatch(encoder.begin_compute_pass(), probe, group, (1, 1, 1))
+                device.queue.submit([encoder.finish()])
+                size = np.zeros(1, np.uint32)
+                self._read(device, block, 0, size.view(np.uint8))
+                block.buffer.destroy()
+                self._measured_subgroup = int(size[0])
+        if self._measured_subgroup != wanted:
+            raise self._refused(
+                artifact, f"it wants subgroups of {wanted} lanes, the device has {self._measured_subgroup}"
+            )
+
+    @contextlib.contextmanager
+    def _translated(self, what: str, nbytes: int | None) -> Iterator[None]:
+        try:
+            yield
+        except AuleError:
+            raise
+        # wgpu-py raises GPUError for what the driver says, RuntimeError for promises, ValueError for its own checks.
+        except (self._wgpu.GPUError, self._wgpu.GPUPipelineError, RuntimeError, ValueError) as error:
+            raise self._translate(error, what, nbytes) from error
+
+    def _translate(self, error: Exception, what: str, nbytes: int | None) -> AuleError:
+        name, text = self.target.name, str(error)
+        if self._is_memory(error):
+            return OutOfMemoryError(
+                f"[webgpu] {what} ran out of memory on {name} ({text}); free tensors or split the batch", nbytes
+            )
+        if re.search(r"\bdevice (is |was )?lost\b", text, re.IGNORECASE):
+            self._lost = f"[webgpu] {name} stopped answering ({what}: {text}); get a new device"
+            return DeviceLostError(self._lost)
+        return LaunchError(f"[webgpu] {what} failed on {name}: {text}")
+
+    def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
+        path = save_refused(artifact.language, artifact.code)
+        return ShaderCompileError(
+            f"[webgpu] expected kernel '{artifact.entry}' to build, got: {reason}; "
+            f"source saved to {path or 'nowhere (cache directory not writable)'}\n{log}".rstrip(),
+            log,
+            path,
+        )
+
+
+def _size_class(nbytes: int) -> int:
+    """Size to allocate for ``nbytes``: powers of two when small, else eight steps an octave (at most 12.5 % waste)."""
+    if nbytes <= 4096:
+        return max(256, 1 << max(nbytes - 1, 0).bit_length())
+    step = 1 << ((nbytes - 1).bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+def _flat(array: npt.NDArray[Any], nbytes: int, offset: int) -> npt.NDArray[np.uint8]:
+    """The array's bytes, after checking that they fit into an allocation of ``nbytes`` at ``offset``."""
+    if not array.flags.c_contiguous:
+        raise InvalidArgumentError("[webgpu] expected a C-contiguous array, got a strided one; use ascontiguousarray")
+    if offset < 0 or offset + array.nbytes > nbytes:
+        raise InvalidArgumentError(
+            f"[webgpu] expected a copy within the allocation's {nbytes} bytes, got {array.nbytes} at offset {offset}"
+        )
+    return array.reshape(-1).view(np.uint8)
+
+
+def _identity(adapter: Any) -> tuple[int, int]:
+    return int(adapter.info["vendor_id"]), int(adapter.info["device_id"])
+
+
+def _subgroup_size(vendor: str, name: str) -> int:
+    """Lanes of a subgroup where they are the same for every kernel, else 0.
+
+    wgpu-native 29 reports no sizes (its fields are 0), and a kernel cannot ask for one. NVIDIA and Apple always have
+    32, llvmpipe fills its vector registers; AMD's and Intel's compilers choose per kernel.
+    """
+    if vendor in ("nvidia", "apple"):
+        return 32
+    bits = re.search(r"llvmpipe.*?(\d+) bits", name)
+    return int(bits[1]) // 32 if bits else 0
+
+
+def _target(wgpu: Any, adapter: Any) -> Target:
+    info, limits, features = adapter.info, adapter.limits, adapter.features
+    name = info["device"] or info["description"]
+    software = info["adapter_type"] == "CPU"
+    vendor = "apple" if name.startswith("Apple") else _VENDORS.get(info["vendor_id"], "unknown")
+    if software:
+        vendor = "software"
+    f16 = "shader-f16" in features
+    grid = int(limits["max-compute-workgroups-per-dimension"])
+    return Target(
+        backend="webgpu",
+        name=name,
+        vendor=vendor,
+        # naga is part of the compiler, so wgpu's version belongs to the driver's.
+        driver=f"{info['backend_type']} {info['description']}, wgpu {wgpu.__version__}",
+        software=software,
+        subgroup_size=_subgroup_size(vendor, name) if "subgroup" in features else 0,
+        max_threads=min(
+            int(limits["max-compute-invocations-per-workgroup"]), int(limits["max-compute-workgroup-size-x"])
+        ),
+        max_shared_bytes=int(limits["max-compute-workgroup-storage-size"]),
+        max_grid=(grid, grid, grid),
+        max_buffers=min(
+            int(limits["max-storage-buffers-per-shader-stage"]), int(limits["max-bindings-per-bind-group"]) - 1
+        ),
+        max_buffer_bytes=min(int(limits["max-buffer-size"]), int(limits["max-storage-buffer-binding-size"])) & ~15,
+        offset_alignment=int(limits["min-storage-buffer-offset-alignment"]),
+        unified_memory=software or info["adapter_type"] == "IntegratedGPU",
+        f16=f16,
+        storage16=f16,
+        extensions=tuple(f for f in _FEATURES if f in features),
+    )

@@ -1,0 +1,99 @@
+"""A strided matrix in global memory, read and written four elements at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir import Builder, Value
+from aule.ir.types import Scalar, element, i32
+
+QUAD = 4
+"""Elements that travel together from global memory."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One head of Q, K, V or O.
+
+    Attributes
+    ----------
+    buffer, base : Value
+        Memory, and the index of element (0, 0).
+    rows : Value
+        Number of rows, known only at run time.
+    cols : int
+        Number of columns, known while tracing.
+    row_stride, col_stride : Value or None
+        In elements; a column stride of None means 1.
+    aligned : bool
+        Every quad of a row starts at a multiple of four elements, so it can travel as one vector.
+    """
+
+    buffer: Value
+    base: Value
+    rows: Value
+    cols: int
+    row_stride: Value
+    col_stride: Value | None
+    aligned: bool
+
+    @property
+    def elem(self) -> Scalar:
+        return element(self.buffer.type)
+
+    def load_quad(self, b: Builder, row: Value, col: Value, cols_padded: int) -> Value:
+        """Elements ``col .. col+3`` of a row, as a vector.
+
+        A row past the end is replaced by the last one: whoever uses it masks it out. Columns from ``cols`` up to
+        ``cols_padded`` read as zero.
+        """
+        row = b.min(row, self.rows - 1)
+        start = self.base + b.cast(row, element(self.base.type)) * self.row_stride
+        if self.aligned and self.col_stride is None:
+            if cols_padded == self.cols:
+                return b.load(self.buffer, start + self._index(b, col), QUAD)
+            inside = b.min(col, self.cols - QUAD)
+            vector = b.load(self.buffer, start + self._index(b, inside), QUAD)
+            return b.select(col < self.cols, vector, b.splat(b.const(0, self.elem), QUAD))
+        return b.vector([self._load(b, start, col + i, cols_padded) for i in range(QUAD)])
+
+    def _load(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
+        if cols_padded == self.cols:
+            return b.load(self.buffer, start + self._offset(b, col))
+        value = b.load(self.buffer, start + self._offset(b, b.min(col, self.cols - 1)))
+        return b.select(col < self.cols, value, b.const(0, self.elem))
+
+    def store(self, b: Builder, row: Value, col: Value, values: list[Value], cols_padded: int) -> None:
+        """Store consecutive columns of one row, leaving out those past ``cols``. The row must exist."""
+        start = self.base + b.cast(row, element(self.base.type)) * self.row_stride
+        values = [b.cast(v, self.elem) for v in values]
+        if len(values) == QUAD and self.aligned and self.col_stride is None:
+            if cols_padded == self.cols:
+                b.store(self.buffer, start + self._index(b, col), b.vector(values))
+                return
+            with b.if_(col < self.cols):
+                b.store(self.buffer, start + self._index(b, col), b.vector(values))
+            return
+        for i, value in enumerate(values):
+            if cols_padded == self.cols:
+                b.store(self.buffer, start + self._offset(b, col + i), value)
+                continue
+            with b.if_(col + i < self.cols):
+                b.store(self.buffer, start + self._offset(b, col + i), value)
+
+    def _index(self, b: Builder, value: Value) -> Value:
+        return b.cast(value, element(self.base.type))
+
+    def _offset(self, b: Builder, col: Value) -> Value:
+        index = self._index(b, col)
+        return index if self.col_stride is None else index * self.col_stride
+
+
+def divmod_const(b: Builder, x: Value, n: int) -> tuple[Value, Value]:
+    """``x // n`` and ``x % n`` of a non-negative i32, by shift and mask where n is a power of two."""
+    if n == 1:
+        return x, b.const(0, i32)
+    if n & (n - 1) == 0:
+        return x >> (n.bit_length() - 1), x & (n - 1)
+    quotient = x // n
+    return quotient, x - quotient * n

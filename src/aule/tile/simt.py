@@ -1,0 +1,352 @@
+"""The simt engine: register-blocked products out of shared memory, for any GPU.
+
+A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them with rows interleaved
+(``row = r * threads_y + ty``) and columns interleaved in strips of ``strip`` (1 for S, up to 4 for O), so that the
+lanes of a subgroup that share rows differ only in ``tx``. Both operands of a product are read along the dimension
+that is summed over, four at a time, so nothing is transposed on its way into shared memory; rows there are padded by
+four elements, which makes the row stride an odd number of quads and keeps the reads of eight lanes off each other's
+banks.
+
+Global memory is read one step ahead into registers (`Stager`) and written to one of two shared stages: one barrier
+per step, and the memory's latency passes under the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, f32, i32
+from aule.target import Target
+from aule.tile.matrix import QUAD, Matrix, divmod_const
+
+PAD = 4
+
+
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class SimtShape:
+    """How a simt kernel is cut up.
+
+    Attributes
+    ----------
+    block_q, block_kv : int
+        Rows and columns of the score tile.
+    threads_x, threads_y : int
+        Threads along a row and down the rows.
+    chunk_k : int
+        Columns of Q and K per step of the first product.
+    chunk_v : int
+        Rows of V per step of the second product.
+    resident_q : bool
+        Q stays in shared memory; otherwise it is read again with every chunk of K.
+    """
+
+    block_q: int
+    block_kv: int
+    threads_x: int
+    threads_y: int
+    chunk_k: int
+    chunk_v: int
+    resident_q: bool
+
+    @property
+    def threads(self) -> int:
+        return self.threads_x * self.threads_y
+
+    def strip(self, value_dim: int) -> int:
+        """Consecutive columns of O that one thread holds: the widest that wastes no more columns than a single one."""
+        least = padded(value_dim, self.threads_x)
+        return next(w for w in (4, 2, 1) if w == 1 or padded(value_dim, self.threads_x * w) <= least * 1.07)
+
+    def value_cols(self, value_dim: int) -> int:
+        """Columns of O with the padding that spreads them evenly over threads."""
+        return padded(max(padded(value_dim, self.threads_x * self.strip(value_dim)), QUAD), QUAD)
+
+    def shared_elements(self, head_dim: int, value_dim: int, subgroups: bool) -> dict[str, int]:
+        """Length of each shared array, in fp32 elements."""
+        k_rows = self.block_kv + (0 if self.resident_q else self.block_q)
+        stage = max(k_rows * (self.chunk_k + PAD), self.chunk_v * self.value_cols(value_dim))
+        sizes = {"stage": 2 * stage, "p": self.block_q * (self.block_kv + PAD)}
+        if self.resident_q:
+            sizes["q"] = self.block_q * (padded(head_dim, self.chunk_k) + PAD)
+        if not subgroups:
+            sizes["rows"] = self.block_q * (self.threads_x + 1)
+        return sizes
+
+    def shared_bytes(self, head_dim: int, value_dim: int, subgroups: bool) -> int:
+        """Shared memory of a kernel with this shape, the flags of the value guard included."""
+        return sum(-(-4 * n // 16) * 16 for n in self.shared_elements(head_dim, value_dim, subgroups).values()) + 16
+
+
+class RegisterTile:
+    """A tile spread over the registers of a workgroup: each thread holds ``rows`` × ``cols`` variables."""
+
+    def __init__(self, engine: Simt, rows: int, cols: int, strip: int, init: Value) -> None:
+        self.engine = engine
+        self.strip = strip
+        self.vars = [[engine.b.var(init) for _ in range(cols)] for _ in range(rows)]
+
+    def row(self, r: int) -> Value:
+        """Row in the tile of this thread's register row ``r``."""
+        shape = self.engine.shape
+        return self.engine.ty + r * shape.threads_y
+
+    def col(self, c: int) -> Value:
+        """Column in the tile of this thread's register column ``c``."""
+        strip, lane = divmod(c, self.strip)
+        return self.engine.tx * self.strip + (strip * self.engine.shape.threads_x * self.strip + lane)
+
+    def values(self) -> list[list[Value]]:
+        return [[v.value for v in row] for row in self.vars]
+
+    def assign(self, values: Sequence[Sequence[Value]]) -> None:
+        for variables, row in zip(self.vars, values, strict=True):
+            for variable, value in zip(variables, row, strict=True):
+                variable.value = value
+
+    def fill(self, value: Value) -> None:
+        self.assign([[value] * len(row) for row in self.vars])
+
+    def map(self, f: Callable[[Value, int, int], Value]) -> None:
+        """Replace each element by ``f(value, r, c)``; ``r`` and ``c`` count registers (see `row`, `col`)."""
+        self.assign([[f(x, r, c) for c, x in enumerate(row)] for r, row in enumerate(self.values())])
+
+
+class Stager:
+    """Carries quads from global memory through registers into one of two shared stages.
+
+    ``prefetch`` starts the loads of the next step, ``commit`` writes what was fetched into the next stage; the caller
+    puts a barrier after it. Two stages suffice with one barrier a step: a stage is written again only after the
+    barrier that follows its last readers.
+    """
+
+    def __init__(self, engine: Simt, elem: Scalar, quads: int, stage: Value, stage_size: int) -> None:
+        b = engine.b
+        zero = b.splat(b.const(0, elem), QUAD)
+        self.engine = engine
+        self.registers: list[Var] = [b.var(zero, "fetched") for _ in range(quads)]
+        self.stage = stage
+        self.stage_size = stage_size
+        self.step = b.var(b.const(0, i32), "step")
+        self.offset = b.var(b.const(0, i32), "stage_offset")
+
+    def advance(self) -> None:
+        """Turn to the other stage."""
+        b = self.engine.b
+        step = self.step.value + 1
+        self.step.value = step
+        self.offset.value = (step & 1) * self.stage_size
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``rows`` × ``cols`` elements of a matrix that one step brings into shared memory."""
+
+    rows: int
+    cols: int
+    start: int
+    """Where the chunk begins in its stage, in elements."""
+    stride: int
+    """Elements from one row to the next in shared memory."""
+
+    @property
+    def quads(self) -> int:
+        return self.rows * self.cols // QUAD
+
+    def per_thread(self, threads: int) -> int:
+        return -(-self.quads // threads)
+
+
+class Simt:
+    """The engine: thread coordinates, row reductions, staging and the two products."""
+
+    def __init__(self, b: Builder, target: Target, shape: SimtShape, head_dim: int, value_dim: int) -> None:
+        self.b = b
+        self.shape = shape
+        self.subgroups = uses_subgroups(target, shape)
+        self.thread = b.thread_id()
+        self.ty, self.tx = divmod_const(b, self.thread, shape.threads_x)
+        self.value_cols = shape.value_cols(value_dim)
+        self.head_cols = padded(head_dim, shape.chunk_k)
+        self.k_stride = shape.chunk_k + PAD
+        self.p_stride = shape.block_kv + PAD
+        sizes = shape.shared_elements(head_dim, value_dim, self.subgroups)
+        self.stage_size = sizes["stage"] // 2
+        self.stage = b.shared("stage", f32, sizes["stage"])
+        self.p = b.shared("p", f32, sizes["p"])
+        self.q = b.shared("q", f32, sizes["q"]) if shape.resident_q else None
+        self.rows_scratch = None if self.subgroups else b.shared("rows", f32, sizes["rows"])
+        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.k_stride)
+        k_start = 0 if shape.resident_q else shape.block_q * self.k_stride
+        self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride)
+        self.v_chunk = Chunk(shape.chunk_v, self.value_cols, 0, self.value_cols)
+
+    # -- tiles -----------------------------------------------------------------------------------------------------
+
+    def score_tile(self, init: Value) -> RegisterTile:
+        """S: one thread holds every ``threads_x``-th column."""
+        shape = self.shape
+        return RegisterTile(self, shape.block_q // shape.threads_y, shape.block_kv // shape.threads_x, 1, init)
+
+    def output_tile(self, value_dim: int, init: Value) -> RegisterTile:
+        """O: one thread holds strips of consecutive columns."""
+        shape = self.shape
+        cols = self.value_cols // shape.threads_x
+        strip = shape.strip(value_dim)
+        return RegisterTile(self, shape.block_q // shape.threads_y, cols, strip if cols % strip == 0 else 1, init)
+
+    def row_vars(self, init: Value) -> list[Var]:
+        """A variable for each row this thread works on."""
+        return [self.b.var(init) for _ in range(self.shape.block_q // self.shape.threads_y)]
+
+    def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
+        """Combine the threads of each row; every one of them gets the result."""
+        b, width = self.b, self.shape.threads_x
+        if self.rows_scratch is None:
+            mask = 1
+            while mask < width:
+                partial = [b.binary(kind, x, b.shuffle_xor(x, mask)) for x in partial]
+                mask *= 2
+            return partial
+        b.barrier()  # the scratch may still be read from the reduction before
+        for r, x in enumerate(partial):
+            b.store(self.rows_scratch, (self.ty + r * self.shape.threads_y) * (width + 1) + self.tx, x)
+        b.barrier()
+        result = []
+        for r in range(len(partial)):
+            base = (self.ty + r * self.shape.threads_y) * (width + 1)
+            total = b.load(self.rows_scratch, base)
+            for i in range(1, width):
+                total = b.binary(kind, total, b.load(self.rows_scratch, base + i))
+            result.append(total)
+        return result
+
+    # -- staging ---------------------------------------------------------------------------------------------------
+
+    def stager(self, elem: Scalar) -> Stager:
+        """The pipeline through which Q, K and V come in."""
+        first = self.k_chunk.per_thread(self.shape.threads)
+        if not self.shape.resident_q:
+            first += self.q_chunk.per_thread(self.shape.threads)
+        quads = max(first, self.v_chunk.per_thread(self.shape.threads))
+        return Stager(self, elem, quads, self.stage, self.stage_size)
+
+    def _place(self, chunk: Chunk, i: int) -> tuple[Value, Value, Value]:
+        """Which row and column of a chunk this thread's ``i``-th quad is, and its number."""
+        number = self.thread + i * self.shape.threads
+        row, quad = divmod_const(self.b, number, chunk.cols // QUAD)
+        return row, quad * QUAD, number
+
+    def fetch(self, stager: Stager, first: int, chunk: Chunk, source: Matrix, row: Value, col: Value, cols: int) -> None:
+        """Start loading the chunk at (row, col) of ``source`` into the stager's registers from number ``first`` on."""
+        for i in range(chunk.per_thread(self.shape.threads)):
+            r, c, _ = self._place(chunk, i)
+            if chunk.quads % self.shape.threads:
+                r = self.b.min(r, chunk.rows - 1)
+            stager.registers[first + i].value = source.load_quad(self.b, row + r, col + c, cols)
+
+    def commit(
+        self, stager: Stager, first: int, chunk: Chunk, scale: Value | None = None
+    ) -> list[tuple[Value, Value | None]]:
+        """Write a fetched chunk into the current stage, as fp32 and scaled. Returns the quads, each with the condition
+        under which it belongs to the chunk (None: always)."""
+        b = self.b
+        written: list[tuple[Value, Value | None]] = []
+        for i in range(chunk.per_thread(self.shape.threads)):
+            r, c, number = self._place(chunk, i)
+            quad = b.cast(stager.registers[first + i].value, f32)
+            if scale is not None:
+                quad = quad * scale
+            index = stager.offset.value + (r * chunk.stride + c) + chunk.start
+            if (i + 1) * self.shape.threads > chunk.quads:
+                inside = number < chunk.quads
+                with b.if_(inside):
+                    b.store(self.stage, index, quad)
+                written.append((quad, inside))
+            else:
+                b.store(self.stage, index, quad)
+                written.append((quad, None))
+        return written
+
+    def load_resident_q(self, source: Matrix, row: Value, scale: Value) -> None:
+        """Bring all of a Q block into shared memory, scaled."""
+        assert self.q is not None
+        b, whole = self.b, Chunk(self.shape.block_q, self.head_cols, 0, self.head_cols + PAD)
+        per_thread = whole.per_thread(self.shape.threads)
+        with b.loop(0, per_thread, name="quad") as i:
+            number = self.thread + i * self.shape.threads
+            r, quad = divmod_const(b, number, whole.cols // QUAD)
+            with b.if_(number < whole.quads):
+                value = source.load_quad(b, row + r, quad * QUAD, self.head_cols)
+                b.store(self.q, r * whole.stride + quad * QUAD, b.cast(value, f32) * scale)
+
+    # -- products --------------------------------------------------------------------------------------------------
+
+    def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:
+        """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``."""
+        b, shape = self.b, self.shape
+        acc = S.values()
+        if self.q is None:
+            q_memory, q_stride, q_base = self.stage, self.k_stride, offset
+        else:
+            q_memory, q_stride, q_base = self.q, self.head_cols + PAD, chunk * shape.chunk_k
+        q_rows = [q_base + self.ty * q_stride + r * shape.threads_y * q_stride for r in range(len(acc))]
+        k_base = offset + self.tx * self.k_stride + self.k_chunk.start
+        for k in range(0, shape.chunk_k, QUAD):
+            q = [b.unpack(b.load(q_memory, row + k, QUAD)) for row in q_rows]
+            for c in range(len(acc[0])):
+                key = b.unpack(b.load(self.stage, k_base + (c * shape.threads_x * self.k_stride + k), QUAD))
+                for e in range(QUAD):
+                    for r in range(len(acc)):
+                        acc[r][c] = b.fma(q[r][e], key[e], acc[r][c])
+        S.assign(acc)
+
+    def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
+        """Put P where all threads of a row can read it; the next commit's barrier makes it visible."""
+        for r, row in enumerate(values):
+            base = (self.ty + r * self.shape.threads_y) * self.p_stride + self.tx
+            for c, p in enumerate(row):
+                self.b.store(self.p, base + c * self.shape.threads_x, p)
+
+    def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
+        """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
+        b, shape = self.b, self.shape
+        acc = O.values()
+        p_base = self.ty * self.p_stride + chunk * shape.chunk_v
+        v_base = offset + self.tx * O.strip
+        for j in range(0, shape.chunk_v, QUAD):
+            p = [
+                b.unpack(b.load(self.p, p_base + (r * shape.threads_y * self.p_stride + j), QUAD))
+                for r in range(len(acc))
+            ]
+            for e in range(QUAD):
+                for strip in range(len(acc[0]) // O.strip):
+                    index = v_base + ((j + e) * self.value_cols + strip * shape.threads_x * O.strip)
+                    v = b.unpack(b.load(self.stage, index, O.strip))
+                    for x in range(O.strip):
+                        c = strip * O.strip + x
+                        for r in range(len(acc)):
+                            acc[r][c] = b.fma(p[r][e], v[x], acc[r][c])
+        O.assign(acc)
+
+    def multiply_values_guarded(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
+        """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN. Slow."""
+        b, shape = self.b, self.shape
+        with b.loop(0, shape.chunk_v, name="j") as j:
+            for r in range(len(O.vars)):
+                p = b.load(self.p, (self.ty + r * shape.threads_y) * self.p_stride + chunk * shape.chunk_v + j)
+                with b.if_(b.ne(p, 0.0)):
+                    for c, variable in enumerate(O.vars[r]):
+                        v = b.load(self.stage, offset + j * self.value_cols + O.col(c))
+                        variable.value = b.fma(p, v, variable.value)
+
+
+def uses_subgroups(target: Target, shape: SimtShape) -> bool:
+    """Rows are reduced by shuffles: the device has them and the lanes of a row fit into its smallest subgroup."""
+    smallest = min(target.subgroup_sizes, default=target.subgroup_size)
+    return 0 < shape.threads_x <= smallest and shape.threads % smallest == 0

@@ -1,0 +1,8 @@
+"""Makes the helper modules beside this file (`grid`) importable from tests in every subfolder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
