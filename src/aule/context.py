@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from aule.ops.attention.validate import attention_problem
 from aule.runtime.base import Allocation, Device
 from aule.view import ITEMSIZE, TensorView
 
+_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks")
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "bool"}
 
 
@@ -27,8 +30,9 @@ class Tensor:
         self.dtype = dtype
         self._context = context
         self._elem = _DTYPES[dtype]
-        self.nbytes = int(np.prod(shape, dtype=np.int64)) * ITEMSIZE[self._elem]
-        self._allocation: Allocation | None = context._open().alloc(max(self.nbytes, 16))
+        self.nbytes = math.prod(shape) * ITEMSIZE[self._elem]
+        self._allocation: Allocation | None = None
+        self._allocation = context._open().alloc(max(self.nbytes, 16))
 
     def upload(self, array: npt.ArrayLike) -> Tensor:
         """Copy a host array of the same shape in, converting its dtype; returns the tensor."""
@@ -57,6 +61,11 @@ class Tensor:
         if self._allocation is not None:
             self._allocation.device.free(self._allocation)
             self._allocation = None
+
+    def __del__(self) -> None:
+        # A driver that is gone already, at the interpreter's end or in a forked child, has nothing to give back.
+        with contextlib.suppress(Exception):
+            self.free()
 
     def view(self) -> TensorView:
         """The tensor as the engine sees it."""
@@ -165,15 +174,19 @@ class Aule:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: dict[str, Any]
     ) -> None:
         device = self._open()
-        given = {"q": q, "k": k, "v": v, **{n: t for n, t in options.items() if isinstance(t, Tensor)}}
-        plain = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-        for name, tensor in [*given.items(), ("out", out), ("lse", lse)]:
-            if tensor is not None and (not isinstance(tensor, Tensor) or tensor._context._device is not device):
+        arrays = {name: options.pop(name) for name in _ARRAYS if options.get(name) is not None}
+        given: dict[str, Tensor] = {"q": q, "k": k, "v": v, **arrays}
+        results = {"out": out} if lse is None else {"out": out, "lse": lse}
+        for name, tensor in (given | results).items():
+            if isinstance(tensor, Tensor):
+                tensor._memory()  # a closed one is refused as such
+            if not isinstance(tensor, Tensor) or tensor._context._device is not device:
+                got = tensor if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise DeviceMismatchError(
-                    f"[attention_gpu] expected {name} to be a tensor of this context, got {tensor!r}; make it with .tensor()"
+                    f"[attention_gpu] expected {name} to be a tensor of this context, got {got}; make it with .tensor()"
                 )
-        views = {name: tensor.view() for name, tensor in given.items()}
-        problem, operands = attention_problem(**views, **plain, return_lse=lse is not None, op="attention_gpu")
+        views: dict[str, Any] = {name: tensor.view() for name, tensor in given.items()}
+        problem, operands = attention_problem(**views, **options, return_lse=lse is not None, op="attention_gpu")
         if out.shape != operands.out_shape or out._elem != problem.dtype:
             raise InvalidShapeError(
                 f"[attention_gpu] expected out of shape {operands.out_shape} and dtype {q.dtype}, got {out.shape} and "

@@ -366,6 +366,19 @@ def test_uploads_and_frees_wait_for_launches(device: VulkanDevice) -> None:
         assert (get(device, b) == 3 * i).all()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_gpu_is_not_started_again_after_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = facts()
+    gpu = VulkanDevice(dataclasses.replace(known, target=dataclasses.replace(known.target, software=False)), 0)
+    gpu.free(gpu.alloc(1))
+    monkeypatch.setattr(gpu, "_pid", os.getpid() + 1)
+    with pytest.raises(BackendUnavailableError, match="before fork"):
+        vulkan.devices()
+    monkeypatch.undo()
+    gpu.close()
+    assert vulkan.devices()
+
+
 def test_threads(device: VulkanDevice) -> None:
     program = device.load(scale_artifact())
     failures: list[object] = []
@@ -601,6 +614,8 @@ def test_device_without_compute_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork() -> None:
+    if not facts().target.software:
+        pytest.skip("drivers of hardware do not survive a fork")
     script = """
         import os
         from aule.errors import DeviceLostError
@@ -678,7 +693,9 @@ def test_validation_is_clean(code_file: str, way: str) -> None:
         device.free(big)
         device.statistics(program)
         device.close()
-    messages = vulkan.validation_messages()
+    # A layer older than an extension says so, and knows nothing more about it.
+    older = ("VUID-VkDeviceCreateInfo-pNext-pNext", "is not supported by this layer")
+    messages = [m for m in vulkan.validation_messages() if not any(text in m for text in older)]
     assert not messages, messages
     assert out[0] == (2 if imported is None else 3)
     # The layer is really there: it hears of a wrong call.

@@ -129,18 +129,17 @@ def copies(elem: Scalar, space: str) -> KernelIR:
 
 
 def booleans() -> KernelIR:
-    """Logic, selection, variables and memory of bool, scalar and vector."""
+    """Logic, selection and variables of bool, scalar and vector."""
     b = Builder("booleans", 32)
-    x, out, flags = b.buffer("x", i32), b.buffer("out", i32, "write"), b.buffer("flags", bool_, "readwrite")
+    x, out = b.buffer("x", i32), b.buffer("out", i32, "write")
     t = b.thread_id()
     for lanes in (1, 4):
         v = b.load(x, t * 4, lanes)
         p, q = b.binary("lt", v, 5), b.binary("gt", v, 7)
-        r = b.load(flags, t * 4, lanes)
+        r = b.binary("eq", v, 6)
         results = [p & q, p | q, p ^ q, ~p, b.eq(p, q), b.ne(p, r), b.select(p, q, r), b.select(b.extract(p, 0), q, r)]
         for i, value in enumerate(results):
             b.store(out, (t * 8 + i) * 4, b.cast(value, i32))
-            b.store(flags, (t * 8 + i) * 4, value)
     state = b.var(b.const(True, bool_))
     with b.loop(0, 4) as i:
         state.value = b.select(b.eq(i, t), b.const(False, bool_), state.value)
@@ -149,7 +148,6 @@ def booleans() -> KernelIR:
     b.store(out, t, b.select(b.const(True, bool_), t, t + 1))
     with b.if_(b.const(False, bool_)):
         b.store(out, t, 2)
-    b.store(flags, t, b.const(True, bool_))
     return b.finish()
 
 
@@ -276,11 +274,11 @@ def all_kernels() -> Iterator[KernelIR]:
     for elem in NUMBERS:
         yield arithmetic(elem, 1)
         yield arithmetic(elem, 4)
+        for space in ("global", "shared", "private"):
+            yield copies(elem, space)
     for elem in SCALARS.values():
         for lanes in (1, 2, 8):
             yield casts(elem, lanes)
-        for space in ("global", "shared", "private"):
-            yield copies(elem, space)
     yield from (bitcasts(), booleans(), control(), subgroups(), atomics(), intrinsics(), sgemm(8))
 
 

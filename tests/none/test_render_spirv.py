@@ -23,6 +23,7 @@ from aule.ir.types import (
     Fragment,
     Scalar,
     Vector,
+    bf16,
     bool_,
     f16,
     f32,
@@ -44,15 +45,22 @@ from aule.target import Target
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = Target(
     "vulkan", subgroup_size=32, f16=True, f64=True, int64=True, storage16=True, storage8=True, language_version=12,
-    matrix_units=("m16n16k16:f16:f32",),
+    matrix_units=("m16n16k16:f16:f32",), extensions=("VK_KHR_shader_float16_int8", "shaderInt16"),
 )  # fmt: skip
 EXTENDED = dataclasses.replace(
     TARGET,
-    extensions=("VK_EXT_shader_atomic_float", "VK_KHR_shader_float_controls", "shaderRoundingModeRTEFloat16"),
+    extensions=(
+        *TARGET.extensions,
+        "VK_EXT_shader_atomic_float",
+        "VK_KHR_shader_bfloat16",
+        "VK_KHR_shader_float_controls",
+        "shaderRoundingModeRTEFloat16",
+    ),
 )
 INTS = (i8, i16, i32, i64, u8, u16, u32, u64)
 FLOATS = (f16, f32, f64)
 LANES = (1, 2, 4, 8, 16)
+ACCUMULATOR = Fragment(f32, 16, 16, "accumulator")
 
 needs_validator = pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val is not installed")
 
@@ -257,7 +265,7 @@ def _fragments(b: Builder) -> None:
     left, right = Fragment(f16, 16, 16, "a"), Fragment(f16, 16, 16, "b")
     b.store(tile, b.thread_id() * 4, b.load(source, b.thread_id() * 4, 4))
     b.barrier()
-    total = b.var(b.fragment_fill(Fragment(f32, 16, 16, "accumulator"), 0.0), "total")
+    total = b.var(b.fragment_fill(ACCUMULATOR, 0.0), "total")
     with b.loop(0, 4) as i:
         a = b.fragment_load(left, tile, 0, 24)
         c = b.fragment_load(right, source, i * 16, 64, layout="column")
@@ -282,6 +290,29 @@ def test_fragments() -> None:
         render(kernel_of("fragments", _fragments), dataclasses.replace(TARGET, matrix_units=()))
 
 
+def test_bf16_fragments() -> None:
+    """bf16 is a type of fragments alone. Memory and registers hold u16, which is not widened under a matrix."""
+
+    def body(b: Builder) -> None:
+        source, tile = b.buffer("source", bf16, "readwrite"), b.shared("tile", bf16, 1024)
+        b.store(tile, b.thread_id() * 8, b.load(source, b.thread_id() * 8, 8))
+        b.barrier()
+        a = b.fragment_load(Fragment(bf16, 16, 16, "a"), tile, 0, 32)
+        a = b.fragment_set(a, 0, b.fragment_get(a, 1))
+        c = b.fragment_mma(a, b.fragment_fill(Fragment(bf16, 16, 16, "b"), 1.0), b.fragment_fill(ACCUMULATOR, 0.0))
+        b.fragment_store(source, 0, 16, b.cast(c, bf16))
+
+    artifact = render(kernel_of("bf16_fragments", body), EXTENDED)
+    assert {"shaderBFloat16Type", "shaderBFloat16CooperativeMatrix", "shaderInt16"} <= set(artifact.extensions)
+    floats = [w[1:] for op, w in instructions(artifact.code) if op == Op.TypeFloat]
+    assert sorted(floats) == [(16, 0), (32,)]
+    assert artifact.shared_bytes == 2 * 1024
+    unlisted = dataclasses.replace(EXTENDED, extensions=("VK_KHR_shader_bfloat16",))
+    assert render(kernel_of("bf16_fragments", body), unlisted).shared_bytes == 2 * 1024
+    with pytest.raises(KernelError, match="VK_KHR_shader_bfloat16"):
+        render(kernel_of("bf16_fragments", body), TARGET)
+
+
 def test_refusals() -> None:
     def intrinsic(b: Builder) -> None:
         b.intrinsic("ptx", "nanosleep.u32 1;", (), None)
@@ -289,6 +320,11 @@ def test_refusals() -> None:
     def shuffle(b: Builder) -> None:
         b.store(b.buffer("out", f32, "write"), 0, b.shuffle_xor(b.const(1.0, f32), 1))
 
+    def double(b: Builder) -> None:
+        b.store(b.buffer("out", f64, "write"), 0, 1.0)
+
+    with pytest.raises(KernelError, match=r"\[spirv\] expected a target with f64"):
+        render(kernel_of("double", double), dataclasses.replace(TARGET, f64=False))
     with pytest.raises(KernelError, match=r"\[spirv\] expected portable operations, got an intrinsic of ptx"):
         render(kernel_of("intrinsic", intrinsic), TARGET)
     with pytest.raises(KernelError, match=r"\[spirv\] expected a target with subgroup operations"):

@@ -5,6 +5,7 @@ Nothing is imported or probed until it is asked for. What a probe found is remem
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import cast
 
 from aule import settings
 from aule.artifact import Artifact
-from aule.errors import AuleError, BackendUnavailableError
+from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
 from aule.ir import KernelIR
 from aule.runtime.base import Device
 from aule.target import Target
@@ -67,7 +68,7 @@ def backend(name: str) -> Backend:
     for candidate in BACKENDS:
         if candidate.name == name:
             return candidate
-    raise BackendUnavailableError(name, f"expected a backend of {', '.join(NAMES)}, got {name!r}")
+    raise BackendUnavailableError(name, f"[backend] expected one of {', '.join(NAMES)}, got {name!r}")
 
 
 def by_language(language: str) -> Backend:
@@ -76,7 +77,7 @@ def by_language(language: str) -> Backend:
         if language in (candidate.language, candidate.name):
             return candidate
     known = ", ".join(b.language for b in BACKENDS)
-    raise BackendUnavailableError(language, f"expected a kernel language of {known}, got {language!r}")
+    raise BackendUnavailableError(language, f"[codegen] expected a kernel language of {known}, got {language!r}")
 
 
 def devices(name: str) -> list[Device]:
@@ -88,14 +89,24 @@ def devices(name: str) -> list[Device]:
             _errors.clear()
             _pid = os.getpid()
         if name in _errors:
-            raise _errors[name]
+            # A copy: an exception that is raised again and again collects every caller's frames.
+            raise copy.copy(_errors[name])
         if name not in _found:
+            served = backend(name)
             try:
-                _found[name] = backend(name).devices()
+                _found[name] = served.devices()
             except AuleError as error:
-                _errors[name] = error
+                _errors[name] = copy.copy(error)
                 log.debug("backend %s: %s", name, error)
                 raise
+            except Exception as error:  # one broken driver or package must not take the other backends away
+                log.warning("backend %s could not be probed", name, exc_info=True)
+                _errors[name] = BackendUnavailableError(
+                    name,
+                    f"[{name}] expected a working driver, got {type(error).__name__}: {error}; repair or update its "
+                    "driver or Python package",
+                )
+                raise copy.copy(_errors[name]) from error
         return _found[name]
 
 
@@ -137,17 +148,21 @@ def choose(spec: str | None = None) -> Device | None:
 
 def find(spec: str) -> Device | None:
     """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
+    if not isinstance(spec, str):
+        raise InvalidArgumentError(f"[backend] expected a name such as 'vulkan' or 'cuda:1', got {spec!r}")
     name, _, number = spec.partition(":")
     if name == NUMPY:
         return None
     if name not in NAMES:
-        raise BackendUnavailableError(name, f"expected a backend of {', '.join(NAMES)}, got {spec!r}")
+        raise BackendUnavailableError(
+            name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; aule.print_backend_info() lists devices"
+        )
     found = devices(name)
     if not number:
         return found[0]
     if not number.isdigit() or int(number) >= len(found):
         have = ", ".join(f"{name}:{d.index} ({d.target.name})" for d in found)
-        raise BackendUnavailableError(name, f"expected one of {have}, got {spec!r}")
+        raise BackendUnavailableError(name, f"[{name}] expected one of {have}, got {spec!r}; choose one of these")
     return found[int(number)]
 
 
@@ -159,3 +174,13 @@ def forget() -> None:
                 device.close()
         _found.clear()
         _errors.clear()
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have held the lock; nobody would ever release it here.
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

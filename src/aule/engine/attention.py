@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule import settings
+from aule.backends import registry
 from aule.engine.programs import program
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
@@ -101,6 +103,13 @@ def forward_on_device(problem: AttentionProblem, operands: Operands, device: Dev
         device.launch(launch.program, launch.plan.grid, launch.arguments(memory))
 
 
+def host_device(problem: AttentionProblem, spec: str | None) -> Device | None:
+    """The device for arrays in host memory; None stands for NumPy, which alone computes in float64."""
+    if problem.dtype == "f64" and not (spec or settings.backend()):
+        return None
+    return registry.choose(spec)
+
+
 def forward_on_host(
     problem: AttentionProblem, operands: Operands, device: Device | None, out: Array | None = None
 ) -> tuple[Array, Array | None]:
@@ -116,7 +125,13 @@ def forward_on_host(
         out = np.empty((*rows, problem.value_dim), STORED[problem.dtype])
     lse = np.empty(rows, np.float32) if problem.return_lse else None
     if device is None:
-        numpy_forward.forward(problem, operands, out, lse)
+        # Rows are written while others are still to be read: an ``out`` that lies over an input gets them at the end.
+        inputs = named(operands, operands.q).values()
+        overlaps = any(np.may_share_memory(out, view.storage) for view in inputs)
+        target = np.empty(out.shape, out.dtype) if overlaps else out
+        numpy_forward.forward(problem, operands, target, lse)
+        if overlaps:
+            out[...] = target
         return out, lse
 
     with _Arena(device) as arena:

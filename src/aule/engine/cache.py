@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from aule import settings
+from aule._version import __version__
 from aule.artifact import Artifact, Param
 
 log = logging.getLogger("aule")
@@ -26,10 +27,10 @@ _MAGIC = b"AULE1\n"
 def source_fingerprint() -> str:
     """Digest of the package's own source: a new version never reads an old one's kernels."""
     root = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for folder in ("ir", "tile", "ops", "render"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    digest = hashlib.sha256(__version__.encode())
+    sources = [path for folder in ("ir", "tile", "ops", "render") for path in sorted((root / folder).rglob("*.py"))]
+    for path in [*sources, root / "artifact.py"]:
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -77,7 +78,7 @@ def _path(entry: str) -> Path:
 
 def _encode(artifact: Artifact) -> bytes:
     fields = asdict(artifact)
-    code = fields.pop("code")
+    code: bytes = fields.pop("code")
     header = json.dumps(fields, sort_keys=True).encode()
     body = len(header).to_bytes(4, "little") + header + code
     return _MAGIC + hashlib.sha256(body).digest() + body
@@ -89,7 +90,10 @@ def _decode(data: bytes) -> Artifact | None:
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
         return None
     size = int.from_bytes(body[:4], "little")
-    fields = json.loads(body[4 : 4 + size])
-    fields["params"] = tuple(Param(**p) for p in fields["params"])
-    fields["extensions"] = tuple(fields["extensions"])
-    return Artifact(code=body[4 + size :], **fields)
+    try:
+        fields = json.loads(body[4 : 4 + size])
+        fields["params"] = tuple(Param(**p) for p in fields["params"])
+        fields["extensions"] = tuple(fields["extensions"])
+        return Artifact(code=body[4 + size :], **fields)
+    except (ValueError, TypeError, KeyError):  # whole, but not of this program
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -41,10 +42,13 @@ def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Progr
             known = _programs.setdefault(device, {})
             if config in known:
                 return known[config]
-        loaded = device.load(_artifact(device, config, build))
-        with _lock:
-            known[config] = loaded
-            _building.pop((id(device), config), None)
+        try:
+            loaded = device.load(_artifact(device, config, build))
+            with _lock:
+                known[config] = loaded
+        finally:
+            with _lock:
+                _building.pop((id(device), config), None)
     return loaded
 
 
@@ -59,3 +63,15 @@ def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any
         cache.save(entry, artifact)
         log.debug("built %s for %s in %.0f ms", kernel.name, device.target.name, 1e3 * (time.perf_counter() - start))
     return artifact
+
+
+def _after_fork() -> None:
+    # Other threads of the parent may have held these; nobody would ever release them here. Programs belong to the
+    # parent's devices, which refuse to work here; the child finds its own.
+    global _lock
+    _lock = threading.Lock()
+    _building.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

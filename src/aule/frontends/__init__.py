@@ -32,6 +32,6 @@ def front_end(array: object) -> ModuleType:
             if candidate.accepts(array):
                 return candidate
     raise InvalidDtypeError(
-        f"[flash_attention] expected NumPy arrays, torch tensors or arrays with __dlpack__, got {type(array).__name__}; "
-        "convert with numpy.asarray"
+        f"[flash_attention] expected NumPy arrays, torch tensors or arrays with __dlpack__, got "
+        f"{type(array).__name__}; convert with numpy.asarray"
     )

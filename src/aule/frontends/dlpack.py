@@ -23,10 +23,25 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     if options.out is not None:
         raise InvalidDtypeError("[flash_attention] expected no out with DLPack arrays, got one; use the return value")
     arrays = {name: _host(array, name) for name, array in options.arrays().items()}
-    inputs = [_host(array, name) for array, name in ((q, "q"), (k, "k"), (v, "v"))]
-    result = numpy_front_end.flash_attention(*inputs, replace(options, **arrays))
-    back = q.__array_namespace__().from_dlpack if hasattr(q, "__array_namespace__") else np.asarray
-    return tuple(back(part) for part in result) if isinstance(result, tuple) else back(result)
+    changed = replace(options, **arrays)
+    result = numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed)
+    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+
+
+def to_precision(array: Any, precision: str) -> Any:
+    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; the result comes from the array's namespace."""
+    return _back(numpy_front_end.to_precision(_host(array, "array"), precision), array)
+
+
+def _back(result: Any, like: Any) -> Any:
+    """A NumPy result as an array of the caller's namespace, where it has one."""
+    if not hasattr(like, "__array_namespace__"):
+        return np.asarray(result)
+    namespace = like.__array_namespace__()
+    try:
+        return namespace.from_dlpack(result)
+    except (BufferError, RuntimeError, TypeError):
+        return namespace.asarray(result)  # dtypes that NumPy's DLPack lacks (bfloat16)
 
 
 def _host(array: Any, name: str) -> Any:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.backends import registry
-from aule.engine.attention import STORED, forward_on_host
+from aule.engine.attention import STORED, forward_on_host, host_device
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -38,7 +37,8 @@ def view(array: Array, name: str = "array") -> TensorView:
     """View a NumPy array. bfloat16 (ml_dtypes) is viewed by its bits."""
     if not isinstance(array, np.ndarray):
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a NumPy array like q, got {type(array).__name__}; convert it first"
+            f"[flash_attention] expected {name} to be a NumPy array like q, got {type(array).__name__}; "
+            "convert it first"
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
@@ -53,11 +53,39 @@ def view(array: Array, name: str = "array") -> TensorView:
     return TensorView(dtype, array.shape, tuple(step // size for step in array.strides), "host", bits)
 
 
+def bfloat16() -> Any:
+    """ml_dtypes' bfloat16, which gives NumPy the type; None where the package is missing."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return ml_dtypes.bfloat16
+
+
+def to_precision(array: Array, precision: str) -> Array:
+    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy when they are that already."""
+    if not isinstance(array, np.ndarray) or _NAMES.get(array.dtype.name) not in FLOAT_DTYPES:
+        got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise InvalidDtypeError(
+            f"[attention] expected NumPy arrays of floats to convert to {precision}, got {got}; convert with .astype"
+        )
+    dtype = {"fp16": np.float16, "fp32": np.float32}.get(precision) or bfloat16()
+    if dtype is None:
+        raise InvalidDtypeError(
+            "[attention] expected ml_dtypes for bf16, which NumPy has not by itself, got no such package; "
+            "pip install ml_dtypes, or use fp16 or fp32"
+        )
+    with np.errstate(over="ignore"):  # what is too large for the precision becomes infinite, as on every device
+        return array.astype(dtype, copy=False)
+
+
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
     """Attention on NumPy arrays; the result is finished on return."""
-    views = {name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()}
+    views: dict[str, Any] = {
+        name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()
+    }
     problem, operands = attention_problem(**views, **options.plain())
-    device = registry.choose(options.backend)
+    device = host_device(problem, options.backend)
     target = None
     if options.out is not None:
         target = _lift(checked_out(options.out, operands.out_shape, problem.dtype))
@@ -75,8 +103,11 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> Array:
         raise InvalidShapeError(f"[flash_attention] expected out of shape {shape}, got {got}; allocate it like q")
     if _NAMES.get(out.dtype.name) != dtype:
         raise InvalidDtypeError(f"[flash_attention] expected out of q's dtype, got {out.dtype}; allocate it like q")
-    if not out.flags.writeable:
-        raise InvalidShapeError("[flash_attention] expected a writable out, got a read-only array; copy it first")
+    if not out.flags.writeable or any(step == 0 and n > 1 for n, step in zip(out.shape, out.strides, strict=True)):
+        raise InvalidShapeError(
+            "[flash_attention] expected a writable out with memory for every element, got a read-only or broadcast "
+            "array; copy it first"
+        )
     return out.view(STORED[dtype]) if dtype == "bf16" else out
 
 

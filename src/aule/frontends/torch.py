@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from aule import settings
 from aule.backends import registry
-from aule.engine.attention import forward_on_host, named, prepare_forward
+from aule.engine.attention import forward_on_host, host_device, named, prepare_forward
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import attention_problem
 from aule.options import AttentionOptions
@@ -42,12 +43,26 @@ def accepts(array: object) -> bool:
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on torch tensors."""
     if torch.is_grad_enabled():
-        _refuse_gradients((q, k, v, options.mask, options.bias, options.alibi_slopes, options.sinks))
-    if q.device.type == "cuda" and torch.version.cuda and (options.backend or "cuda").startswith("cuda"):
+        _refuse_gradients((q, k, v, options.mask, options.bias, options.alibi_slopes, options.sinks, options.out))
+    forced = options.backend or settings.backend() or "cuda"
+    if q.device.type == "cuda" and torch.version.cuda and forced.startswith("cuda"):
         return _on_cuda(q, k, v, options)
     if q.device.type == "cpu":
         return _on_host(q, k, v, options)
     return _staged(q, k, v, options)
+
+
+_PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def to_precision(tensor: Any, precision: str) -> Any:
+    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy when they are that already."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise InvalidDtypeError(
+            f"[attention] expected torch tensors of floats to convert to {precision}, got {got}; convert with .to"
+        )
+    return tensor.to(_PRECISIONS[precision])
 
 
 def _refuse_gradients(tensors: tuple[Any, ...]) -> None:
@@ -55,8 +70,8 @@ def _refuse_gradients(tensors: tuple[Any, ...]) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise AuleError(
                 "AULE_ERROR_NO_GRADIENT",
-                "[flash_attention] expected tensors that need no gradient, got one with requires_grad=True; this version "
-                "has the forward pass only: call it under torch.no_grad() or with .detach()",
+                "[flash_attention] expected tensors that need no gradient, got one with requires_grad=True; this "
+                "version has the forward pass only: call it under torch.no_grad() or with .detach()",
             )
 
 
@@ -77,10 +92,15 @@ class _CudaLaunch:
 
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     o = options
-    qp, kp, vp = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    try:
+        qp, kp, vp = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except AttributeError:
+        _require_tensor(k, "k")
+        _require_tensor(v, "v")
+        raise
     key: Any = (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device, (qp | kp | vp) & 15, o.causal, o.scale, o.window, o.softcap, o.causal_align, o.return_lse,
+        v.device, (qp | kp | vp) & 15, o.causal, o.scale, o.window, o.softcap, o.causal_align, o.return_lse, o.backend,
     )  # fmt: skip
     arrays = (o.mask, o.bias, o.alibi_slopes, o.sinks, o.out)
     if any(a is not None for a in arrays):
@@ -124,7 +144,7 @@ def _signature(tensor: Any) -> Any:
 def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
     """Validate, plan and build; what a signature needs once."""
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views = {name: _device_view(tensor, name, q) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: _device_view(tensor, name, q) for name, tensor in tensors.items()}
     problem, operands = attention_problem(**views, **options.plain())
     device: Any = registry.find(options.backend or f"cuda:{q.device.index}")
     if device is None or device.index != q.device.index:
@@ -152,11 +172,16 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
     return _CudaLaunch(prepared, operands.out_shape, operands.lse_shape, extra)
 
 
-def _device_view(tensor: Any, name: str, q: Any) -> TensorView:
+def _require_tensor(tensor: Any, name: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a torch tensor like q, got {type(tensor).__name__}; convert it first"
+            f"[flash_attention] expected {name} to be a torch tensor like q, got {type(tensor).__name__}; "
+            "convert it first"
         )
+
+
+def _device_view(tensor: Any, name: str, q: Any) -> TensorView:
+    _require_tensor(tensor, name)
     return TensorView(_dtype(tensor, name), tuple(tensor.shape), tensor.stride(), str(tensor.device), tensor.data_ptr())
 
 
@@ -176,6 +201,10 @@ def _checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
         raise InvalidShapeError(f"[flash_attention] expected out of shape {shape}, got {got}; allocate it like q")
     if out.dtype != q.dtype:
         raise InvalidDtypeError(f"[flash_attention] expected out of q's dtype, got {out.dtype}; allocate it like q")
+    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+        raise InvalidShapeError(
+            "[flash_attention] expected out with memory for every element, got an expanded tensor; clone it first"
+        )
     if out.device != q.device:
         raise DeviceMismatchError(f"[flash_attention] expected out on {q.device}, got {out.device}; allocate it like q")
     return out
@@ -187,7 +216,7 @@ def _checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
 def _on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """CPU tensors are NumPy arrays over the same memory; bfloat16 goes by its bits."""
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
     problem, operands = attention_problem(**views, **options.plain())
     out = options.out
     if out is None:
@@ -196,7 +225,7 @@ def _on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         _checked_out(out, operands.out_shape, q)
     target = _host_view(out, "out").storage
     lifted = target[(None,) * (4 - target.ndim)]
-    _, lse = forward_on_host(problem, operands, registry.choose(options.backend), lifted)
+    _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), lifted)
     if not options.return_lse:
         return out
     assert lse is not None
@@ -204,10 +233,7 @@ def _on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
 
 
 def _host_view(tensor: Any, name: str) -> TensorView:
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a torch tensor like q, got {type(tensor).__name__}; convert it first"
-        )
+    _require_tensor(tensor, name)
     if tensor.device.type != "cpu":
         raise DeviceMismatchError(
             f"[flash_attention] expected {name} on the CPU like q, got {tensor.device}; move it with .to"
@@ -221,13 +247,14 @@ def _host_view(tensor: Any, name: str) -> TensorView:
 def _staged(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Tensors on a device that aule does not drive directly go through the host and come back."""
     for name, tensor in {"k": k, "v": v, **options.arrays()}.items():
-        if isinstance(tensor, torch.Tensor) and tensor.device != q.device:
+        _require_tensor(tensor, name)
+        if tensor.device != q.device:
             raise DeviceMismatchError(
                 f"[flash_attention] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
             )
     moved = {name: array.cpu() for name, array in options.arrays().items()}
     result = _on_host(q.cpu(), k.cpu(), v.cpu(), replace(options, out=None, **moved))
-    out, lse = result if options.return_lse else (result, None)
+    out, lse = result if options.return_lse else (result, result)
     if options.out is not None:
         out = _checked_out(options.out, tuple(out.shape), q).copy_(out)
     out = out.to(q.device)

@@ -6,9 +6,10 @@ device. Python numbers stand for constants of the other operand's type.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from aule.ir.types import (
 )
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_FOLD = {
+_FOLD: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
@@ -40,6 +41,8 @@ _FOLD = {
     "or": lambda a, b: a | b,
     "shl": lambda a, b: a << b,
 }
+_DIGITS = {"bf16": 8, "f16": 11, "f32": 24, "f64": 53}
+"""Bits of precision of the floating-point types."""
 
 
 class Var:
@@ -71,6 +74,8 @@ class Builder:
         Threads of a workgroup.
     subgroup_size : int, optional
         The subgroup size the kernel relies on; 0 when it uses none or any will do.
+    max_registers : int, optional
+        Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
 
     Examples
     --------
@@ -82,10 +87,11 @@ class Builder:
     >>> kernel = b.finish()
     """
 
-    def __init__(self, name: str, workgroup: int, subgroup_size: int = 0) -> None:
+    def __init__(self, name: str, workgroup: int, subgroup_size: int = 0, max_registers: int = 0) -> None:
         self.name = name
         self.workgroup = workgroup
         self.subgroup_size = subgroup_size
+        self.max_registers = max_registers
         self._params: list[Param] = []
         self._values: dict[str, Value] = {}
         self._shared: list[Value] = []
@@ -96,7 +102,7 @@ class Builder:
         """The kernel traced so far."""
         return KernelIR(
             self.name, tuple(self._params), dict(self._values), tuple(self._shared), self.workgroup, self._body,
-            self.subgroup_size,
+            self.subgroup_size, self.max_registers,
         )  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------
@@ -143,9 +149,11 @@ class Builder:
     def const(self, value: float | int | bool, type_: Scalar) -> Value:
         """A constant."""
         if type_.is_int:
+            if not math.isfinite(value) or int(value) != value:
+                raise KernelError(f"const: expected a whole number for {type_}, got {value}; cast the other operand")
             value = int(value)
-        elif type_.is_float:
-            value = float(value)
+        else:
+            value = float(value) if type_.is_float else bool(value)
         return self.emit("const", (), type_, value=value)
 
     def thread_id(self) -> Value:
@@ -225,7 +233,9 @@ class Builder:
         """Convert to another element type; nothing is emitted when it has that type already."""
         if element(value.type) == elem:
             return value
-        if value.constant is not None and isinstance(value.type, Scalar):
+        if elem == bool_:
+            raise KernelError(f"cast: expected a number as the result, got bool from {value.type}; use b.ne(value, 0)")
+        if value.constant is not None and _exact(value.constant, element(value.type)) and _exact(value.constant, elem):
             return self.const(value.constant, elem)
         assert isinstance(value.type, Scalar | Vector | Fragment)
         return self.emit("cast", (value,), with_element(value.type, elem))
@@ -272,7 +282,10 @@ class Builder:
 
     def set(self, ref: Value, value: Any) -> None:
         assert isinstance(ref.type, Ref)
-        self.emit("set", (ref, self.coerce(value, element(ref.type))), None)
+        value = self.coerce(value, element(ref.type))
+        if isinstance(ref.type.target, Vector) and isinstance(value.type, Scalar):
+            value = self.splat(value, ref.type.target.lanes)
+        self.emit("set", (ref, value), None)
 
     # -- control ---------------------------------------------------------------------------------------------------
 
@@ -351,7 +364,8 @@ class Builder:
         return self.emit("fragment_get", (value,), element(value.type), component=component)
 
     def fragment_set(self, value: Value, component: int, new: Any) -> Value:
-        return self.emit("fragment_set", (value, self.coerce(new, element(value.type))), value.type, component=component)
+        new = self.coerce(new, element(value.type))
+        return self.emit("fragment_set", (value, new), value.type, component=component)
 
     # -- what only one language has --------------------------------------------------------------------------------
 
@@ -374,8 +388,9 @@ class Builder:
         return _NOTHING if result is None else result
 
     def _append(
-        self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...], attrs: dict[str, Any]
-    ) -> Op:
+        self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...],
+        attrs: dict[str, Any],
+    ) -> Op:  # fmt: skip
         op = Op(opcode, args, attrs, None, blocks, _location())
         if type_ is not None:
             op.result = Value(type_, op, "", self)
@@ -384,13 +399,15 @@ class Builder:
 
     def coerce(self, value: Any, elem: Scalar) -> Value:
         """A Python number becomes a constant of type ``elem``; a value stays."""
-        return value if isinstance(value, Value) else self.const(value, elem)
+        if isinstance(value, Value):
+            return value
+        return self.const(value, elem)
 
     def _like(self, value: Any, other: Value) -> Value:
-        value = self.coerce(value, element(other.type))
-        if isinstance(other.type, Vector) and isinstance(value.type, Scalar):
-            value = self.splat(value, other.type.lanes)
-        return value
+        result = self.coerce(value, element(other.type))
+        if isinstance(other.type, Vector) and isinstance(result.type, Scalar):
+            return self.splat(result, other.type.lanes)
+        return result
 
     def _index(self, index: Any) -> Value:
         return self.coerce(index, i32)
@@ -405,18 +422,19 @@ class Builder:
 
     def _fold(self, opcode: str, left: Value, right: Value) -> Value | None:
         """Integer constants are folded here, so that index arithmetic does not swell the kernel."""
-        if not (isinstance(left.type, Scalar) and left.type.is_int):
+        type_ = left.type
+        if not (isinstance(type_, Scalar) and type_.is_int) or right.type != type_:
             return None
         x, y = left.constant, right.constant
-        if x is not None and y is not None and opcode in _FOLD:
+        if x is not None and y is not None and opcode in _FOLD and (opcode != "shl" or 0 <= y < type_.bits):
             result = _FOLD[opcode](x, y)
-            return self.const(result, left.type) if -(2**31) <= result < 2**31 else None
+            return self.const(result, type_) if _exact(result, type_) else None  # what wraps is left to the device
         if (opcode in ("add", "or", "xor", "shl", "shr", "sub") and y == 0) or (opcode in ("mul", "div") and y == 1):
             return left
         if (opcode in ("add", "or", "xor") and x == 0) or (opcode == "mul" and x == 1):
             return right
         if opcode == "mul" and (x == 0 or y == 0):
-            return self.const(0, left.type)
+            return self.const(0, type_)
         return None
 
     @contextmanager
@@ -429,6 +447,16 @@ class Builder:
 
 
 _NOTHING = Value(bool_)
+
+
+def _exact(value: float | int | bool, elem: Scalar) -> bool:
+    """Whether a type holds a whole number or an infinity as it is. Casts of other constants are left to the device."""
+    if not math.isfinite(value) or value != int(value):
+        return math.isinf(value) and elem.is_float
+    if elem.is_float:
+        return abs(value) <= 1 << _DIGITS[elem.name]
+    low = -(1 << (elem.bits - 1)) if elem.is_signed else 0
+    return low <= value < low + (1 << elem.bits)
 
 
 def _location() -> Location:

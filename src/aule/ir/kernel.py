@@ -77,8 +77,14 @@ class Value:
         """Integer division that truncates, as every target's does."""
         return self._emit("div", other)
 
+    def __rfloordiv__(self, other: Any) -> Value:
+        return self._emit("div", other, True)
+
     def __mod__(self, other: Any) -> Value:
         return self._emit("rem", other)
+
+    def __rmod__(self, other: Any) -> Value:
+        return self._emit("rem", other, True)
 
     def __and__(self, other: Any) -> Value:
         return self._emit("and", other)
@@ -95,11 +101,20 @@ class Value:
     def __xor__(self, other: Any) -> Value:
         return self._emit("xor", other)
 
+    def __rxor__(self, other: Any) -> Value:
+        return self._emit("xor", other, True)
+
     def __lshift__(self, other: Any) -> Value:
         return self._emit("shl", other)
 
+    def __rlshift__(self, other: Any) -> Value:
+        return self._emit("shl", other, True)
+
     def __rshift__(self, other: Any) -> Value:
         return self._emit("shr", other)
+
+    def __rrshift__(self, other: Any) -> Value:
+        return self._emit("shr", other, True)
 
     def __lt__(self, other: Any) -> Value:
         return self._emit("lt", other)
@@ -158,6 +173,8 @@ class KernelIR:
         Threads of a workgroup, which is one-dimensional.
     subgroup_size : int
         Size the kernel was written for; 0 when any will do.
+    max_registers : int
+        Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
     """
 
     name: str
@@ -167,6 +184,7 @@ class KernelIR:
     workgroup: int
     body: list[Op]
     subgroup_size: int = 0
+    max_registers: int = 0
 
     @property
     def shared_bytes(self) -> int:

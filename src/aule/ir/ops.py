@@ -2,7 +2,32 @@
 
 Notation: T a scalar or vector; "same" means that all operands and the result have one type. Integer arithmetic wraps.
 Vectors are computed on lane by lane; a comparison of vectors gives a vector of bool. ``attrs`` hold what is known
-while tracing.
+while tracing; an operation has exactly those that its entry names.
+
+Beyond the entries below:
+
+* *Types.* A vector has 2, 4, 8 or 16 lanes. Memory (buffers, shared and private arrays) and fragments hold numbers,
+  never bool. Shared and private arrays have a length of at least 1. An index or a stride is an i32, i64 or u32.
+* *Values* are defined once and used only after that, in the same block or in a block inside it. The index of a loop is
+  visible in its body only. A pointer is the first operand of a memory or fragment operation (or an operand of an
+  intrinsic) and nothing else; a variable is the first operand of ``get`` and ``set`` and nothing else.
+* *Names* of the kernel, of parameters, of shared and of private arrays are identifiers (ASCII, no leading ``__``);
+  those of parameters and shared arrays differ.
+* *Access.* A buffer with access "read" is not stored to, one with access "write" is not loaded from, an atomic needs
+  "readwrite".
+* *Constants* lie in the range of their type; a float constant is rounded to its type.
+* *Undefined* are: integer division by zero, a shift by the width or more, a float too large for the integer it is cast
+  to, a loop whose index passes the largest number of its type, the contents of shared and private memory before they
+  are written (a ``private`` in a loop starts undefined in each round), and whatever a race leaves behind.
+* *A race* is two accesses of one element by two threads, at least one a plain store, or one plain and one atomic, that
+  no barrier orders. Barriers order the threads that take part in them; nothing orders two workgroups.
+* *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
+  ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
+  access "read", indices of loops with uniform bounds, and variables that are only ever set to uniform values in uniform
+  control flow. Everything else counts as divergent: what threads, lanes and subgroups are called, what shared, private
+  and writable memory holds, what subgroup operations, fragments, atomics and intrinsics return.
+* *Fragments.* All lanes of a subgroup name the same matrix: index, stride and fill value are the same in all of them.
+  Which element a component is depends on the device; a fragment of n elements has n / subgroup size components.
 """
 
 from __future__ import annotations
@@ -64,58 +89,89 @@ OPS: dict[str, OpInfo] = {
     "le": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
     "gt": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
     "ge": OpInfo("compare", 2, "T, T -> bool of T's shape; false when unordered"),
-    "eq": OpInfo("compare", 2, "T, T -> bool of T's shape"),
-    "ne": OpInfo("compare", 2, "T, T -> bool of T's shape"),
+    "eq": OpInfo("compare", 2, "T, T -> bool of T's shape; bool too"),
+    "ne": OpInfo("compare", 2, "T, T -> bool of T's shape; bool too; true when unordered"),
     "fma": OpInfo("ternary", 3, "same; floats; a*b+c, rounded once where the target can"),
     "select": OpInfo("ternary", 3, "bool (scalar, or of T's shape), T, T -> T; both sides are evaluated"),
     # -- conversion --------------------------------------------------------------------------------------------------
-    "cast": OpInfo("cast", 1, "number to number, lane by lane; float to int truncates, to float rounds to nearest even; "
-                              "bool to number gives 0 or 1; never to bool"),  # fmt: skip
-    "bitcast": OpInfo("cast", 1, "the same bits as another type of the same size; no bool"),
+    "cast": OpInfo(
+        "cast", 1,
+        "number to number, lane by lane; float to int truncates, to float rounds to nearest even; bool to number gives "
+        "0 or 1; never to bool. A fragment keeps its shape and use",
+    ),
+    "bitcast": OpInfo(
+        "cast", 1,
+        "the same bits as another scalar or vector of the same size; lane 0 of a vector is the lowest; no bool",
+    ),
     # -- vectors -----------------------------------------------------------------------------------------------------
     "make_vector": OpInfo("vector", None, "n scalars -> vector of n"),
     "splat": OpInfo("vector", 1, "scalar -> vector with it in every lane"),
     "extract": OpInfo("vector", 1, "vector -> scalar", ("lane",)),
     # -- memory ------------------------------------------------------------------------------------------------------
     "private": OpInfo("memory", 0, "an array of its own for each thread; contents undefined until written", ("name",)),
-    "load": OpInfo("memory", 2, "pointer, i32/i64 element index -> elem, or vector of consecutive elems. The index is a "
-                                "multiple of ``align`` elements (and so is the buffer's start)", ("align",)),  # fmt: skip
-    "store": OpInfo("memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load",
-                    ("align",), result=False),  # fmt: skip
-    "atomic": OpInfo("memory", 3, "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, "
-                                  "xor, exchange on i32/u32; add on f32 where the target can", ("kind",)),  # fmt: skip
+    "load": OpInfo(
+        "memory", 2,
+        "pointer, element index -> elem, or vector of consecutive elems. The index is a multiple of ``align``, a power "
+        "of two, in elements (and so is the buffer's start)",
+        ("align",),
+    ),
+    "store": OpInfo(
+        "memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load", ("align",), result=False
+    ),
+    "atomic": OpInfo(
+        "memory", 3,
+        "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
+        "i32/u32; add on f32 where the target can",
+        ("kind",),
+    ),
     # -- variables ---------------------------------------------------------------------------------------------------
     "var": OpInfo("variable", 1, "initial value -> var"),
     "get": OpInfo("variable", 1, "var -> its value"),
     "set": OpInfo("variable", 2, "var, value", result=False),
     # -- control -----------------------------------------------------------------------------------------------------
-    "loop": OpInfo("control", 3, "start, stop, step (one int type): for (i = start; i < stop; i += step); step > 0; "
-                                 "attrs: index (Value), unroll (0 leave, -1 fully, n by n)",
-                   ("index", "unroll"), blocks=1, result=False),  # fmt: skip
+    "loop": OpInfo(
+        "control", 3,
+        "start, stop, step (one int type of 32 or 64 bits): for (i = start; i < stop; i += step); step > 0; attrs: "
+        "index (Value), unroll (0 leave, -1 fully, n by n)",
+        ("index", "unroll"), blocks=1, result=False,
+    ),
     "if": OpInfo("control", 1, "bool; then-block and else-block (may be empty)", blocks=2, result=False),
     # -- synchronisation ---------------------------------------------------------------------------------------------
-    "barrier": OpInfo("sync", 0, "every thread of the workgroup arrives; shared memory (and global, if so said) written "
-                                 "before is seen after; only in uniform control flow", ("global_memory",),
-                      result=False),  # fmt: skip
+    "barrier": OpInfo(
+        "sync", 0,
+        "every thread of the workgroup arrives; shared memory (and global, if so said) written before is seen after; "
+        "only in uniform control flow",
+        ("global_memory",), result=False,
+    ),
     "subgroup_barrier": OpInfo("sync", 0, "the same for the threads of a subgroup and shared memory", result=False),
     # -- subgroups: all lanes of the subgroup take part --------------------------------------------------------------
     "shuffle": OpInfo("subgroup", 2, "T scalar 32 bits, i32 lane -> that lane's value"),
-    "shuffle_xor": OpInfo("subgroup", 1, "T scalar 32 bits -> value of lane ^ mask", ("mask",)),
+    "shuffle_xor": OpInfo("subgroup", 1, "T scalar 32 bits -> value of lane ^ mask, which must exist", ("mask",)),
     "subgroup_reduce": OpInfo("subgroup", 1, "T scalar 32 bits -> add, min or max over all lanes", ("kind",)),
     "subgroup_any": OpInfo("subgroup", 1, "bool -> bool: true in any lane"),
     "subgroup_all": OpInfo("subgroup", 1, "bool -> bool: true in every lane"),
     # -- matrix fragments: all lanes of the subgroup take part, with the same operands --------------------------------
     "fragment_fill": OpInfo("fragment", 1, "scalar -> fragment with it in every element"),
-    "fragment_load": OpInfo("fragment", 3, "pointer, index of element (0,0), stride in elements -> fragment",
-                            ("layout",)),  # fmt: skip
-    "fragment_store": OpInfo("fragment", 4, "pointer, index, stride, fragment", ("layout",), result=False),
-    "fragment_mma": OpInfo("fragment", 3, "a, b, accumulator -> a @ b + accumulator"),
+    "fragment_load": OpInfo(
+        "fragment", 3,
+        "pointer (global or shared), index of element (0,0), stride in elements -> fragment; layout: row or column, "
+        "between which the stride lies",
+        ("layout",),
+    ),
+    "fragment_store": OpInfo("fragment", 4, "pointer, index, stride, fragment; see load", ("layout",), result=False),
+    "fragment_mma": OpInfo(
+        "fragment", 3,
+        "a (m x k), b (k x n), accumulator (m x n) -> a @ b + accumulator; a and b of one element type, the "
+        "accumulator float or int as they are, and no narrower",
+    ),
     "fragment_get": OpInfo("fragment", 1, "fragment -> the lane's component number ``component``", ("component",)),
     "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
     # -- what only one language has ----------------------------------------------------------------------------------
-    "intrinsic": OpInfo("target", None, "only the renderer ``language`` accepts it. ``code`` is a line of that language "
-                                        "in which {0} is the result (a vector: {0[0]}, {0[1]} ...) and {1}, {2} ... "
-                                        "are the operands",
-                        ("language", "code")),  # fmt: skip
+    "intrinsic": OpInfo(
+        "target", None,
+        "only the renderer ``language`` accepts it. ``code`` is a line of that language in which {0} is the result (a "
+        "vector: {0[0]}, {0[1]} ...; there may be none) and {1}, {2} ... are the operands",
+        ("language", "code"),
+    ),
     "comment": OpInfo("target", 0, "a line for the reader of the rendered source", ("text",), result=False),
 }

@@ -1,1 +1,15 @@
+"""The kernel library: kernels as objects that a person can look at and compile without a device.
 
+>>> from aule.kernels import AttentionKernel
+>>> kernel = AttentionKernel(2048, 64).with_causal()
+>>> kernel.name
+'flash_attention_causal'
+>>> ptx = kernel.emit("ptx")
+"""
+
+from __future__ import annotations
+
+from aule.kernels.attention import AttentionKernel
+from aule.kernels.tiles import TileConfig, required_shared_memory, tuned_configs, validate_config
+
+__all__ = ["AttentionKernel", "TileConfig", "required_shared_memory", "tuned_configs", "validate_config"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aule.ir.kernel import Op, Value
-from aule.ir.types import Scalar, element
-from aule.render._ptx_emitter import Emitter, float_bits, refuse, register_class
+from aule.ir.kernel import Op
+from aule.ir.types import Scalar, element, f32, u32
+from aule.render._ptx_emitter import Emitter, float_bits, lane_count, refuse, register_class
 
 
 def integer_type(elem: Scalar) -> str:
@@ -60,14 +60,14 @@ def _cast(e: Emitter, source: Scalar, target: Scalar, x: str) -> str:
         return _cast_int(e, source, target, x) if target.is_int else _int_to_float(e, source, target, x)
     if source.name == "bf16":
         x = to_f32(e, source, x)
-        return x if target.name == "f32" else _cast(e, _F32, target, x)
+        return x if target.name == "f32" else _cast(e, f32, target, x)
     if target.is_int:
         # Through 32 bits, so that bytes and shorts wrap instead of saturating, as integers do everywhere else.
         wide = f"{'s' if target.is_signed else 'u'}{max(target.bits, 32)}"
         result = e.emit(f"cvt.rzi.{wide}.{source.name}", "rd" if target.bits == 64 else "r", x)
-        return result if target.bits >= 32 else _cast_int(e, _U32, target, result)
+        return result if target.bits >= 32 else _cast_int(e, u32, target, result)
     if target.name == "bf16":
-        return from_f32(e, target, x if source.name == "f32" else _cast(e, source, _F32, x))
+        return from_f32(e, target, x if source.name == "f32" else _cast(e, source, f32, x))
     rounding = ".rn" if target.bits < source.bits else ""
     return e.emit(f"cvt{rounding}.{target.name}.{source.name}", register_class(target), x)
 
@@ -132,7 +132,7 @@ def bitcast(e: Emitter, op: Op) -> None:
     if "bool" in (source.kind, target.kind):
         raise refuse(op, "numbers of the same size", f"{source} and {target}", "compare or select instead")
     lanes = e.registers(op.args[0])
-    if len(lanes) * source.bits != _total_bits(op.result, target):
+    if len(lanes) * source.bits != lane_count(op.result) * target.bits:
         raise refuse(op, "types of the same size", f"{op.args[0].type} and {op.result.type}", "check the lanes")
     cls = register_class(target)
     if source.bits == target.bits:
@@ -153,11 +153,3 @@ def bitcast(e: Emitter, op: Op) -> None:
         elif cls == "f":
             parts = [e.emit("mov.b32", "f", x) for x in parts]
         e.bind(op.result, tuple(parts))
-
-
-def _total_bits(value: Value, elem: Scalar) -> int:
-    return elem.bits * (1 if isinstance(value.type, Scalar) else value.type.lanes)  # type: ignore[union-attr]
-
-
-_F32 = Scalar("f32", "float", 32)
-_U32 = Scalar("u32", "uint", 32)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from aule.errors import KernelError
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Scalar, Vector
+from aule.ir.types import Scalar, Vector, element
 
 _VERSIONS = {
     "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
@@ -169,15 +169,16 @@ class Emitter:
             raise KernelError(f"[ptx] {value!r} is used where it is not defined; run ir.verify on the kernel")
         register, offset = self._sums[value]
         assert register is not None
-        bits, cls = (32, "r") if value.type.bits == 32 else (64, "rd")  # type: ignore[union-attr]
-        return (self.once((register, offset), f"add.s{bits}", cls, register, str(offset)),)
+        elem = element(value.type)
+        add = f"add.s{elem.bits}"
+        return (self.once((add, register, str(offset)), add, _REGISTERS[elem.name], register, str(offset)),)
 
     def registers(self, value: Value) -> tuple[str, ...]:
         """The same, with constants moved into registers."""
         lanes = self.operands(value)
         if all(x[0] == "%" for x in lanes):
             return lanes
-        cls = _REGISTERS[value.type.name if isinstance(value.type, Scalar) else value.type.elem.name]  # type: ignore[union-attr]
+        cls = _REGISTERS[element(value.type).name]
         return tuple(x if x[0] == "%" else self.once((cls, x), f"mov.{_DECLARED[cls]}", cls, x) for x in lanes)
 
     def half(self, bits: int) -> str:

@@ -6,6 +6,7 @@ computed once per block and shared by everything that is a constant apart.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class Addresses:
         assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
         memory = self._locals.get(op)
         if memory is None:
-            elem, name = op.result.type.elem, f"local_{len(self.local)}_{op.attrs.get('name', '')}"
+            elem = op.result.type.elem
+            name = f"local_{len(self.local)}_{re.sub(r'[^a-zA-Z0-9_]', '_', op.attrs['name'])}"
             self.local.append(f"\t.local .align 16 .b8 {name}[{elem.bytes * op.result.type.length}];")
             memory = self._locals[op] = Memory("local", name, elem, 0, "ld.local")
         self._memory[op.result] = memory
@@ -122,8 +124,6 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
 
 def _load(e: Emitter, memory: Memory, address: str, n: int) -> Sequence[str]:
     elem = memory.elem
-    if elem.kind == "bool":
-        return [e.emit("setp.ne.s16", "p", x, "0") for x in _load_bytes(e, memory.load, "u8", address, n)]
     if elem.bits == 8:
         return _load_bytes(e, memory.load, "s8" if elem.is_signed else "u8", address, n)
     if elem.bits == 16 and n == 8:
@@ -136,9 +136,7 @@ def _load_bytes(e: Emitter, instruction: str, kind: str, address: str, n: int) -
         return _vector(e, f"{instruction}{_count(n)}.{kind}", "h", address, n)
     words = _vector(e, f"{instruction}{_count(n // 4)}.b32", "r", address, n // 4)
     extract = f"bfe.{kind[0]}32"
-    return [
-        e.emit("cvt.u16.u32", "h", e.emit(extract, "r", word, str(8 * i), "8")) for word in words for i in range(4)
-    ]
+    return [e.emit("cvt.u16.u32", "h", e.emit(extract, "r", word, str(8 * i), "8")) for word in words for i in range(4)]
 
 
 def _vector(e: Emitter, instruction: str, cls: str, address: str, n: int) -> list[str]:
@@ -152,17 +150,14 @@ def store(e: Emitter, addresses: Addresses, op: Op) -> None:
     """A scalar or vector store, in as few instructions as the alignment allows."""
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
-    elem, value = memory.elem, op.args[2]
-    lanes: Sequence[str] = e.registers(value)
-    if elem.kind == "bool":
-        lanes = [e.emit("selp.b16", "h", "1", "0", x) for x in lanes]
+    elem, lanes = memory.elem, e.registers(op.args[2])
     step = min(len(lanes), max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     for i in range(0, len(lanes), step):
         _store(e, memory, _at(base, offset + i * elem.bytes), lanes[i : i + step])
 
 
 def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str]) -> None:
-    bits, kind = 8 * memory.elem.bytes, _memory_type(memory.elem)
+    bits, kind = memory.elem.bits, _memory_type(memory.elem)
     if len(lanes) > 4:  # more 8- or 16-bit numbers than a vector has room for travel as words
         n = 32 // bits
         lanes = [join(e, lanes[i : i + n], bits, 32, "r") for i in range(0, len(lanes), n)]
@@ -202,4 +197,4 @@ def _count(n: int) -> str:
 
 
 def _memory_type(elem: Scalar) -> str:
-    return elem.name if elem.name in ("f32", "f64") else f"b{max(elem.bits, 8)}"
+    return elem.name if elem.name in ("f32", "f64") else f"b{elem.bits}"

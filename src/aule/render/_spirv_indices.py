@@ -47,6 +47,18 @@ class Indices:
         m, r = self.congruence(value)
         return r % divisor if m % divisor == 0 else None
 
+    def remainder_source(self, value: Value, divisor: int) -> Value:
+        """The value that alone decides the remainder: additions of multiples of the divisor are left out."""
+        while (op := value.op) is not None and op.opcode in ("add", "sub"):
+            a, b = op.args
+            if self.remainder(b, divisor) == 0:
+                value = a
+            elif self.remainder(a, divisor) == 0 and op.opcode == "add":
+                value = b
+            else:
+                break
+        return value
+
     def want(self, value: Value, divisor: int) -> None:
         """Ask for a quotient; all must be asked for before `spread`."""
         divisors = self.wanted.setdefault(value, [])

@@ -48,10 +48,7 @@ class _Access:
 
 def access_unit(elem: Scalar, lanes: int, align: int) -> int:
     """Elements that one access can take: as many as the alignment allows, up to 16 bytes."""
-    unit = gcd(lanes, align)
-    while unit > 1 and unit * elem.bits > 128:
-        unit //= 2
-    return unit
+    return min(gcd(lanes, align), max(128 // elem.bits, 1))
 
 
 class Memory:
@@ -67,11 +64,14 @@ class Memory:
         Writes to buffers must be seen by other threads of the kernel.
     vulkan_model : bool
         The module uses the Vulkan memory model.
+    computable : frozenset of Scalar
+        Narrow types that words may be cast to; others are loaded as themselves, four at a time at most.
     """
 
     def __init__(
         self, module: Module, registers: Registers, kernel: KernelIR, indices: Indices, *,
         value: Callable[[Value], int], quotient: Callable[[Value, int], int], coherent: bool, vulkan_model: bool,
+        computable: frozenset[Scalar],
     ) -> None:  # fmt: skip
         self._m = module
         self._r = registers
@@ -80,36 +80,37 @@ class Memory:
         self._quotient = quotient
         self._coherent = coherent
         self._vulkan_model = vulkan_model
+        self._computable = computable
         self._views: dict[tuple[Value, int], _Access] = {}
         self._arrays: dict[Value, _Access] = {}
         self._widths: dict[Value, int] = {}
-        units: dict[Value, dict[int, None]] = {kernel.values[p.name]: {} for p in kernel.params if p.kind == "buffer"}
-        self._plan([op for op in kernel.walk() if op.args and isinstance(op.args[0].type, Pointer)], units)
         buffers = [p for p in kernel.params if p.kind == "buffer"]
+        views: dict[Value, dict[int, None]] = {kernel.values[p.name]: {} for p in buffers}
+        self._plan([op for op in kernel.walk() if op.args and isinstance(op.args[0].type, Pointer)], views)
         for binding, param in enumerate(buffers):
-            self._declare_buffer(param, kernel.values[param.name], binding, list(units[kernel.values[param.name]]))
+            buffer = kernel.values[param.name]
+            self._declare_buffer(param, buffer, binding, sorted(views[buffer]))
         for array in kernel.shared:
             self.declare_array(array, array.hint)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def _plan(self, ops: list[Op], units: dict[Value, dict[int, None]]) -> None:
+    def _plan(self, ops: list[Op], views: dict[Value, dict[int, None]]) -> None:
         """Find the views of buffers and the widths of arrays, and ask for the quotients that accesses will need."""
         for op in ops:
             pointer = op.args[0]
-            if pointer not in units:
-                unit = min(self._unit(op), 4)
-                self._widths[pointer] = max(self._widths.get(pointer, 1), unit)
+            if pointer not in views:
+                self._widths[pointer] = max(self._widths.get(pointer, 1), min(self._unit(op), 4))
         for op in ops:
-            pointer, index = op.args[0], op.args[1]
-            if pointer not in units and not self._divisible(op, self._widths[pointer]):
+            pointer = op.args[0]
+            if pointer not in views and not self._divisible(op, self._widths[pointer]):
                 self._widths[pointer] = 1
         for op in ops:
             pointer, index = op.args[0], op.args[1]
             width = self._widths.get(pointer, 1)
-            if pointer in units:
+            if pointer in views:
                 width = self._unit(op)
-                units[pointer][width] = None
+                views[pointer][width] = None
             if width > 1:
                 self._indices.want(index, width)
 
@@ -122,13 +123,13 @@ class Memory:
             return width == 1 or (whole and op.args[2].constant is not None and op.args[2].constant % width == 0)
         return True
 
-    @staticmethod
-    def _unit(op: Op) -> int:
+    def _unit(self, op: Op) -> int:
         if op.opcode not in ("load", "store"):
             return 1
         type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None
         assert isinstance(type_, Scalar | Vector)
-        return access_unit(element(type_), lanes_of(type_), op.attrs["align"])
+        unit = access_unit(element(type_), lanes_of(type_), op.attrs["align"])
+        return unit if element(type_) in self._computable else min(unit, 4)
 
     # -- declarations ----------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class Memory:
         elem = element(value.type)
         written = param.access != "read"
         flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model and self._coherent and written else ()
-        for unit in sorted(units):
+        for unit in units:
             narrow = unit <= 4
             view = shape(elem, unit) if narrow else shape(u32, unit * elem.bits // 32)
             if narrow and elem.bits == 16:
@@ -255,10 +256,13 @@ class Memory:
             if known is not None:
                 row = self._plus(index, quotient, (known + lane) // width)
                 column = self._m.constant(i32, (known + lane) % width)
+            elif self._unit(op) == lanes:
+                # The lanes of an aligned vector lie in one unit.
+                row, source = quotient, self._indices.remainder_source(index, width)
+                column = self._plus(index, self._binary(Spv.BitwiseAnd, index, self._value(source), width - 1), lane)
             else:
                 at = self._plus(index, self._value(index), lane)
-                # Lanes of an aligned vector lie in one unit; others may begin the next.
-                row = quotient if self._unit(op) == lanes else self._shift(index, at, width)
+                row = self._binary(Spv.ShiftRightArithmetic, index, at, width.bit_length() - 1)
                 column = self._binary(Spv.BitwiseAnd, index, at, width - 1)
             result.append((self._chain(access, elem, row, column), elem, 1))
         return result
@@ -271,9 +275,6 @@ class Memory:
 
     def _plus(self, index: Value, number: int, offset: int) -> int:
         return self._binary(Spv.IAdd, index, number, offset) if offset else number
-
-    def _shift(self, index: Value, number: int, width: int) -> int:
-        return self._binary(Spv.ShiftRightArithmetic, index, number, width.bit_length() - 1)
 
     def _binary(self, opcode: int, index: Value, number: int, operand: int) -> int:
         type_ = element(index.type)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from aule.errors import KernelError
+from aule.ir.kernel import Value
 from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bool_, element, f16, f32, i32, u32
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import Decoration, FPRoundingMode, Glsl, Op
@@ -58,6 +59,12 @@ _SINGLE_ONLY = {"exp2", "log2", "sin", "cos"}
 
 ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp"}
 """Operations that `Registers.arithmetic` can do."""
+
+
+def register(value: Value) -> ValueType:
+    """The type of a value that is held in registers."""
+    assert isinstance(value.type, Scalar | Vector | Fragment)
+    return value.type
 
 
 def lanes_of(type_: Type) -> int:

@@ -21,7 +21,7 @@ from aule.ir.ops import OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, ValueType, Vector, element, f16, f64
 from aule.target import Target
 
-_INLINE_CHARS = 72
+_INLINE_CHARS = 48
 """Longer expressions get a line and a name, so that no line grows beyond reading."""
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and": "&", "or": "|", "xor": "^", "shl": "<<",
@@ -205,7 +205,7 @@ class Printer(ABC):
                 self.let(op.result, self.name(op.attrs["name"] or "scratch"))
                 self.arrays.append(self.private(op.result))
             case "store":
-                self.emit(*self.store(*op.args, op.attrs["align"]))
+                self.emit(*self.store(op.args[0], op.args[1], op.args[2], op.attrs["align"]))
             case "barrier":
                 self.emit(*self.barrier(op.attrs["global_memory"]))
             case "subgroup_barrier":
@@ -223,9 +223,13 @@ class Printer(ABC):
         depends: frozenset[Value] = frozenset(op.args[:1]) if op.opcode == "get" else frozenset()
         for arg in op.args:
             depends |= self._pending.get(arg, frozenset())
+        if OPS[op.opcode].category == "fragment":
+            # Printed where it stands.
+            depends = frozenset()
         expr = self.atomic(op) if op.opcode == "atomic" else self.expression(op)
         users = self._users.get(value, [])
-        if op.opcode == "const" or (op.opcode == "extract" and not depends and is_name(self._text[op.args[0]])):
+        repeatable = is_name(expr) or (op.opcode == "extract" and is_name(self._text[op.args[0]]))
+        if op.opcode == "const" or (repeatable and not depends):
             self._text[value] = expr
         elif not users:
             # Only operations with effects are left without a user by the dead-code pass.
@@ -299,13 +303,19 @@ class Printer(ABC):
     def _intrinsic(self, op: Op) -> None:
         if op.attrs["language"] != self.language:
             raise KernelError(f"{self.kernel.name}: an intrinsic of {op.attrs['language']} in {self.language} ({op.where})")
-        result: _Named | None = None
-        if op.result is not None:
-            assert isinstance(op.result.type, Scalar | Vector | Fragment)
-            result = _Named(self.name(op.result.hint))
-            self.emit(self.declare(op.result.type, result.text, None, mutable=True))
-            self.let(op.result, result.text)
-        self.emit(str(op.attrs["code"]).format(result, *(_Named(self.operand(a)) for a in op.args)))
+        code, args = str(op.attrs["code"]), [_Named(self.operand(a)) for a in op.args]
+        if op.result is None:
+            self.emit(code.format(None, *args))
+            return
+        assert isinstance(op.result.type, Scalar | Vector | Fragment)
+        if code.startswith("{0} = ") and code.count("{0") == 1:
+            # A plain assignment is the value's own line.
+            self._define(op.result, Expr(code.removeprefix("{0} = ").removesuffix(";").format(None, *args)))
+            return
+        result = _Named(self.name(op.result.hint))
+        self.emit(self.declare(op.result.type, result.text, None, mutable=True))
+        self.let(op.result, result.text)
+        self.emit(code.format(result, *args))
 
     # -- expressions -----------------------------------------------------------------------------------------------
 
@@ -320,7 +330,7 @@ class Printer(ABC):
             case "get":
                 return self._text[args[0]]
             case "neg":
-                return self.narrowed(result.type, f"-{self.operand(args[0])}")
+                return self.negative(result.type, self.operand(args[0]))
             case "not":
                 return self.invert(result.type, self.operand(args[0]))
             case "abs":
@@ -383,6 +393,9 @@ class Printer(ABC):
 
     def shift_count(self, count: Value) -> str:
         return self.operand(count)
+
+    def negative(self, type_: ValueType, text: str) -> Expr:
+        return self.narrowed(type_, f"-{text}")
 
     def invert(self, type_: ValueType, text: str) -> Expr:
         return Expr(f"!{text}", False) if element(type_).kind == "bool" else self.narrowed(type_, f"~{text}")

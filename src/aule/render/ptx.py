@@ -1,9 +1,9 @@
 """PTX for NVIDIA GPUs from sm_75 on. The driver itself assembles the text.
 
 Conventions that intrinsics may rely on: operands and results are registers of the classes in `_ptx_emitter`; a vector
-is a list of them; a variable is the registers it lives in, which an intrinsic may change in place; a pointer is a
-register with its address (32 bits in the ``.shared`` window, 64 bits for global and local memory). Literal braces
-are doubled, as for `str.format`.
+is a list of them; a variable (where the verifier lets one through) is the registers it lives in, and the only operand
+that may be written, as wgmma does with its accumulators; a pointer is a register with its address (32 bits in the
+``.shared`` window, 64 bits for global and local memory). Literal braces are doubled, as for `str.format`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
 
 def _directives(kernel: KernelIR) -> list[str]:
     """Performance directives between the parameters and the body."""
-    return [f".reqntid {kernel.workgroup}, 1, 1"]
+    registers = [f".maxnreg {kernel.max_registers}"] if kernel.max_registers else []
+    return [f".reqntid {kernel.workgroup}, 1, 1", *registers]
 
 
 def _parameters(kernel: KernelIR) -> Iterator[str]:

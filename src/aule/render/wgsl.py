@@ -195,11 +195,31 @@ class _Wgsl(Printer):
             return self.operand(count)
         return f"{self.type_name(_like(count.type, u32))}({self.bare(count)})"
 
-    def absolute(self, type_: ValueType, text: str) -> Expr:
-        return Expr(f"abs({text})")
+    def negative(self, type_: ValueType, text: str) -> Expr:
+        return Expr(f"0u - {text}" if element(type_) == u32 else f"-{text}", atom=False)
 
     def bitcast(self, value: Value, type_: ValueType) -> Expr:
+        if element(value.type) == f16:
+            return self._words(value, type_)
+        if element(type_) == f16:
+            return self._halves(value, type_)
         return Expr(f"bitcast<{self.type_name(type_)}>({self.bare(value)})")
+
+    def _words(self, value: Value, type_: ValueType) -> Expr:
+        """fp16 pairs as words. naga lacks the bitcast; packing rounds nothing that is fp16 already."""
+        name = self.named(value)
+        words = [f"pack2x16float(vec2<f32>({name}.{pair}))" for pair in ("xy", "zw")[: _lanes(type_)]]
+        text = words[0] if len(words) == 1 else f"vec2<u32>({', '.join(words)})"
+        return Expr(text if element(type_) == u32 else f"bitcast<{self.type_name(type_)}>({text})")
+
+    def _halves(self, value: Value, type_: ValueType) -> Expr:
+        """Words as fp16 pairs."""
+        name = self.named(value)
+        words = [f"{name}.x", f"{name}.y"] if isinstance(value.type, Vector) else [name]
+        if element(value.type) != u32:
+            words = [f"bitcast<u32>({word})" for word in words]
+        pairs = [f"vec2<f16>(unpack2x16float({word}))" for word in words]
+        return Expr(pairs[0]) if len(pairs) == 1 else self.make_vector(type_, pairs)
 
     def unroll(self, count: int) -> list[str]:
         return []
@@ -233,7 +253,7 @@ class _Wgsl(Printer):
 
     def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
         layout = self._layout(pointer)
-        lanes = type_.lanes if isinstance(type_, Vector) else 1
+        lanes = _lanes(type_)
         if lanes > 1:
             self.named(index)
         if layout.width == 1 or lanes % layout.width or align % layout.width:
@@ -339,6 +359,10 @@ class _Wgsl(Printer):
                 return Expr(f"subgroup{op.attrs['kind'].capitalize()}({value})")
             case _:
                 return Expr(f"subgroup{op.opcode.removeprefix('subgroup_').capitalize()}({value})")
+
+
+def _lanes(type_: ValueType) -> int:
+    return type_.lanes if isinstance(type_, Vector) else 1
 
 
 def _like(type_: object, elem: Scalar) -> Scalar | Vector:

@@ -182,30 +182,29 @@ class Context:
         return float(passed * self.facts.properties.limits.timestampPeriod * 1e-9)
 
     def _write_scalars(self, slot: Slot, pipeline: Pipeline, scalars: Sequence[int | float]) -> None:
-        if self._parameters is None:
-            self._create_parameters()
         if scalars:
+            if not self._parameter_views:
+                self._get_parameters()
             try:
                 pipeline.pack(self._parameter_views[slot.index], 0, *scalars)
             except struct.error as error:
                 named = ", ".join(pipeline.names[i] for i in pipeline.scalars)
                 raise LaunchError(f"[vulkan] expected numbers that fit {named}, got {scalars}: {error}") from None
 
-    def _create_parameters(self) -> None:
-        block = self.memory.host_block(
-            SLOTS * PARAMETER_BYTES, api.VK_BUFFER_USAGE_UNIFORM_BUFFER_BIT, device_local=True
-        )
-        self._parameter_views = [
-            memoryview((ctypes.c_char * PARAMETER_BYTES).from_address(block.address + i * PARAMETER_BYTES)).cast("B")
-            for i in range(SLOTS)
-        ]
-        self._parameters = block
+    def _get_parameters(self) -> Block:
+        """The memory of the slots' scalars."""
+        if self._parameters is None:
+            usage = api.VK_BUFFER_USAGE_UNIFORM_BUFFER_BIT
+            self._parameters = self.memory.host_block(SLOTS * PARAMETER_BYTES, usage, device_local=True)
+            starts = (self._parameters.address + i * PARAMETER_BYTES for i in range(SLOTS))
+            piece = ctypes.c_char * PARAMETER_BYTES
+            self._parameter_views = [memoryview(piece.from_address(start)).cast("B") for start in starts]
+        return self._parameters
 
     def _bind(self, slot: Slot, pipeline: Pipeline, keys: list[tuple[int, int, int]]) -> int:
         """Begin a recording with everything a dispatch needs."""
         layout = pipeline.layout
-        assert self._parameters is not None
-        layout.create_sets(self._parameters)
+        layout.create_sets(self._get_parameters())
         layout.bind(slot.index, keys)
         command = self.ring.begin(slot)
         point = api.VK_PIPELINE_BIND_POINT_COMPUTE

@@ -56,6 +56,7 @@ class VulkanDevice(Device):
         if self._opened is None:
             if self._closed:
                 raise ClosedError("[vulkan] expected an open device, got a closed one; ask for the device again")
+            _check_fork()
             self._opened = Context(instance(), self._facts)
             self._pid = os.getpid()
             _opened.append(self)
@@ -69,6 +70,10 @@ class VulkanDevice(Device):
                 f"[vulkan] {self.target.name} was opened before fork and cannot be used in the child; start workers "
                 "with the multiprocessing method 'spawn', or use the device first in the child"
             )
+
+    def _check_program(self, program: Program) -> None:
+        if program.device is not self:
+            raise InvalidArgumentError("[vulkan] expected a program of this device, got one of another")
 
     def _region(self, allocation: Allocation) -> Region:
         if allocation.device is not self:
@@ -153,8 +158,7 @@ class VulkanDevice(Device):
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> tuple[Pipeline, list[Region], list[Any]]:
         """Sorts the arguments of a launch and refuses what the driver would not check."""
-        if program.device is not self:
-            raise InvalidArgumentError("[vulkan] expected a program of this device, got one of another")
+        self._check_program(program)
         pipeline: Pipeline = program.handle
         if len(args) != len(pipeline.names):
             raise LaunchError(f"[vulkan] expected {len(pipeline.names)} arguments {pipeline.names}, got {len(args)}")
@@ -194,7 +198,9 @@ class VulkanDevice(Device):
         """
         self._check_process()
         with self._lock:
-            return self._context().pipelines.statistics(program.artifact)
+            context = self._context()
+            self._check_program(program)
+            return context.pipelines.statistics(program.artifact)
 
     def pipeline_cache_data(self) -> bytes:
         """The driver's pipeline cache. It is also kept on disk, written when the device is closed."""
@@ -241,6 +247,18 @@ _skipped: list[AuleError] = []
 _opened: list[VulkanDevice] = []
 
 
+def _check_fork() -> None:
+    """A child of a process that used a GPU must not start its driver again: it may hang or worse. Software devices
+    have no such state."""
+    lost = [d.target.name for d in _opened if d._pid != os.getpid() and not d.target.software]
+    if lost:
+        raise BackendUnavailableError(
+            "vulkan",
+            f"[vulkan] {lost[0]} was opened before fork and its driver cannot be started again in the child; start "
+            "workers with the multiprocessing method 'spawn'",
+        )
+
+
 def devices() -> list[Device]:
     """The Vulkan devices of this machine that can compute, in the driver's order.
 
@@ -249,13 +267,14 @@ def devices() -> list[Device]:
     Raises
     ------
     BackendUnavailableError
-        There is no loader, no driver or no device, with the remedy.
+        There is no loader, no driver or no device, with the remedy; or this is a child of a process that used a GPU.
     NoComputeQueueError
         There are devices, but none has a compute queue.
     """
     global _devices, _devices_pid, _skipped, _lock
     if _devices_pid not in (0, os.getpid()):
         _lock, _devices, _devices_pid = threading.Lock(), [], 0
+    _check_fork()
     with _lock:
         if not _devices:
             usable, _skipped = inspect_all(instance())

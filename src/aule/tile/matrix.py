@@ -41,14 +41,13 @@ class Matrix:
     def elem(self) -> Scalar:
         return element(self.buffer.type)
 
-    def load_quad(self, b: Builder, row: Value, col: Value, cols_padded: int) -> Value:
-        """Elements ``col .. col+3`` of a row, as a vector.
+    def row_start(self, b: Builder, row: Value) -> Value:
+        """Index of a row's first element. A row past the end is replaced by the last one: whoever uses it masks it."""
+        return self.base + b.cast(b.min(row, self.rows - 1), element(self.base.type)) * self.row_stride
 
-        A row past the end is replaced by the last one: whoever uses it masks it out. Columns from ``cols`` up to
-        ``cols_padded`` read as zero.
-        """
-        row = b.min(row, self.rows - 1)
-        start = self.base + b.cast(row, element(self.base.type)) * self.row_stride
+    def load_quad(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
+        """Elements ``col .. col+3`` of the row that begins at ``start``, as a vector. Columns from ``cols`` up to
+        ``cols_padded`` read as zero."""
         if self.aligned and self.col_stride is None:
             if cols_padded == self.cols:
                 return b.load(self.buffer, start + self._index(b, col), QUAD)

@@ -1,11 +1,14 @@
 """The simt engine: register-blocked products out of shared memory, for any GPU.
 
 A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them with rows interleaved
-(``row = r * threads_y + ty``) and columns interleaved in strips of ``strip`` (1 for S, up to 4 for O), so that the
-lanes of a subgroup that share rows differ only in ``tx``. Both operands of a product are read along the dimension
-that is summed over, four at a time, so nothing is transposed on its way into shared memory; rows there are padded by
-four elements, which makes the row stride an odd number of quads and keeps the reads of eight lanes off each other's
-banks.
+(``row = r * threads_y + ty``) and columns interleaved in strips of ``strip`` (1 for S, up to 4 for O). Both operands
+of a product are read along the dimension that is summed over, four at a time, so nothing is transposed on its way into
+shared memory; rows there are padded by four elements, which makes the row stride an odd number of quads and keeps the
+reads of eight lanes off each other's banks.
+
+Neighbouring lanes (2n, 2n+1) differ in ``ty`` and share ``tx``; lanes that differ in bit 1 share ``ty``. NVIDIA's
+shared memory serves a 16-byte read of a whole warp in two cycles, instead of four, only when each lane's address
+equals that of the lane that differs in bit 0, or in bit 1 (benchmarks/shared_reads.py): so both operands' reads do.
 
 Global memory is read one step ahead into registers (`Stager`) and written to one of two shared stages: one barrier
 per step, and the memory's latency passes under the products.
@@ -22,6 +25,8 @@ from aule.target import Target
 from aule.tile.matrix import QUAD, Matrix, divmod_const
 
 PAD = 4
+LANES_PER_COLUMN = 2
+"""Neighbouring lanes that share ``tx``; ``threads_y`` is a multiple of it."""
 
 
 def padded(n: int, multiple: int) -> int:
@@ -170,7 +175,9 @@ class Simt:
         self.shape = shape
         self.subgroups = uses_subgroups(target, shape)
         self.thread = b.thread_id()
-        self.ty, self.tx = divmod_const(b, self.thread, shape.threads_x)
+        pair, parity = divmod_const(b, self.thread, LANES_PER_COLUMN)
+        row_pair, self.tx = divmod_const(b, pair, shape.threads_x)
+        self.ty = row_pair * LANES_PER_COLUMN + parity
         self.value_cols = shape.value_cols(value_dim)
         self.head_cols = padded(head_dim, shape.chunk_k)
         self.k_stride = shape.chunk_k + PAD
@@ -208,8 +215,8 @@ class Simt:
         """Combine the threads of each row; every one of them gets the result."""
         b, width = self.b, self.shape.threads_x
         if self.rows_scratch is None:
-            mask = 1
-            while mask < width:
+            mask = LANES_PER_COLUMN
+            while mask < width * LANES_PER_COLUMN:
                 partial = [b.binary(kind, x, b.shuffle_xor(x, mask)) for x in partial]
                 mask *= 2
             return partial
@@ -237,18 +244,38 @@ class Simt:
         return Stager(self, elem, quads, self.stage, self.stage_size)
 
     def _place(self, chunk: Chunk, i: int) -> tuple[Value, Value, Value]:
-        """Which row and column of a chunk this thread's ``i``-th quad is, and its number."""
-        number = self.thread + i * self.shape.threads
-        row, quad = divmod_const(self.b, number, chunk.cols // QUAD)
-        return row, quad * QUAD, number
+        """Which row and column of a chunk this thread's ``i``-th quad is, and its number.
 
-    def fetch(self, stager: Stager, first: int, chunk: Chunk, source: Matrix, row: Value, col: Value, cols: int) -> None:
-        """Start loading the chunk at (row, col) of ``source`` into the stager's registers from number ``first`` on."""
+        Quads are numbered down eight rows before they go on along them when rows are padded: eight lanes then write to
+        eight different rows, whose banks differ, while a subgroup still reads whole sectors of global memory.
+        """
+        number = self.thread + i * self.shape.threads
+        along = chunk.cols // QUAD
+        if chunk.stride == chunk.cols or chunk.rows % 8:
+            row, quad = divmod_const(self.b, number, along)
+            return row, quad * QUAD, number
+        block, within = divmod_const(self.b, number, along * 8)
+        quad, row = divmod_const(self.b, within, 8)
+        return block * 8 + row, quad * QUAD, number
+
+    def row_starts(self, chunk: Chunk, source: Matrix, row: Value) -> list[Value]:
+        """Where the rows that this thread fetches of a chunk begin in memory; to be kept while only columns change."""
+        starts = []
         for i in range(chunk.per_thread(self.shape.threads)):
-            r, c, _ = self._place(chunk, i)
+            r, _, _ = self._place(chunk, i)
             if chunk.quads % self.shape.threads:
                 r = self.b.min(r, chunk.rows - 1)
-            stager.registers[first + i].value = source.load_quad(self.b, row + r, col + c, cols)
+            starts.append(source.row_start(self.b, row + r))
+        return starts
+
+    def fetch(
+        self, stager: Stager, first: int, chunk: Chunk, source: Matrix, starts: list[Value], col: Value, cols: int
+    ) -> None:
+        """Start loading the chunk whose rows begin at ``starts``, from column ``col`` on, into the stager's registers
+        from number ``first`` on."""
+        for i, start in enumerate(starts):
+            _, c, _ = self._place(chunk, i)
+            stager.registers[first + i].value = source.load_quad(self.b, start, col + c, cols)
 
     def commit(
         self, stager: Stager, first: int, chunk: Chunk, scale: Value | None = None
@@ -282,7 +309,7 @@ class Simt:
             number = self.thread + i * self.shape.threads
             r, quad = divmod_const(b, number, whole.cols // QUAD)
             with b.if_(number < whole.quads):
-                value = source.load_quad(b, row + r, quad * QUAD, self.head_cols)
+                value = source.load_quad(b, source.row_start(b, row + r), quad * QUAD, self.head_cols)
                 b.store(self.q, r * whole.stride + quad * QUAD, b.cast(value, f32) * scale)
 
     # -- products --------------------------------------------------------------------------------------------------
@@ -349,4 +376,4 @@ class Simt:
 def uses_subgroups(target: Target, shape: SimtShape) -> bool:
     """Rows are reduced by shuffles: the device has them and the lanes of a row fit into its smallest subgroup."""
     smallest = min(target.subgroup_sizes, default=target.subgroup_size)
-    return 0 < shape.threads_x <= smallest and shape.threads % smallest == 0
+    return 0 < shape.threads_x * LANES_PER_COLUMN <= smallest and shape.threads % smallest == 0

@@ -1,1 +1,50 @@
+"""Passes that bring a kernel down to what a language or device can say. Each is proven against the interpreter."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir.kernel import KernelIR
+from aule.ir.passes.dead_code import dead_code
+from aule.ir.passes.int64 import int64
+from aule.ir.passes.narrow_vectors import narrow_vectors
+from aule.ir.passes.pack_memory import pack_memory
+from aule.ir.passes.soft_half import Convert, soft_half
+from aule.ir.passes.widen_int import widen_int
+from aule.ir.types import Scalar
+
+__all__ = ["Legal", "dead_code", "int64", "legalise", "narrow_vectors", "pack_memory", "soft_half", "widen_int"]
+
+
+@dataclass(frozen=True)
+class Legal:
+    """What a language and device can say; the defaults say everything."""
+
+    soft: frozenset[Scalar] = frozenset()
+    """Floating-point types (f16, bf16) that no register can have: kept as u16 bits."""
+    packed: frozenset[Scalar] = frozenset()
+    """Elements that buffers cannot have: kept in words. Judged after ``soft``: soft elements are u16."""
+    widened: frozenset[Scalar] = frozenset()
+    """Integer types that no register can have: kept in 32 bits."""
+    int64: bool = True
+    """64-bit integers exist."""
+    max_lanes: int = 16
+    """Widest vector."""
+    half_to_float: Convert | None = None
+    """The language's own exact conversion of fp16 bits, for soft f16."""
+
+
+def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
+    """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
+    # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
+    # that eight fp16 are still one load.
+    if legal.soft:
+        kernel = soft_half(kernel, legal.soft, legal.half_to_float)
+    if legal.packed:
+        kernel = pack_memory(kernel, legal.packed)
+    if legal.widened:
+        kernel = widen_int(kernel, legal.widened)
+    if not legal.int64:
+        kernel = int64(kernel)
+    kernel = narrow_vectors(kernel, legal.max_lanes)
+    return dead_code(kernel)

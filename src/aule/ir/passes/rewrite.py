@@ -7,7 +7,7 @@ ones). Every new operation keeps the line of Python that emitted the old one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from aule.artifact import Param
@@ -51,7 +51,7 @@ def wrap(value: int, type_: Scalar) -> int:
 
 
 class PassBuilder(Builder):
-    """A Builder that folds more, because what a pass emits for the general case is often constant in the special one."""
+    """A Builder that folds more: what a pass emits for the general case is often constant in the special one."""
 
     where: Location | None = None
     """Given to every operation, in place of the caller's line."""
@@ -65,6 +65,21 @@ class PassBuilder(Builder):
         if vector.op is not None and vector.op.opcode == "splat":
             return vector.op.args[0]
         return super().extract(vector, lane)
+
+    def vector(self, values: Sequence[Value]) -> Value:
+        # All lanes of one vector, in order, are that vector.
+        lanes = [(v.op.args[0], v.op.attrs["lane"]) for v in values if v.op is not None and v.op.opcode == "extract"]
+        if len(lanes) == len(values) > 1:
+            whole = lanes[0][0]
+            if lanes == [(whole, i) for i in range(lanes_of(whole.type))]:
+                return whole
+        return super().vector(values)
+
+    def cast(self, value: Value, elem: Scalar) -> Value:
+        number = value.constant
+        if number is not None and isinstance(value.type, Scalar) and value.type.is_int and elem.is_int:
+            return self.const(number, elem)
+        return super().cast(value, elem)
 
     def select(self, condition: Value, yes: Any, no: Any) -> Value:
         if condition.constant is not None and isinstance(yes, Value) and isinstance(no, Value):
@@ -87,7 +102,12 @@ class PassBuilder(Builder):
         return super()._fold(opcode, left, right)
 
     def _append(
-        self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...], attrs: dict[str, Any]
+        self,
+        opcode: str,
+        args: tuple[Value, ...],
+        type_: Type | None,
+        blocks: tuple[list[Op], ...],
+        attrs: dict[str, Any],
     ) -> Op:
         op = Op(opcode, args, attrs, None, blocks, self.where)
         if type_ is not None:
@@ -164,7 +184,7 @@ class Rewriter:
         """The one new value of an old one."""
         new = self.values[old]
         if isinstance(new, tuple):
-            raise KernelError(f"{type(self).__name__}: a value of type {old.type} was split and is used where it cannot be")
+            raise KernelError(f"{type(self).__name__}: {old.type} was split and is used where that cannot be")
         return new
 
     def parts(self, old: Value) -> tuple[Value, ...]:
@@ -175,12 +195,16 @@ class Rewriter:
     def clone(self, op: Op) -> Lowered | None:
         """Copy an operation over the new values of its operands."""
         if op.opcode == "loop":
-            return self.clone_loop(op)
+            self.clone_loop(op)
+            return None
         if op.opcode == "if":
-            return self.clone_if(op)
+            self.clone_if(op)
+            return None
         args = tuple(self.value(a) for a in op.args)
         if OPS[op.opcode].category in ("binary", "compare"):
             return self.b.binary(op.opcode, *args)
+        if op.opcode == "cast" and op.result is not None and not isinstance(op.result.type, Fragment):
+            return self.b.cast(args[0], element(op.result.type))
         type_ = None if op.result is None else self.retype(op.result.type)
         result = self.b.emit(op.opcode, args, type_, **op.attrs)
         return None if type_ is None else result
@@ -216,8 +240,3 @@ def lanes_of(type_: Type) -> int:
 def shaped(elem: Scalar, lanes: int) -> Scalar | Vector:
     """A vector of ``lanes``, or the scalar itself for one."""
     return elem if lanes == 1 else Vector(elem, lanes)
-
-
-def is_plain(type_: Type) -> bool:
-    """True for a scalar or vector in a register."""
-    return isinstance(type_, Scalar | Vector) and not isinstance(type_, Fragment)

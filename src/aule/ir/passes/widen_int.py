@@ -25,9 +25,11 @@ class _WidenInt(Rewriter):
     def __init__(self, kernel: KernelIR, small: frozenset[Scalar]) -> None:
         super().__init__(kernel)
         self._small = small
-        self.hooks = dict.fromkeys(_LEAVES, self._wrapped) | {
+        self.hooks = {
             "const": self._const, "cast": self._cast, "bitcast": self._bitcast, "load": self._load, "store": self._store,
         }  # fmt: skip
+        for opcode in _LEAVES:
+            self.hooks[opcode] = self._wrapped
 
     def register(self, type_: ValueType) -> ValueType:
         return with_element(type_, self._wide(element(type_))) if self._is_small(type_) else type_

@@ -22,7 +22,8 @@ KERNEL_NAME = "flash_attention"
 
 def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
-    b = Builder(name, config.shape.threads)
+    # Left to itself, ptxas may aim at more resident workgroups than the tiles were chosen for, and spill.
+    b = Builder(name, config.shape.threads, max_registers=255)
     block = _Block(b, config)
     with b.if_(block.exists):
         flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)
@@ -97,8 +98,9 @@ class _Stream:
             b.store(self.flags, 0, 0)
             b.store(self.flags, 1, 0)
         b.barrier()
+        self.q_starts = [] if engine.q is not None else engine.row_starts(engine.q_chunk, block.q, block.row0)
         with b.if_(block.first_tile < block.last_tile):
-            self._fetch_k(block.first_tile, b.const(0, i32))
+            self._fetch_k(self._k_starts(block.first_tile), b.const(0, i32))
 
     def partial(self, tile: Value) -> Value:
         """Whether some key of the tile is out of the band for some row."""
@@ -108,6 +110,7 @@ class _Stream:
         """``S = Q K^T``, chunk by chunk of the head dimension."""
         b, engine, shape = self.b, self.engine, self.config.shape
         chunks = engine.head_cols // shape.chunk_k
+        k_starts = self._k_starts(tile)
         with b.loop(0, chunks, name="chunk") as chunk:
             first = 0
             if engine.q is None:
@@ -116,7 +119,7 @@ class _Stream:
             engine.commit(self.stager, first, engine.k_chunk)
             b.barrier()
             with b.if_(chunk + 1 < chunks):
-                self._fetch_k(tile, chunk + 1)
+                self._fetch_k(k_starts, chunk + 1)
             with b.else_():
                 self._fetch_v(tile, b.const(0, i32))
             engine.multiply_scores(S, self.stager.offset.value, chunk)
@@ -148,25 +151,29 @@ class _Stream:
             with b.if_(chunk + 1 < chunks):
                 self._fetch_v(tile, chunk + 1)
             with b.else_():
-                self._fetch_k(tile + 1, b.const(0, i32))
+                self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
             with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
                 engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
             with b.else_():
                 engine.multiply_values(O, self.stager.offset.value, chunk)
             self.stager.advance()
 
-    def _fetch_k(self, tile: Value, chunk: Value) -> None:
+    def _k_starts(self, tile: Value) -> list[Value]:
+        return self.engine.row_starts(self.engine.k_chunk, self.block.k, tile * self.config.shape.block_kv)
+
+    def _fetch_k(self, k_starts: list[Value], chunk: Value) -> None:
         engine, block, shape = self.engine, self.block, self.config.shape
         col, first = chunk * shape.chunk_k, 0
         if engine.q is None:
-            engine.fetch(self.stager, 0, engine.q_chunk, block.q, block.row0, col, engine.head_cols)
+            engine.fetch(self.stager, 0, engine.q_chunk, block.q, self.q_starts, col, engine.head_cols)
             first = engine.q_chunk.per_thread(shape.threads)
-        engine.fetch(self.stager, first, engine.k_chunk, block.k, tile * shape.block_kv, col, engine.head_cols)
+        engine.fetch(self.stager, first, engine.k_chunk, block.k, k_starts, col, engine.head_cols)
 
     def _fetch_v(self, tile: Value, chunk: Value) -> None:
         engine, shape = self.engine, self.config.shape
         row = tile * shape.block_kv + chunk * shape.chunk_v
-        engine.fetch(self.stager, 0, engine.v_chunk, self.block.v, row, self.b.const(0, i32), engine.value_cols)
+        starts = engine.row_starts(engine.v_chunk, self.block.v, row)
+        engine.fetch(self.stager, 0, engine.v_chunk, self.block.v, starts, self.b.const(0, i32), engine.value_cols)
 
 
 class _Block:

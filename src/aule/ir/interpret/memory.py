@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir._numbers import Array, Function, from_memory, memory_dtype, to_memory
-from aule.ir._shadow import Lanes, Shadow
+from aule.ir.interpret.lanes import Lanes
+from aule.ir.interpret.numbers import Array, Function, from_memory, memory_dtype, to_memory
+from aule.ir.interpret.shadow import Shadow
 from aule.ir.kernel import Op
 from aule.ir.types import Scalar
 
@@ -98,8 +99,7 @@ class Memory:
     def atomic(self, op: Op, address: Array, value: Array, active: Array | None, function: Function) -> Array:
         """Read-modify-write; lanes that meet at one element take turns, lower lanes first."""
         if self.shadow is not None:
-            self.shadow.require_written(op, address, active, self.shadow.time.take(address))
-            self.shadow.write(op, address, active, atomic=True)
+            self.shadow.update(op, address, active)
         order = np.argsort(address, kind="stable")
         _, starts, counts = np.unique(address[order], return_index=True, return_counts=True)
         old = np.empty_like(value)

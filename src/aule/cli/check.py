@@ -1,0 +1,211 @@
+"""``aule check``: every device of the machine against the fp64 reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule._version import __version__
+from aule.api import flash_attention
+from aule.backends import registry
+from aule.cli._cases import CASES, HEADLINE, Case
+from aule.cli._progress import Progress
+from aule.context import Aule
+from aule.frontends.numpy import bfloat16
+from aule.ops.attention.reference import compare
+
+Array = npt.NDArray[Any]
+
+_OK, _WRONG, _SKIPPED = "ok", "WRONG", "skipped"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case on one device.
+
+    Attributes
+    ----------
+    error, tolerance : float or None
+        Largest error of the output, and what is allowed; None when there is no output.
+    first_seconds, seconds : float or None
+        The first call, which builds the kernel or finds it on disk, and the one after it; host arrays go to the
+        device and back in both.
+    """
+
+    device: str
+    case: str
+    status: str
+    error: float | None = None
+    tolerance: float | None = None
+    first_seconds: float | None = None
+    seconds: float | None = None
+    message: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--backend", metavar="SPEC", help="check this backend ('vulkan') or device ('vulkan:1') alone")
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    devices = _devices(args.backend)
+    refused = {} if args.backend else registry.errors()
+    best = _best(args.backend)
+    if args.json:
+        headline = _check(best, HEADLINE)
+        results = [_check(device, case) for device in devices for case in CASES if _applies(device, case)]
+        answer = {
+            "version": __version__,
+            "headline": asdict(headline),
+            "results": [asdict(r) for r in results],
+            "refused": refused,
+        }
+        print(json.dumps(answer, indent=2))
+    else:
+        headline, results = _run_shown(best, devices, refused)
+    return int(any(r.status == _WRONG for r in (headline, *results)))
+
+
+def _run_shown(best: str, devices: dict[str, str], refused: dict[str, str]) -> tuple[Result, list[Result]]:
+    work = [(device, case) for device in devices for case in CASES if _applies(device, case)]
+    with Progress(len(work) + 1) as progress:
+        progress.step(f"{best} {HEADLINE.name}")
+        headline = _check(best, HEADLINE)
+        progress.line(_headline(headline, devices[best]))
+        for device, name in devices.items():
+            progress.line(f"  {device:9} {name}")
+        progress.line("")
+        widths = (max(len(d) for d in devices), max(len(c.name) for c in CASES))
+        progress.line(_row(("device", "case", "max error", "allowed", "first call", "again", ""), widths))
+        results = []
+        for device, case in work:
+            progress.step(f"{device} {case.name}")
+            results.append(_check(device, case))
+            progress.line(_row(_cells(results[-1]), widths))
+    wrong = [r for r in (headline, *results) if r.status == _WRONG]
+    skipped = sum(r.status == _SKIPPED for r in results)
+    print()
+    for name, reason in refused.items():
+        print(f"{name} was not checked: {reason}")
+    done = f"{len(results) + 1 - len(wrong) - skipped} of {len(results) + 1} checks right"
+    print(done + (f", {skipped} skipped" if skipped else "") + (f", {len(wrong)} WRONG" if wrong else ""))
+    return headline, results
+
+
+def _devices(spec: str | None) -> dict[str, str]:
+    """What is checked: for each device, as ``backend=`` takes it, the driver's name of it."""
+    chosen = None if spec is None else registry.find(spec)
+    if spec is None:
+        found = [d for group in registry.available().values() for d in group]
+    elif chosen is None:  # NumPy
+        found = []
+    else:
+        found = [chosen] if ":" in spec else registry.devices(chosen.target.backend)
+    named = {f"{d.target.backend}:{d.index}": d.target.name for d in found}
+    if spec is None or not found:
+        named[registry.NUMPY] = f"NumPy {np.__version__}"
+    return named
+
+
+def _best(spec: str | None) -> str:
+    device = registry.choose(spec)
+    return registry.NUMPY if device is None else f"{device.target.backend}:{device.index}"
+
+
+def _applies(device: str, case: Case) -> bool:
+    return case.dtype != "f64" or device == registry.NUMPY
+
+
+def _check(device: str, case: Case) -> Result:
+    """Run a case twice and judge it. Whatever a device throws is a finding, not the end of the check."""
+    if case.dtype == "bf16" and device == registry.NUMPY and bfloat16() is None:
+        return Result(device, case.name, _SKIPPED, message="NumPy needs ml_dtypes for bfloat16")
+    try:
+        expected = case.expected
+        start = time.perf_counter()
+        _compute(device, case)
+        middle = time.perf_counter()
+        out, lse = _compute(device, case)
+        end = time.perf_counter()
+        verdict = compare(case.problem, out, lse, expected)
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        return Result(device, case.name, _WRONG, message=message)
+    return Result(
+        device,
+        case.name,
+        _OK if verdict else _WRONG,
+        verdict.error,
+        verdict.tolerance,
+        middle - start,
+        end - middle,
+        "" if verdict else verdict.message,
+    )
+
+
+def _compute(device: str, case: Case) -> tuple[Array, Array]:
+    if case.dtype == "bf16":
+        return _bf16(device, case)
+    arguments: dict[str, Any] = {**case.inputs, **case.options}
+    out, lse = flash_attention(**arguments, return_lse=True, backend=device)
+    return out, lse
+
+
+def _bf16(device: str, case: Case) -> tuple[Array, Array]:
+    """bfloat16 without ml_dtypes: device tensors take its bits, and are so checked as well."""
+    if device == registry.NUMPY:
+        arrays: dict[str, Any] = {name: array.view(bfloat16()) for name, array in case.inputs.items()}
+        out, lse = flash_attention(**arrays, **case.options, return_lse=True, backend=device)
+        return out, lse
+    with Aule(device) as gpu:
+        q, k, v = (gpu.tensor(case.inputs[n].shape, "bfloat16").upload(case.inputs[n]) for n in ("q", "k", "v"))
+        shape = (*q.shape[:3], v.shape[3])
+        result, sums = gpu.tensor(shape, "bfloat16"), gpu.tensor(shape[:3])
+        gpu.attention_forward_with_lse(q, k, v, result, sums, **case.options)
+        return result.download(), sums.download()
+
+
+# -- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _headline(result: Result, name: str) -> str:
+    p = HEADLINE.problem
+    what = f"attention [{p.batch}, {p.heads_q}, {p.seq_q}, {p.head_dim}] float32 causal on {result.device} ({name})"
+    if result.seconds is None:
+        return f"{what}: {result.status}, {result.message}"
+    speed = p.flops / result.seconds / 1e9
+    verdict = f"error {result.error:.1e} of {result.tolerance:.1e} allowed"
+    took = f"{1e3 * result.seconds:.1f} ms, {speed:.0f} GFLOP/s with copies"
+    return f"{what}: {result.status}, {verdict}, {took}{result.message and f'; {result.message}'}"
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    def number(x: float | None) -> str:
+        return "-" if x is None else f"{x:.1e}"
+
+    def milliseconds(x: float | None) -> str:
+        return "-" if x is None else f"{1e3 * x:.1f} ms"
+
+    return (
+        result.device,
+        result.case,
+        number(result.error),
+        number(result.tolerance),
+        milliseconds(result.first_seconds),
+        milliseconds(result.seconds),
+        f"{result.status} {result.message}".rstrip(),
+    )
+
+
+def _row(cells: tuple[str, ...], widths: tuple[int, int]) -> str:
+    device, case, error, allowed, first, again, status = cells
+    columns = f"{device:{widths[0]}}  {case:{widths[1]}}  {error:>9}  {allowed:>9}  {first:>11}  {again:>10}  {status}"
+    return columns.rstrip()

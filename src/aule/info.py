@@ -1,0 +1,168 @@
+"""What this machine has: backends, their devices, and why the others were refused. Nothing is probed at import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from typing import Any
+
+import numpy as np
+
+from aule import settings
+from aule._version import __version__
+from aule.backends import registry
+from aule.errors import AuleError
+from aule.target import Target
+
+__all__ = ["get_available_backends", "get_backend_errors", "get_backend_info", "print_backend_info"]
+
+_EXTRAS = (
+    ("opencl", "pyopencl", "OpenCL: AMD, Intel and NVIDIA drivers, and PoCL on CPUs", None),
+    ("webgpu", "wgpu", "WebGPU: any GPU through wgpu, also where Vulkan's own loader is missing", None),
+    ("metal", "Metal", "Metal: Apple's GPUs", "darwin"),
+)
+"""Extra of the distribution, the module it brings, what that opens, and the only platform where it helps."""
+
+
+def get_available_backends() -> list[str]:
+    """Backends that work here, the preferred first.
+
+    Returns
+    -------
+    list of str
+        Backends with a hardware device in order of preference, then those with software devices only (lavapipe, PoCL),
+        which are used when asked for by name, and ``"numpy"``, which is always there, last.
+    """
+    found = registry.available()
+    software = {name: all(d.target.software for d in devices) for name, devices in found.items()}
+    return [*sorted(found, key=lambda name: software[name]), registry.NUMPY]
+
+
+def get_backend_errors() -> dict[str, str]:
+    """Why each other backend was refused.
+
+    Returns
+    -------
+    dict
+        For each backend that is not in `get_available_backends`: what was missing, and the remedy.
+    """
+    return registry.errors()
+
+
+def get_backend_info() -> dict[str, Any]:
+    """Everything about the backends, fit for JSON.
+
+    Returns
+    -------
+    dict
+        ``version``, ``python``, ``numpy``, ``platform``; ``forced`` (``AULE_BACKEND``); ``default_device``, where
+        arrays in host memory are computed (None when a forced backend is missing: ``default_error`` says why);
+        ``backends``, for each by name ``available``, ``devices`` (``device`` as ``backend=`` takes it, and every field
+        of its `Target`) and ``error``.
+    """
+    found, refused = registry.available(), registry.errors()
+    backends: dict[str, Any] = {}
+    for name in (*get_available_backends(), *refused):
+        targets = [_numpy_target()] if name == registry.NUMPY else [d.target for d in found.get(name, [])]
+        devices = [
+            {"device": name if name == registry.NUMPY else f"{name}:{number}", **target.to_dict()}
+            for number, target in enumerate(targets)
+        ]
+        backends[name] = {"available": bool(devices), "devices": devices, "error": refused.get(name)}
+    default, error = _default_device()
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "forced": settings.backend(),
+        "default_device": default,
+        "default_error": error,
+        "backends": backends,
+    }
+
+
+def print_backend_info() -> None:
+    """Print the devices of this machine, where arrays go by default, and what is missing for the other backends."""
+    print("\n".join(_report(get_backend_info())))
+
+
+def _report(info: dict[str, Any]) -> list[str]:
+    lines = [f"aule {info['version']}, Python {info['python']}, NumPy {info['numpy']}, {info['platform']}", ""]
+    rows: list[tuple[str, ...]] = [("", "device", "name", "memory", "subgroup", "fp16", "driver")]
+    for backend in info["backends"].values():
+        for device in backend["devices"]:
+            rows.append(
+                (
+                    "*" if device["device"] == info["default_device"] else "",
+                    device["device"],
+                    device["name"] + (" (software)" if device["software"] else ""),
+                    f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else "-",
+                    str(device["subgroup_size"] or "-"),
+                    "yes" if device["f16"] else "no",
+                    device["driver"] or "-",
+                )
+            )
+    lines += table(rows)
+    lines += ["", _default_line(info)]
+
+    refused = {name: b["error"] for name, b in info["backends"].items() if b["error"]}
+    if refused:
+        lines += ["", "Not available:"]
+        lines += [f"  {name:8} {reason}" for name, reason in refused.items()]
+    offers = [
+        f'  pip install "aule-attention[{extra}]"   {brings}'
+        for extra, module, brings, where in _EXTRAS
+        if where in (None, sys.platform) and not _installed(module)
+    ]
+    if offers:
+        lines += ["", "Optional packages that would open more devices:", *offers]
+    return lines
+
+
+def _default_line(info: dict[str, Any]) -> str:
+    default, forced = info["default_device"], info["forced"]
+    if default is None:
+        return f"AULE_BACKEND={forced} cannot be served: {info['default_error']}"
+    why = "by AULE_BACKEND" if forced else "the first hardware device in order of preference"
+    if default == registry.NUMPY and not forced:
+        why = "there is no hardware device; a software one is used only when asked for, as backend='vulkan'"
+    return f"* Host arrays go to {default}: {why}. GPU arrays stay where they are."
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table whose columns are as wide as their widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _default_device() -> tuple[str | None, str | None]:
+    try:
+        device = registry.choose()
+    except AuleError as error:
+        return None, error.message
+    return (registry.NUMPY if device is None else f"{device.target.backend}:{device.index}"), None
+
+
+def _numpy_target() -> Target:
+    return Target(
+        registry.NUMPY,
+        platform.processor() or platform.machine(),
+        driver=f"NumPy {np.__version__}",
+        compute_units=os.cpu_count() or 0,
+        unified_memory=True,
+        f16=True,
+        f64=True,
+        int64=True,
+        storage16=True,
+        storage8=True,
+    )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,302 @@
+"""The rules of single operations, for `verify`: what ``ops.py`` says about types and attributes, one function each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, i32, with_element
+
+if TYPE_CHECKING:
+    from aule.ir.verify import Verifier
+
+IDENTIFIER = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+INDEX_TYPES = ("i32", "i64", "u32")
+
+_ELEMENTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("neg", "abs", "add", "sub", "mul", "div", "min", "max"), ("int", "uint", "float")),
+    **dict.fromkeys(("lt", "le", "gt", "ge"), ("int", "uint", "float")),
+    **dict.fromkeys(("eq", "ne", "select"), ("bool", "int", "uint", "float")),
+    **dict.fromkeys(("not", "and", "or", "xor"), ("bool", "int", "uint")),
+    **dict.fromkeys(("rem", "shl", "shr"), ("int", "uint")),
+    **dict.fromkeys(("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor", "sin", "cos", "fma"), ("float",)),
+}
+"""Kinds of element that an arithmetic operation takes."""
+
+_ATOMIC_KINDS = ("add", "min", "max", "and", "or", "xor", "exchange")
+_REDUCE_KINDS = ("add", "min", "max")
+
+
+def is_int(value: Any, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def is_index(type_: Type) -> bool:
+    return isinstance(type_, Scalar) and type_.name in INDEX_TYPES
+
+
+def _is_word(type_: Type) -> bool:
+    """A number of 32 bits, which a subgroup can exchange."""
+    return isinstance(type_, Scalar) and type_.bits == 32
+
+
+ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "axis": ("0, 1 or 2", lambda v: is_int(v, 0) and v <= 2),
+    "align": ("a power of two", lambda v: is_int(v, 1) and v & (v - 1) == 0),
+    "lane": ("a lane of the vector", lambda v: is_int(v, 0)),
+    "name": ("an identifier", lambda v: isinstance(v, str) and IDENTIFIER.fullmatch(v) is not None),
+    "index": ("a value", lambda v: isinstance(v, Value)),
+    "unroll": ("-1, 0 or a count", lambda v: is_int(v, -1)),
+    "global_memory": ("a bool", lambda v: isinstance(v, bool)),
+    "mask": ("a positive integer", lambda v: is_int(v, 1)),
+    "layout": ('"row" or "column"', lambda v: v in ("row", "column")),
+    "component": ("a component's number", lambda v: is_int(v, 0)),
+    "language": ("a language's name", lambda v: isinstance(v, str) and v != ""),
+    "code": ("a line of code", lambda v: isinstance(v, str)),
+    "text": ("text", lambda v: isinstance(v, str)),
+}
+"""Domain of every attribute whose domain does not depend on the operation."""
+
+
+def _const(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_, value = op.result.type, op.attrs["value"]
+    v.require(op, isinstance(type_, Scalar), "a scalar")
+    assert isinstance(type_, Scalar)
+    if type_ == bool_:
+        fits = isinstance(value, bool)
+    elif type_.is_float:
+        fits = isinstance(value, float)
+    else:
+        low = -(1 << (type_.bits - 1)) if type_.is_signed else 0
+        fits = is_int(value, low) and value < low + (1 << type_.bits)
+    if not fits:
+        v.fail(op, f"a value of type {type_}", repr(value))
+
+
+def _leaf(v: Verifier, op: Op) -> None:
+    v.require(op, op.result is not None and op.result.type == i32, "i32 as the result")
+
+
+def _same(v: Verifier, op: Op) -> None:
+    """Arithmetic: all operands and the result have one type."""
+    assert op.result is not None
+    type_, kinds = op.result.type, _ELEMENTS[op.opcode]
+    v.require(op, isinstance(type_, Scalar | Vector) and all(arg.type == type_ for arg in op.args),
+              "scalars or vectors of one type")  # fmt: skip
+    v.require(op, element(type_).kind in kinds, f"elements of kind {', '.join(kinds)}")
+
+
+def _compare(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_, kinds = op.args[0].type, _ELEMENTS[op.opcode]
+    v.require(op, isinstance(type_, Scalar | Vector) and op.args[1].type == type_, "scalars or vectors of one type")
+    assert isinstance(type_, Scalar | Vector)
+    v.require(op, element(type_).kind in kinds, f"elements of kind {', '.join(kinds)}")
+    v.require(op, op.result.type == with_element(type_, bool_), f"{with_element(type_, bool_)} as the result")
+
+
+def _select(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    condition, type_ = op.args[0].type, op.result.type
+    v.require(op, isinstance(type_, Scalar | Vector) and op.args[1].type == type_ and op.args[2].type == type_,
+              "two scalars or vectors of the result's type")  # fmt: skip
+    assert isinstance(type_, Scalar | Vector)
+    shaped = with_element(type_, bool_)
+    v.require(op, condition in (bool_, shaped), f"bool or {shaped} as the condition")
+
+
+def _cast(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    source, target = op.args[0].type, op.result.type
+    v.require(op, isinstance(source, Scalar | Vector | Fragment), "a scalar, vector or fragment")
+    assert isinstance(source, Scalar | Vector | Fragment)
+    v.require(op, target == with_element(source, element(target)), "a result of the operand's shape")
+    v.require(op, element(target) != bool_, "a result that is not bool (compare with zero instead)")
+
+
+def _bitcast(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    source, target = op.args[0].type, op.result.type
+    numbers = isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
+    v.require(op, numbers and bool_ not in (element(source), element(target)), "scalars or vectors of numbers")
+    assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
+    v.require(op, source.bytes == target.bytes, "types of one size")
+
+
+def _make_vector(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.result.type
+    v.require(op, isinstance(type_, Vector) and type_.lanes == len(op.args) and
+              all(arg.type == type_.elem for arg in op.args), "as many scalars as the vector has lanes")  # fmt: skip
+
+
+def _splat(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    v.require(op, isinstance(op.result.type, Vector) and op.args[0].type == op.result.type.elem,
+              "a scalar, and a vector of it as the result")  # fmt: skip
+
+
+def _extract(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.args[0].type
+    v.require(op, isinstance(type_, Vector) and op.result.type == type_.elem, "a vector, and its element as the result")
+    assert isinstance(type_, Vector)
+    if op.attrs["lane"] >= type_.lanes:
+        v.fail(op, f"a lane below {type_.lanes}", str(op.attrs["lane"]))
+
+
+def _private(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.result.type
+    v.require(op, isinstance(type_, Pointer) and type_.space == "private" and type_.elem != bool_,
+              "a private array of numbers")  # fmt: skip
+    v.require(op, isinstance(type_, Pointer) and is_int(type_.length, 1), "an array with a length")
+
+
+def _load(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    pointer, type_ = v.memory(op, ("global", "shared", "private"), reads=True, writes=False), op.result.type
+    v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem,
+              f"{pointer.elem}, or a vector of it, as the result")  # fmt: skip
+
+
+def _store(v: Verifier, op: Op) -> None:
+    pointer, type_ = v.memory(op, ("global", "shared", "private"), reads=False, writes=True), op.args[2].type
+    v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem,
+              f"{pointer.elem}, or a vector of it, as the value")  # fmt: skip
+
+
+def _atomic(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    pointer = v.memory(op, ("global", "shared"), reads=True, writes=True)
+    v.require(op, op.args[2].type == pointer.elem and op.result.type == pointer.elem,
+              f"{pointer.elem} as the value and as the result")  # fmt: skip
+    kinds = ("add",) if pointer.elem.name == "f32" else _ATOMIC_KINDS
+    v.require(op, pointer.elem.name in ("i32", "u32", "f32"), "i32, u32 or f32 in memory")
+    if op.attrs["kind"] not in kinds:
+        v.fail(op, f"one of {', '.join(kinds)} on {pointer.elem}", repr(op.attrs["kind"]))
+
+
+def _var(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.args[0].type
+    v.require(op, isinstance(type_, Scalar | Vector | Fragment) and op.result.type == Ref(type_),
+              "an initial value, and a variable of its type as the result")  # fmt: skip
+
+
+def _get(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.args[0].type
+    v.require(op, isinstance(type_, Ref) and op.result.type == type_.target, "a variable, and its value as the result")
+
+
+def _set(v: Verifier, op: Op) -> None:
+    type_ = op.args[0].type
+    v.require(op, isinstance(type_, Ref) and op.args[1].type == type_.target, "a variable and a value of its type")
+
+
+def _loop(v: Verifier, op: Op) -> None:
+    type_, step = op.attrs["index"].type, op.args[2].constant
+    integer = isinstance(type_, Scalar) and type_.is_int and type_.bits >= 32
+    if not integer or any(arg.type != type_ for arg in op.args):
+        got = ", ".join(str(arg.type) for arg in op.args)
+        v.fail(op, "start, stop, step and index of one integer type of 32 or 64 bits", f"{got} and index {type_}")
+    if step is not None and step <= 0:
+        v.fail(op, "a positive step", str(step))
+
+
+def _if(v: Verifier, op: Op) -> None:
+    v.require(op, op.args[0].type == bool_, "a bool")
+
+
+def _nothing(v: Verifier, op: Op) -> None:
+    """Nothing but the form."""
+
+
+def _shuffle(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.result.type
+    v.require(op, _is_word(type_) and op.args[0].type == type_, "a scalar of 32 bits, and the same as the result")
+    if len(op.args) == 2:
+        v.require(op, op.args[1].type == i32, "an i32 as the lane")
+    mask, size = op.attrs.get("mask", 0), v.kernel.subgroup_size
+    if size and mask >= size:
+        v.fail(op, f"a mask below the subgroup size {size}", str(mask))
+    if op.opcode == "subgroup_reduce" and op.attrs["kind"] not in _REDUCE_KINDS:
+        v.fail(op, f"one of {', '.join(_REDUCE_KINDS)}", repr(op.attrs["kind"]))
+
+
+def _vote(v: Verifier, op: Op) -> None:
+    v.require(op, op.args[0].type == bool_ and op.result is not None and op.result.type == bool_, "a bool")
+
+
+def _fragment_fill(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    v.require(op, isinstance(op.result.type, Fragment) and op.args[0].type == op.result.type.elem,
+              "a scalar, and a fragment of it as the result")  # fmt: skip
+
+
+def _fragment_load(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    pointer = v.memory(op, ("global", "shared"), reads=True, writes=False)
+    v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
+    v.require(op, isinstance(op.result.type, Fragment) and op.result.type.elem == pointer.elem,
+              f"a fragment of {pointer.elem} as the result")  # fmt: skip
+
+
+def _fragment_store(v: Verifier, op: Op) -> None:
+    pointer, type_ = v.memory(op, ("global", "shared"), reads=False, writes=True), op.args[3].type
+    v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
+    v.require(op, isinstance(type_, Fragment) and type_.elem == pointer.elem, f"a fragment of {pointer.elem}")
+
+
+def _fragment_mma(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    a, b, c = (arg.type for arg in op.args)
+    fragments = isinstance(a, Fragment) and isinstance(b, Fragment) and isinstance(c, Fragment)
+    v.require(op, fragments and op.result.type == c, "three fragments, and the type of the accumulator as the result")
+    assert isinstance(a, Fragment) and isinstance(b, Fragment) and isinstance(c, Fragment)
+    v.require(op, (a.use, b.use, c.use) == ("a", "b", "accumulator"), "fragments of use a, b and accumulator")
+    v.require(op, a.cols == b.rows and (a.rows, b.cols) == (c.rows, c.cols), "shapes m x k, k x n and m x n")
+    v.require(op, a.elem == b.elem and a.elem.is_float == c.elem.is_float and c.elem.bits >= a.elem.bits,
+              "a and b of one element type, and an accumulator of the same kind and at least its size")  # fmt: skip
+
+
+def _component(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.args[0].type
+    v.require(op, isinstance(type_, Fragment), "a fragment")
+    assert isinstance(type_, Fragment)
+    if op.opcode == "fragment_get":
+        v.require(op, op.result.type == type_.elem, f"{type_.elem} as the result")
+    else:
+        v.require(op, op.args[1].type == type_.elem and op.result.type == type_,
+                  f"{type_.elem}, and {type_} as the result")  # fmt: skip
+    held = type_.rows * type_.cols // max(v.kernel.subgroup_size, 1)
+    if op.attrs["component"] >= held:
+        v.fail(op, f"a component below {held}", str(op.attrs["component"]))
+
+
+def _intrinsic(v: Verifier, op: Op) -> None:
+    v.require(op, not any(isinstance(arg.type, Ref) for arg in op.args), "no variables as operands")
+    v.require(op, op.result is None or isinstance(op.result.type, Scalar | Vector | Fragment), "a value as the result")
+
+
+RULES: dict[str, Callable[[Verifier, Op], None]] = {
+    "const": _const, "leaf": _leaf,
+    "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "select": _select,
+    "cast": _cast, "bitcast": _bitcast,
+    "make_vector": _make_vector, "splat": _splat, "extract": _extract,
+    "private": _private, "load": _load, "store": _store, "atomic": _atomic,
+    "var": _var, "get": _get, "set": _set,
+    "loop": _loop, "if": _if,
+    "sync": _nothing,
+    "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,
+    "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
+    "fragment_mma": _fragment_mma, "fragment_get": _component, "fragment_set": _component,
+    "intrinsic": _intrinsic, "comment": _nothing,
+}  # fmt: skip
+"""The rule of an operation, by its opcode or else by its category."""

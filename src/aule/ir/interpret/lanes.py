@@ -1,0 +1,121 @@
+"""Who runs: the lanes of a batch of workgroups, and how reports name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from aule.errors import KernelError
+from aule.ir.interpret.numbers import Array
+from aule.ir.kernel import KernelIR, Op
+from aule.ir.text import line
+
+
+class SanitizerError(KernelError):
+    """The interpreter saw a kernel do something that is not defined."""
+
+
+class Lanes:
+    """The lanes of a batch of workgroups that run in lockstep.
+
+    Attributes
+    ----------
+    count : int
+        Lanes of a batch.
+    mask, active : ndarray or None
+        Lanes that run now, as bools and as numbers; None when all do.
+    first : ndarray
+        The first lane of each subgroup.
+    subgroup : ndarray
+        Number of each lane's subgroup in the batch.
+    group : ndarray
+        Number of each lane's workgroup in the launch.
+    history : list of Op
+        Accesses and barriers so far; a time is an index into it. Time 0 is "never".
+    """
+
+    def __init__(self, kernel: KernelIR, grid: tuple[int, int, int], groups: int, subgroup_size: int) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self.groups = groups
+        self.subgroup_size = subgroup_size
+        self.workgroup = kernel.workgroup
+        self.count = groups * kernel.workgroup
+        self.thread = np.tile(np.arange(kernel.workgroup), groups)
+        self.slot = np.repeat(np.arange(groups), kernel.workgroup)
+        self.subgroups = -(-kernel.workgroup // subgroup_size)
+        self.subgroup = self.slot * self.subgroups + self.thread // subgroup_size
+        self.first = np.flatnonzero(self.thread % subgroup_size == 0)
+        self.start = self.first.take(self.subgroup)
+        self.size = np.bincount(self.subgroup).take(self.subgroup)
+        self.history: list[Op | None] = [None]
+        self.group = self.slot
+        self.lane_id = self.group * self.workgroup + self.thread
+        self.mask: Array | None = None
+        self.active: Array | None = None
+
+    def begin(self, first_group: int, total: int) -> None:
+        """Start the batch of workgroups from ``first_group`` on; those past the end of the launch do not run."""
+        self.group = self.slot + first_group
+        self.lane_id = self.group * self.workgroup + self.thread
+        exists = self.group < total
+        self.enter(None if exists.all() else exists)
+
+    def enter(self, mask: Array | None) -> None:
+        """Run with these lanes from now on."""
+        self.mask = mask
+        self.active = None if mask is None else np.flatnonzero(mask)
+
+    def tick(self, op: Op) -> int:
+        """The time of a new access."""
+        self.history.append(op)
+        return len(self.history) - 1
+
+    def whole_groups(self, op: Op) -> Array | None:
+        """Slots of the workgroups that arrive at a barrier (None: all); an error when one arrives in part."""
+        if self.mask is None:
+            return None
+        arrived = self.mask.reshape(self.groups, self.workgroup)
+        some, every = arrived.any(axis=1), arrived.all(axis=1)
+        if (some != every).any():
+            slot = int(np.flatnonzero(some != every)[0])
+            absent = slot * self.workgroup + int(np.flatnonzero(~arrived[slot])[0])
+            raise self.error(op, absent, "barrier in divergent control flow: this thread does not arrive, others do")
+        return np.flatnonzero(every)
+
+    def whole_subgroups(self, op: Op) -> Array | None:
+        """Subgroups that arrive at a subgroup operation (None: all); an error when one arrives in part."""
+        if self.mask is None:
+            return None
+        some = np.logical_or.reduceat(self.mask, self.first)
+        every = np.logical_and.reduceat(self.mask, self.first)
+        if (some != every).any():
+            broken = int(np.flatnonzero(some != every)[0])
+            absent = int(np.flatnonzero((self.subgroup == broken) & ~self.mask)[0])
+            message = "subgroup operation in divergent control flow: this thread does not take part, others of its " \
+                      "subgroup do"  # fmt: skip
+            raise self.error(op, absent, message)
+        return np.flatnonzero(every)
+
+    def error(self, op: Op, lane: int, message: str) -> SanitizerError:
+        """An error that names the kernel, the operation, the lane and the line of Python."""
+        return SanitizerError(f"kernel {self.kernel.name}: {message}; {self.site(op)}, {self.who(lane)}")
+
+    def site(self, op: Op) -> str:
+        """An operation and where it was emitted."""
+        return f"`{line(self.kernel, op)}` at {op.where}"
+
+    def who(self, lane: int) -> str:
+        """A lane of the batch, by the numbers a kernel knows."""
+        return self.who_id(int(self.lane_id[lane]))
+
+    def who_id(self, lane_id: int) -> str:
+        """A lane by its number in the launch."""
+        group, thread = divmod(lane_id, self.workgroup)
+        return f"thread {thread} of workgroup {self.coordinates(group)}"
+
+    def coordinates(self, group: Any) -> tuple[Any, Any, Any]:
+        """Position in the grid of a workgroup, or of an array of them."""
+        x, y, _ = self.grid
+        return group % x, group // x % y, group // (x * y)

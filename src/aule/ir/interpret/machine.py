@@ -1,0 +1,172 @@
+"""One launch of the interpreter: its registers, its memory and the compiled operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from aule.artifact import Param
+from aule.errors import KernelError
+from aule.ir.interpret.lanes import Lanes
+from aule.ir.interpret.memory import Memory, flat_buffer
+from aule.ir.interpret.numbers import Array, constant, memory_dtype
+from aule.ir.interpret.shadow import Shadow
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.ops import OPS
+from aule.ir.types import SCALARS, Pointer
+
+_BATCH_LANES = 1024
+"""Lanes that run in lockstep, if the grid has that many: enough to make NumPy's cost per call small."""
+
+Step = Callable[[], None]
+Compiler = Callable[["Machine", Op], "Step | None"]
+"""Turns an operation into a step, or into nothing when its result is known beforehand."""
+
+
+class Machine:
+    """Registers are a list; each value has its place there. A register is an array that is never changed in place.
+
+    Attributes
+    ----------
+    lanes : Lanes
+        Who runs now.
+    memory : dict
+        What each pointer points to.
+    group_ids : list
+        Registers that hold the workgroup's index along an axis, filled for every batch.
+    """
+
+    def __init__(
+        self, kernel: KernelIR, grid: tuple[int, int, int], subgroup_size: int, sanitize: bool,
+        compilers: Mapping[str, Compiler],
+    ) -> None:  # fmt: skip
+        self.kernel = kernel
+        self.total = grid[0] * grid[1] * grid[2]
+        self.sanitize = sanitize
+        self.compilers = compilers
+        batches = -(-self.total // max(1, _BATCH_LANES // kernel.workgroup))
+        self.lanes = Lanes(kernel, grid, -(-self.total // batches), subgroup_size)
+        self.registers: list[Any] = []
+        self.memory: dict[Value, Memory] = {}
+        self.shadows: list[Shadow] = []
+        self.group_ids: list[tuple[int, int]] = []
+        self._slots: dict[Value, int] = {}
+
+    def run(self, args: Sequence[Any]) -> None:
+        """Bind the arguments, compile, and run all workgroups."""
+        for param, arg in zip(self.kernel.params, args, strict=True):
+            self._bind(param, arg)
+        for array in self.kernel.shared:
+            self._share(array)
+        body = self.block(self.kernel.body)
+        lanes = self.lanes
+        for first in range(0, self.total, lanes.groups):
+            lanes.begin(first, self.total)
+            for memory in self.memory.values():
+                memory.begin()
+            for shadow in self.shadows:
+                shadow.begin()
+            for slot, axis in self.group_ids:
+                self.registers[slot] = lanes.coordinates(lanes.group)[axis].astype(np.int32)
+            run(body)
+            for shadow in self.shadows:
+                shadow.check()
+
+    # -- parameters and memory -------------------------------------------------------------------------------------
+
+    def _bind(self, param: Param, arg: Any) -> None:
+        kernel, value, elem = self.kernel.name, self.kernel.values[param.name], SCALARS[param.dtype]
+        if param.kind == "scalar":
+            number = arg.item() if isinstance(arg, np.ndarray | np.generic) and arg.ndim == 0 else arg
+            if not isinstance(number, int | float) or (elem.is_int and number != int(number)):
+                raise KernelError(f"kernel {kernel}: scalar {param.name}: expected a number for {elem}, got {arg!r}")
+            register = constant(number, elem, self.lanes.count)
+            if elem.is_int and int(register[0]) != number:
+                raise KernelError(f"kernel {kernel}: scalar {param.name}: {number} does not fit into {elem}")
+            self.put(value, register)
+            return
+        data = flat_buffer(kernel, param.name, elem, arg)
+        if param.access != "read" and not data.flags.writeable:
+            raise KernelError(f"kernel {kernel}: buffer {param.name} is written, got a read-only array")
+        shadow = None
+        if self.sanitize and param.access != "read":
+            teams = self.total + self.lanes.groups
+            shadow = self._shadow(Shadow(self.lanes, param.name, data.size, data.size, shared=False, teams=teams))
+        self.memory[value] = Memory(self.lanes, param.name, elem, data, data.size, shadow=shadow)
+
+    def _share(self, array: Value) -> None:
+        assert isinstance(array.type, Pointer) and array.type.length is not None
+        length, lanes, elem = array.type.length, self.lanes, array.type.elem
+        size = length * lanes.groups
+        shadow = None
+        if self.sanitize:
+            shadow = self._shadow(Shadow(lanes, array.hint, size, length, shared=True, teams=len(lanes.first)))
+        data = np.empty(size, memory_dtype(elem))
+        self.memory[array] = Memory(lanes, array.hint, elem, data, length, base=lanes.slot * length, shadow=shadow)
+
+    def _shadow(self, shadow: Shadow) -> Shadow:
+        self.shadows.append(shadow)
+        return shadow
+
+    # -- registers -------------------------------------------------------------------------------------------------
+
+    def slot(self, value: Value) -> int:
+        """The place of a value among the registers."""
+        slot = self._slots.get(value)
+        if slot is None:
+            slot = self._slots[value] = len(self.registers)
+            self.registers.append(None)
+        return slot
+
+    def put(self, value: Value, content: Array) -> None:
+        """Fill a register while compiling."""
+        self.registers[self.slot(value)] = content
+
+    def result(self, op: Op) -> int:
+        """The place of an operation's result."""
+        assert op.result is not None
+        return self.slot(op.result)
+
+    # -- compilation -----------------------------------------------------------------------------------------------
+
+    def block(self, block: list[Op]) -> list[Step]:
+        """Compile the operations of a block."""
+        steps = []
+        for op in block:
+            compiler = self.compilers.get(op.opcode) or self.compilers[OPS[op.opcode].category]
+            step = compiler(self, op)
+            if step is not None:
+                steps.append(step)
+        return steps
+
+    def apply(self, op: Op, call: Callable[..., Array]) -> Step:
+        """A step that computes the result from the operands."""
+        registers, result = self.registers, self.result(op)
+        slots = [self.slot(arg) for arg in op.args]
+        if len(slots) == 1:
+            (a,) = slots
+
+            def unary() -> None:
+                registers[result] = call(registers[a])
+
+            return unary
+        if len(slots) == 2:
+            a, b = slots
+
+            def binary() -> None:
+                registers[result] = call(registers[a], registers[b])
+
+            return binary
+
+        def step() -> None:
+            registers[result] = call(*[registers[slot] for slot in slots])
+
+        return step
+
+
+def run(steps: list[Step]) -> None:
+    """Run compiled operations in order."""
+    for step in steps:
+        step()

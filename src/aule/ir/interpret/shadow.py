@@ -1,0 +1,260 @@
+"""Who touched which element of memory: the bookkeeping behind the interpreter's sanitizer.
+
+Every access of shared memory, and of a global buffer that is written, gets a time. An earlier access is *ordered*
+before a later one when the same lane did both, or when a barrier that both lanes took part in came between. Two
+accesses of one element by two lanes, not both reading, not both atomic and neither ordered before the other, are a
+race, whatever the lockstep of this interpreter made of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from aule.ir.interpret.lanes import Lanes, SanitizerError
+from aule.ir.interpret.numbers import Array
+from aule.ir.kernel import Op
+
+_SEVERAL = -1
+"""Writer of an element that several lanes updated atomically, or that a subgroup stored together."""
+_COLLECTIVE = -2
+"""A subgroup that accesses memory together: which lane touches which element is not known, so it equals no lane."""
+_PENDING_LIMIT = 1 << 22
+"""Remembered reads after which repeated ones are dropped, so that a long loop without barriers stays in memory."""
+
+
+
+class _Party(NamedTuple):
+    """The lanes of one access: their numbers, their teams, and the times before which things are ordered for them."""
+
+    lane: Array
+    team: Array
+    outer: Array
+    sync: Array
+
+
+class _Record:
+    """Time, lane and team of the last plain (or last atomic) write of each element."""
+
+    def __init__(self, size: int) -> None:
+        self.time = np.zeros(size, np.int64)
+        self.lane = np.zeros(size, np.int64)
+        self.team = np.zeros(size, np.int64)
+
+    def unordered(self, time: Array, address: Array, party: _Party) -> Array | None:
+        """Where the write at ``time`` is not ordered before an access by the party; None when it is everywhere."""
+        unordered: Array = time >= party.outer
+        if not unordered.any():
+            return None
+        unordered &= self.lane.take(address) != party.lane
+        unordered &= (self.team.take(address) != party.team) | (time >= party.sync)
+        return unordered if unordered.any() else None
+
+    def note(self, now: int, address: Array, party: _Party, collective: bool) -> Array:
+        """Write down an access; returns where another lane of the same operation hit the same element."""
+        self.time[address] = now
+        self.team[address] = party.team
+        self.lane[address] = _SEVERAL if collective else party.lane
+        # Of lanes that meet in this very operation, only the last one still finds itself there.
+        if collective:
+            return self.team.take(address) != party.team
+        return self.lane.take(address) != party.lane
+
+
+class Shadow:
+    """Last writes and recent reads of every element of one shared array or one global buffer.
+
+    Lanes belong to *teams* whose barriers order them: subgroups for shared memory, workgroups for global memory. A
+    barrier of the workgroup orders everything in shared memory, so there times before ``outer`` do not count.
+    """
+
+    def __init__(self, lanes: Lanes, name: str, size: int, length: int, *, shared: bool, teams: int) -> None:
+        self.lanes = lanes
+        self.name = name
+        self.size = size
+        self.length = length
+        self.shared = shared
+        self.space = "shared" if shared else "global"
+        self.writes = _Record(size)
+        self.atomics: _Record | None = None
+        self.outer = np.ones(teams, np.int64)
+        self.sync = np.ones(teams, np.int64)
+        self.pending: list[tuple[Any, Array, Array, Array]] = []
+        self.pending_size = 0
+        self.dirty = False
+
+    def begin(self) -> None:
+        """A new batch of workgroups starts: its shared memory holds nothing, buffers keep what was written."""
+        if self.shared:
+            for record in self._records():
+                record.time.fill(0)
+            self.pending.clear()
+            self.pending_size = 0
+        self._refresh()
+
+    def _records(self) -> list[_Record]:
+        return [self.writes] if self.atomics is None else [self.writes, self.atomics]
+
+    def _refresh(self) -> None:
+        team = self.lanes.subgroup if self.shared else self.lanes.group
+        self.everyone = _Party(self.lanes.lane_id, team, self.outer.take(team), self.sync.take(team))
+
+    def _party(self, active: Array | None, collective: bool) -> _Party:
+        party = self.everyone if active is None else _Party(*[part.take(active) for part in self.everyone])
+        return party._replace(lane=np.full_like(party.lane, _COLLECTIVE)) if collective else party
+
+    # -- accesses --------------------------------------------------------------------------------------------------
+
+    def read(self, op: Op, address: Array, active: Array | None, collective: bool = False) -> None:
+        """Check and note a load. ``address`` has a column per active lane."""
+        party = self._party(active, collective)
+        self.require_written(op, address, active)
+        for record in self._records():
+            self._ordered(record, op, "reads", address, party)
+        self.pending.append((self.lanes.tick(op), address, party.lane, party.team))
+        self.pending_size += address.size
+        if self.pending_size > _PENDING_LIMIT:
+            self._compact()
+
+    def write(self, op: Op, address: Array, active: Array | None, collective: bool = False) -> None:
+        """Check and note a store."""
+        party = self._party(active, collective)
+        for record in self._records():
+            self._ordered(record, op, "writes", address, party)
+        met = self.writes.note(self.lanes.tick(op), address, party, collective)
+        if met.any():
+            self._race(self.writes, op, "writes", address, met, party)
+        self.dirty = True
+
+    def update(self, op: Op, address: Array, active: Array | None) -> None:
+        """Check and note an atomic. Where lanes meet, the record names several, whom only a barrier orders."""
+        party = self._party(active, False)
+        self.require_written(op, address, active)
+        self._ordered(self.writes, op, "updates", address, party)
+        if self.atomics is None:
+            self.atomics = _Record(self.size)
+        record = self.atomics
+        before = record.unordered(record.time.take(address), address, party)
+        several = [] if before is None else [address[before]]
+        apart = [] if before is None else [address[before & (record.team.take(address) != party.team)]]
+        met = record.note(self.lanes.tick(op), address, party, False)
+        several.append(address[met])
+        apart.append(address[record.team.take(address) != party.team])
+        for elements in several:
+            record.lane[elements] = _SEVERAL
+        for elements in apart:
+            record.team[elements] = _SEVERAL
+        self.dirty = True
+
+    def require_written(self, op: Op, address: Array, active: Array | None) -> None:
+        """Shared memory starts undefined."""
+        if not self.shared:
+            return
+        time = self.writes.time.take(address)
+        if not time.all():
+            where = tuple(np.argwhere(time == 0)[0])
+            lane = int(where[-1] if active is None else active[where[-1]])
+            raise self.lanes.error(op, lane, f"read of shared memory that was never written: {self._place(address[where])}")
+
+    def _ordered(self, record: _Record, op: Op, verb: str, address: Array, party: _Party) -> None:
+        unordered = record.unordered(record.time.take(address), address, party)
+        if unordered is not None:
+            self._race(record, op, verb, address, unordered, party)
+
+    # -- barriers --------------------------------------------------------------------------------------------------
+
+    def synchronise(self, op: Op, teams: Array | None, everything: bool) -> None:
+        """A barrier: ``teams`` (None: all of the batch) go on together.
+
+        Parameters
+        ----------
+        everything : bool
+            All of the workgroup's lanes took part, so what came before is ordered before whatever comes.
+        """
+        self.check()
+        now = self.lanes.tick(op)
+        if teams is None:
+            teams = np.unique(self.everyone.team)
+            if everything and self.shared:
+                self.pending.clear()
+                self.pending_size = 0
+        self.sync[teams] = now
+        if everything and self.shared:
+            self.outer[teams] = now
+        self._refresh()
+
+    def check(self) -> None:
+        """Look for writes that came after a read they are not ordered with.
+
+        Called before every barrier. Between two barriers the last write of an element stands for all of them, as
+        writes by two lanes would have been a race themselves.
+        """
+        if not self.dirty:
+            return
+        self.dirty = False
+        for read, address, lane, team in self.pending:
+            for record in self._records():
+                time = record.time.take(address)
+                late = time > read
+                if not late.any():
+                    continue
+                late &= (read >= self.outer.take(team)) & (record.lane.take(address) != lane)
+                late &= (record.team.take(address) != team) | (read >= self.sync.take(team))
+                if late.any():
+                    where = tuple(np.argwhere(late)[0])
+                    reader = self._op(read if np.ndim(read) == 0 else read[where])
+                    who = self._who(lane[where[-1]], team[where[-1]])
+                    self._report(address[where], record, f"{who} reads it before in {self.lanes.site(reader)}")
+
+    def _compact(self) -> None:
+        """Keep the last read of each element by each lane: earlier ones are ordered with more, never with less."""
+        self.check()
+        parts = [
+            [np.broadcast_to(part, address.shape).ravel() for part in (read, address, lane, team)]
+            for read, address, lane, team in self.pending
+        ]
+        read, address, lane, team = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.lexsort((read, team, lane, address))
+        key = np.stack([address, lane, team])[:, order]
+        last = np.append((key[:, 1:] != key[:, :-1]).any(axis=0), True)
+        keep = order[last]
+        keep = keep[read[keep] >= self.outer.take(team[keep])]
+        self.pending = [(read[keep], address[keep], lane[keep], team[keep])]
+        # What is left counts as nothing: it is bounded by elements times lanes, and compacting again gains nothing.
+        self.pending_size = 0
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def _op(self, time: Any) -> Op:
+        op = self.lanes.history[int(time)]
+        assert op is not None
+        return op
+
+    def _place(self, address: Any) -> str:
+        return f"{self.name}[{int(address) % self.length}]"
+
+    def _who(self, lane: Any, team: Any) -> str:
+        if lane >= 0:
+            return self.lanes.who_id(int(lane))
+        if team < 0:
+            return "one of several threads"
+        if not self.shared:
+            return f"a thread of workgroup {self.lanes.coordinates(int(team))}"
+        slot, subgroup = divmod(int(team), self.lanes.subgroups)
+        group = int(self.lanes.group[slot * self.lanes.workgroup])
+        return f"a thread of subgroup {subgroup} of workgroup {self.lanes.coordinates(group)}"
+
+    def _race(self, record: _Record, op: Op, verb: str, address: Array, wrong: Array, party: _Party) -> NoReturn:
+        where = tuple(np.argwhere(wrong)[0])
+        who = self._who(party.lane[where[-1]], party.team[where[-1]])
+        self._report(address[where], record, f"{who} {verb} it in {self.lanes.site(op)}")
+
+    def _report(self, address: Any, record: _Record, other: str) -> NoReturn:
+        """``other`` collides with the write that the record holds."""
+        verb = "writes" if record is self.writes else "updates"
+        who = self._who(record.lane[address], record.team[address])
+        raise SanitizerError(
+            f"kernel {self.lanes.kernel.name}: race in {self.space} memory on {self._place(address)}: {other}, and "
+            f"{who} {verb} it in {self.lanes.site(self._op(record.time[address]))}; no barrier orders the two"
+        )

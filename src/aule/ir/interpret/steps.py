@@ -1,0 +1,306 @@
+"""Operations of single lanes: leaves, arithmetic, vectors, memory, variables and control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from aule.errors import KernelError
+from aule.ir.interpret.machine import Compiler, Machine, Step, run
+from aule.ir.interpret.memory import Memory
+from aule.ir.interpret.numbers import (
+    Array,
+    atomic_function,
+    bitcast_function,
+    cast_function,
+    constant,
+    function,
+    memory_dtype,
+    register_dtype,
+)
+from aule.ir.kernel import Op
+from aule.ir.types import Fragment, Pointer, Scalar, Vector, element
+
+# Leaves never change while a batch runs, so they are registers that are filled beforehand.
+
+
+def _const(m: Machine, op: Op) -> None:
+    assert op.result is not None and isinstance(op.result.type, Scalar)
+    m.put(op.result, constant(op.attrs["value"], op.result.type, m.lanes.count))
+
+
+def _thread_id(m: Machine, op: Op) -> None:
+    m.registers[m.result(op)] = m.lanes.thread.astype(np.int32)
+
+
+def _lane_id(m: Machine, op: Op) -> None:
+    m.registers[m.result(op)] = (m.lanes.thread % m.lanes.subgroup_size).astype(np.int32)
+
+
+def _subgroup_id(m: Machine, op: Op) -> None:
+    m.registers[m.result(op)] = (m.lanes.thread // m.lanes.subgroup_size).astype(np.int32)
+
+
+def _group_id(m: Machine, op: Op) -> None:
+    m.group_ids.append((m.result(op), op.attrs["axis"]))
+
+
+def _group_count(m: Machine, op: Op) -> None:
+    m.registers[m.result(op)] = np.full(m.lanes.count, m.lanes.grid[op.attrs["axis"]], np.int32)
+
+
+# Arithmetic.
+
+
+def _arithmetic(m: Machine, op: Op) -> Step:
+    return m.apply(op, function(op.opcode, element(op.args[0].type)))
+
+
+def _ternary(m: Machine, op: Op) -> Step:
+    return m.apply(op, function(op.opcode, element(op.args[1].type)))
+
+
+def _div(m: Machine, op: Op) -> Step:
+    compute = _arithmetic(m, op)
+    elem = element(op.args[0].type)
+    if elem.is_float or op.args[1].constant:
+        return compute
+    return _guarded(m, op, compute, lambda right: right == 0, "division by zero")
+
+
+def _shift(m: Machine, op: Op) -> Step:
+    compute = _arithmetic(m, op)
+    bits = element(op.args[0].type).bits
+    count = op.args[1].constant
+    if count is not None and 0 <= count < bits:
+        return compute
+    return _guarded(m, op, compute, lambda right: (right < 0) | (right >= bits), f"shift by {bits} bits or more")
+
+
+def _guarded(m: Machine, op: Op, compute: Step, wrong: Callable[[Array], Array], message: str) -> Step:
+    """Report lanes whose second operand leaves the result undefined."""
+    lanes, registers, right = m.lanes, m.registers, m.slot(op.args[1])
+
+    def step() -> None:
+        bad = wrong(registers[right])
+        if lanes.mask is not None:
+            bad = bad & lanes.mask
+        if bad.any():
+            raise lanes.error(op, int(np.argwhere(bad)[0][-1]), message)
+        compute()
+
+    return step
+
+
+def _cast(m: Machine, op: Op) -> Step:
+    assert op.result is not None
+    return m.apply(op, cast_function(element(op.args[0].type), element(op.result.type)))
+
+
+def _bitcast(m: Machine, op: Op) -> Step:
+    assert op.result is not None
+    source, target = op.args[0].type, op.result.type
+    assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
+    return m.apply(op, bitcast_function(source, target))
+
+
+# Vectors: a row per vector lane.
+
+
+def _make_vector(m: Machine, op: Op) -> Step:
+    return m.apply(op, lambda *parts: np.stack(parts))
+
+
+def _splat(m: Machine, op: Op) -> Step:
+    assert op.result is not None and isinstance(op.result.type, Vector)
+    shape = (op.result.type.lanes, m.lanes.count)
+    return m.apply(op, lambda x: np.broadcast_to(x, shape))
+
+
+def _extract(m: Machine, op: Op) -> Step:
+    lane = op.attrs["lane"]
+    return m.apply(op, lambda x: x[lane])
+
+
+# Memory.
+
+
+def _private(m: Machine, op: Op) -> Step:
+    assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
+    lanes, elem, length = m.lanes, op.result.type.elem, op.result.type.length
+    data = np.empty(lanes.count * length, memory_dtype(elem))
+    base = np.arange(lanes.count) * length
+    memory = Memory(lanes, op.attrs["name"], elem, data, length, base=base, private=m.sanitize)
+    m.memory[op.result] = memory
+    return lambda: memory.forget(lanes.active)
+
+
+def _load(m: Machine, op: Op) -> Step:
+    assert op.result is not None
+    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
+    index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
+    count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
+    shape = (lanes.count,) if count == 1 else (count, lanes.count)
+    dtype = register_dtype(memory.elem)
+
+    def step() -> None:
+        active = lanes.active
+        address = memory.addresses(op, registers[index], active, count, align)
+        value = memory.read(op, address, active)
+        if active is not None:
+            whole = np.zeros(shape, dtype)
+            whole[..., active] = value
+            value = whole
+        registers[result] = value
+
+    return step
+
+
+def _store(m: Machine, op: Op) -> Step:
+    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
+    index, source, align = m.slot(op.args[1]), m.slot(op.args[2]), op.attrs["align"]
+    type_ = op.args[2].type
+    count = type_.lanes if isinstance(type_, Vector) else 1
+
+    def step() -> None:
+        active = lanes.active
+        address = memory.addresses(op, registers[index], active, count, align)
+        value = registers[source] if active is None else registers[source][..., active]
+        memory.write(op, address, value, active)
+
+    return step
+
+
+def _atomic(m: Machine, op: Op) -> Step:
+    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
+    index, source, result = m.slot(op.args[1]), m.slot(op.args[2]), m.result(op)
+    merge = atomic_function(op.attrs["kind"])
+
+    def step() -> None:
+        active = lanes.active
+        address = memory.addresses(op, registers[index], active, 1, 1)
+        value = registers[source] if active is None else registers[source][active]
+        old = memory.atomic(op, address, value, active, merge)
+        if active is not None:
+            whole = np.zeros(lanes.count, old.dtype)
+            whole[active] = old
+            old = whole
+        registers[result] = old
+
+    return step
+
+
+# Variables. Arrays in registers are never changed, so a variable can hold the array it was given.
+
+
+def _var(m: Machine, op: Op) -> Step:
+    return m.apply(op, lambda x: x)
+
+
+def _set(m: Machine, op: Op) -> Step:
+    lanes, registers = m.lanes, m.registers
+    variable, source = (m.slot(arg) for arg in op.args)
+    fragment = isinstance(op.args[1].type, Fragment)
+
+    def step() -> None:
+        mask = lanes.mask
+        if mask is None:
+            registers[variable] = registers[source]
+            return
+        if fragment:
+            lanes.whole_subgroups(op)
+            mask = mask[lanes.first][:, None, None]
+        registers[variable] = np.where(mask, registers[source], registers[variable])
+
+    return step
+
+
+# Control.
+
+
+def _if(m: Machine, op: Op) -> Step:
+    lanes, registers, condition = m.lanes, m.registers, m.slot(op.args[0])
+    then, otherwise = (m.block(block) for block in op.blocks)
+
+    def step() -> None:
+        outer, yes = lanes.mask, registers[condition]
+        if yes.all():
+            run(then)
+            return
+        if not yes.any():
+            run(otherwise)
+            return
+        taken = yes if outer is None else outer & yes
+        left = ~yes if outer is None else outer & ~yes
+        for mask, block in ((taken, then), (left, otherwise)):
+            if block and mask.any():
+                lanes.enter(mask)
+                run(block)
+        lanes.enter(outer)
+
+    return step
+
+
+def _loop(m: Machine, op: Op) -> Step:
+    lanes, registers, index = m.lanes, m.registers, m.slot(op.attrs["index"])
+    start, stop, step_ = (m.slot(arg) for arg in op.args)
+    body = m.block(op.blocks[0])
+
+    def step() -> None:
+        outer = lanes.mask
+        i, end, by = registers[start], registers[stop], registers[step_]
+        wrong = by <= 0 if outer is None else (by <= 0) & outer
+        if wrong.any():
+            raise lanes.error(op, int(np.flatnonzero(wrong)[0]), "loop with a step that is not positive")
+        running = i < end
+        while True:
+            if not running.all():
+                mask = running if outer is None else outer & running
+                if not mask.any():
+                    break
+                lanes.enter(mask)
+            registers[index] = i
+            run(body)
+            previous, i = i, i + by
+            running = running & (i < end)
+            if (running & (i < previous)).any():
+                _overflow(m, op, running & (i < previous), outer)
+        lanes.enter(outer)
+
+    return step
+
+
+def _overflow(m: Machine, op: Op, wrapped: Array, outer: Array | None) -> None:
+    """The index passed the largest number of its type before it reached the end: on a device, an endless loop."""
+    if outer is not None:
+        wrapped = wrapped & outer
+    if wrapped.any():
+        raise m.lanes.error(op, int(np.flatnonzero(wrapped)[0]), "loop whose index overflows before it stops")
+
+
+# What only one language has.
+
+
+def _intrinsic(m: Machine, op: Op) -> Step:
+    raise KernelError(
+        f"kernel {m.kernel.name}: the interpreter cannot run an intrinsic of {op.attrs['language']} "
+        f"({op.attrs['code']!r} at {op.where}); interpret the portable variant of the kernel"
+    )
+
+
+def _comment(m: Machine, op: Op) -> None:
+    """Nothing to run."""
+
+
+COMPILERS: dict[str, Compiler] = {
+    "const": _const, "thread_id": _thread_id, "lane_id": _lane_id, "subgroup_id": _subgroup_id,
+    "group_id": _group_id, "group_count": _group_count,
+    "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
+    "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
+    "make_vector": _make_vector, "splat": _splat, "extract": _extract,
+    "private": _private, "load": _load, "store": _store, "atomic": _atomic,
+    "var": _var, "get": _var, "set": _set, "loop": _loop, "if": _if,
+    "intrinsic": _intrinsic, "comment": _comment,
+}  # fmt: skip
+"""By opcode, or else by category."""

@@ -1,0 +1,383 @@
+"""64-bit integers as pairs of u32 words, low word first, for languages without them.
+
+Arithmetic is done on the words of one lane or, lane by lane, on vectors of words. An index keeps its low word only: a
+buffer such a language can address is below 4 GiB.
+"""
+
+from __future__ import annotations
+
+from typing import cast as typed
+
+from aule.artifact import Param
+from aule.errors import KernelError
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.ops import OPS
+from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
+from aule.ir.types import Pointer, Ref, Scalar, Type, Vector, element, f32, i32, i64, u32, u64
+
+Pair = tuple[Value, Value]
+"""Low word, high word."""
+_WIDE = (i64, u64)
+
+
+def int64(kernel: KernelIR) -> KernelIR:
+    """Replace i64 and u64, in registers, memory and parameters, by pairs of u32.
+
+    A scalar parameter ``n`` becomes ``n_low`` and ``n_high``, after a word of padding where the parameter block has one,
+    so that the block's bytes are the same.
+    """
+    return _Int64(kernel).run()
+
+
+class _Int64(Rewriter):
+    def __init__(self, kernel: KernelIR) -> None:
+        super().__init__(kernel)
+        self._offset = 0
+        self._binary = {
+            "add": self._add, "sub": self._sub, "mul": self._mul, "div": self._div, "rem": self._rem, "shl": self._shl,
+            "shr": self._shr, "min": self._extreme, "max": self._extreme,
+        }  # fmt: skip
+        self.hooks = {opcode: self._two for opcode, info in OPS.items() if info.category in ("binary", "compare")}
+        self.hooks |= {
+            "const": self._const, "neg": self._one, "abs": self._one, "not": self._one, "select": self._select,
+            "cast": self._cast, "bitcast": self._bitcast, "make_vector": self._each, "splat": self._each,
+            "extract": self._each, "load": self._load, "store": self._store, "atomic": self._atomic, "var": self._var,
+            "get": self._get, "set": self._set, "loop": self._loop,
+        }  # fmt: skip
+
+    # -- parameters and memory -------------------------------------------------------------------------------------
+
+    def parameter(self, param: Param) -> None:
+        old = self.kernel.values[param.name]
+        if isinstance(old.type, Pointer):
+            super().parameter(param)
+            return
+        elem = element(old.type)
+        if elem not in _WIDE:
+            super().parameter(param)
+            self._offset += elem.bytes
+            return
+        if self._offset % 8:
+            self.b.scalar(f"{param.name}_padding", u32)
+            self._offset += 4
+        self.values[old] = self.b.scalar(f"{param.name}_low", u32), self.b.scalar(f"{param.name}_high", u32)
+        self._offset += 8
+
+    def memory(self, pointer: Pointer) -> Pointer:
+        if pointer.elem not in _WIDE:
+            return pointer
+        return Pointer(u32, pointer.space, None if pointer.length is None else 2 * pointer.length)
+
+    def value(self, old: Value) -> Value:
+        # What is left to the generic clone uses 64 bits only as an index.
+        new = self.values[old]
+        return new[0] if isinstance(new, tuple) and old.type == i64 else super().value(old)
+
+    def _pair(self, old: Value) -> Pair:
+        return typed(Pair, self.values[old])
+
+    def _load(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        if element(op.result.type) not in _WIDE:
+            return self.clone(op)
+        lanes = lanes_of(op.result.type)
+        index = self.value(op.args[1]) * 2
+        words = self.b.unpack(self.b.load(self.value(op.args[0]), index, 2 * lanes, 2 * op.attrs["align"]))
+        return self.b.vector(words[0::2]), self.b.vector(words[1::2])
+
+    def _store(self, op: Op) -> None:
+        if not _is_wide(op.args[2].type):
+            self.clone(op)
+            return
+        low, high = (self.b.unpack(v) for v in self._pair(op.args[2]))
+        words = [word for pair in zip(low, high, strict=True) for word in pair]
+        index = self.value(op.args[1]) * 2
+        self.b.store(self.value(op.args[0]), index, self.b.vector(words), 2 * op.attrs["align"])
+
+    def _atomic(self, op: Op) -> Lowered | None:
+        if _is_wide(op.args[2].type):
+            raise KernelError(f"int64: expected atomics on 32 bits, got {op.args[2].type} ({op.where})")
+        return self.clone(op)
+
+    # -- what goes word by word ------------------------------------------------------------------------------------
+
+    def _const(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        if element(op.result.type) not in _WIDE:
+            return self.clone(op)
+        return self._constant(int(op.attrs["value"]))
+
+    def _constant(self, value: int, lanes: int = 1) -> Pair:
+        low, high = self.b.const(value, u32), self.b.const(value >> 32, u32)
+        return self.b.splat(low, lanes), self.b.splat(high, lanes)
+
+    def _each(self, op: Op) -> Lowered | None:
+        if not _is_wide(op.args[0].type):
+            return self.clone(op)
+        words: list[Value] = []
+        for i in range(2):
+            args = [self._pair(a)[i] for a in op.args]
+            if op.opcode == "make_vector":
+                words.append(self.b.vector(args))
+            elif op.opcode == "splat":
+                assert op.result is not None
+                words.append(self.b.splat(args[0], lanes_of(op.result.type)))
+            else:
+                words.append(self.b.extract(args[0], op.attrs["lane"]))
+        return tuple(words)
+
+    def _select(self, op: Op) -> Lowered | None:
+        if not _is_wide(op.args[1].type):
+            return self.clone(op)
+        return self._choose(self.value(op.args[0]), self._pair(op.args[1]), self._pair(op.args[2]))
+
+    def _choose(self, condition: Value, yes: Pair, no: Pair) -> Pair:
+        return self.b.select(condition, yes[0], no[0]), self.b.select(condition, yes[1], no[1])
+
+    def _var(self, op: Op) -> Lowered | None:
+        assert op.result is not None and isinstance(op.result.type, Ref)
+        if not _is_wide(op.result.type.target):
+            return self.clone(op)
+        names = [f"{op.result.hint}_{half}" if op.result.hint else "" for half in ("low", "high")]
+        return tuple(self.b.var(w, name).ref for w, name in zip(self._pair(op.args[0]), names, strict=True))
+
+    def _get(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        return tuple(self.b.get(r) for r in self._pair(op.args[0])) if _is_wide(op.result.type) else self.clone(op)
+
+    def _set(self, op: Op) -> None:
+        if not _is_wide(op.args[1].type):
+            self.clone(op)
+            return
+        for ref, word in zip(self._pair(op.args[0]), self._pair(op.args[1]), strict=True):
+            self.b.set(ref, word)
+
+    def _loop(self, op: Op) -> None:
+        """A loop over 64 bits counts its turns in 32: more of them no kernel makes."""
+        index: Value = op.attrs["index"]
+        if not _is_wide(index.type):
+            self.clone_loop(op)
+            return
+        start, stop, step = (self._pair(a) for a in op.args)
+        signed = element(index.type).is_signed
+        span = self._sum(self._difference(stop, start), self._difference(step, self._constant(1)))
+        turns = span[0] if step[0].constant == 1 and step[1].constant == 0 else self._quotient(span, step)[0][0]
+        turns = self.b.select(self._less(start, stop, signed), turns, self.b.const(0, u32))
+        low, high = self.b.var(start[0], f"{index.hint}_low"), self.b.var(start[1], f"{index.hint}_high")
+        with self.b.loop(self.b.const(0, u32), turns, unroll=op.attrs["unroll"], name="turn"):
+            now = low.value, high.value
+            self.values[index] = now
+            self.block(op.blocks[0])
+            low.value, high.value = self._sum(now, step)
+
+    # -- arithmetic ------------------------------------------------------------------------------------------------
+
+    def _two(self, op: Op) -> Lowered | None:
+        type_ = op.args[0].type
+        if not _is_wide(type_):
+            return self.clone(op)
+        a, b = self._pair(op.args[0]), self._pair(op.args[1])
+        if op.opcode in self._binary:
+            return self._binary[op.opcode](op, a, b)
+        if op.opcode in ("and", "or", "xor"):
+            return tuple(self.b.binary(op.opcode, x, y) for x, y in zip(a, b, strict=True))
+        if op.opcode in ("eq", "ne"):
+            differs = (a[0] ^ b[0]) | (a[1] ^ b[1])
+            return self.b.binary(op.opcode, differs, 0)
+        less = self._less(b, a, _signed(type_)) if op.opcode in ("gt", "le") else self._less(a, b, _signed(type_))
+        return ~less if op.opcode in ("le", "ge") else less
+
+    def _less(self, a: Pair, b: Pair, signed: bool) -> Value:
+        high, other = a[1], b[1]
+        if signed:
+            high, other = self._as_signed(high), self._as_signed(other)
+        return (high < other) | (self.b.eq(a[1], b[1]) & (a[0] < b[0]))
+
+    def _as_signed(self, word: Value) -> Value:
+        return self.b.bitcast(word, shaped(i32, lanes_of(word.type)))
+
+    def _add(self, op: Op, a: Pair, b: Pair) -> Lowered:
+        return self._sum(a, b)
+
+    def _sub(self, op: Op, a: Pair, b: Pair) -> Lowered:
+        return self._difference(a, b)
+
+    def _sum(self, a: Pair, b: Pair) -> Pair:
+        low = a[0] + b[0]
+        return low, a[1] + b[1] + self.b.cast(low < a[0], u32)
+
+    def _difference(self, a: Pair, b: Pair) -> Pair:
+        return a[0] - b[0], a[1] - b[1] - self.b.cast(a[0] < b[0], u32)
+
+    def _mul(self, op: Op, a: Pair, b: Pair) -> Lowered:
+        return a[0] * b[0], self._high_product(a[0], b[0]) + a[0] * b[1] + a[1] * b[0]
+
+    def _high_product(self, x: Value, y: Value) -> Value:
+        """The upper word of the product of two words, from products of half words."""
+        x0, x1, y0, y1 = x & 0xFFFF, x >> 16, y & 0xFFFF, y >> 16
+        middle = x1 * y0 + ((x0 * y0) >> 16)
+        other = x0 * y1 + (middle & 0xFFFF)
+        return x1 * y1 + (middle >> 16) + (other >> 16)
+
+    def _one(self, op: Op) -> Lowered | None:
+        if not _is_wide(op.args[0].type):
+            return self.clone(op)
+        a = self._pair(op.args[0])
+        if op.opcode == "not":
+            return ~a[0], ~a[1]
+        if op.opcode == "neg":
+            return self._negative(a)
+        return self._magnitude(a) if _signed(op.args[0].type) else a
+
+    def _negative(self, a: Pair) -> Pair:
+        return self._difference(self._constant(0, lanes_of(a[0].type)), a)
+
+    def _magnitude(self, a: Pair) -> Pair:
+        return self._choose(self._as_signed(a[1]) < 0, self._negative(a), a)
+
+    def _extreme(self, op: Op, a: Pair, b: Pair) -> Lowered:
+        less = self._less(a, b, _signed(op.args[0].type))
+        return self._choose(less, a, b) if op.opcode == "min" else self._choose(less, b, a)
+
+    # -- shifts: the count is below 64, so it is its low word ------------------------------------------------------
+
+    def _shl(self, op: Op, a: Pair, count: Pair) -> Lowered:
+        n = count[0] & 31
+        # Two shifts, because one by 32 (for a count of 0) is not defined.
+        spill = (a[0] >> 1) >> (n ^ 31)
+        near = a[0] << n, (a[1] << n) | spill
+        return self._choose(count[0] < 32, near, (self._constant(0, lanes_of(n.type))[0], a[0] << n))
+
+    def _shr(self, op: Op, a: Pair, count: Pair) -> Lowered:
+        n = count[0] & 31
+        spill = (a[1] << 1) << (n ^ 31)
+        if _signed(op.args[0].type):
+            high = self._as_signed(a[1])
+            type_ = typed(Scalar | Vector, n.type)
+            shifted = self.b.bitcast(high >> self._as_signed(n), type_)
+            fill = self.b.bitcast(high >> 31, type_)
+        else:
+            shifted, fill = a[1] >> n, self._constant(0, lanes_of(n.type))[0]
+        return self._choose(count[0] < 32, ((a[0] >> n) | spill, shifted), (shifted, fill))
+
+    # -- division --------------------------------------------------------------------------------------------------
+
+    def _div(self, op: Op, a: Pair, b: Pair) -> Lowered:
+        return self._divided(op, a, b)[0]
+
+    def _rem(self, op: Op, a: Pair, b: Pair) -> Lowered:
+        return self._divided(op, a, b)[1]
+
+    def _divided(self, op: Op, a: Pair, b: Pair) -> tuple[Pair, Pair]:
+        signed, lanes = _signed(op.args[0].type), lanes_of(op.args[0].type)
+        results = []
+        for i in range(lanes):
+            x, y = ((self.b.extract(p[0], i), self.b.extract(p[1], i)) for p in (a, b))
+            results.append(self._signed_quotient(x, y) if signed else self._quotient(x, y))
+        quotient, rest = (
+            tuple(self.b.vector([r[kind][half] for r in results]) for half in range(2)) for kind in range(2)
+        )  # fmt: skip
+        return typed(Pair, quotient), typed(Pair, rest)
+
+    def _signed_quotient(self, x: Pair, y: Pair) -> tuple[Pair, Pair]:
+        quotient, rest = self._quotient(self._magnitude(x), self._magnitude(y))
+        opposite = self._as_signed(x[1] ^ y[1]) < 0
+        negative = self._as_signed(x[1]) < 0
+        return (
+            self._choose(opposite, self._negative(quotient), quotient),
+            self._choose(negative, self._negative(rest), rest),
+        )
+
+    def _quotient(self, x: Pair, y: Pair) -> tuple[Pair, Pair]:
+        """Unsigned quotient and remainder: the hardware's where both fit a word, else 64 turns of shift and subtract."""
+        zero = self.b.const(0, u32)
+        low, high = self.b.var(x[0], "quotient_low"), self.b.var(x[1], "quotient_high")
+        rest_low, rest_high = self.b.var(zero, "rest_low"), self.b.var(zero, "rest_high")
+        small = self.b.eq(x[1] | y[1], 0)
+        with self.b.if_(small):
+            low.value, rest_low.value = x[0] / y[0], x[0] % y[0]
+        with self.b.else_(), self.b.loop(0, 64, name="bit"):
+            # The dividend leaves through the top as the quotient enters from below. A remainder that would overflow
+            # its 64 bits when shifted is above any divisor.
+            now, rest = (low.value, high.value), (rest_low.value, rest_high.value)
+            carry = rest[1] >> 31
+            grown = (rest[0] << 1) | (now[1] >> 31), (rest[1] << 1) | (rest[0] >> 31)
+            fits = self.b.ne(carry, 0) | ~self._less(grown, y, False)
+            left = self._choose(fits, self._difference(grown, y), grown)
+            rest_low.value, rest_high.value = left
+            low.value = (now[0] << 1) | self.b.cast(fits, u32)
+            high.value = (now[1] << 1) | (now[0] >> 31)
+        return (low.value, high.value), (rest_low.value, rest_high.value)
+
+    # -- conversion ------------------------------------------------------------------------------------------------
+
+    def _cast(self, op: Op) -> Lowered | None:
+        assert op.result is not None
+        source, target = element(op.args[0].type), element(op.result.type)
+        if source in _WIDE and target in _WIDE:
+            return self._pair(op.args[0])
+        if source in _WIDE:
+            pair = self._pair(op.args[0])
+            return self.b.cast(self._to_float(pair, source.is_signed) if target.is_float else pair[0], target)
+        if target not in _WIDE:
+            return self.clone(op)
+        value = self.value(op.args[0])
+        if source.is_float:
+            return self._from_float(self.b.cast(value, f32), target.is_signed)
+        zero = self._constant(0, lanes_of(value.type))[0]
+        if not source.is_signed:
+            return self.b.cast(value, u32), zero
+        word = self.b.cast(value, i32)
+        type_ = shaped(u32, lanes_of(word.type))
+        return self.b.bitcast(word, type_), self.b.bitcast(word >> 31, type_)
+
+    def _from_float(self, value: Value, signed: bool) -> Pair:
+        """Truncate. The words of a float are exact: the upper by scaling, the lower as what remains."""
+        magnitude = self.b.abs(value)
+        high = self.b.unary("floor", magnitude * 2.0**-32)
+        # One rounding is enough for fma, and for the plain form too: the product is exact.
+        low = self.b.unary("floor", magnitude - high * 2.0**32)
+        pair = self.b.cast(low, u32), self.b.cast(high, u32)
+        return self._choose(value < 0.0, self._negative(pair), pair) if signed else pair
+
+    def _to_float(self, pair: Pair, signed: bool) -> Value:
+        """Round to nearest even: the leading 32 bits, with one more for all that was cut off, convert in one rounding."""
+        low, high = self._magnitude(pair) if signed else pair
+        lanes = lanes_of(low.type)
+        lifted = low, high
+        exponent = self.b.splat(self.b.const(127 + 32, u32), lanes)
+        for step in (32, 16, 8, 4, 2, 1):
+            empty = lifted[1] < (1 << (32 - step)) if step < 32 else self.b.eq(lifted[1], 0)
+            if step == 32:
+                moved = lifted[0], self._constant(0, lanes)[0]
+                lifted = self._choose(empty, (moved[1], moved[0]), lifted)
+            else:
+                moved = lifted[0] << step, (lifted[1] << step) | (lifted[0] >> (32 - step))
+                lifted = self._choose(empty, moved, lifted)
+            exponent = self.b.select(empty, exponent - step, exponent)
+        leading = lifted[1] | self.b.cast(self.b.ne(lifted[0], 0), u32)
+        scale = self.b.bitcast(exponent << 23, shaped(f32, lanes))
+        number = self.b.cast(leading, f32) * scale
+        return self.b.select(self._as_signed(pair[1]) < 0, -number, number) if signed else number
+
+    def _bitcast(self, op: Op) -> Lowered | None:
+        assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
+        source, target = op.args[0], op.result.type
+        if _is_wide(source.type) and _is_wide(target):
+            return self._pair(source)
+        if _is_wide(source.type):
+            low, high = (self.b.unpack(v) for v in self._pair(source))
+            words = [word for pair in zip(low, high, strict=True) for word in pair]
+            return self.b.bitcast(self.b.vector(words), target)
+        if not _is_wide(target):
+            return self.clone(op)
+        words = self.b.unpack(self.b.bitcast(self.value(source), Vector(u32, 2 * lanes_of(target))))
+        return self.b.vector(words[0::2]), self.b.vector(words[1::2])
+
+
+def _is_wide(type_: Type) -> bool:
+    return isinstance(type_, Scalar | Vector) and element(type_) in _WIDE
+
+
+def _signed(type_: Type) -> bool:
+    return element(type_).is_signed

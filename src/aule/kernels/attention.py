@@ -1,0 +1,273 @@
+"""AttentionKernel: the forward kernel of one attention layer, as an object."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from aule.artifact import Artifact
+from aule.backends import registry
+from aule.codegen import generate, target_for
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ir import KernelIR
+from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles
+from aule.ops.attention.forward import KERNEL_NAME, build_forward
+from aule.ops.attention.plan import ForwardPlan, plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.target import Target
+from aule.view import TensorView
+
+_DTYPES = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, init=False)
+class AttentionKernel:
+    """FlashAttention's forward kernel for ``[batch_size, num_heads, seq_len, head_dim]``.
+
+    Objects are immutable: the ``with_`` methods give changed copies. The kernel's parameters are the buffers ``q_ptr``,
+    ``k_ptr``, ``v_ptr`` and ``o_ptr`` and scalars, whose values `plan` gives for contiguous arrays.
+
+    Parameters
+    ----------
+    seq_len : int
+        Length of queries and keys.
+    head_dim : int
+        1 to 256.
+    num_heads, num_kv_heads, batch_size : int
+        ``num_heads`` is a multiple of ``num_kv_heads``, which is ``num_heads`` by default.
+    scale : float
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    causal : bool
+    dtype : {"f32", "f16", "bf16"}
+        Of q, k, v and o; sums are always fp32.
+    tiles : (int, int), optional
+        Query rows of a workgroup and keys of a step. Default: what `aule.flash_attention` uses on the target.
+
+    Examples
+    --------
+    >>> kernel = AttentionKernel(2048, 64).with_causal().with_tiles(32, 32)
+    >>> kernel.emit("wgsl")
+    >>> kernel.plan(target_for("wgsl")).grid
+    """
+
+    seq_len: int
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    batch_size: int
+    scale: float
+    causal: bool
+    dtype: str
+    tiles: tuple[int, int] | None
+
+    use_tensor_cores = False
+    """Products run on ordinary FMA units."""
+
+    def __init__(
+        self,
+        seq_len: int,
+        head_dim: int,
+        *,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        batch_size: int = 1,
+        scale: float | None = None,
+        causal: bool = False,
+        dtype: str = "f32",
+        tiles: tuple[int, int] | None = None,
+    ) -> None:
+        fields = {
+            "seq_len": seq_len,
+            "head_dim": head_dim,
+            "num_heads": num_heads,
+            "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
+            "batch_size": batch_size,
+            "causal": bool(causal),
+            "dtype": dtype,
+            "tiles": None if tiles is None else (int(tiles[0]), int(tiles[1])),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        self._check()
+        object.__setattr__(self, "scale", 1.0 / math.sqrt(head_dim) if scale is None else _finite(scale))
+
+    def _check(self) -> None:
+        for name in ("seq_len", "num_heads", "num_kv_heads", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InvalidShapeError(f"[AttentionKernel] expected {name} >= 1, got {getattr(self, name)}")
+        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
+            raise InvalidShapeError(
+                f"[AttentionKernel] expected head_dim in 1..{MAX_HEAD_DIM}, got {self.head_dim}; "
+                "split the head dimension over more heads"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidShapeError(
+                f"[AttentionKernel] expected num_heads to be a multiple of num_kv_heads, got {self.num_heads} and "
+                f"{self.num_kv_heads}; repeat or drop heads of k and v"
+            )
+        if self.dtype not in _DTYPES:
+            raise InvalidDtypeError(f"[AttentionKernel] expected dtype {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.tiles is not None:
+            check_tiles(*self.tiles)
+
+    # -- variants --------------------------------------------------------------------------------------------------
+
+    def with_causal(self, causal: bool = True) -> AttentionKernel:
+        """The kernel in which row i attends to keys 0..i."""
+        return replace(self, causal=causal)
+
+    def with_tiles(self, q: int, kv: int) -> AttentionKernel:
+        """The kernel with tiles of ``q`` query rows and ``kv`` keys, both multiples of 8.
+
+        Raises
+        ------
+        InvalidArgumentError
+            No device can have such tiles. One that the device at hand cannot have is refused by `build`.
+        """
+        return replace(self, tiles=(q, kv))
+
+    def with_scale(self, scale: float) -> AttentionKernel:
+        """The kernel with another factor of the scores."""
+        return replace(self, scale=scale)
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Entry point of the emitted code."""
+        return f"{KERNEL_NAME}_causal" if self.causal else KERNEL_NAME
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a workgroup; while no tiles were chosen, those of the default target."""
+        return self.config().tile_q
+
+    @property
+    def tile_kv(self) -> int:
+        """Keys of a step; while no tiles were chosen, those of the default target."""
+        return self.config().tile_kv
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Shared memory of a workgroup on the default target; ``config(target).shared_memory_bytes`` for another."""
+        return self.config().shared_memory_bytes
+
+    def config(self, target: str | Target | None = None) -> TileConfig:
+        """The tiles on a target (default: as for `build`)."""
+        resolved = self._target(target)
+        if self.tiles is None:
+            return config_for(resolved, self.head_dim)
+        shape = shape_for_tiles(resolved, *self.tiles, self.head_dim, self.head_dim)
+        return TileConfig(resolved.name, resolved, self.head_dim, self.head_dim, shape, "chosen by hand")
+
+    def plan(self, target: str | Target | None = None) -> ForwardPlan:
+        """Configuration, grid and scalar arguments for contiguous arrays."""
+        resolved = self._target(target)
+        problem = AttentionProblem(
+            self.batch_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.seq_len,
+            self.seq_len,
+            self.head_dim,
+            self.head_dim,
+            self.dtype,
+            self.scale,
+            self.causal,
+        )
+        queries, keys = self._view(self.num_heads), self._view(self.num_kv_heads)
+        views = {"q": queries, "k": keys, "v": keys, "o": queries}
+        return plan_forward(problem, views, resolved, shape=self.config(resolved).shape)
+
+    def build(self, target: str | Target | None = None) -> KernelIR:
+        """Trace the kernel.
+
+        Parameters
+        ----------
+        target : str or Target, optional
+            A device or a language. Default: ``aule.codegen.target_for("wgsl")``, whose limits every device meets;
+            ``target_for("ptx")`` when the tiles were chosen by hand and need more.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The tiles do not fit the target.
+        """
+        resolved = self._target(target)
+        return build_forward(self.plan(resolved).config, resolved, self.name)
+
+    # -- code ------------------------------------------------------------------------------------------------------
+
+    def artifact(self, language: str, target: Target | None = None) -> Artifact:
+        """The kernel in a language, with its parameters, workgroup and shared memory."""
+        expected = registry.by_language(language)
+        resolved = target_for(language) if target is None else target
+        if resolved.backend != expected.name:
+            raise InvalidArgumentError(
+                f"[emit] expected a {expected.name} target for {language}, got one of {resolved.backend}; "
+                "leave the target out, or take the language of its backend"
+            )
+        return generate(self.build(resolved), resolved)
+
+    def emit(self, language: str, target: Target | None = None) -> str | bytes:
+        """Source text, or the binary of SPIR-V.
+
+        Parameters
+        ----------
+        language : {"ptx", "spirv", "opencl", "wgsl", "msl"}
+        target : Target, optional
+            A particular device; default: what nearly every device of the kind can do.
+        """
+        artifact = self.artifact(language, target)
+        return artifact.code if artifact.language == "spirv" else artifact.text
+
+    def emit_ptx(self, target: Target | None = None) -> str:
+        """PTX for NVIDIA's driver."""
+        return self.artifact("ptx", target).text
+
+    def emit_spirv(self, target: Target | None = None) -> bytes:
+        """A SPIR-V module for Vulkan."""
+        return self.artifact("spirv", target).code
+
+    def emit_opencl(self, target: Target | None = None) -> str:
+        """OpenCL C."""
+        return self.artifact("opencl", target).text
+
+    def emit_wgsl(self, target: Target | None = None) -> str:
+        """WGSL for WebGPU."""
+        return self.artifact("wgsl", target).text
+
+    def emit_msl(self, target: Target | None = None) -> str:
+        """The Metal Shading Language."""
+        return self.artifact("msl", target).text
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _target(self, target: str | Target | None) -> Target:
+        if isinstance(target, Target):
+            return target
+        if target is not None:
+            return target_for(target)
+        portable, roomy = target_for("wgsl"), target_for("ptx")
+        if self.tiles is None:
+            return portable
+        try:
+            shape_for_tiles(portable, *self.tiles, self.head_dim, self.head_dim)
+        except InvalidArgumentError:
+            return roomy
+        return portable
+
+    def _view(self, heads: int) -> TensorView:
+        step = self.seq_len * self.head_dim
+        shape = (self.batch_size, heads, self.seq_len, self.head_dim)
+        return TensorView(self.dtype, shape, (heads * step, step, self.head_dim, 1), "device", None)
+
+
+def _finite(scale: float) -> float:
+    value = float(scale)
+    if not math.isfinite(value):
+        raise InvalidArgumentError(
+            f"[AttentionKernel] expected a finite scale, got {value}; leave it out for 1/sqrt(head_dim)"
+        )
+    return value

@@ -1,0 +1,228 @@
+"""Tile configurations: what a device is given, what that needs, and a refusal where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Protocol
+
+from aule.codegen import TARGETS
+from aule.errors import InvalidArgumentError
+from aule.ops.attention.tiles import MAX_ACCUMULATORS, SHAPES, choose_shape
+from aule.target import Target
+from aule.tile.simt import SimtShape, padded, uses_subgroups
+
+TILE_STEP = 8
+"""Tiles are multiples of this: fewer rows or columns leave no work for a workgroup's threads."""
+
+_THREADS = ((16, 8), (8, 16), (16, 16), (8, 8), (32, 8), (8, 32))
+"""Columns and rows of threads, the preferred first. More than 256 would leave each too few registers for its sums."""
+
+LARGEST_SHARED = 227 * 1024
+"""Shared memory of a workgroup on the device that has most (NVIDIA sm_90): more is possible nowhere."""
+
+BY_RULE = "by rule, not measured"
+"""Where a configuration comes from when nobody has timed it."""
+
+
+class NeedsSharedMemory(Protocol):
+    """Anything that knows how much shared memory a workgroup of it uses."""
+
+    @property
+    def shared_memory_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How attention is cut up for one kind of device.
+
+    Attributes
+    ----------
+    name : str
+    target : Target
+        The device that the tiles were chosen for.
+    head_dim, value_dim : int
+        Head dimensions that they were chosen for.
+    shape : SimtShape
+        Blocks, threads and chunks.
+    origin : str
+        How the choice was made: a measurement, or ``"by rule, not measured"``.
+    """
+
+    name: str
+    target: Target
+    head_dim: int
+    value_dim: int
+    shape: SimtShape
+    origin: str = BY_RULE
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a workgroup."""
+        return self.shape.block_q
+
+    @property
+    def tile_kv(self) -> int:
+        """Keys of one step."""
+        return self.shape.block_kv
+
+    @property
+    def threads(self) -> int:
+        """Threads of a workgroup."""
+        return self.shape.threads
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Shared memory of a workgroup on the target."""
+        return self.shape.shared_bytes(self.head_dim, self.value_dim, uses_subgroups(self.target, self.shape))
+
+    def for_head_dim(self, head_dim: int, value_dim: int | None = None) -> TileConfig:
+        """The configuration of the same device for other head dimensions."""
+        return config_for(self.target, head_dim, value_dim, self.name)
+
+
+def config_for(target: Target, head_dim: int, value_dim: int | None = None, name: str | None = None) -> TileConfig:
+    """The configuration that calls of `aule.flash_attention` use on a target."""
+    values = head_dim if value_dim is None else value_dim
+    return TileConfig(name or target.name, target, head_dim, values, choose_shape(target, head_dim, values))
+
+
+def required_shared_memory(config: NeedsSharedMemory) -> int:
+    """Bytes of shared memory that a workgroup needs.
+
+    Parameters
+    ----------
+    config : TileConfig or AttentionKernel
+    """
+    return config.shared_memory_bytes
+
+
+def validate_config(config: NeedsSharedMemory, limit: int | Target) -> None:
+    """Refuse a configuration that does not fit a device.
+
+    Parameters
+    ----------
+    config : TileConfig or AttentionKernel
+    limit : int or Target
+        Bytes of shared memory that a workgroup may use, or the device.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Naming the need, the limit and the remedy.
+    """
+    allowed = limit.max_shared_bytes if isinstance(limit, Target) else limit
+    need = required_shared_memory(config)
+    if need > allowed:
+        raise InvalidArgumentError(
+            f"[validate_config] expected at most {allowed} bytes of shared memory, got a need of {need}; "
+            "take smaller tiles with .with_tiles(q, kv), or tuned_configs['fallback']"
+        )
+    if isinstance(limit, Target) and isinstance(config, TileConfig) and config.threads > limit.max_threads:
+        raise InvalidArgumentError(
+            f"[validate_config] expected workgroups of at most {limit.max_threads} threads, got {config.threads}; "
+            "take smaller tiles with .with_tiles(q, kv), or tuned_configs['fallback']"
+        )
+
+
+def shape_for_tiles(target: Target, tile_q: int, tile_kv: int, head_dim: int, value_dim: int) -> SimtShape:
+    """Threads and chunks for tiles that a person chose.
+
+    The table's own shape is taken where it has these tiles. Otherwise, of all ways to lay threads over the tiles that
+    fit the device: the first in which a thread's sums stay in registers, with Q kept in shared memory, rows within a
+    subgroup and long chunks going first.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Naming the need, the limit and the remedy.
+    """
+    check_tiles(tile_q, tile_kv)
+    ways = list(_ways(tile_q, tile_kv, head_dim))
+    possible = [s for s in ways if s.threads <= target.max_threads and _held(s, value_dim) <= MAX_ACCUMULATORS]
+    if not possible:
+        most = max((s for s in ways if s.threads <= target.max_threads), key=lambda s: s.threads, default=ways[-1])
+        raise InvalidArgumentError(
+            f"[with_tiles] expected tiles of which one thread holds at most {MAX_ACCUMULATORS} sums, got {tile_q} x "
+            f"{tile_kv} with {_held(most, value_dim)} in workgroups of {most.threads} ({target.name} allows "
+            f"{target.max_threads} threads); take a smaller tile_q"
+        )
+    fitting = [s for s in possible if _shared(s, target, head_dim, value_dim) <= target.max_shared_bytes]
+    if not fitting:
+        need = min(_shared(s, target, head_dim, value_dim) for s in possible)
+        raise InvalidArgumentError(
+            f"[with_tiles] expected tiles that fit {target.max_shared_bytes} bytes of shared memory on {target.name}, "
+            f"got {tile_q} x {tile_kv} with head_dim {head_dim}, which need {need}; take smaller tiles or a "
+            "target that has more"
+        )
+    return next((s for s in fitting if uses_subgroups(target, s)), fitting[0])
+
+
+def check_tiles(tile_q: int, tile_kv: int) -> None:
+    """Refuse tiles that no device can have."""
+    for name, size in (("tile_q", tile_q), ("tile_kv", tile_kv)):
+        if size < TILE_STEP or size % TILE_STEP:
+            raise InvalidArgumentError(
+                f"[with_tiles] expected {name} to be a positive multiple of {TILE_STEP}, got {size}; "
+                f"take {max(padded(size, TILE_STEP), TILE_STEP)}"
+            )
+    scores = 4 * tile_q * tile_kv  # P passes through shared memory in fp32
+    if scores > LARGEST_SHARED:
+        raise InvalidArgumentError(
+            f"[with_tiles] expected tiles whose scores fit {LARGEST_SHARED} bytes of shared memory, the most of any "
+            f"device, got {tile_q} x {tile_kv}, which need {scores}; take smaller tiles"
+        )
+
+
+def _ways(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
+    """All ways to lay threads over tiles, the preferred first."""
+    # 8 columns a step where 16 would compute on more padding, as the table's own shapes do.
+    longest = 8 if padded(head_dim, 8) < padded(head_dim, 16) else 16
+    for known in SHAPES:
+        if (known.block_q, known.block_kv) == (tile_q, tile_kv):
+            yield replace(known, chunk_k=min(known.chunk_k, longest))
+    for resident_q, (chunk_k, chunk_v) in product((True, False), ((16, 16), (16, 8), (8, 8), (8, 4))):
+        for threads_x, threads_y in _THREADS:
+            if tile_q % threads_y == 0 and tile_kv % threads_x == 0 and tile_kv % chunk_v == 0:
+                yield SimtShape(tile_q, tile_kv, threads_x, threads_y, min(chunk_k, longest), chunk_v, resident_q)
+
+
+def _held(shape: SimtShape, value_dim: int) -> int:
+    """Sums of S and O that one thread holds."""
+    rows = shape.block_q // shape.threads_y
+    return rows * (shape.block_kv + shape.value_cols(value_dim)) // shape.threads_x
+
+
+def _shared(shape: SimtShape, target: Target, head_dim: int, value_dim: int) -> int:
+    return shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape))
+
+
+_HEAD_DIM = 128
+
+_TUNED = {
+    "ampere": replace(TARGETS["ptx"], name="NVIDIA Ampere"),
+    "hopper": replace(TARGETS["ptx"], name="NVIDIA Hopper", arch="sm_90", max_shared_bytes=LARGEST_SHARED),
+    "rdna3": replace(
+        TARGETS["spirv"],
+        name="AMD RDNA3",
+        vendor="amd",
+        subgroup_size=64,
+        subgroup_sizes=(32, 64),
+        max_threads=1024,
+        max_shared_bytes=65536,
+    ),
+    "apple": replace(TARGETS["msl"], name="Apple GPU"),
+    "fallback": replace(TARGETS["wgsl"], name="any GPU"),
+}
+
+tuned_configs: Mapping[str, TileConfig] = MappingProxyType(
+    {name: config_for(target, _HEAD_DIM, name=name) for name, target in _TUNED.items()}
+)
+"""Configurations for ``ampere``, ``hopper``, ``rdna3``, ``apple`` and a ``fallback`` with what every GPU has.
+
+They are those that `aule.flash_attention` uses there, read from the table in `aule.ops.attention.tiles`, for head
+dimension 128 (`TileConfig.for_head_dim` gives others). ``target`` says which device each was chosen for, ``origin``
+whether by measurement.
+"""

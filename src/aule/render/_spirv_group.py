@@ -1,0 +1,182 @@
+"""What threads do together in SPIR-V: atomics, barriers, subgroup operations and cooperative matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.errors import KernelError
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Pointer, Scalar, element, f32, u32
+from aule.render._spirv_memory import Memory
+from aule.render._spirv_module import Module
+from aule.render._spirv_ops import (
+    Capability,
+    CooperativeMatrixOperands,
+    GroupOperation,
+    MemorySemantics,
+    Scope,
+)
+from aule.render._spirv_ops import Op as Spv
+from aule.render._spirv_values import Parts, register
+from aule.target import Target
+
+_REDUCTIONS = {
+    "add": {"float": Spv.GroupNonUniformFAdd, "int": Spv.GroupNonUniformIAdd, "uint": Spv.GroupNonUniformIAdd},
+    "min": {"float": Spv.GroupNonUniformFMin, "int": Spv.GroupNonUniformSMin, "uint": Spv.GroupNonUniformUMin},
+    "max": {"float": Spv.GroupNonUniformFMax, "int": Spv.GroupNonUniformSMax, "uint": Spv.GroupNonUniformUMax},
+}
+_ATOMICS = {
+    "add": {"int": Spv.AtomicIAdd, "uint": Spv.AtomicIAdd},
+    "min": {"int": Spv.AtomicSMin, "uint": Spv.AtomicUMin},
+    "max": {"int": Spv.AtomicSMax, "uint": Spv.AtomicUMax},
+    "and": {"int": Spv.AtomicAnd, "uint": Spv.AtomicAnd},
+    "or": {"int": Spv.AtomicOr, "uint": Spv.AtomicOr},
+    "xor": {"int": Spv.AtomicXor, "uint": Spv.AtomicXor},
+    "exchange": {"int": Spv.AtomicExchange, "uint": Spv.AtomicExchange},
+}
+SUBGROUP_OPS = {
+    "lane_id", "subgroup_id", "subgroup_barrier", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any",
+    "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_get", "fragment_set",
+}  # fmt: skip
+"""Operations for which the lanes of a subgroup must work together."""
+
+
+class Group:
+    """Emits the operations of more than one thread.
+
+    Parameters
+    ----------
+    value : callable
+        The id of an IR value that is held in one part.
+    vulkan_model : bool
+        The module uses the Vulkan memory model.
+    """
+
+    def __init__(
+        self, module: Module, memory: Memory, target: Target, *, value: Callable[[Value], int], vulkan_model: bool
+    ) -> None:
+        self._m = module
+        self._memory = memory
+        self._target = target
+        self._value = value
+        self._vulkan_model = vulkan_model
+        self.emitters: dict[str, Callable[[Op], Parts | None]] = {
+            "atomic": self._atomic,
+            "barrier": self._workgroup_barrier,
+            "subgroup_barrier": self._subgroup_barrier,
+            "shuffle": self._shuffle,
+            "shuffle_xor": self._shuffle_xor,
+            "subgroup_reduce": self._subgroup_reduce,
+            "subgroup_any": self._subgroup_any,
+            "subgroup_all": self._subgroup_all,
+            "fragment_fill": self._fragment_fill,
+            "fragment_load": memory.fragment_load,
+            "fragment_store": self._fragment_store,
+            "fragment_mma": self._fragment_mma,
+            "fragment_get": self._fragment_get,
+            "fragment_set": self._fragment_set,
+        }
+
+    def _atomic(self, op: Op) -> Parts:
+        pointer, _, value = op.args
+        assert isinstance(pointer.type, Pointer)
+        elem, kind, shared = pointer.type.elem, op.attrs["kind"], pointer.type.space == "shared"
+        instruction = _ATOMICS.get(kind, {}).get(elem.kind)
+        if elem == f32 and kind == "add" and not shared and "VK_EXT_shader_atomic_float" in self._target.extensions:
+            self._m.capability(Capability.AtomicFloat32AddEXT)
+            self._m.extension("SPV_EXT_shader_atomic_float_add")
+            instruction = Spv.AtomicFAddEXT
+        if instruction is None:
+            raise KernelError(
+                f"[spirv] atomic {kind} on {pointer.type} is not possible on {self._target.name}; "
+                "use i32 or u32, or another way to add up"
+            )
+        # The Vulkan model's device scope is a feature of its own; one queue family is all that a kernel runs on.
+        device = Scope.QueueFamily if self._vulkan_model else Scope.Device
+        scope = self._m.constant(u32, Scope.Workgroup if shared else device)
+        address, _ = self._memory.element_address(op)
+        relaxed = self._m.constant(u32, 0)
+        return (self._m.result(instruction, self._m.type(elem), address, scope, relaxed, self._value(value)),)
+
+    # -- synchronisation and subgroups -----------------------------------------------------------------------------
+
+    def _workgroup_barrier(self, op: Op) -> None:
+        self._barrier(Scope.Workgroup, MemorySemantics.UniformMemory if op.attrs["global_memory"] else 0)
+
+    def _subgroup_barrier(self, op: Op) -> None:
+        self._m.capability(Capability.GroupNonUniform)
+        self._barrier(Scope.Subgroup, 0)
+
+    def _barrier(self, scope: int, more: int) -> None:
+        semantics = MemorySemantics.AcquireRelease | MemorySemantics.WorkgroupMemory | more
+        if self._vulkan_model:
+            semantics |= MemorySemantics.MakeAvailable | MemorySemantics.MakeVisible
+        within = self._m.constant(u32, scope)
+        self._m.emit(Spv.ControlBarrier, within, within, self._m.constant(u32, semantics))
+
+    def _subgroup(self, capability: int, instruction: int, op: Op, *operands: int) -> Parts:
+        assert op.result is not None
+        self._m.capability(Capability.GroupNonUniform, capability)
+        scope = self._m.constant(u32, Scope.Subgroup)
+        return (self._m.result(instruction, self._m.type(register(op.result)), scope, *operands),)
+
+    def _shuffle(self, op: Op) -> Parts:
+        value, lane = (self._value(v) for v in op.args)
+        lane = self._m.result(Spv.Bitcast, self._m.type(u32), lane)
+        return self._subgroup(Capability.GroupNonUniformShuffle, Spv.GroupNonUniformShuffle, op, value, lane)
+
+    def _shuffle_xor(self, op: Op) -> Parts:
+        value, mask = self._value(op.args[0]), self._m.constant(u32, op.attrs["mask"])
+        return self._subgroup(Capability.GroupNonUniformShuffle, Spv.GroupNonUniformShuffleXor, op, value, mask)
+
+    def _subgroup_reduce(self, op: Op) -> Parts:
+        instruction = _REDUCTIONS[op.attrs["kind"]][element(op.args[0].type).kind]
+        value = self._value(op.args[0])
+        return self._subgroup(Capability.GroupNonUniformArithmetic, instruction, op, GroupOperation.Reduce, value)
+
+    def _subgroup_any(self, op: Op) -> Parts:
+        return self._subgroup(Capability.GroupNonUniformVote, Spv.GroupNonUniformAny, op, self._value(op.args[0]))
+
+    def _subgroup_all(self, op: Op) -> Parts:
+        return self._subgroup(Capability.GroupNonUniformVote, Spv.GroupNonUniformAll, op, self._value(op.args[0]))
+
+    # -- fragments -------------------------------------------------------------------------------------------------
+
+    def _fragment_fill(self, op: Op) -> Parts:
+        assert op.result is not None
+        type_id, elem = self._m.type(register(op.result)), element(op.result.type)
+        return (self._m.result(Spv.CompositeConstruct, type_id, self._component(op.args[0], elem)),)
+
+    def _fragment_store(self, op: Op) -> None:
+        self._memory.fragment_store(op, (self._value(op.args[3]),))
+
+    def _fragment_mma(self, op: Op) -> Parts:
+        assert op.result is not None
+        signed = (
+            CooperativeMatrixOperands.MatrixASignedComponentsKHR,
+            CooperativeMatrixOperands.MatrixBSignedComponentsKHR,
+            CooperativeMatrixOperands.MatrixCSignedComponentsKHR
+            | CooperativeMatrixOperands.MatrixResultSignedComponentsKHR,
+        )
+        flags = sum(bits for value, bits in zip(op.args, signed, strict=True) if element(value.type).kind == "int")
+        operands = [self._value(v) for v in op.args] + ([flags] if flags else [])
+        return (self._m.result(Spv.CooperativeMatrixMulAddKHR, self._m.type(register(op.result)), *operands),)
+
+    def _fragment_get(self, op: Op) -> Parts:
+        assert op.result is not None
+        elem = element(op.args[0].type)
+        got = self._m.result(Spv.CompositeExtract, self._m.type(elem), self._value(op.args[0]), op.attrs["component"])
+        if op.result.type == elem:
+            return (got,)
+        return (self._m.result(Spv.Bitcast, self._m.type(register(op.result)), got),)
+
+    def _fragment_set(self, op: Op) -> Parts:
+        fragment, new = op.args
+        part = self._component(new, element(fragment.type))
+        type_id = self._m.type(register(fragment))
+        return (self._m.result(Spv.CompositeInsert, type_id, part, self._value(fragment), op.attrs["component"]),)
+
+    def _component(self, value: Value, elem: Scalar) -> int:
+        """A scalar as an element of a fragment. bf16 exists in fragments only; in registers it is u16."""
+        number = self._value(value)
+        return number if value.type == elem else self._m.result(Spv.Bitcast, self._m.type(elem), number)

@@ -1,0 +1,251 @@
+"""Metal Shading Language, for Apple GPUs. fp16 is native; bf16 is kept as bits, because ``bfloat`` needs Metal 3.1.
+
+Buffers are ``[[buffer(0)]]`` and on, and all scalars one ``constant`` struct after them. The 8x8 matrix fragments of a
+simdgroup are those of Metal: a lane holds two elements of each.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from aule.artifact import Artifact
+from aule.errors import KernelError
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.passes import Legal, legalise
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, bf16, element, f16, f32
+from aule.ir.verify import verify
+from aule.render.clike import CPrinter, Expr, is_name, swizzle
+from aule.target import Target
+
+_SPACES = {"global": "device", "shared": "threadgroup", "private": "thread"}
+_LEAVES = {
+    "thread_id": ("uint", "thread_index_in_threadgroup"),
+    "group_id": ("uint3", "threadgroup_position_in_grid"),
+    "group_count": ("uint3", "threadgroups_per_grid"),
+    "lane_id": ("uint", "thread_index_in_simdgroup"),
+    "subgroup_id": ("uint", "simdgroup_index_in_threadgroup"),
+}
+
+
+def render(kernel: KernelIR, target: Target) -> Artifact:
+    """Print a kernel as Metal Shading Language for ``target``.
+
+    Raises
+    ------
+    KernelError
+        The kernel breaks a rule of the IR, or needs what Metal does not have (f64).
+    """
+    verify(kernel)
+    legal = legalise(kernel, Legal(soft=frozenset({bf16}), max_lanes=4))
+    verify(legal)
+    return _Msl(legal, target).artifact(kernel.params)
+
+
+class _Msl(CPrinter):
+    language = "msl"
+    # The precise forms: the fast ones may assume that nothing is infinite, and exp2(-inf) must be 0.
+    functions: ClassVar[dict[str, str]] = {
+        "exp2": "precise::exp2", "log2": "precise::log2", "sqrt": "precise::sqrt", "rsqrt": "precise::rsqrt",
+        "floor": "floor", "sin": "precise::sin", "cos": "precise::cos",
+    }  # fmt: skip
+
+    def __init__(self, kernel: KernelIR, target: Target) -> None:
+        super().__init__(kernel, target)
+        self._parameters: list[str] = []
+        self._inputs: dict[str, str] = {}
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def declare_parameters(self) -> None:
+        scalars = []
+        for param in self.kernel.params:
+            value = self.kernel.values[param.name]
+            name = self.name(param.name)
+            if isinstance(value.type, Pointer):
+                self.let(value, name)
+                const = "const " if param.access == "read" else ""
+                slot = len(self._parameters)
+                self._parameters.append(
+                    f"device {const}{self.type_name(value.type.elem)}* {name} [[buffer({slot})]]"
+                )  # fmt: skip
+            else:
+                self.let(value, f"params.{name}")
+                scalars.append(f"    {self.type_name(element(value.type))} {name};")
+        if scalars:
+            self.helpers["Params"] = "\n".join(["struct Params {", *scalars, "};"])
+            self._parameters.append(f"constant Params& params [[buffer({len(self._parameters)})]]")
+
+    def declare_shared(self, array: Value) -> None:
+        assert isinstance(array.type, Pointer) and array.type.length is not None
+        name, elem = self.bare(array), self.type_name(array.type.elem)
+        lanes = self.widest(array) // array.type.elem.bytes
+        if lanes <= 1:
+            self.arrays.append(f"threadgroup {elem} {name}[{array.type.length}];")
+            return
+        # Declared as vectors, so that it is aligned for them.
+        storage = self.name(f"{name}_storage")
+        self.arrays.append(f"threadgroup {elem}{lanes} {storage}[{-(-array.type.length // lanes)}];")
+        self.arrays.append(f"threadgroup {elem}* const {name} = (threadgroup {elem}*){storage};")
+
+    def module(self) -> str:
+        inputs = [f"{type_} {name} [[{name}]]" for name, type_ in self._inputs.items()]
+        arguments = ",\n    ".join([*self._parameters, *inputs])
+        lines = [f"// {self.kernel.name}, rendered by aule for {self.target.name}."]
+        lines += ["#include <metal_stdlib>", "using namespace metal;", ""]
+        lines += [f"{text}\n" for text in self.helpers.values()]
+        lines += [f"kernel void {self.entry}(\n    {arguments})\n{{", *(f"    {line}" for line in self.arrays)]
+        return "\n".join([*lines, *self.lines, "}", ""])
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def type_name(self, type_: ValueType) -> str:
+        if isinstance(type_, Fragment):
+            if (type_.rows, type_.cols) != (8, 8) or type_.elem not in (f16, f32):
+                raise KernelError(f"{self.kernel.name}: Metal multiplies 8x8 matrices of f16 and f32, got {type_}")
+            return f"simdgroup_{self.type_names[type_.elem.name]}8x8"
+        return super().type_name(type_)
+
+    def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
+        expr = super().literal(value, type_)
+        return Expr(f"half({expr.text})") if type_ == f16 else expr
+
+    def absolute(self, type_: ValueType, text: str) -> Expr:
+        if element(type_).is_float:
+            return Expr(f"fabs({text})")
+        return self.narrowed(type_, f"abs({text})", atom=True) if element(type_).is_signed else Expr(text, atom=False)
+
+    def expression(self, op: Op) -> Expr:
+        if op.opcode in self.functions and op.result is not None and element(op.result.type) == f16:
+            # Half has one form of each.
+            return self.call(self.functions[op.opcode].removeprefix("precise::"), op.args)
+        return super().expression(op)
+
+    def bitcast(self, value: Value, type_: ValueType) -> Expr:
+        return Expr(f"as_type<{self.type_name(type_)}>({self.bare(value)})")
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
+        if not isinstance(type_, Vector):
+            return Expr(self.element_of(pointer, index))
+        if self._whole(pointer, type_, align):
+            return Expr(f"*({self._space(pointer)} const {self.type_name(type_)}*)({self.address(pointer, index)})", False)
+        self.named(index)
+        return self.make_vector(type_, [self.element_of(pointer, index, i) for i in range(type_.lanes)])
+
+    def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]:
+        if not isinstance(value.type, Vector):
+            return [f"{self.element_of(pointer, index)} = {self.bare(value)};"]
+        if self._whole(pointer, value.type, align):
+            left = f"*({self._space(pointer)} {self.type_name(value.type)}*)({self.address(pointer, index)})"
+            return [f"{left} = {self.bare(value)};"]
+        self.named(index)
+        name = self.named(value)
+        lanes = range(value.type.lanes)
+        return [f"{self.element_of(pointer, index, i)} = {name}{swizzle(value.type, i)};" for i in lanes]
+
+    def _whole(self, pointer: Value, type_: Vector, align: int) -> bool:
+        """True when a vector passes in one piece; a thread's own array stays in registers only without such casts."""
+        assert isinstance(pointer.type, Pointer)
+        return pointer.type.space != "private" and align % type_.lanes == 0
+
+    def atomic(self, op: Op) -> Expr:
+        pointer, index, value = op.args
+        assert isinstance(pointer.type, Pointer)
+        elem, kind, space = pointer.type.elem, op.attrs["kind"], self._space(pointer)
+        if elem == f32:
+            return Expr(f"{self._float_add(space)}({self.address(pointer, index)}, {self.bare(value)})")
+        place = f"({space} atomic_{self.type_name(elem)}*)({self.address(pointer, index)})"
+        function = "atomic_exchange_explicit" if kind == "exchange" else f"atomic_fetch_{kind}_explicit"
+        return Expr(f"{function}({place}, {self.bare(value)}, memory_order_relaxed)")
+
+    def _float_add(self, space: str) -> str:
+        # atomic_float exists since Metal 3 and in device memory only; comparing words works everywhere.
+        name = f"atomic_add_float_{space}"
+        self.helpers[name] = (
+            f"float {name}({space} float* p, float x)\n{{\n"
+            f"    {space} atomic_uint* word = ({space} atomic_uint*)p;\n"
+            "    uint old = atomic_load_explicit(word, memory_order_relaxed);\n"
+            "    while (!atomic_compare_exchange_weak_explicit(\n"
+            "        word, &old, as_type<uint>(as_type<float>(old) + x), memory_order_relaxed, memory_order_relaxed)) {\n"
+            "    }\n    return as_type<float>(old);\n}"
+        )
+        return name
+
+    def _space(self, pointer: Value) -> str:
+        assert isinstance(pointer.type, Pointer)
+        return _SPACES[pointer.type.space]
+
+    # -- threads and simdgroups ------------------------------------------------------------------------------------
+
+    def barrier(self, global_memory: bool) -> list[str]:
+        flags = "mem_flags::mem_threadgroup" + (" | mem_flags::mem_device" if global_memory else "")
+        return [f"threadgroup_barrier({flags});"]
+
+    def subgroup_barrier(self) -> str:
+        return "simdgroup_barrier(mem_flags::mem_threadgroup);"
+
+    def leaf(self, code: str, axis: int) -> Expr:
+        type_, name = _LEAVES[code]
+        self._inputs[name] = type_
+        return Expr(f"int({name}.{'xyz'[axis]})" if type_ == "uint3" else f"int({name})")
+
+    def subgroup(self, op: Op) -> Expr:
+        value = self.bare(op.args[0])
+        match op.opcode:
+            case "shuffle":
+                return Expr(f"simd_shuffle({value}, ushort({self.bare(op.args[1])}))")
+            case "shuffle_xor":
+                return Expr(f"simd_shuffle_xor({value}, ushort({op.attrs['mask']}))")
+            case "subgroup_reduce":
+                return Expr(f"simd_{ {'add': 'sum'}.get(op.attrs['kind'], op.attrs['kind']) }({value})")
+            case _:
+                return Expr(f"simd_{op.opcode.removeprefix('subgroup_')}({value})")
+
+    # -- matrices --------------------------------------------------------------------------------------------------
+
+    def declare(self, type_: ValueType, name: str, init: str | None, mutable: bool = False) -> str:
+        # Metal's matrix functions take their destination by reference, so a fragment is never const.
+        return super().declare(type_, name, init, mutable or isinstance(type_, Fragment))
+
+    def cast(self, value: Value, type_: ValueType, result: Value) -> Expr:
+        if not isinstance(type_, Fragment):
+            return super().cast(value, type_, result)
+        name, elem = self.name(result.hint), self.type_name(type_.elem)
+        self.emit(f"{self.type_name(type_)} {name};")
+        for i in range(2):
+            self.emit(f"{name}.thread_elements()[{i}] = {elem}({self._matrix(value)}.thread_elements()[{i}]);")
+        return Expr(name)
+
+    def fragment(self, op: Op) -> Expr:
+        assert op.result is not None
+        type_ = op.result.type
+        if op.opcode == "fragment_get":
+            return Expr(f"{self._matrix(op.args[0])}.thread_elements()[{op.attrs['component']}]")
+        assert isinstance(type_, Fragment)
+        name = self.name(op.result.hint)
+        shape = self.type_name(type_)
+        if op.opcode == "fragment_fill":
+            elem = self.type_name(type_.elem)
+            self.emit(f"{shape} {name} = make_filled_simdgroup_matrix<{elem}, 8, 8>({self.bare(op.args[0])});")
+        elif op.opcode == "fragment_load":
+            self.emit(f"{shape} {name};", f"simdgroup_load({name}, {self._place(op)});")
+        elif op.opcode == "fragment_mma":
+            operands = ", ".join(self._matrix(a) for a in op.args)
+            self.emit(f"{shape} {name};", f"simdgroup_multiply_accumulate({name}, {operands});")
+        elif op.opcode == "fragment_set":
+            self.emit(f"{shape} {name} = {self._matrix(op.args[0])};")
+            self.emit(f"{name}.thread_elements()[{op.attrs['component']}] = {self.bare(op.args[1])};")
+        return Expr(name)
+
+    def fragment_store(self, op: Op) -> list[str]:
+        return [f"simdgroup_store({self._matrix(op.args[3])}, {self._place(op)});"]
+
+    def _place(self, op: Op) -> str:
+        """Pointer, stride and layout of a matrix in memory."""
+        transposed = ", ulong2(0, 0), true" if op.attrs["layout"] == "column" else ""
+        return f"{self.address(op.args[0], op.args[1])}, ulong({self.bare(op.args[2])}){transposed}"
+
+    def _matrix(self, value: Value) -> str:
+        assert is_name(self._text[value])
+        return self.bare(value)
