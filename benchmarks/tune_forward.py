@@ -2,7 +2,7 @@
 
     python benchmarks/tune_forward.py cuda 64 2048 full 64,64,16,8,16,16,1 64,64,16,8,16,16,0
 
-A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,resident_q.
+A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,resident_q[,block_p].
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def main() -> None:
     device = registry.find(args.device)
     case = Case(device, args.head_dim, args.seq, args.kind == "causal")
     for text in args.shapes:
-        *numbers, resident = (int(x) for x in text.split(","))
-        shape = SimtShape(*numbers, bool(resident))
+        numbers = [int(x) for x in text.split(",")]
+        shape = SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])
         line = case.measure(shape)
         print(f"{args.device} d{args.head_dim} S{args.seq} {args.kind} {text:28} {line}", flush=True)
 

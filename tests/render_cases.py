@@ -39,6 +39,8 @@ DTYPES: dict[str, Any] = {
 """NumPy's type of each buffer element; bf16 is its bits."""
 
 INTEGERS = (i8, u8, i16, u16, i32, u32, i64, u64)
+POSITIVE = ("sqrt", "rsqrt", "log2")
+"""Operations that are not defined below zero."""
 N = 128
 """Elements that most cases work on: two workgroups of 64."""
 
@@ -53,7 +55,7 @@ class Case:
     grid: tuple[int, int, int] = (2, 1, 1)
     tolerance: float = 0.0
     needs: frozenset[str] = frozenset()
-    """``subgroups``, ``fragments``."""
+    """``subgroups``, ``fragments``, ``float_atomics``: what a device may lack."""
     subgroup_size: int = 0
     elems: list[str] = field(default_factory=list)
 
@@ -144,7 +146,7 @@ def cases() -> Iterator[Case]:
 def floats() -> Iterator[Case]:
     unary = ["neg", "abs", "exp2", "sqrt", "rsqrt", "rcp", "floor", "log2", "sin", "cos"]
     for lanes in (1, 4):
-        ops = [lambda b, x, y, z, op=op: b.unary(op, b.abs(x) + 0.125 if "sqrt" in op or op == "log2" else x) for op in unary]
+        ops = [lambda b, x, y, z, op=op: b.unary(op, b.abs(x) + 0.125 if op in POSITIVE else x) for op in unary]
         ops += [lambda b, x, y, z, op=op: b.binary(op, x, y) for op in ("add", "sub", "mul", "div", "min", "max")]
         ops += [lambda b, x, y, z: b.fma(x, y, z), lambda b, x, y, z: b.select(x < y, z, y)]
         ops += [lambda b, x, y, z: b.fma(x, 2.0, -1.5), lambda b, x, y, z: 1.0 - x * 0.1]
@@ -204,7 +206,8 @@ def floats() -> Iterator[Case]:
 def integers() -> Iterator[Case]:
     for elem in INTEGERS:
         ops: list[Callable[..., Value]] = [
-            lambda b, x, y, d, s, op=op: b.binary(op, x, y) for op in ("add", "sub", "mul", "min", "max", "and", "or", "xor")
+            lambda b, x, y, d, s, op=op: b.binary(op, x, y)
+            for op in ("add", "sub", "mul", "min", "max", "and", "or", "xor")
         ]
         ops += [lambda b, x, y, d, s, op=op: b.binary(op, x, d) for op in ("div", "rem")]
         ops += [lambda b, x, y, d, s, op=op: b.binary(op, x, s) for op in ("shl", "shr")]
@@ -234,9 +237,13 @@ def halves() -> Iterator[Case]:
             lambda b, x, y, op=op: b.binary(op, x, y) for op in ("add", "sub", "mul", "min", "max")
         ]
         exact += [lambda b, x, y: -x, lambda b, x, y: b.abs(x), lambda b, x, y: b.select(x < y, x, y)]
-        exact += [lambda b, x, y: x * 0.5 + 3.0, lambda b, x, y: b.cast(b.cast(x, f32) * b.cast(y, f32), elem)]
+        exact += [
+            lambda b, x, y: x * 0.5 + 3.0,
+            lambda b, x, y, elem=elem: b.cast(b.cast(x, f32) * b.cast(y, f32), elem),
+        ]
         near: list[Callable[..., Value]] = [
-            lambda b, x, y, op=op: b.unary(op, b.abs(x) + 0.5) for op in ("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor")
+            lambda b, x, y, op=op: b.unary(op, b.abs(x) + 0.5)
+            for op in ("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor")
         ]
         near += [lambda b, x, y: x / (b.abs(y) + 1.0), lambda b, x, y: b.fma(x, y, x)]
         for lanes, (kind, ops, tolerance) in itertools.product(
@@ -333,7 +340,16 @@ def casts() -> Iterator[Case]:
             data[(data & 0x7F80) == 0] = 0
         yield Case(f"read_every_{elem}", read, [data.view(DTYPES[elem.name]), zeros(f32, 65536)], (256, 1, 1))
 
-    for source, target in ((i32, f16), (f16, i32), (u8, f16), (f16, bf16), (bf16, f16), (i64, bf16), (bf16, i8), (u16, bf16)):
+    for source, target in (
+        (i32, f16),
+        (f16, i32),
+        (u8, f16),
+        (f16, bf16),
+        (bf16, f16),
+        (i64, bf16),
+        (bf16, i8),
+        (u16, bf16),
+    ):
         kernel, size = elementwise(f"{source}_to_{target}", [source], target, [lambda b, x, t=target: b.cast(x, t)], 2)
         data = numbers(source, low=-100, high=100)
         if source in (i32, i64, u16):
@@ -499,7 +515,11 @@ def memory() -> Iterator[Case]:
 
         @trace(f"atomics_{elem}")
         def atomics(b: Builder, elem: Scalar = elem) -> None:
-            x, out, first = b.buffer("x", elem), b.buffer("result", elem, "readwrite"), b.buffer("first", elem, "readwrite")
+            x, out, first = (
+                b.buffer("x", elem),
+                b.buffer("result", elem, "readwrite"),
+                b.buffer("first", elem, "readwrite"),
+            )
             local = b.shared("local", elem, 4)
             t, i = b.thread_id(), thread(b)
             value = b.load(x, i)
@@ -537,7 +557,7 @@ def memory() -> Iterator[Case]:
         b.store(out, 8 + i, b.select(before <= 64 * 9.0, b.const(1.0, f32), b.const(0.0, f32)))
 
     x = np.random.default_rng(0).integers(0, 9, N).astype(np.float32)
-    yield Case("atomic_floats", atomic_floats, [x, zeros(f32, 8 + N)])
+    yield Case("atomic_floats", atomic_floats, [x, zeros(f32, 8 + N)], needs=frozenset({"float_atomics"}))
 
     @trace("reserved_names")
     def reserved(b: Builder) -> None:
@@ -597,9 +617,8 @@ def control() -> Iterator[Case]:
             value.value = value.value * 2.0
             with b.if_(value.value > 4.0):
                 value.value = value.value - 100.0
-            with b.else_():
-                with b.loop(0, i & 3):
-                    value.value = value.value + 0.5
+            with b.else_(), b.loop(0, i & 3):
+                value.value = value.value + 0.5
         with b.else_():
             value.value = -value.value
         with b.if_((i > 5) & (i < 100) | ~(i < 120)):
@@ -734,8 +753,15 @@ def fragments() -> Iterator[Case]:
             b.store(out, b.thread_id() * 2, b.load(tile, b.thread_id() * 2, 2))
             b.fragment_store(low, s * 64, 8, b.cast(total.value, elem), "column")
 
-        args = [numbers(elem, 512, low=-1, high=1), numbers(elem, 256, seed=1, low=-1, high=1), zeros(f32, 128), zeros(elem, 128)]
-        yield Case(product.name, product, args, (1, 1, 1), 1e-2 if elem == f16 else 1e-4, frozenset({"fragments", "subgroups"}))
+        args = [
+            numbers(elem, 512, low=-1, high=1),
+            numbers(elem, 256, seed=1, low=-1, high=1),
+            zeros(f32, 128),
+            zeros(elem, 128),
+        ]
+        yield Case(
+            product.name, product, args, (1, 1, 1), 1e-2 if elem == f16 else 1e-4, frozenset({"fragments", "subgroups"})
+        )
 
 
 def differences(case: Case, expected: list[Any], got: list[Any], tolerance: float | None = None) -> str:

@@ -75,6 +75,7 @@ NEWER = {
         "CooperativeMatrixLoadKHR": 4457,
         "CooperativeMatrixStoreKHR": 4458,
         "CooperativeMatrixMulAddKHR": 4459,
+        "CooperativeMatrixLengthKHR": 4460,
     },
     "Capability": {"CooperativeMatrixKHR": 6022, "BFloat16TypeKHR": 5116, "BFloat16CooperativeMatrixKHR": 5118},
     "CooperativeMatrixLayout": {"RowMajorKHR": 0, "ColumnMajorKHR": 1},

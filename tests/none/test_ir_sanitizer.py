@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aule.ir import Builder, Value
@@ -288,7 +288,8 @@ def races(steps: Sequence[Step], shared: bool) -> bool:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@given(steps=st.lists(st.one_of(accesses, accesses, barriers), min_size=2, max_size=7))
+@given(steps=st.lists(st.one_of(accesses, accesses, barriers), min_size=2, max_size=9))
+@example(steps=[("store", 0, 1, 1), ("atomic", 0, 1, 1), ("atomic", 0, 1, 3)])  # an atomic does not hide a store
 @settings(max_examples=400, deadline=None)
 def test_races_are_found_and_none_invented(shared: bool, steps: list[Step]) -> None:
     b = Builder("random", workgroup=LANES)

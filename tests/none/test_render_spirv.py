@@ -57,6 +57,12 @@ EXTENDED = dataclasses.replace(
         "shaderRoundingModeRTEFloat16",
     ),
 )
+LESSER = (
+    dataclasses.replace(TARGET, matrix_units=(), f16=False, extensions=()),
+    dataclasses.replace(TARGET, matrix_units=(), storage16=False, storage8=False, extensions=()),
+    Target("vulkan", subgroup_size=32, f64=True),
+)
+"""Devices that compute in 32 bits only, store no less, or both."""
 INTS = (i8, i16, i32, i64, u8, u16, u32, u64)
 FLOATS = (f16, f32, f64)
 LANES = (1, 2, 4, 8, 16)
@@ -173,7 +179,7 @@ def test_casts(tmp_path: Path) -> None:
                 keep(b, b.bitcast(number(b, source, lanes[0]), Vector(target, lanes[1])))
 
         kernel = kernel_of(f"cast_{source}", body)
-        artifacts += [render(kernel, TARGET), render(kernel, EXTENDED)]
+        artifacts += [render(kernel, target) for target in (TARGET, EXTENDED, *LESSER)]
     validate(artifacts, tmp_path)
 
 
@@ -185,7 +191,7 @@ def test_narrow_integers_in_buffers_need_no_arithmetic(tmp_path: Path) -> None:
                 x = b.cast(number(b, elem, lanes), f32)
                 keep(b, b.cast(x, elem))
 
-    artifact = render(kernel_of("narrow", body), TARGET)
+    artifact = render(kernel_of("narrow", body), LESSER[0])
     assert artifact.extensions == ("storageBuffer16BitAccess", "storageBuffer8BitAccess")
     validate([artifact], tmp_path)
 
@@ -210,7 +216,8 @@ def test_memory(tmp_path: Path) -> None:
                 if space != "global":
                     keep(b, b.load(memory, 0))
 
-            artifacts.append(render(kernel_of(f"memory_{elem}_{space}", body), TARGET))
+            kernel = kernel_of(f"memory_{elem}_{space}", body)
+            artifacts += [render(kernel, target) for target in (TARGET, *LESSER)]
     validate(artifacts, tmp_path)
 
 

@@ -83,7 +83,7 @@ def _run_shown(best: str, devices: dict[str, str], refused: dict[str, str]) -> t
         for device, name in devices.items():
             progress.line(f"  {device:9} {name}")
         progress.line("")
-        widths = (max(len(d) for d in devices), max(len(c.name) for c in CASES))
+        widths = (max(len(d) for d in ("device", *devices)), max(len(c.name) for c in CASES))
         progress.line(_row(("device", "case", "max error", "allowed", "first call", "again", ""), widths))
         results = []
         for device, case in work:

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from aule.runtime.base import Device, Program
 
 log = logging.getLogger("aule")
 _lock = threading.Lock()
-_programs: weakref.WeakKeyDictionary[Device, dict[Any, Program]] = weakref.WeakKeyDictionary()
 _building: dict[tuple[int, Any], threading.Lock] = {}
 
 
@@ -32,20 +30,17 @@ def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Progr
     build : callable
         Traces the kernel.
     """
-    known = _programs.get(device)
-    if known is not None and config in known:
+    # Programs hold their device: kept on it, the two go together, as they would not in a weak dictionary.
+    known: dict[Any, Program] = vars(device).setdefault("_engine_programs", {})
+    if config in known:
         return known[config]
     with _lock:
         mine = _building.setdefault((id(device), config), threading.Lock())
     with mine:
-        with _lock:
-            known = _programs.setdefault(device, {})
-            if config in known:
-                return known[config]
+        if config in known:
+            return known[config]
         try:
-            loaded = device.load(_artifact(device, config, build))
-            with _lock:
-                known[config] = loaded
+            loaded = known[config] = device.load(_artifact(device, config, build))
         finally:
             with _lock:
                 _building.pop((id(device), config), None)

@@ -30,10 +30,12 @@ _REDUCE_KINDS = ("add", "min", "max")
 
 
 def is_int(value: Any, low: int) -> bool:
+    """A whole number, not a bool, of at least ``low``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
 def is_index(type_: Type) -> bool:
+    """What memory can be indexed by."""
     return isinstance(type_, Scalar) and type_.name in INDEX_TYPES
 
 

@@ -39,7 +39,8 @@ def text(kernel: KernelIR) -> str:
         access = f" {param.access}" if param.kind == "buffer" else ""
         lines.append(f"{_INDENT}%{param.name}: {param.kind} {param.dtype}{access}")
     subgroup = f" subgroup {kernel.subgroup_size}" if kernel.subgroup_size else ""
-    lines.append(f") workgroup {kernel.workgroup}{subgroup} {{")
+    registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""
+    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers} {{")
     lines += [f"{_INDENT}{names[array]} = {array.type}" for array in kernel.shared]
     lines += _block(kernel.body, names, _INDENT)
     lines.append("}")
@@ -85,7 +86,7 @@ def _block(block: list[Op], names: dict[Value, str], indent: str) -> Iterator[st
     for op in block:
         if op.opcode == "const":
             continue
-        yield indent + _line(op, names)
+        yield indent + _line(op, names).replace("\n", "\n" + indent)
         for position, inner in enumerate(op.blocks):
             if position:
                 if not inner:
@@ -112,7 +113,9 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         args[:2] = [f"{args[0]}[{args[1]}]"]
     type_ = f" {op.result.type}" if op.result is not None else ""
     operands = f" {', '.join(args)}" if args else ""
-    return f"{head}{op.opcode}{type_}{operands}{_attrs(op, ('name',) if op.opcode == 'private' else ())}"
+    if op.opcode in ("var", "private") and op.result is not None:
+        return f"{head}{op.result.type}{operands}{_attrs(op, ('name',))}"
+    return f"{head}{op.opcode}{type_}{operands}{_attrs(op, ())}"
 
 
 def _attrs(op: Op, hidden: tuple[str, ...]) -> str:

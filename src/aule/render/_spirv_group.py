@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 from aule.errors import KernelError
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Pointer, Scalar, element, f32, u32
+from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f32, u32
 from aule.render._spirv_memory import Memory
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
     Capability,
     CooperativeMatrixOperands,
     GroupOperation,
+    LoopControl,
     MemorySemantics,
     Scope,
+    StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
 from aule.render._spirv_values import Parts, register
@@ -176,7 +178,65 @@ class Group:
         type_id = self._m.type(register(fragment))
         return (self._m.result(Spv.CompositeInsert, type_id, part, self._value(fragment), op.attrs["component"]),)
 
+    def fragment_cast(self, source: Fragment, result: Fragment, fragment: int) -> int:
+        """Convert a whole fragment. To bf16 it is rounded before: OpFConvert of a matrix truncates there (NVIDIA
+        580.159 on an H200: 256 elements of 256, and to f16 it rounds to nearest)."""
+        if result.elem == bf16 and source.elem == f32:
+            fragment = self._round_components(source, fragment)
+        return self._m.result(_conversion(source.elem, result.elem), self._m.type(result), fragment)
+
+    def _round_components(self, type_: Fragment, fragment: int) -> int:
+        """Each f32 component rounded to nearest even with 8 bits, so that whatever drops the rest is exact."""
+        m, word, flag = self._m, self._m.type(u32), self._m.type(bool_)
+        type_id, single = m.type(type_), m.type(f32)
+        variable = m.local_variable(StorageClass.Function, type_id)
+        counter = m.local_variable(StorageClass.Function, word)
+        m.emit(Spv.Store, variable, fragment)
+        m.emit(Spv.Store, counter, m.constant(u32, 0))
+        # How many components a lane holds is the driver's affair, but known to it when it compiles: it will unroll.
+        length = m.result(Spv.CooperativeMatrixLengthKHR, word, type_id)
+        header, check, body, onward, merge = (m.id() for _ in range(5))
+        m.emit(Spv.Branch, header)
+        m.label(header)
+        m.emit(Spv.LoopMerge, merge, onward, LoopControl.Unroll)
+        m.emit(Spv.Branch, check)
+        m.label(check)
+        index = m.result(Spv.Load, word, counter)
+        m.emit(Spv.BranchConditional, m.result(Spv.ULessThan, flag, index, length), body, merge)
+        m.label(body)
+        address = m.result(Spv.AccessChain, m.pointer(StorageClass.Function, single), variable, index)
+        bits = m.result(Spv.Bitcast, word, m.result(Spv.Load, single, address))
+        odd = m.result(Spv.ShiftRightLogical, word, bits, m.constant(u32, 16))
+        odd = m.result(Spv.BitwiseAnd, word, odd, m.constant(u32, 1))
+        rounded = m.result(Spv.IAdd, word, m.result(Spv.IAdd, word, bits, odd), m.constant(u32, 0x7FFF))
+        # Rounding could carry a NaN's mantissa into infinity or zero; setting its top bit cannot.
+        magnitude = m.result(Spv.BitwiseAnd, word, bits, m.constant(u32, 0x7FFFFFFF))
+        is_nan = m.result(Spv.UGreaterThan, flag, magnitude, m.constant(u32, 0x7F800000))
+        quiet = m.result(Spv.BitwiseOr, word, bits, m.constant(u32, 0x400000))
+        rounded = m.result(Spv.Select, word, is_nan, quiet, rounded)
+        rounded = m.result(Spv.BitwiseAnd, word, rounded, m.constant(u32, 0xFFFF0000))
+        m.emit(Spv.Store, address, m.result(Spv.Bitcast, single, rounded))
+        m.emit(Spv.Branch, onward)
+        m.label(onward)
+        m.emit(Spv.Store, counter, m.result(Spv.IAdd, word, index, m.constant(u32, 1)))
+        m.emit(Spv.Branch, header)
+        m.label(merge)
+        return m.result(Spv.Load, type_id, variable)
+
     def _component(self, value: Value, elem: Scalar) -> int:
         """A scalar as an element of a fragment. bf16 exists in fragments only; in registers it is u16."""
         number = self._value(value)
         return number if value.type == elem else self._m.result(Spv.Bitcast, self._m.type(elem), number)
+
+
+def _conversion(source: Scalar, result: Scalar) -> int:
+    """The instruction that converts a fragment's elements."""
+    if source.is_float and result.is_float:
+        return Spv.FConvert
+    if source.is_float:
+        return Spv.ConvertFToS if result.is_signed else Spv.ConvertFToU
+    if result.is_float:
+        return Spv.ConvertSToF if source.is_signed else Spv.ConvertUToF
+    if source.bits == result.bits:
+        return Spv.Bitcast
+    return Spv.SConvert if source.is_signed else Spv.UConvert

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from aule.artifact import scalar_offsets
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32
+from aule.ir.types import Fragment, Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
 from aule.render._spirv_group import SUBGROUP_OPS, Group
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_memory import Memory
@@ -23,9 +23,19 @@ from aule.render._spirv_ops import (
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
-from aule.render._spirv_values import ARITHMETIC, Parts, Registers, Rounding, part_types, register
+from aule.render._spirv_values import ARITHMETIC, Parts, Registers, Rounding, held, part_types, register
 from aule.target import Target
 
+RTE_HALF = "shaderRoundingModeRTEFloat16"
+"""In ``Target.extensions``: the mode in which conversions to f16 round to nearest even can be declared."""
+
+_NARROW = {
+    ("float", 16): Capability.Float16,
+    ("int", 16): Capability.Int16,
+    ("uint", 16): Capability.Int16,
+    ("int", 8): Capability.Int8,
+    ("uint", 8): Capability.Int8,
+}
 _BUILTINS = {
     "thread_id": BuiltIn.LocalInvocationIndex,
     "lane_id": BuiltIn.SubgroupLocalInvocationId,
@@ -65,13 +75,14 @@ class KernelRenderer:
         self.memory = Memory(
             self.m, self.r, kernel, self.indices, value=self._scalar, quotient=self._quotient,
             coherent=coherent, vulkan_model=self.fragments, computable=computable,
+            half_rounding="default" if RTE_HALF in target.extensions else "decorate",
         )  # fmt: skip
         self.indices.spread()
         self._computable = computable
         self._roundings = roundings
-        group = Group(self.m, self.memory, target, value=self._scalar, vulkan_model=self.fragments)
+        self.group = Group(self.m, self.memory, target, value=self._scalar, vulkan_model=self.fragments)
         self._emitters: dict[str, Callable[[Op], Parts | None]] = {
-            **group.emitters,
+            **self.group.emitters,
             "const": self._const,
             "select": self._select,
             "cast": self._cast,
@@ -123,38 +134,27 @@ class KernelRenderer:
             )
 
     def _declare_capabilities(self) -> None:
-        """Capabilities of the types in use. Narrow integers that are only loaded, stored and converted need none."""
+        """Capabilities of the types in use. Narrow ones that registers do not hold are only loaded and stored."""
         m = self.m
-        computed: set[Scalar] = {element(a.type) for a in self.kernel.shared}
-        seen: set[Scalar] = {element(v.type) for v in self.kernel.values.values()} | computed
-        for op in self.kernel.walk():
-            if op.result is None:
-                continue
-            elem = element(op.result.type)
-            seen.add(elem)
-            # Eight of them may be loaded and stored as words, and cast from and to those.
-            words = isinstance(op.result.type, Vector) and op.result.type.lanes > 4 and elem in self._computable
-            if op.opcode not in ("load", "cast") or words:
-                computed.add(elem)
+        seen = {element(v.type) for v in (*self.kernel.values.values(), *self.kernel.shared)}
+        seen |= {element(op.result.type) for op in self.kernel.walk() if op.result is not None}
         for elem in sorted(seen, key=lambda t: t.name):
             if elem == f64 and not self.target.f64:
                 raise KernelError(f"[spirv] expected a target with f64, got {self.target.name} without; compute in f32")
             if elem.bits == 64:
                 m.capability(Capability.Float64 if elem.is_float else Capability.Int64)
-            elif elem == f16 and self.target.f16:
-                m.capability(Capability.Float16)
             elif elem == bf16:
                 m.capability(Capability.BFloat16TypeKHR, Capability.BFloat16CooperativeMatrixKHR)
                 m.extension("SPV_KHR_bfloat16")
-            elif elem in computed and elem.bits in (8, 16) and elem.is_int:
-                m.capability(Capability.Int8 if elem.bits == 8 else Capability.Int16)
+            elif elem in self._computable:
+                m.capability(_NARROW[elem.kind, elem.bits])
         if self.fragments:
             m.capability(Capability.CooperativeMatrixKHR, Capability.VulkanMemoryModel)
             m.extension("SPV_KHR_cooperative_matrix")
         if "VK_KHR_shader_float_controls" in self.target.extensions:
             m.capability(Capability.SignedZeroInfNanPreserve)
             m.mode(ExecutionMode.SignedZeroInfNanPreserve, 32)
-        if f16 in seen and "shaderRoundingModeRTEFloat16" in self.target.extensions:
+        if f16 in seen and RTE_HALF in self.target.extensions:
             m.capability(Capability.RoundingModeRTE)
             m.mode(ExecutionMode.RoundingModeRTE, 16)
 
@@ -290,7 +290,14 @@ class KernelRenderer:
     def _cast(self, op: Op) -> Parts:
         assert op.result is not None
         source, rounding = self._parts(op.args[0]), self._roundings.get(op, "default")
-        return self.r.cast(register(op.args[0]), register(op.result), source, rounding)
+        if isinstance(op.result.type, Fragment):
+            fragment = op.args[0].type
+            assert isinstance(fragment, Fragment)
+            return (self.group.fragment_cast(fragment, op.result.type, source[0]),)
+        before, after = register(op.args[0]), register(op.result)
+        before = with_element(before, held(element(before), self._computable))
+        after = with_element(after, held(element(after), self._computable))
+        return self.r.cast(before, after, source, rounding)
 
     def _bitcast(self, op: Op) -> Parts:
         assert op.result is not None

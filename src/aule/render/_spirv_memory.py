@@ -16,7 +16,7 @@ from math import gcd
 
 from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, i32, u32
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, i32, u32, with_element
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -27,7 +27,7 @@ from aule.render._spirv_ops import (
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
-from aule.render._spirv_values import Parts, Registers, lanes_of, shape
+from aule.render._spirv_values import Parts, Registers, Rounding, held, lanes_of, shape
 
 _LAYOUTS = {"row": CooperativeMatrixLayout.RowMajorKHR, "column": CooperativeMatrixLayout.ColumnMajorKHR}
 
@@ -65,13 +65,15 @@ class Memory:
     vulkan_model : bool
         The module uses the Vulkan memory model.
     computable : frozenset of Scalar
-        Narrow types that words may be cast to; others are loaded as themselves, four at a time at most.
+        Narrow types that registers can hold; others are loaded four at a time at most, and held in 32 bits.
+    half_rounding : Rounding
+        How f16 that registers cannot hold is rounded when it is stored.
     """
 
     def __init__(
         self, module: Module, registers: Registers, kernel: KernelIR, indices: Indices, *,
         value: Callable[[Value], int], quotient: Callable[[Value, int], int], coherent: bool, vulkan_model: bool,
-        computable: frozenset[Scalar],
+        computable: frozenset[Scalar], half_rounding: Rounding,
     ) -> None:  # fmt: skip
         self._m = module
         self._r = registers
@@ -81,6 +83,7 @@ class Memory:
         self._coherent = coherent
         self._vulkan_model = vulkan_model
         self._computable = computable
+        self._half_rounding = half_rounding
         self._views: dict[tuple[Value, int], _Access] = {}
         self._arrays: dict[Value, _Access] = {}
         self._widths: dict[Value, int] = {}
@@ -181,6 +184,7 @@ class Memory:
         """The value of a ``load``."""
         assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
         access, elem = self._access(op), element(op.result.type)
+        wide = held(elem, self._computable)
         pieces: list[tuple[int, int]] = []
         for address, type_, lanes in self._addresses(op, access, lanes_of(op.result.type)):
             loaded = self._m.result(Spv.Load, self._m.type(type_), address, *access.flags)
@@ -188,20 +192,24 @@ class Memory:
                 parts = self._r.bitcast(access.unit, Vector(elem, access.width), (loaded,))
                 pieces += [(part, 4) for part in parts]
             else:
-                pieces.append((loaded, lanes))
-        return self._r.join(elem, pieces)
+                (piece,) = self._r.cast(type_, with_element(type_, wide), (loaded,)) if wide != elem else (loaded,)
+                pieces.append((piece, lanes))
+        return self._r.join(wide, pieces)
 
     def store(self, op: Op, parts: Parts) -> None:
         """Carry out a ``store``."""
         type_ = op.args[2].type
         assert isinstance(type_, Scalar | Vector)
         access, start = self._access(op), 0
-        for address, _, lanes in self._addresses(op, access, lanes_of(type_)):
+        wide = with_element(type_, held(element(type_), self._computable))
+        for address, unit, lanes in self._addresses(op, access, lanes_of(type_)):
             if access.width > 4:
                 group = parts[start // 4 : (start + lanes) // 4]
                 (stored,) = self._r.bitcast(Vector(element(type_), lanes), access.unit, group)
             else:
-                stored = self._r.cut(type_, parts, start, lanes)
+                stored = self._r.cut(wide, parts, start, lanes)
+                if wide != type_:
+                    (stored,) = self._r.cast(shape(element(wide), lanes), unit, (stored,), self._half_rounding)
             self._m.emit(Spv.Store, address, stored, *access.flags)
             start += lanes
 

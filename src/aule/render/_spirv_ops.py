@@ -123,6 +123,7 @@ class Op:
     CooperativeMatrixLoadKHR = 4457
     CooperativeMatrixStoreKHR = 4458
     CooperativeMatrixMulAddKHR = 4459
+    CooperativeMatrixLengthKHR = 4460
     AtomicFAddEXT = 6035
 
 

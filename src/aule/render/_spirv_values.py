@@ -11,7 +11,7 @@ from typing import Literal
 
 from aule.errors import KernelError
 from aule.ir.kernel import Value
-from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bool_, element, f16, f32, i32, u32
+from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bf16, bool_, element, f16, f32, i32, u32
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import Decoration, FPRoundingMode, Glsl, Op
 
@@ -75,6 +75,14 @@ def lanes_of(type_: Type) -> int:
 def shape(elem: Scalar, lanes: int) -> Scalar | Vector:
     """One number, or a vector."""
     return elem if lanes == 1 else Vector(elem, lanes)
+
+
+def held(elem: Scalar, computable: frozenset[Scalar]) -> Scalar:
+    """What a register holds for an element of memory. Where 8 and 16 bits may only be loaded, stored and converted,
+    they are converted at once: not even vectors of them may be put together."""
+    if elem.bits not in (8, 16) or elem in computable or elem == bf16:
+        return elem
+    return f32 if elem.is_float else i32 if elem.is_signed else u32
 
 
 def part_types(type_: ValueType) -> list[ValueType]:
@@ -173,9 +181,6 @@ class Registers:
 
     def cast(self, source: ValueType, result: ValueType, parts: Parts, rounding: Rounding = "default") -> Parts:
         """Number to number, lane by lane."""
-        if isinstance(source, Fragment):
-            assert isinstance(result, Fragment)
-            return (self._cast_part(source.elem, result, parts[0], result.elem),)
         return tuple(
             self._convert(element(source), t, part, rounding)
             for t, part in zip(part_types(result), parts, strict=True)

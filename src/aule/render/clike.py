@@ -38,9 +38,9 @@ _RESERVED = frozenset(
     """
     abs active alignas alignof all and any array as asm atomic attribute auto await barrier become bfloat bitcast bool
     break case cast catch ceil char clamp class column common compile complex concept const const_assert constant
-    constexpr continue continuing convert cos crate debugger decltype default delete demote device diagnostic discard do
-    dot double else enable enum event exp exp2 explicit export extends extern external false fallthrough fast filter final
-    finally float floor fma fn for fragment friend from function get global goto half handle i32 if image2d_t impl
+    constexpr continue continuing convert cos crate debugger decltype default delete demote device diagnostic discard
+    do dot double else enable enum event exp exp2 explicit export extends extern external false fallthrough fast filter
+    final finally float floor fma fn for fragment friend from function get global goto half handle i32 if image2d_t impl
     implements import inline int interface kernel layout let local log log2 long loop mad macro main match max meta
     metal min mod module move mut mutable namespace new nil not null nullptr of operator or override package params
     partial pass pipe pixel pow precise private protected ptr ptrdiff_t pub public queue read read_only read_write
@@ -49,6 +49,9 @@ _RESERVED = frozenset(
     thread threadgroup throw trait true try type typedef typename typeof u32 uchar uint uint2 uint3 uint4 ulong uniform
     union unsigned use ushort using var vec vec2 vec3 vec4 vector vertex virtual void volatile where while with
     workgroup write write_only writeonly xor yield f16 f32 i64 u64 f64 float2 float4 half2 half4 int2 int4
+    FMA INFINITY NAN Params infinity local_invocation_index minus_infinity not_a_number num_workgroups
+    simdgroup_index_in_threadgroup subgroup_invocation_id subgroup_size thread_index_in_simdgroup
+    thread_index_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid workgroup_id
     """.split()
 )
 
@@ -146,7 +149,7 @@ class Printer(ABC):
         unique, count = base, 1
         while unique in self._taken:
             count += 1
-            unique = f"{base}_{count}"
+            unique = f"{base}{count}" if base.endswith("_") else f"{base}_{count}"
         self._taken.add(unique)
         return unique
 
@@ -264,7 +267,7 @@ class Printer(ABC):
     def _var(self, op: Op) -> None:
         assert op.result is not None and isinstance(op.result.type, Ref)
         init = self.bare(op.args[0])
-        name = self.name(op.result.hint or "var")
+        name = self.name(op.result.hint or "cell")
         self.let(op.result, name)
         self.emit(self.declare(op.result.type.target, name, init, mutable=True))
 
@@ -302,7 +305,9 @@ class Printer(ABC):
 
     def _intrinsic(self, op: Op) -> None:
         if op.attrs["language"] != self.language:
-            raise KernelError(f"{self.kernel.name}: an intrinsic of {op.attrs['language']} in {self.language} ({op.where})")
+            raise KernelError(
+                f"{self.kernel.name}: an intrinsic of {op.attrs['language']} in {self.language} ({op.where})"
+            )
         code, args = str(op.attrs["code"]), [_Named(self.operand(a)) for a in op.args]
         if op.result is None:
             self.emit(code.format(None, *args))
@@ -428,7 +433,16 @@ class Printer(ABC):
         """True when an operation may be evaluated later than where it stands."""
         if op.opcode in SUBGROUP_OPS:
             return op.opcode in ("lane_id", "subgroup_id")
-        return OPS[op.opcode].category in ("leaf", "unary", "binary", "compare", "ternary", "cast", "vector", "variable")
+        return OPS[op.opcode].category in (
+            "leaf",
+            "unary",
+            "binary",
+            "compare",
+            "ternary",
+            "cast",
+            "vector",
+            "variable",
+        )
 
     # -- what each language says in its own way ----------------------------------------------------------------------
 
@@ -511,7 +525,9 @@ class Printer(ABC):
         if not self.uses_subgroups:
             return
         if not target.subgroup_size:
-            raise KernelError(f"{self.kernel.name}: it uses subgroups, {target.name} offers none through {target.backend}")
+            raise KernelError(
+                f"{self.kernel.name}: it uses subgroups, {target.name} offers none through {target.backend}"
+            )
         if wanted and wanted != target.subgroup_size and wanted not in target.subgroup_sizes:
             raise KernelError(
                 f"{self.kernel.name}: expected subgroups of {wanted} lanes, {target.name} has {target.subgroup_size}"

@@ -12,7 +12,7 @@ from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, bf16, element, f16, f32
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32
 from aule.ir.verify import verify
 from aule.render.clike import CPrinter, Expr, is_name, swizzle
 from aule.target import Target
@@ -120,6 +120,13 @@ class _Msl(CPrinter):
             return self.call(self.functions[op.opcode].removeprefix("precise::"), op.args)
         return super().expression(op)
 
+    def select(self, condition: Value, yes: Value, no: Value) -> Expr:
+        if isinstance(condition.type, Vector) and element(yes.type) == bool_:
+            # Metal selects numbers only.
+            mask = self.operand(condition)
+            return Expr(f"({mask} & {self.operand(yes)}) | (!{mask} & {self.operand(no)})", atom=False)
+        return super().select(condition, yes, no)
+
     def bitcast(self, value: Value, type_: ValueType) -> Expr:
         return Expr(f"as_type<{self.type_name(type_)}>({self.bare(value)})")
 
@@ -129,7 +136,9 @@ class _Msl(CPrinter):
         if not isinstance(type_, Vector):
             return Expr(self.element_of(pointer, index))
         if self._whole(pointer, type_, align):
-            return Expr(f"*({self._space(pointer)} const {self.type_name(type_)}*)({self.address(pointer, index)})", False)
+            return Expr(
+                f"*({self._space(pointer)} const {self.type_name(type_)}*)({self.address(pointer, index)})", False
+            )
         self.named(index)
         return self.make_vector(type_, [self.element_of(pointer, index, i) for i in range(type_.lanes)])
 
@@ -167,7 +176,8 @@ class _Msl(CPrinter):
             f"    {space} atomic_uint* word = ({space} atomic_uint*)p;\n"
             "    uint old = atomic_load_explicit(word, memory_order_relaxed);\n"
             "    while (!atomic_compare_exchange_weak_explicit(\n"
-            "        word, &old, as_type<uint>(as_type<float>(old) + x), memory_order_relaxed, memory_order_relaxed)) {\n"
+            "        word, &old, as_type<uint>(as_type<float>(old) + x),\n"
+            "        memory_order_relaxed, memory_order_relaxed)) {\n"
             "    }\n    return as_type<float>(old);\n}"
         )
         return name

@@ -1,7 +1,7 @@
 """OpenCL C, from version 1.2 without any extension to Intel's subgroups.
 
 fp16 without ``cl_khr_fp16`` (PoCL, NVIDIA) is a storage format only: ``vload_half`` and ``vstore_half`` convert on the
-way to and from memory, and a register holds a ``float`` that fp16 can represent. Nothing needs to be legalised for that.
+way to and from memory, and a register holds a ``float`` that fp16 can represent. Nothing is legalised for that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from aule.target import Target
 
 _SPACES = {"global": "__global", "shared": "__local", "private": "__private"}
 _ATOMICS = {"exchange": "xchg"}
+_PRAGMAS = frozenset({"cl_khr_fp16", "cl_khr_fp64", "cl_khr_subgroups"})
+_SUBGROUPS = frozenset({"cl_khr_subgroups", "cl_khr_subgroup_shuffle", "cl_intel_subgroups"})
 _MASKS = {8: "char", 16: "short", 32: "int", 64: "long"}
 
 
@@ -78,7 +80,8 @@ class _OpenCL(CPrinter):
 
     def module(self) -> str:
         head = [f"// {self.kernel.name}, rendered by aule for {self.target.name}."]
-        head += [f"#pragma OPENCL EXTENSION {e} : enable" for e in self.extensions()]
+        # Some compilers warn of the pragma for other extensions, whose functions are there without it.
+        head += [f"#pragma OPENCL EXTENSION {e} : enable" for e in self.extensions() if e in _PRAGMAS]
         attributes = [f"__attribute__((reqd_work_group_size({self.kernel.workgroup}, 1, 1)))"]
         if self.kernel.subgroup_size and "cl_intel_required_subgroup_size" in self.target.extensions:
             attributes.append(f"__attribute__((intel_reqd_sub_group_size({self.kernel.subgroup_size})))")
@@ -96,7 +99,7 @@ class _OpenCL(CPrinter):
         if self.uses(f64):
             yield "cl_khr_fp64"
         if self.uses_subgroups:
-            yield from (e for e in self.target.extensions if "subgroup" in e and e in _SUBGROUP_EXTENSIONS)
+            yield from (e for e in self.target.extensions if e in _SUBGROUPS)
 
     # -- types and values ------------------------------------------------------------------------------------------
 
@@ -137,7 +140,12 @@ class _OpenCL(CPrinter):
         return self.narrowed(type_, f"FMA({a}, {b}, {c})", atom=True)
 
     def expression(self, op: Op) -> Expr:
-        if op.opcode == "exp2" and op.result is not None and element(op.result.type) == f32 and not self.target.software:
+        if (
+            op.opcode == "exp2"
+            and op.result is not None
+            and element(op.result.type) == f32
+            and not self.target.software
+        ):
             # The hardware's own instruction: within 2 ulp on NVIDIA (ex2.approx), AMD and Intel.
             return self.call("native_exp2", op.args)
         return super().expression(op)
@@ -257,7 +265,9 @@ class _OpenCL(CPrinter):
         if lanes == 1:
             return Expr(self.element_of(pointer, index))
         if aligned:
-            return Expr(f"*({self._space(pointer, True)} {self.type_name(type_)}*)({self.address(pointer, index)})", False)
+            return Expr(
+                f"*({self._space(pointer, True)} {self.type_name(type_)}*)({self.address(pointer, index)})", False
+            )
         return Expr(f"vload{lanes}(0, {self.address(pointer, index)})")
 
     def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]:
@@ -342,6 +352,3 @@ class _OpenCL(CPrinter):
         if "cl_intel_subgroups" in self.target.extensions:
             return f"intel_sub_group_{name}"
         raise KernelError(f"{self.kernel.name}: it shuffles, {self.target.name} has no extension for that")
-
-
-_SUBGROUP_EXTENSIONS = frozenset({"cl_khr_subgroups", "cl_khr_subgroup_shuffle", "cl_intel_subgroups"})

@@ -10,7 +10,8 @@ Drivers are not asked for more than they said they can do, with three decisions 
   finite numbers by default.
 * f32 to f16 must round to nearest even, which Vulkan leaves to the driver. Where the target lists
   ``shaderRoundingModeRTEFloat16`` the mode is declared for the whole kernel; else conversions that go straight to a
-  buffer are decorated with the rounding mode, and all others are done in integers.
+  buffer are decorated with the rounding mode, and all others are done in integers. Fragments are left to the driver,
+  except that those that become bf16 are rounded before.
 * The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
 
 Arithmetic on 16- and 8-bit integers is used where the target lists ``shaderInt16`` (or has cooperative matrices) and
@@ -23,7 +24,7 @@ from aule.artifact import Artifact
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.types import Fragment, Pointer, Scalar, bf16, element, f16, f32, i8, i16, u8, u16
-from aule.render._spirv_kernel import KernelRenderer
+from aule.render._spirv_kernel import RTE_HALF, KernelRenderer
 from aule.render._spirv_memory import access_unit
 from aule.render._spirv_ops import Capability
 from aule.render._spirv_values import Rounding, lanes_of
@@ -128,7 +129,7 @@ def _half_stays_in_memory(kernel: KernelIR) -> bool:
                 continue
             made = value.op.opcode if value.op is not None else ""
             widens = made == "load" and op.opcode == "cast" and result is not None and element(result) == f32
-            stored = op.opcode == "store" and made == "cast" and _stores_whole(op, 4)
+            stored = made == "cast" and op.opcode == "store"
             if not (widens or stored):
                 return False
     return True
@@ -136,29 +137,27 @@ def _half_stays_in_memory(kernel: KernelIR) -> bool:
 
 def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> dict[Op, Rounding]:
     """How each conversion to f16 is made to round to nearest even; see the module's head."""
-    # Fragments are converted by the driver as it likes: their elements cannot be reached one by one at a fair price.
+    # Whole fragments are another matter: see Group.fragment_cast.
     casts = {
         op: op.result
         for op in kernel.walk()
         if op.result is not None and op.opcode == "cast" and element(op.result.type) == f16
         and not isinstance(op.result.type, Fragment)
     }  # fmt: skip
-    if not casts or "shaderRoundingModeRTEFloat16" in target.extensions:
+    if not casts or f16 not in computable or RTE_HALF in target.extensions:
         return {}
     direct: dict[Value, bool] = {}
     for op in kernel.walk():
         for position, value in enumerate(op.args):
-            whole = position == 2 and _stores_whole(op, 8 if f16 in computable else 4)
-            direct[value] = whole and direct.get(value, True)
+            direct[value] = position == 2 and _stores_whole(op) and direct.get(value, True)
     return {op: "decorate" if direct.get(result) else "software" for op, result in casts.items()}
 
 
-def _stores_whole(op: Op, widest: int) -> bool:
+def _stores_whole(op: Op) -> bool:
     """Whether a store writes the parts of its value to a buffer just as they are, as the decoration demands."""
     if op.opcode != "store":
         return False
     pointer, value = op.args[0].type, op.args[2].type
     assert isinstance(pointer, Pointer)
     lanes = lanes_of(value)
-    unit = min(access_unit(pointer.elem, lanes, op.attrs["align"]), widest)
-    return pointer.space == "global" and unit == min(lanes, 4)
+    return pointer.space == "global" and access_unit(pointer.elem, lanes, op.attrs["align"]) == min(lanes, 4)

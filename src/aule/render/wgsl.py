@@ -38,8 +38,8 @@ from aule.target import Target
 
 _SMALL = frozenset({i8, u8, i16, u16})
 _ATOMICS = {
-    "add": "atomicAdd", "min": "atomicMin", "max": "atomicMax", "and": "atomicAnd", "or": "atomicOr", "xor": "atomicXor",
-    "exchange": "atomicExchange",
+    "add": "atomicAdd", "min": "atomicMin", "max": "atomicMax", "and": "atomicAnd", "or": "atomicOr",
+    "xor": "atomicXor", "exchange": "atomicExchange",
 }  # fmt: skip
 _INPUTS = {
     "thread_id": ("local_invocation_index", "u32"),
@@ -299,7 +299,9 @@ class _Wgsl(Printer):
             return [
                 f"{self._vector(pointer, index, i * layout.width)} = {half};" for i, half in enumerate(halves)
             ]  # fmt: skip
-        parts = [self.bare(value)] if lanes == 1 else [f"{self.bare(value)}{swizzle(value.type, i)}" for i in range(lanes)]
+        parts = (
+            [self.bare(value)] if lanes == 1 else [f"{self.bare(value)}{swizzle(value.type, i)}" for i in range(lanes)]
+        )
         if not layout.atomic:
             return [f"{self._element(pointer, index, i)} = {part};" for i, part in enumerate(parts)]
         if layout.elem != pointer.type.elem:
@@ -383,5 +385,3 @@ def _fits(users: Sequence[Op], width: int, length: int | None) -> bool:
             return False
         found = found or whole
     return found
-
-

@@ -1,10 +1,14 @@
 """The simt engine: register-blocked products out of shared memory, for any GPU.
 
 A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them with rows interleaved
-(``row = r * threads_y + ty``) and columns interleaved in strips of ``strip`` (1 for S, up to 4 for O). Both operands
-of a product are read along the dimension that is summed over, four at a time, so nothing is transposed on its way into
-shared memory; rows there are padded by four elements, which makes the row stride an odd number of quads and keeps the
-reads of eight lanes off each other's banks.
+(``row = r * threads_y + ty``) and columns interleaved in strips of up to four. The left operand of a product (Q, P) is
+read along the dimension that is summed over, the right one (K, V) along its columns, four elements at a time; K is
+transposed on its way into shared memory. Rows there are padded by four elements to keep lanes off each other's banks.
+
+Products go row by row, forth and back over the columns. An FFMA of NVIDIA's issues every cycle only if it reads at
+most one register from each of two banks (even and odd numbers): the left element stays in the operand cache along a
+row, and the right element, whose register number is as odd as its column, is added to an accumulator that can be given
+the other bank. With both operands read along the sum, half of all FFMAs took two cycles.
 
 Neighbouring lanes (2n, 2n+1) differ in ``ty`` and share ``tx``; lanes that differ in bit 1 share ``ty``. NVIDIA's
 shared memory serves a 16-byte read of a whole warp in two cycles, instead of four, only when each lane's address
@@ -49,6 +53,8 @@ class SimtShape:
         Rows of V per step of the second product.
     resident_q : bool
         Q stays in shared memory; otherwise it is read again with every chunk of K.
+    block_p : int
+        Columns of P that are in shared memory at a time; 0 means all.
     """
 
     block_q: int
@@ -58,15 +64,21 @@ class SimtShape:
     chunk_k: int
     chunk_v: int
     resident_q: bool
+    block_p: int = 0
+
+    @property
+    def part(self) -> int:
+        """Keys of one part: S is made for the whole tile, P goes through shared memory part by part."""
+        return self.block_p or self.block_kv
 
     @property
     def threads(self) -> int:
         return self.threads_x * self.threads_y
 
-    def strip(self, value_dim: int) -> int:
-        """Consecutive columns of O that one thread holds: the widest that wastes no more columns than a single one."""
-        least = padded(value_dim, self.threads_x)
-        return next(w for w in (4, 2, 1) if w == 1 or padded(value_dim, self.threads_x * w) <= least * 1.07)
+    def strip(self, cols: int) -> int:
+        """Consecutive columns that one thread holds: the widest that wastes no more columns than a single one."""
+        least = padded(cols, self.threads_x)
+        return next(w for w in (4, 2, 1) if w == 1 or padded(cols, self.threads_x * w) <= least * 1.07)
 
     def value_cols(self, value_dim: int) -> int:
         """Columns of O with the padding that spreads them evenly over threads."""
@@ -74,9 +86,9 @@ class SimtShape:
 
     def shared_elements(self, head_dim: int, value_dim: int, subgroups: bool) -> dict[str, int]:
         """Length of each shared array, in fp32 elements."""
-        k_rows = self.block_kv + (0 if self.resident_q else self.block_q)
-        stage = max(k_rows * (self.chunk_k + PAD), self.chunk_v * self.value_cols(value_dim))
-        sizes = {"stage": 2 * stage, "p": self.block_q * (self.block_kv + PAD)}
+        q_stage = 0 if self.resident_q else self.block_q * (self.chunk_k + PAD)
+        stage = max(q_stage + self.chunk_k * (self.block_kv + PAD), self.chunk_v * self.value_cols(value_dim))
+        sizes = {"stage": 2 * stage, "p": self.block_q * (self.part + PAD)}
         if self.resident_q:
             sizes["q"] = self.block_q * (padded(head_dim, self.chunk_k) + PAD)
         if not subgroups:
@@ -157,7 +169,8 @@ class Chunk:
     start: int
     """Where the chunk begins in its stage, in elements."""
     stride: int
-    """Elements from one row to the next in shared memory."""
+    """Elements from one row to the next in shared memory, or from one column to the next when transposed."""
+    transposed: bool = False
 
     @property
     def quads(self) -> int:
@@ -180,25 +193,27 @@ class Simt:
         self.ty = row_pair * LANES_PER_COLUMN + parity
         self.value_cols = shape.value_cols(value_dim)
         self.head_cols = padded(head_dim, shape.chunk_k)
-        self.k_stride = shape.chunk_k + PAD
-        self.p_stride = shape.block_kv + PAD
+        self.q_stride = (self.head_cols if shape.resident_q else shape.chunk_k) + PAD
+        self.k_stride = shape.block_kv + PAD
+        self.p_stride = shape.part + PAD
         sizes = shape.shared_elements(head_dim, value_dim, self.subgroups)
         self.stage_size = sizes["stage"] // 2
         self.stage = b.shared("stage", f32, sizes["stage"])
         self.p = b.shared("p", f32, sizes["p"])
         self.q = b.shared("q", f32, sizes["q"]) if shape.resident_q else None
         self.rows_scratch = None if self.subgroups else b.shared("rows", f32, sizes["rows"])
-        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.k_stride)
-        k_start = 0 if shape.resident_q else shape.block_q * self.k_stride
-        self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride)
+        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.q_stride)
+        k_start = 0 if shape.resident_q else shape.block_q * self.q_stride
+        self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride, transposed=True)
         self.v_chunk = Chunk(shape.chunk_v, self.value_cols, 0, self.value_cols)
 
     # -- tiles -----------------------------------------------------------------------------------------------------
 
     def score_tile(self, init: Value) -> RegisterTile:
-        """S: one thread holds every ``threads_x``-th column."""
+        """S: strips never reach over a part of P."""
         shape = self.shape
-        return RegisterTile(self, shape.block_q // shape.threads_y, shape.block_kv // shape.threads_x, 1, init)
+        cols, strip = shape.block_kv // shape.threads_x, shape.strip(shape.part)
+        return RegisterTile(self, shape.block_q // shape.threads_y, cols, strip, init)
 
     def output_tile(self, value_dim: int, init: Value) -> RegisterTile:
         """O: one thread holds strips of consecutive columns."""
@@ -244,19 +259,12 @@ class Simt:
         return Stager(self, elem, quads, self.stage, self.stage_size)
 
     def _place(self, chunk: Chunk, i: int) -> tuple[Value, Value, Value]:
-        """Which row and column of a chunk this thread's ``i``-th quad is, and its number.
-
-        Quads are numbered down eight rows before they go on along them when rows are padded: eight lanes then write to
-        eight different rows, whose banks differ, while a subgroup still reads whole sectors of global memory.
-        """
+        """Which row and column of a chunk this thread's ``i``-th quad is, and its number. Neighbouring lanes go along a
+        row: eight lanes in eight rows would spare bank conflicts on the way in, but reading eight cache lines at a time
+        costs more than that (H200, d128: 30.8 instead of 35.2 TFLOPS)."""
         number = self.thread + i * self.shape.threads
-        along = chunk.cols // QUAD
-        if chunk.stride == chunk.cols or chunk.rows % 8:
-            row, quad = divmod_const(self.b, number, along)
-            return row, quad * QUAD, number
-        block, within = divmod_const(self.b, number, along * 8)
-        quad, row = divmod_const(self.b, within, 8)
-        return block * 8 + row, quad * QUAD, number
+        row, quad = divmod_const(self.b, number, chunk.cols // QUAD)
+        return row, quad * QUAD, number
 
     def row_starts(self, chunk: Chunk, source: Matrix, row: Value) -> list[Value]:
         """Where the rows that this thread fetches of a chunk begin in memory; to be kept while only columns change."""
@@ -289,21 +297,28 @@ class Simt:
             quad = b.cast(stager.registers[first + i].value, f32)
             if scale is not None:
                 quad = quad * scale
-            index = stager.offset.value + (r * chunk.stride + c) + chunk.start
+            index = stager.offset.value + chunk.start + (c * chunk.stride + r if chunk.transposed else r * chunk.stride + c)
             if (i + 1) * self.shape.threads > chunk.quads:
                 inside = number < chunk.quads
                 with b.if_(inside):
-                    b.store(self.stage, index, quad)
+                    self._put(chunk, index, quad)
                 written.append((quad, inside))
             else:
-                b.store(self.stage, index, quad)
+                self._put(chunk, index, quad)
                 written.append((quad, None))
         return written
+
+    def _put(self, chunk: Chunk, index: Value, quad: Value) -> None:
+        if not chunk.transposed:
+            self.b.store(self.stage, index, quad)
+            return
+        for e, x in enumerate(self.b.unpack(quad)):
+            self.b.store(self.stage, index + e * chunk.stride, x)
 
     def load_resident_q(self, source: Matrix, row: Value, scale: Value) -> None:
         """Bring all of a Q block into shared memory, scaled."""
         assert self.q is not None
-        b, whole = self.b, Chunk(self.shape.block_q, self.head_cols, 0, self.head_cols + PAD)
+        b, whole = self.b, Chunk(self.shape.block_q, self.head_cols, 0, self.q_stride)
         per_thread = whole.per_thread(self.shape.threads)
         with b.loop(0, per_thread, name="quad") as i:
             number = self.thread + i * self.shape.threads
@@ -316,50 +331,44 @@ class Simt:
 
     def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:
         """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``."""
-        b, shape = self.b, self.shape
-        acc = S.values()
-        if self.q is None:
-            q_memory, q_stride, q_base = self.stage, self.k_stride, offset
-        else:
-            q_memory, q_stride, q_base = self.q, self.head_cols + PAD, chunk * shape.chunk_k
-        q_rows = [q_base + self.ty * q_stride + r * shape.threads_y * q_stride for r in range(len(acc))]
-        k_base = offset + self.tx * self.k_stride + self.k_chunk.start
-        for k in range(0, shape.chunk_k, QUAD):
-            q = [b.unpack(b.load(q_memory, row + k, QUAD)) for row in q_rows]
-            for c in range(len(acc[0])):
-                key = b.unpack(b.load(self.stage, k_base + (c * shape.threads_x * self.k_stride + k), QUAD))
-                for e in range(QUAD):
-                    for r in range(len(acc)):
-                        acc[r][c] = b.fma(q[r][e], key[e], acc[r][c])
-        S.assign(acc)
+        memory, base = (self.stage, offset) if self.q is None else (self.q, chunk * self.shape.chunk_k)
+        base = base + self.ty * self.q_stride
+        right = offset + self.tx * S.strip + self.k_chunk.start
+        self._multiply(S, (memory, base, self.q_stride), right, self.k_stride, self.shape.chunk_k)
 
     def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
-        """Put P where all threads of a row can read it; the next commit's barrier makes it visible."""
+        """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible."""
         for r, row in enumerate(values):
-            base = (self.ty + r * self.shape.threads_y) * self.p_stride + self.tx
-            for c, p in enumerate(row):
-                self.b.store(self.p, base + c * self.shape.threads_x, p)
+            base = (self.ty + r * self.shape.threads_y) * self.p_stride
+            for c in range(0, len(row), S.strip):
+                self.b.store(self.p, base + S.col(c), self.b.vector(row[c : c + S.strip]))
 
     def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
         """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
+        base = self.ty * self.p_stride + chunk * self.shape.chunk_v
+        right = offset + self.tx * O.strip
+        self._multiply(O, (self.p, base, self.p_stride), right, self.value_cols, self.shape.chunk_v)
+
+    def _multiply(
+        self, tile: RegisterTile, left: tuple[Value, Value, int], right: Value, right_stride: int, depth: int
+    ) -> None:
+        """``tile += left @ right``: ``left`` (memory, index, row stride) has this thread's rows, the stage from index
+        ``right`` on its columns."""
         b, shape = self.b, self.shape
-        acc = O.values()
-        p_base = self.ty * self.p_stride + chunk * shape.chunk_v
-        v_base = offset + self.tx * O.strip
-        for j in range(0, shape.chunk_v, QUAD):
-            p = [
-                b.unpack(b.load(self.p, p_base + (r * shape.threads_y * self.p_stride + j), QUAD))
-                for r in range(len(acc))
-            ]
+        memory, base, left_stride = left
+        acc = tile.values()
+        rows, cols = range(len(acc)), range(len(acc[0]))
+        for k in range(0, depth, QUAD):
+            x = [b.unpack(b.load(memory, base + (r * shape.threads_y * left_stride + k), QUAD)) for r in rows]
             for e in range(QUAD):
-                for strip in range(len(acc[0]) // O.strip):
-                    index = v_base + ((j + e) * self.value_cols + strip * shape.threads_x * O.strip)
-                    v = b.unpack(b.load(self.stage, index, O.strip))
-                    for x in range(O.strip):
-                        c = strip * O.strip + x
-                        for r in range(len(acc)):
-                            acc[r][c] = b.fma(p[r][e], v[x], acc[r][c])
-        O.assign(acc)
+                y: list[Value] = []
+                for strip in range(len(cols) // tile.strip):
+                    index = right + ((k + e) * right_stride + strip * shape.threads_x * tile.strip)
+                    y += b.unpack(b.load(self.stage, index, tile.strip))
+                for r in rows:
+                    for c in reversed(cols) if r % 2 else cols:
+                        acc[r][c] = b.fma(x[r][e], y[c], acc[r][c])
+        tile.assign(acc)
 
     def multiply_values_guarded(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
         """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN. Slow."""

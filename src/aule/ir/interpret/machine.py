@@ -159,6 +159,13 @@ class Machine:
                 registers[result] = call(registers[a], registers[b])
 
             return binary
+        if len(slots) == 3:
+            a, b, c = slots
+
+            def ternary() -> None:
+                registers[result] = call(registers[a], registers[b], registers[c])
+
+            return ternary
 
         def step() -> None:
             registers[result] = call(*[registers[slot] for slot in slots])

@@ -57,9 +57,9 @@ class _Record:
         self.team[address] = party.team
         self.lane[address] = _SEVERAL if collective else party.lane
         # Of lanes that meet in this very operation, only the last one still finds itself there.
-        if collective:
-            return self.team.take(address) != party.team
-        return self.lane.take(address) != party.lane
+        found, own = (self.team, party.team) if collective else (self.lane, party.lane)
+        met: Array = found.take(address) != own
+        return met
 
 
 class Shadow:
@@ -82,7 +82,9 @@ class Shadow:
         self.sync = np.ones(teams, np.int64)
         self.pending: list[tuple[Any, Array, Array, Array]] = []
         self.pending_size = 0
-        self.dirty = False
+        # Writes concern only reads of the same workgroup in shared memory, and all reads in global memory.
+        self.domain = np.arange(teams) // lanes.subgroups if shared else np.zeros(teams, np.int64)
+        self.dirty = np.zeros(int(self.domain[-1]) + 1, np.bool_)
 
     def begin(self) -> None:
         """A new batch of workgroups starts: its shared memory holds nothing, buffers keep what was written."""
@@ -125,7 +127,7 @@ class Shadow:
         met = self.writes.note(self.lanes.tick(op), address, party, collective)
         if met.any():
             self._race(self.writes, op, "writes", address, met, party)
-        self.dirty = True
+        self.dirty[self.domain.take(party.team)] = True
 
     def update(self, op: Op, address: Array, active: Array | None) -> None:
         """Check and note an atomic. Where lanes meet, the record names several, whom only a barrier orders."""
@@ -145,7 +147,7 @@ class Shadow:
             record.lane[elements] = _SEVERAL
         for elements in apart:
             record.team[elements] = _SEVERAL
-        self.dirty = True
+        self.dirty[self.domain.take(party.team)] = True
 
     def require_written(self, op: Op, address: Array, active: Array | None) -> None:
         """Shared memory starts undefined."""
@@ -155,7 +157,8 @@ class Shadow:
         if not time.all():
             where = tuple(np.argwhere(time == 0)[0])
             lane = int(where[-1] if active is None else active[where[-1]])
-            raise self.lanes.error(op, lane, f"read of shared memory that was never written: {self._place(address[where])}")
+            place = self._place(address[where])
+            raise self.lanes.error(op, lane, f"read of shared memory that was never written: {place}")
 
     def _ordered(self, record: _Record, op: Op, verb: str, address: Array, party: _Party) -> None:
         unordered = record.unordered(record.time.take(address), address, party)
@@ -176,13 +179,23 @@ class Shadow:
         now = self.lanes.tick(op)
         if teams is None:
             teams = np.unique(self.everyone.team)
-            if everything and self.shared:
-                self.pending.clear()
-                self.pending_size = 0
         self.sync[teams] = now
         if everything and self.shared:
             self.outer[teams] = now
+            self._prune()
         self._refresh()
+
+    def _prune(self) -> None:
+        """Forget reads that a barrier of the workgroup has ordered before whatever comes."""
+        pending, self.pending, self.pending_size = self.pending, [], 0
+        for read, address, lane, team in pending:
+            keep = read >= self.outer.take(team)
+            if keep.all():
+                self.pending.append((read, address, lane, team))
+            elif keep.any():
+                times = read if np.ndim(read) == 0 else read[keep]
+                self.pending.append((times, address[..., keep], lane[keep], team[keep]))
+        self.pending_size = sum(entry[1].size for entry in self.pending)
 
     def check(self) -> None:
         """Look for writes that came after a read they are not ordered with.
@@ -190,10 +203,13 @@ class Shadow:
         Called before every barrier. Between two barriers the last write of an element stands for all of them, as
         writes by two lanes would have been a race themselves.
         """
-        if not self.dirty:
+        if not self.dirty.any():
             return
-        self.dirty = False
+        dirty = self.dirty.take(self.domain)
+        self.dirty.fill(False)
         for read, address, lane, team in self.pending:
+            if not dirty.take(team).any():
+                continue
             for record in self._records():
                 time = record.time.take(address)
                 late = time > read

@@ -11,7 +11,7 @@ from aule.ir.passes.narrow_vectors import narrow_vectors
 from aule.ir.passes.pack_memory import pack_memory
 from aule.ir.passes.soft_half import Convert, soft_half
 from aule.ir.passes.widen_int import widen_int
-from aule.ir.types import Scalar
+from aule.ir.types import Scalar, element, i64, u64
 
 __all__ = ["Legal", "dead_code", "int64", "legalise", "narrow_vectors", "pack_memory", "soft_half", "widen_int"]
 
@@ -37,14 +37,21 @@ class Legal:
 def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
     # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
-    # that eight fp16 are still one load.
-    if legal.soft:
+    # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
+    if legal.soft & _elements(kernel):
         kernel = soft_half(kernel, legal.soft, legal.half_to_float)
-    if legal.packed:
+    if legal.packed & _elements(kernel):
         kernel = pack_memory(kernel, legal.packed)
-    if legal.widened:
+    if legal.widened & _elements(kernel):
         kernel = widen_int(kernel, legal.widened)
-    if not legal.int64:
+    if not legal.int64 and {i64, u64} & _elements(kernel):
         kernel = int64(kernel)
+    # Always, because it folds constants as well: WGSL refuses those that wrap.
     kernel = narrow_vectors(kernel, legal.max_lanes)
     return dead_code(kernel)
+
+
+def _elements(kernel: KernelIR) -> set[Scalar]:
+    """Elements of all registers, buffers and arrays."""
+    values = (*kernel.values.values(), *kernel.shared, *(op.result for op in kernel.walk() if op.result is not None))
+    return {element(value.type) for value in values}

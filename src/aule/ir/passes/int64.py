@@ -23,8 +23,8 @@ _WIDE = (i64, u64)
 def int64(kernel: KernelIR) -> KernelIR:
     """Replace i64 and u64, in registers, memory and parameters, by pairs of u32.
 
-    A scalar parameter ``n`` becomes ``n_low`` and ``n_high``, after a word of padding where the parameter block has one,
-    so that the block's bytes are the same.
+    A scalar parameter ``n`` becomes ``n_low`` and ``n_high``, after a word of padding where the parameter block has
+    one, so that the block's bytes are the same.
     """
     return _Int64(kernel).run()
 
@@ -80,9 +80,11 @@ class _Int64(Rewriter):
         assert op.result is not None
         if element(op.result.type) not in _WIDE:
             return self.clone(op)
-        lanes = lanes_of(op.result.type)
-        index = self.value(op.args[1]) * 2
-        words = self.b.unpack(self.b.load(self.value(op.args[0]), index, 2 * lanes, 2 * op.attrs["align"]))
+        count = 2 * lanes_of(op.result.type)
+        pointer, index = self.value(op.args[0]), self.value(op.args[1]) * 2
+        step, align = _pieces(count, op.attrs["align"])
+        loads = [self.b.load(pointer, index + i, step, align) for i in range(0, count, step)]
+        words = [word for load in loads for word in self.b.unpack(load)]
         return self.b.vector(words[0::2]), self.b.vector(words[1::2])
 
     def _store(self, op: Op) -> None:
@@ -91,8 +93,10 @@ class _Int64(Rewriter):
             return
         low, high = (self.b.unpack(v) for v in self._pair(op.args[2]))
         words = [word for pair in zip(low, high, strict=True) for word in pair]
-        index = self.value(op.args[1]) * 2
-        self.b.store(self.value(op.args[0]), index, self.b.vector(words), 2 * op.attrs["align"])
+        pointer, index = self.value(op.args[0]), self.value(op.args[1]) * 2
+        step, align = _pieces(len(words), op.attrs["align"])
+        for i in range(0, len(words), step):
+            self.b.store(pointer, index + i, self.b.vector(words[i : i + step]), align)
 
     def _atomic(self, op: Op) -> Lowered | None:
         if _is_wide(op.args[2].type):
@@ -289,7 +293,7 @@ class _Int64(Rewriter):
         )
 
     def _quotient(self, x: Pair, y: Pair) -> tuple[Pair, Pair]:
-        """Unsigned quotient and remainder: the hardware's where both fit a word, else 64 turns of shift and subtract."""
+        """Unsigned quotient and rest: the hardware's where both fit a word, else 64 turns of shift and subtract."""
         zero = self.b.const(0, u32)
         low, high = self.b.var(x[0], "quotient_low"), self.b.var(x[1], "quotient_high")
         rest_low, rest_high = self.b.var(zero, "rest_low"), self.b.var(zero, "rest_high")
@@ -341,7 +345,7 @@ class _Int64(Rewriter):
         return self._choose(value < 0.0, self._negative(pair), pair) if signed else pair
 
     def _to_float(self, pair: Pair, signed: bool) -> Value:
-        """Round to nearest even: the leading 32 bits, with one more for all that was cut off, convert in one rounding."""
+        """Round to nearest even: the leading 32 bits, the last one set where more follow, convert in one rounding."""
         low, high = self._magnitude(pair) if signed else pair
         lanes = lanes_of(low.type)
         lifted = low, high
@@ -373,6 +377,11 @@ class _Int64(Rewriter):
             return self.clone(op)
         words = self.b.unpack(self.b.bitcast(self.value(source), Vector(u32, 2 * lanes_of(target))))
         return self.b.vector(words[0::2]), self.b.vector(words[1::2])
+
+
+def _pieces(words: int, align: int) -> tuple[int, int]:
+    """Words to move at a time, as no vector is wider than 16, and their alignment."""
+    return min(words, 16), min(2 * align, 16)
 
 
 def _is_wide(type_: Type) -> bool:

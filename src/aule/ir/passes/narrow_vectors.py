@@ -7,7 +7,7 @@ import math
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
-from aule.ir.types import Ref, Scalar, Type, Vector, element
+from aule.ir.types import Ref, Scalar, Type, Vector, element, u32
 
 _LANEWISE = frozenset({"unary", "binary", "compare", "ternary", "cast"})
 
@@ -46,14 +46,21 @@ class _NarrowVectors(Rewriter):
         pieces = max(self._pieces(source.type), self._pieces(target))
         if pieces == 1:
             return self.clone(op)
-        # Both sides are cut into the pieces of the finer one.
         lanes = [lane for part in self.parts(source) for lane in self.b.unpack(part)]
+        if lanes_of(target) < pieces:
+            # Few wide lanes out of many small ones: by way of words.
+            lanes = self._cut(lanes, shaped(u32, self._max * lanes[0].type.bits // 32), pieces)  # type: ignore[union-attr]
+            pieces = lanes_of(target)
+        elif len(lanes) < pieces:
+            words = element(source.type).bits // 32
+            lanes = self._cut(lanes, shaped(u32, words), len(lanes))
+        return self._grouped(self._cut(lanes, shaped(element(target), lanes_of(target) // pieces), pieces))
+
+    def _cut(self, lanes: list[Value], piece: Scalar | Vector, pieces: int) -> list[Value]:
+        """The bits of ``lanes`` as ``pieces`` of another type, and their lanes in turn."""
         per = len(lanes) // pieces
-        piece = shaped(element(target), lanes_of(target) // pieces)
         new = [self.b.bitcast(self.b.vector(lanes[i : i + per]), piece) for i in range(0, len(lanes), per)]
-        if self._pieces(target) == pieces:
-            return tuple(new)
-        return self._grouped([lane for v in new for lane in self.b.unpack(v)])
+        return [lane for v in new for lane in self.b.unpack(v)]
 
     def _make_vector(self, op: Op) -> Lowered | None:
         return self._grouped([self.value(a) for a in op.args])
@@ -107,5 +114,3 @@ class _NarrowVectors(Rewriter):
     def _set(self, op: Op) -> None:
         for ref, part in zip(self.parts(op.args[0]), self.parts(op.args[1]), strict=True):
             self.b.set(ref, part)
-
-

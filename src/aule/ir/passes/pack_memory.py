@@ -3,10 +3,10 @@
 The bytes of a buffer are the same; only the declaration changes. A load fetches the word and shifts. An aligned vector
 store writes whole words.
 
-A store of part of a word clears the element's bits by an atomic ``and`` and sets them by an atomic ``or``. That is right
-although the two are not one operation: every element has one writer at a time, neither operation touches the bits of a
-neighbour, and nobody may read an element before a barrier after its store. Two threads that store the same value to the
-same element still leave that value, which an exclusive-or of the difference would not.
+A store of part of a word clears the element's bits by an atomic ``and`` and sets them by an atomic ``or``. That is
+right although the two are not one operation: every element has one writer at a time, neither operation touches the bits
+of a neighbour, and nobody may read an element before a barrier after its store. Two threads that store the same value
+to the same element still leave that value, which an exclusive-or of the difference would not.
 """
 
 from __future__ import annotations

@@ -43,7 +43,13 @@ class _SoftHalf(Rewriter):
         for opcode, info in OPS.items():
             if info.category in ("unary", "binary", "compare") or opcode == "fma":
                 self.hooks[opcode] = self._arithmetic
-        self.hooks |= {"const": self._const, "cast": self._cast, "bitcast": self._bitcast, "neg": self._neg, "abs": self._abs}
+        self.hooks |= {
+            "const": self._const,
+            "cast": self._cast,
+            "bitcast": self._bitcast,
+            "neg": self._neg,
+            "abs": self._abs,
+        }
 
     def register(self, type_: ValueType) -> ValueType:
         return with_element(type_, u16) if self._is_soft(type_) else type_

@@ -26,8 +26,12 @@ class _WidenInt(Rewriter):
         super().__init__(kernel)
         self._small = small
         self.hooks = {
-            "const": self._const, "cast": self._cast, "bitcast": self._bitcast, "load": self._load, "store": self._store,
-        }  # fmt: skip
+            "const": self._const,
+            "cast": self._cast,
+            "bitcast": self._bitcast,
+            "load": self._load,
+            "store": self._store,
+        }
         for opcode in _LEAVES:
             self.hooks[opcode] = self._wrapped
 
@@ -137,5 +141,3 @@ def _fits(value: Value, elem: Scalar) -> bool:
     if amount.constant is None or element(value.type) != u32:
         return False
     return bool(amount.constant >= 32 - elem.bits if value.op.opcode == "shr" else amount.constant < 1 << elem.bits)
-
-

@@ -64,10 +64,9 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
             l[r].value = b.fma(l[r].value, alpha, _fold(b, "add", p[r]))  # of this thread's columns alone until the end
             for o in O.vars[r]:
                 o.value = o.value * alpha
-        engine.store_p(S, p)
 
         b.comment("O = O + P V")
-        stream.values(O, tile, partial)
+        stream.values(S, O, p, tile, partial)
 
     b.comment("O / l, and the log-sum-exp")
     total = engine.reduce_rows("add", [x.value for x in l])
@@ -125,38 +124,64 @@ class _Stream:
             engine.multiply_scores(S, self.stager.offset.value, chunk)
             self.stager.advance()
 
-    def values(self, O: RegisterTile, tile: Value, partial: Value) -> None:
-        """``O += P V``, chunk by chunk of the keys.
+    def values(self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, partial: Value) -> None:
+        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory."""
+        b, engine, shape = self.b, self.engine, self.config.shape
+        parts, width = shape.block_kv // shape.part, shape.part // shape.threads_x
+        chunks = shape.part // shape.chunk_v
+        if parts == 1:
+            engine.store_p(S, p)
+            with b.loop(0, chunks, name="chunk") as chunk:
+                self._accumulate(O, tile, chunk, chunk, chunks, partial)
+            return
+        current = [[b.var(x) for x in row[:width]] for row in p]
+        with b.loop(0, parts, name="part") as part:
+            engine.store_p(S, [[x.value for x in row] for row in current])
+            with b.loop(0, chunks, name="chunk") as chunk:
+                self._accumulate(O, tile, chunk, part * chunks + chunk, parts * chunks, partial)
+            b.barrier()  # everyone has read this part
+            for later in range(1, parts):
+                with b.if_(b.eq(part, later - 1)):
+                    for variables, row in zip(current, p, strict=True):
+                        for variable, x in zip(variables, row[later * width : (later + 1) * width], strict=True):
+                            variable.value = x
+
+    def _accumulate(
+        self, O: RegisterTile, tile: Value, chunk: Value, number: Value, count: int, partial: Value
+    ) -> None:
+        """One chunk of ``O += P V``: the ``chunk``-th of the part of P in shared memory, ``number``-th of the tile.
 
         Inf or NaN in a value whose weight is zero must not reach O. Tiles without dropped keys cannot have such; in
         the others each step's values are looked over on their way in, and a step that has any takes the slow product.
         """
-        b, engine, shape = self.b, self.engine, self.config.shape
-        chunks = shape.block_kv // shape.chunk_v
-        guarded = b.const(1, i32) if self.config.everywhere else b.select(partial, b.const(1, i32), b.const(0, i32))
-        with b.loop(0, chunks, name="chunk") as chunk:
-            quads = engine.commit(self.stager, 0, engine.v_chunk)
-            step = self.stager.step.value
-            with b.if_(b.eq(guarded, 1)):
-                wild = None
-                for quad, inside in quads:
-                    for x in b.unpack(quad):
-                        bad = ~is_finite(b, x)
-                        bad = bad if inside is None else bad & inside
-                        wild = bad if wild is None else wild | bad
-                assert wild is not None
-                with b.if_(wild):
-                    b.atomic("max", self.flags, step & 1, step + 1)
-            b.barrier()
-            with b.if_(chunk + 1 < chunks):
-                self._fetch_v(tile, chunk + 1)
-            with b.else_():
-                self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
-            with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
-                engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
-            with b.else_():
-                engine.multiply_values(O, self.stager.offset.value, chunk)
-            self.stager.advance()
+        b, engine = self.b, self.engine
+        quads = engine.commit(self.stager, 0, engine.v_chunk)
+        step = self.stager.step.value
+        if self.config.everywhere:
+            self._flag_wild(quads, step)
+        else:
+            with b.if_(partial):
+                self._flag_wild(quads, step)
+        b.barrier()
+        with b.if_(number + 1 < count):
+            self._fetch_v(tile, number + 1)
+        with b.else_():
+            self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+        with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
+            engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
+        with b.else_():
+            engine.multiply_values(O, self.stager.offset.value, chunk)
+        self.stager.advance()
+
+    def _flag_wild(self, quads: list[tuple[Value, Value | None]], step: Value) -> None:
+        """Tell the workgroup when this step brings in Inf or NaN. Steps take turns with two flags, as with stages."""
+        b = self.b
+        bad = []
+        for quad, inside in quads:
+            wild = _fold(b, "or", [~is_finite(b, x) for x in b.unpack(quad)])
+            bad.append(wild if inside is None else wild & inside)
+        with b.if_(_fold(b, "or", bad)):
+            b.atomic("max", self.flags, step & 1, step + 1)
 
     def _k_starts(self, tile: Value) -> list[Value]:
         return self.engine.row_starts(self.engine.k_chunk, self.block.k, tile * self.config.shape.block_kv)

@@ -1,0 +1,33 @@
+"""The page on the kernel language: its code runs, and prints what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernel-language.md"
+
+
+def test_the_examples_run_and_print_what_the_page_says() -> None:
+    if not PAGE.exists():
+        pytest.skip("the documentation is not part of this installation")
+    page = PAGE.read_text()
+    namespace: dict[str, Any] = {}
+    printed, compared = "", 0
+    for match in re.finditer(r"```(python|text)\n(.*?)```", page, re.DOTALL):
+        kind, body = match.groups()
+        if kind == "python":
+            line = page[: match.start()].count("\n") + 1
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile("\n" * line + body, str(PAGE), "exec"), namespace)
+            printed = output.getvalue()
+        else:
+            assert printed.strip() == body.strip()
+            compared += 1
+    assert compared == 5

@@ -1,0 +1,371 @@
+"""NumPy arrays, torch tensors and DLPack arrays: the same numbers, each in its caller's kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import aule
+from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+
+torch = pytest.importorskip("torch")
+
+Array = np.ndarray[Any, Any]
+NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f64": np.float64}
+TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+SHAPES = {2: (9, 16), 3: (4, 9, 16), 4: (2, 4, 9, 16)}
+
+
+class DLPackOnly:
+    """An array that speaks DLPack and nothing else of NumPy, with a namespace of its own."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __array_namespace__(self) -> Any:
+        return Namespace
+
+
+class Namespace:
+    """What an array library calls its module."""
+
+    @staticmethod
+    def from_dlpack(array: Any) -> DLPackOnly:
+        return DLPackOnly(np.from_dlpack(array))
+
+    @staticmethod
+    def asarray(array: Any) -> DLPackOnly:
+        return DLPackOnly(np.asarray(array))
+
+
+@pytest.fixture(autouse=True)
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AULE_BACKEND", "numpy")
+
+
+def inputs(rank: int = 4, dtype: str = "f32", heads_kv: int | None = None) -> list[Array]:
+    rng = np.random.default_rng(rank)
+    made = [rng.standard_normal(SHAPES[rank]).astype(NUMPY[dtype]) for _ in range(3)]
+    if heads_kv is not None:
+        made[1:] = [x[..., :heads_kv, :, :] for x in made[1:]]
+    return made
+
+
+def tensor(array: Array) -> Any:
+    """The same memory as a torch tensor."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def array_of(result: Any) -> Array:
+    """The values of a result of any kind, bfloat16 as float32."""
+    if isinstance(result, DLPackOnly):
+        result = result.array
+    if isinstance(result, torch.Tensor):
+        result = result.float().numpy() if result.dtype == torch.bfloat16 else result.numpy()
+    return result.astype(np.float32) if result.dtype == ml_dtypes.bfloat16 else result
+
+
+# -- the kinds agree -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", SHAPES)
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_numpy_and_torch_agree(rank: int, dtype: str) -> None:
+    q, k, v = inputs(rank, dtype)
+    out, lse = aule.flash_attention(q, k, v, return_lse=True)
+    assert isinstance(out, np.ndarray) and out.dtype == q.dtype and out.shape == q.shape
+    assert lse.dtype == np.float32 and lse.shape == q.shape[:-1]
+    t_out, t_lse = aule.flash_attention(tensor(q), tensor(k), tensor(v), return_lse=True)
+    assert t_out.dtype == TORCH[dtype] and t_out.device.type == "cpu" and tuple(t_out.shape) == q.shape
+    assert t_lse.dtype == torch.float32
+    np.testing.assert_array_equal(array_of(out), array_of(t_out))
+    np.testing.assert_array_equal(lse, t_lse.numpy())
+
+
+@pytest.mark.parametrize("rank", SHAPES)
+@pytest.mark.parametrize("dtype", ["f32", "f16", "f64"])
+def test_dlpack_agrees(rank: int, dtype: str) -> None:
+    q, k, v = inputs(rank, dtype)
+    expected = aule.flash_attention(q, k, v, return_lse=True)
+    got = aule.flash_attention(DLPackOnly(q), DLPackOnly(k), DLPackOnly(v), return_lse=True)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert isinstance(mine, DLPackOnly)
+        np.testing.assert_array_equal(mine.array, theirs)
+
+
+def test_dlpack_options_and_arrays_of_either_kind() -> None:
+    q, k, v = inputs()
+    mask = np.random.default_rng(0).random((9, 9)) < 0.5
+    expected = aule.flash_attention(q, k, v, mask=mask)
+    got = aule.flash_attention(DLPackOnly(q), DLPackOnly(k), DLPackOnly(v), mask=mask)
+    np.testing.assert_array_equal(got.array, expected)
+
+
+def test_dlpack_on_another_device_is_refused() -> None:
+    class Elsewhere(DLPackOnly):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+    q, k, v = inputs()
+    with pytest.raises(DeviceMismatchError, match=r"device type 2; pass torch.from_dlpack"):
+        aule.flash_attention(Elsewhere(q), DLPackOnly(k), DLPackOnly(v))
+    with pytest.raises(InvalidDtypeError, match="expected k with __dlpack__ like q, got list"):
+        aule.flash_attention(DLPackOnly(q), k.tolist(), DLPackOnly(v))
+    with pytest.raises(InvalidDtypeError, match="expected no out with DLPack"):
+        aule.flash_attention(DLPackOnly(q), DLPackOnly(k), DLPackOnly(v), out=np.empty_like(q))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_every_array_option(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = inputs(heads_kv=2)
+    options = {
+        "mask": rng.random((2, 1, 9, 9)) < 0.8,
+        "bias": rng.standard_normal((4, 9, 9)).astype(np.float32),
+        "alibi_slopes": rng.random(4).astype(np.float32),
+        "sinks": rng.random(4).astype(np.float32),
+    }
+    expected = aule.flash_attention(q, k, v, **options, causal=False)
+    if kind == "torch":
+        got = aule.flash_attention(
+            *map(tensor, (q, k, v)), **{n: tensor(x) for n, x in options.items()}, causal=False
+        ).numpy()
+        np.testing.assert_array_equal(got, expected)
+    plain = aule.flash_attention(q, k, v, causal=False)
+    for name, array in options.items():
+        assert not np.array_equal(aule.flash_attention(q, k, v, causal=False, **{name: array}), plain), name
+
+
+def test_window_as_a_list_and_scalars_of_numpy() -> None:
+    q, k, v = inputs()
+    expected = aule.flash_attention(q, k, v, window=(3, 0), scale=0.5, softcap=2.0)
+    for convert in (lambda x: x, tensor):
+        got = aule.flash_attention(
+            convert(q), convert(k), convert(v), window=[np.int64(3), 0], scale=np.float32(0.5), softcap=np.float64(2.0)
+        )
+        np.testing.assert_array_equal(array_of(got), expected)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("rank", SHAPES)
+def test_out_of_numpy(dtype: str, rank: int) -> None:
+    q, k, v = inputs(rank, dtype)
+    expected = aule.flash_attention(q, k, v)
+    out = np.full(q.shape, 7, q.dtype)
+    assert aule.flash_attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))
+    wide = np.full((*q.shape[:-1], 2 * q.shape[-1]), 7, q.dtype)
+    result, lse = aule.flash_attention(q, k, v, out=wide[..., ::2], return_lse=True)
+    assert result.base is wide and lse.shape == q.shape[:-1]
+    np.testing.assert_array_equal(array_of(wide[..., ::2]), array_of(expected))
+    assert (array_of(wide[..., 1::2]) == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("rank", SHAPES)
+def test_out_of_torch(dtype: str, rank: int) -> None:
+    q, k, v = map(tensor, inputs(rank, dtype))
+    expected = aule.flash_attention(q, k, v)
+    out = torch.full(q.shape, 7, dtype=q.dtype)
+    before = out.data_ptr()
+    assert aule.flash_attention(q, k, v, out=out) is out and out.data_ptr() == before
+    assert torch.equal(out, expected)
+    wide = torch.full((*q.shape[:-1], 2 * q.shape[-1]), 7, dtype=q.dtype)
+    aule.flash_attention(q, k, v, out=wide[..., ::2])
+    assert torch.equal(wide[..., ::2], expected) and bool((wide[..., 1::2] == 7).all())
+
+
+def test_torch_cpu_memory_is_used_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the engine are views of the tensors' own memory, the result's included."""
+    from aule.frontends import torch as front_end
+
+    seen: dict[str, Any] = {}
+    compute = front_end.forward_on_host
+
+    def spy(problem: Any, operands: Any, device: Any, out: Array) -> Any:
+        seen.update(q=operands.q.storage, k=operands.k.storage, v=operands.v.storage, out=out)
+        return compute(problem, operands, device, out)
+
+    monkeypatch.setattr(front_end, "forward_on_host", spy)
+    q, k, v = map(tensor, inputs(dtype="bf16"))
+    result = aule.flash_attention(q, k, v)
+    for name, value in {"q": q, "k": k, "v": v, "out": result}.items():
+        assert seen[name].ctypes.data == value.data_ptr(), name
+
+
+@pytest.mark.parametrize("target", ["q", "k", "v"])
+def test_out_may_be_an_input(target: str) -> None:
+    arrays = dict(zip("qkv", inputs(), strict=True))
+    expected = aule.flash_attention(**arrays)
+    aule.flash_attention(**arrays, out=arrays[target])
+    np.testing.assert_array_equal(arrays[target], expected)
+    tensors = {name: tensor(x) for name, x in zip("qkv", inputs(), strict=True)}
+    aule.flash_attention(**tensors, out=tensors[target])
+    np.testing.assert_array_equal(tensors[target].numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.swapaxes(1, 2).copy().swapaxes(1, 2),
+        lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+        lambda x: x[:, :, ::-1].copy()[:, :, ::-1],
+        lambda x: np.asfortranarray(x),
+    ],
+    ids=["bshd", "step-2", "reversed", "fortran"],
+)
+def test_strides(layout: Any) -> None:
+    q, k, v = inputs()
+    expected = aule.flash_attention(q, k, v)
+    np.testing.assert_array_equal(aule.flash_attention(layout(q), layout(k), layout(v)), expected)
+    if all(step >= 0 for step in layout(q).strides):
+        got = aule.flash_attention(*(tensor(layout(x)) for x in (q, k, v)))
+        np.testing.assert_array_equal(got.numpy(), expected)
+
+
+def test_broadcast_and_structured_inputs() -> None:
+    q, k, v = inputs()
+    shared = np.broadcast_to(k[:1], k.shape)
+    expected = aule.flash_attention(q, shared.copy(), v)
+    np.testing.assert_array_equal(aule.flash_attention(q, shared, v), expected)
+    np.testing.assert_array_equal(aule.flash_attention(*map(tensor, (q, k, v))).numpy(), aule.flash_attention(q, k, v))
+    expanded = tensor(k[:1]).expand(k.shape)
+    np.testing.assert_array_equal(aule.flash_attention(tensor(q), expanded, tensor(v)).numpy(), expected)
+    # Five bytes apart: no stride in elements describes that.
+    packed = np.zeros(q.shape, [("x", np.float32), ("tag", np.uint8)])
+    packed["x"] = q
+    np.testing.assert_array_equal(aule.flash_attention(packed["x"], k, v), aule.flash_attention(q, k, v))
+
+
+def test_read_only_inputs_are_accepted_and_untouched() -> None:
+    q, k, v = inputs()
+    copies = [x.copy() for x in (q, k, v)]
+    for x in (q, k, v):
+        x.flags.writeable = False
+    aule.flash_attention(q, k, v)
+    for x, before in zip((q, k, v), copies, strict=True):
+        np.testing.assert_array_equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 16), (0, 4, 9, 16)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    x = np.empty(shape, np.float32)
+    assert aule.flash_attention(x, x, x).shape == shape
+    assert tuple(aule.flash_attention(tensor(x), tensor(x), tensor(x)).shape) == shape
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", "f16"), ("bf16", "bf16"), ("fp32", "f32")])
+def test_precision_of_attention(precision: str, dtype: str) -> None:
+    q, k, v = inputs()
+    cast = [x.astype(NUMPY[dtype]) for x in (q, k, v)]
+    expected = aule.flash_attention(*cast, causal=False)
+    got = aule.attention(q, k, v, input_precision=precision)
+    assert got.dtype == NUMPY[dtype]
+    np.testing.assert_array_equal(array_of(got), array_of(expected))
+    from_torch = aule.attention(*map(tensor, (q, k, v)), input_precision=precision)
+    assert from_torch.dtype == TORCH[dtype]
+    np.testing.assert_array_equal(array_of(from_torch), array_of(expected))
+    back = aule.attention(q, k, v, input_precision=precision, output_precision="fp32")
+    assert back.dtype == np.float32
+    if dtype != "bf16":
+        wrapped = aule.attention(*map(DLPackOnly, (q, k, v)), input_precision=precision)
+        np.testing.assert_array_equal(wrapped.array, expected)
+
+
+def test_precision_leaves_what_is_right_alone() -> None:
+    from aule.frontends import numpy as numpy_front_end
+    from aule.frontends import torch as torch_front_end
+
+    q, _, _ = inputs()
+    assert numpy_front_end.to_precision(q, "fp32") is q
+    t = tensor(q)
+    assert torch_front_end.to_precision(t, "fp32") is t
+
+
+def test_precision_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aule.frontends import numpy as numpy_front_end
+
+    monkeypatch.setattr(numpy_front_end, "bfloat16", lambda: None)
+    q, k, v = inputs()
+    with pytest.raises(InvalidDtypeError, match="pip install ml_dtypes"):
+        aule.attention(q, k, v, input_precision="bf16")
+    aule.attention(q, k, v, input_precision="fp16")
+
+
+def test_bad_precisions() -> None:
+    q, k, v = inputs()
+    with pytest.raises(InvalidArgumentError, match="expected input_precision of fp16, bf16, fp32, got 'fp8'"):
+        aule.attention(q, k, v, input_precision="fp8")
+    with pytest.raises(InvalidArgumentError, match="expected output_precision"):
+        aule.attention(q, k, v, output_precision="float32")
+    with pytest.raises(InvalidArgumentError, match="intermediate_precision 'fp32', got 'fp16'"):
+        aule.attention(q, k, v, intermediate_precision="fp16")
+    integers = q.astype(np.int32)
+    with pytest.raises(InvalidDtypeError, match="arrays of floats to convert to fp16, got int32"):
+        aule.attention(integers, k, v, input_precision="fp16")
+    with pytest.raises(InvalidDtypeError, match="tensors of floats"):
+        aule.attention(tensor(integers), tensor(k), tensor(v), input_precision="fp16")
+    with pytest.raises(InvalidDtypeError, match="got ndarray"):
+        aule.attention(tensor(q), k, v, input_precision="fp16")
+
+
+# -- other refusals of the front ends --------------------------------------------------------------------------------
+
+
+def test_kinds_that_nobody_serves() -> None:
+    q, k, v = inputs(2)
+    for wrong in (q.tolist(), None, "text", 3.0):
+        with pytest.raises(InvalidDtypeError, match=r"expected NumPy arrays, torch tensors .* convert with"):
+            aule.flash_attention(wrong, k, v)
+
+
+def test_foreign_byte_order() -> None:
+    q, k, v = inputs()
+    with pytest.raises(InvalidDtypeError, match="native byte order"):
+        aule.flash_attention(q.astype(q.dtype.newbyteorder()), k, v)
+
+
+def test_out_without_memory_for_every_element() -> None:
+    q, k, v = inputs()
+    with pytest.raises(InvalidShapeError, match="writable out"):
+        aule.flash_attention(q, k, v, out=np.broadcast_to(np.float32(0), q.shape))
+    with pytest.raises(InvalidShapeError, match="expanded tensor"):
+        aule.flash_attention(*map(tensor, (q, k, v)), out=torch.zeros(1).expand(q.shape))
+
+
+def test_tensors_elsewhere() -> None:
+    q, k, v = map(tensor, inputs())
+    with pytest.raises(DeviceMismatchError, match="expected k on the CPU like q, got meta"):
+        aule.flash_attention(q, k.to("meta"), v)
+    with pytest.raises(DeviceMismatchError, match="expected v on meta like q, got cpu"):
+        aule.flash_attention(q.to("meta"), k.to("meta"), v)
+
+
+def test_float64_goes_to_numpy_whatever_device_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aule.backends import registry
+
+    monkeypatch.delenv("AULE_BACKEND")
+    found = [d for group in registry.available().values() for d in group]
+    if not found:
+        pytest.skip("no device here")
+    monkeypatch.setattr(registry, "choose", lambda spec=None: found[0])
+    q, k, v = inputs(dtype="f64")
+    assert aule.flash_attention(q, k, v).dtype == np.float64
+    assert aule.flash_attention(*map(tensor, (q, k, v))).dtype == torch.float64
