@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aule.backends import registry
 from aule.ir import Builder
-from aule.ir.types import f32, i32
+from aule.ir.types import f32
 from aule.render import ptx
 
 READS, ROUNDS = 16, 2000

@@ -2,7 +2,7 @@
 
     python benchmarks/tune_forward.py cuda 64 2048 full 64,64,16,8,16,16,1 64,64,16,8,16,16,0
 
-A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,resident_q[,block_p].
+A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,resident_q[,block_p[,registers]].
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class Case:
     grid: tuple[int, int, int] = (2, 1, 1)
     tolerance: float = 0.0
     needs: frozenset[str] = frozenset()
-    """``subgroups``, ``fragments``, ``float_atomics``: what a device may lack."""
-    subgroup_size: int = 0
+    """``subgroups``, ``fragments``, ``float_atomics``, ``subgroup_barrier``: what a device may lack."""
     elems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -707,10 +706,10 @@ def workgroups() -> Iterator[Case]:
     yield Case("transpose", transpose, [numbers(f16, 1024), zeros(f32, 1024)], (1, 1, 1))
 
 
-def subgroups(size: int = 0) -> Iterator[Case]:
+def subgroups() -> Iterator[Case]:
     for elem in (f32, i32, u32):
 
-        @trace(f"subgroup_{elem}", 64, size)
+        @trace(f"subgroup_{elem}", 64)
         def lanes(b: Builder, elem: Scalar = elem) -> None:
             x, out = b.buffer("x", elem), b.buffer("result", elem, "write")
             i = thread(b)
@@ -727,8 +726,19 @@ def subgroups(size: int = 0) -> Iterator[Case]:
 
         data = numbers(elem)
         data[8:40] = 5
-        case = Case(lanes.name, lanes, [data, zeros(elem, 8 * N)], tolerance=1e-5, needs=frozenset({"subgroups"}))
-        yield case
+        args = [data, zeros(elem, 8 * N)]
+        yield Case(lanes.name, lanes, args, tolerance=1e-5, needs=frozenset({"subgroups"}))
+
+    @trace("subgroup_barrier", 64)
+    def handover(b: Builder) -> None:
+        x, out, tile = b.buffer("x", f32), b.buffer("result", f32, "write"), b.shared("tile", f32, 64)
+        t, i = b.thread_id(), thread(b)
+        b.store(tile, t, b.load(x, i))
+        b.subgroup_barrier()
+        b.store(out, i, b.load(tile, t ^ 1))
+
+    needs = frozenset({"subgroups", "subgroup_barrier"})
+    yield Case("subgroup_barrier", handover, [numbers(f32), zeros(f32, N)], needs=needs)
 
 
 def fragments() -> Iterator[Case]:

@@ -42,6 +42,8 @@ ENUMERANTS = {
         Shader Float16 Float64 Int64 Int16 Int8 StorageBuffer16BitAccess StorageBuffer8BitAccess
         GroupNonUniform GroupNonUniformVote GroupNonUniformArithmetic
         GroupNonUniformShuffle VulkanMemoryModel SignedZeroInfNanPreserve RoundingModeRTE AtomicFloat32AddEXT
+        WorkgroupMemoryExplicitLayoutKHR WorkgroupMemoryExplicitLayout8BitAccessKHR
+        WorkgroupMemoryExplicitLayout16BitAccessKHR
     """,
     "StorageClass": "Input Uniform Workgroup Function StorageBuffer",
     "Decoration": """

@@ -34,6 +34,12 @@ def vulkan_validation() -> bool:
     return os.environ.get("AULE_VULKAN_VALIDATION", "0") == "1"
 
 
+def vulkan_sdk() -> Path | None:
+    """``VULKAN_SDK``: where LunarG's SDK is; on macOS the Vulkan loader is looked for in it first."""
+    chosen = os.environ.get("VULKAN_SDK")
+    return Path(chosen) if chosen else None
+
+
 def verify_kernels() -> bool:
     """``AULE_VERIFY=1`` also checks the IR after every legalisation pass (it is always checked before)."""
     return os.environ.get("AULE_VERIFY", "0") == "1"

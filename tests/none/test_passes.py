@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from render_cases import DTYPES, Case, cases, differences, numbers, thread, trace
+from render_cases import DTYPES, Case, cases, differences, thread, trace
 
 from aule.artifact import scalar_offsets
 from aule.errors import KernelError
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
 from aule.ir.kernel import KernelIR, Op
+from aule.ir.ops import OPS
 from aule.ir.passes import (
     Legal,
     dead_code,
@@ -249,8 +250,5 @@ def element_of(op: Op) -> Scalar | None:
 
 
 def test_the_cases_use_every_operation() -> None:
-    from aule.ir.ops import OPS
-
     used = {op.opcode for case in CASES.values() for op in case.kernel.walk()}
-    assert set(OPS) - used == {"intrinsic", "subgroup_barrier"}
-    assert numbers(u8).dtype == np.uint8
+    assert set(OPS) - used == {"intrinsic"}

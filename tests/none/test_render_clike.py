@@ -118,23 +118,22 @@ fn row_sums(
     let minus_infinity = bitcast<f32>(minus_infinity_bits);
     let v0: i32 = i32(local_invocation_index);
     // Four columns a thread.
-    let v1: i32 = (((i32(workgroup_id.x) * 64) + v0) * 4) >> 1u;
-    let v2: vec2<u32> = x[v1 >> 1u];
-    let v3: vec4<u32> = vec4<u32>(v2.x & 65535u, v2.x >> 16u, v2.y & 65535u, v2.y >> 16u);
-    let v4: vec4<f32> = bitcast<vec4<f32>>(v3 << vec4<u32>(16u)) * vec4<f32>(params.scale);
-    tile[(v0 * 4) >> 2u] = v4;
+    let v1: vec2<u32> = x[((((i32(workgroup_id.x) * 64) + v0) * 4) >> 1u) >> 1u];
+    let v2: vec4<u32> = vec4<u32>(v1.x & 65535u, v1.x >> 16u, v1.y & 65535u, v1.y >> 16u);
+    let v3: vec4<f32> = bitcast<vec4<f32>>(v2 << vec4<u32>(16u)) * vec4<f32>(params.scale);
+    tile[(v0 * 4) >> 2u] = v3;
     workgroupBarrier();
     var best: f32 = minus_infinity;
     var total: f32 = 0.0f;
     for (var k: i32 = 0; k < 256; k += 64) {
-        let v5: f32 = tile[(k + v0) >> 2u][(k + v0) & 3];
-        best = max(best, v5);
-        total = fma(v5, 0.5f, total);
+        let v4: f32 = tile[(k + v0) >> 2u][(k + v0) & 3];
+        best = max(best, v4);
+        total = fma(v4, 0.5f, total);
     }
-    let v6: u32 = bitcast<u32>(v0 >> 31u);
-    let v7: bool = (v6 == params.n_high) && (bitcast<u32>(v0) < params.n_low);
-    let v8: bool = (bitcast<i32>(v6) < bitcast<i32>(params.n_high)) || v7;
-    if (v8) {
+    let v5: u32 = bitcast<u32>(v0 >> 31u);
+    let v6: bool = (v5 == params.n_high) && (bitcast<u32>(v0) < params.n_low);
+    let v7: bool = (bitcast<i32>(v5) < bitcast<i32>(params.n_high)) || v6;
+    if (v7) {
         sums[v0] = f16(exp2(total - best));
     }
 }

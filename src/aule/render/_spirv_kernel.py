@@ -10,7 +10,7 @@ from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.types import Fragment, Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
 from aule.render._spirv_group import SUBGROUP_OPS, Group
 from aule.render._spirv_indices import Indices
-from aule.render._spirv_memory import Memory
+from aule.render._spirv_memory import Memory, block_widths
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
     BuiltIn,
@@ -75,7 +75,7 @@ class KernelRenderer:
         self.memory = Memory(
             self.m, self.r, kernel, self.indices, value=self._scalar, quotient=self._quotient,
             coherent=coherent, vulkan_model=self.fragments, computable=computable,
-            half_rounding="default" if RTE_HALF in target.extensions else "decorate",
+            half_rounding="default" if RTE_HALF in target.extensions else "decorate", blocks=block_widths(target),
         )  # fmt: skip
         self.indices.spread()
         self._computable = computable

@@ -3,9 +3,11 @@
 A buffer may be bound to several variables, one for each width it is accessed in: an aligned load of four elements
 reads from an array of vectors of four. Eight 16-bit elements come as four words, the widest load there is.
 
-Shared memory cannot be viewed in two ways (without VK_KHR_workgroup_memory_explicit_layout). An array that is accessed
-in vectors is declared as an array of the widest of them; a single element of it is reached through an access chain into
-a vector.
+Shared memory is viewed in the same way where the target lists VK_KHR_workgroup_memory_explicit_layout: each width is a
+block with the arrays that are accessed so, at the offsets that `KernelIR.shared_bytes` counts, and all blocks lie on
+top of one another. It is all or nothing: where one view needs elements of 8 or 16 bits that the target does not take
+in such blocks, and on targets without the extension, an array that is accessed in vectors is declared as an array of
+the widest of them, and a single element of it is reached through an access chain into a vector.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from aule.render._spirv_ops import (
 )
 from aule.render._spirv_ops import Op as Spv
 from aule.render._spirv_values import Parts, Registers, Rounding, held, lanes_of, shape
+from aule.target import Target
 
+_BUFFER_ACCESS = {8: Capability.StorageBuffer8BitAccess, 16: Capability.StorageBuffer16BitAccess}
+_BLOCK_ACCESS = {
+    8: Capability.WorkgroupMemoryExplicitLayout8BitAccessKHR,
+    16: Capability.WorkgroupMemoryExplicitLayout16BitAccessKHR,
+}
 _LAYOUTS = {"row": CooperativeMatrixLayout.RowMajorKHR, "column": CooperativeMatrixLayout.ColumnMajorKHR}
 
 
@@ -44,11 +52,21 @@ class _Access:
     """How many elements of the IR's pointer one of them holds."""
     flags: tuple[int, ...]
     """Memory operands of loads and stores."""
+    member: int | None = None
+    """Which member of the variable is indexed, when it is a block."""
 
 
 def access_unit(elem: Scalar, lanes: int, align: int) -> int:
     """Elements that one access can take: as many as the alignment allows, up to 16 bytes."""
     return min(gcd(lanes, align), max(128 // elem.bits, 1))
+
+
+def block_widths(target: Target) -> frozenset[int]:
+    """Bits that elements of shared memory may have in blocks of an explicit layout; none where there are no such."""
+    if "VK_KHR_workgroup_memory_explicit_layout" not in target.extensions:
+        return frozenset()
+    narrow = {bits for bits in _BLOCK_ACCESS if f"workgroupMemoryExplicitLayout{bits}BitAccess" in target.extensions}
+    return frozenset({32, 64} | narrow)
 
 
 class Memory:
@@ -68,12 +86,14 @@ class Memory:
         Narrow types that registers can hold; others are loaded four at a time at most, and held in 32 bits.
     half_rounding : Rounding
         How f16 that registers cannot hold is rounded when it is stored.
+    blocks : frozenset of int
+        Bits that elements of shared memory may have in blocks of an explicit layout (`block_widths`).
     """
 
     def __init__(
         self, module: Module, registers: Registers, kernel: KernelIR, indices: Indices, *,
         value: Callable[[Value], int], quotient: Callable[[Value, int], int], coherent: bool, vulkan_model: bool,
-        computable: frozenset[Scalar], half_rounding: Rounding,
+        computable: frozenset[Scalar], half_rounding: Rounding, blocks: frozenset[int],
     ) -> None:  # fmt: skip
         self._m = module
         self._r = registers
@@ -84,22 +104,36 @@ class Memory:
         self._vulkan_model = vulkan_model
         self._computable = computable
         self._half_rounding = half_rounding
+        self._blocks = False
+        """Shared memory is viewed in blocks of an explicit layout."""
         self._views: dict[tuple[Value, int], _Access] = {}
         self._arrays: dict[Value, _Access] = {}
         self._widths: dict[Value, int] = {}
         buffers = [p for p in kernel.params if p.kind == "buffer"]
         views: dict[Value, dict[int, None]] = {kernel.values[p.name]: {} for p in buffers}
-        self._plan([op for op in kernel.walk() if op.args and isinstance(op.args[0].type, Pointer)], views)
+        ops = [op for op in kernel.walk() if op.args and isinstance(op.args[0].type, Pointer)]
+        self._blocks = bool(blocks) and all(
+            element(self._view(element(op.args[0].type), self._unit(op))).bits in blocks
+            for op in ops
+            if self._is_shared(op.args[0])
+        )
+        if self._blocks:
+            views.update({array: {} for array in kernel.shared})
+        self._plan(ops, views)
         for binding, param in enumerate(buffers):
             buffer = kernel.values[param.name]
             self._declare_buffer(param, buffer, binding, sorted(views[buffer]))
-        for array in kernel.shared:
-            self.declare_array(array, array.hint)
+        if self._blocks:
+            self._declare_blocks({array: views[array] for array in kernel.shared})
+        else:
+            for array in kernel.shared:
+                self.declare_array(array, array.hint)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _plan(self, ops: list[Op], views: dict[Value, dict[int, None]]) -> None:
-        """Find the views of buffers and the widths of arrays, and ask for the quotients that accesses will need."""
+        """Find the views of memory that has any and the widths of other arrays, and ask for the quotients that accesses
+        will need."""
         for op in ops:
             pointer = op.args[0]
             if pointer not in views:
@@ -127,12 +161,26 @@ class Memory:
         return True
 
     def _unit(self, op: Op) -> int:
+        """Elements of the view through which an operation on viewed memory goes."""
+        if op.opcode.startswith("fragment") and self._blocks and self._is_shared(op.args[0]):
+            # Matrices of vectors tell the driver how they are aligned.
+            widest = access_unit(element(op.args[0].type), 4, 4)
+            return next(width for width in (4, 2, 1) if width <= widest and self._divisible(op, width))
         if op.opcode not in ("load", "store"):
             return 1
         type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None
         assert isinstance(type_, Scalar | Vector)
         unit = access_unit(element(type_), lanes_of(type_), op.attrs["align"])
         return unit if element(type_) in self._computable else min(unit, 4)
+
+    @staticmethod
+    def _is_shared(pointer: Value) -> bool:
+        return isinstance(pointer.type, Pointer) and pointer.type.space == "shared"
+
+    @staticmethod
+    def _view(elem: Scalar, unit: int) -> Scalar | Vector:
+        """The type through which ``unit`` elements are accessed; vectors end at four lanes."""
+        return shape(elem, unit) if unit <= 4 else shape(u32, unit * elem.bits // 32)
 
     # -- declarations ----------------------------------------------------------------------------------------------
 
@@ -141,12 +189,9 @@ class Memory:
         written = param.access != "read"
         flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model and self._coherent and written else ()
         for unit in units:
-            narrow = unit <= 4
-            view = shape(elem, unit) if narrow else shape(u32, unit * elem.bits // 32)
-            if narrow and elem.bits == 16:
-                self._m.capability(Capability.StorageBuffer16BitAccess)
-            elif narrow and elem.bits == 8:
-                self._m.capability(Capability.StorageBuffer8BitAccess)
+            view = self._view(elem, unit)
+            if element(view).bits in _BUFFER_ACCESS:
+                self._m.capability(_BUFFER_ACCESS[element(view).bits])
             array = self._m.runtime_array(self._m.type(view), elem.bytes * unit)
             block = self._m.block([array], [0])
             variable = self._m.global_variable(StorageClass.StorageBuffer, block)
@@ -160,7 +205,40 @@ class Memory:
             # Views of one buffer alias each other, which only matters where one of them is written through.
             aliased = written and len(units) > 1
             self._m.decorate(variable, Decoration.Aliased if aliased else Decoration.Restrict)
-            self._views[value, unit] = _Access(variable, StorageClass.StorageBuffer, view, unit, flags)
+            self._views[value, unit] = _Access(variable, StorageClass.StorageBuffer, view, unit, flags, 0)
+
+    def _declare_blocks(self, views: dict[Value, dict[int, None]]) -> None:
+        """All shared arrays, in one block for each width in which any of them is accessed."""
+        offset, offsets = 0, {}
+        for array in views:
+            pointer = array.type
+            assert isinstance(pointer, Pointer) and pointer.length is not None
+            offsets[array] = offset
+            offset += -(-pointer.elem.bytes * pointer.length // 16) * 16
+        flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model else ()
+        for unit in sorted({unit for units in views.values() for unit in units}):
+            self._m.capability(Capability.WorkgroupMemoryExplicitLayoutKHR)
+            self._m.extension("SPV_KHR_workgroup_memory_explicit_layout")
+            arrays = [array for array in views if unit in views[array]]
+            members = [self._block_member(array, unit) for array in arrays]
+            block = self._m.block(members, [offsets[array] for array in arrays])
+            variable = self._m.global_variable(StorageClass.Workgroup, block)
+            self._m.name(variable, "shared" if unit == 1 else f"shared_x{unit}")
+            self._m.decorate(variable, Decoration.Aliased)
+            for i, array in enumerate(arrays):
+                self._m.member_name(block, i, array.hint)
+                view = self._view(element(array.type), unit)
+                self._views[array, unit] = _Access(variable, StorageClass.Workgroup, view, unit, flags, i)
+
+    def _block_member(self, array: Value, unit: int) -> int:
+        """The type of a shared array in the block of a width."""
+        pointer = array.type
+        assert isinstance(pointer, Pointer) and pointer.length is not None
+        view = self._view(pointer.elem, unit)
+        if element(view).bits in _BLOCK_ACCESS:
+            self._m.capability(_BLOCK_ACCESS[element(view).bits])
+        # A last vector that is not filled does not reach into the next array: both are aligned to 16 bytes.
+        return self._m.strided_array(self._m.type(view), -(-pointer.length // unit), pointer.elem.bytes * unit)
 
     def declare_array(self, array: Value, name: str) -> None:
         """A shared or private array."""
@@ -276,8 +354,8 @@ class Memory:
         return result
 
     def _chain(self, access: _Access, unit: Scalar | Vector, *indices: int) -> int:
-        if access.storage == StorageClass.StorageBuffer:
-            indices = (self._m.constant(i32, 0), *indices)
+        if access.member is not None:
+            indices = (self._m.constant(i32, access.member), *indices)
         pointer = self._m.pointer(access.storage, self._m.type(unit))
         return self._m.result(Spv.AccessChain, pointer, access.variable, *indices)
 

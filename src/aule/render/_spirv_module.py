@@ -194,6 +194,15 @@ class Module:
         """An array without a prescribed layout, for shared and private memory."""
         return self._declare(Op.TypeArray, elem, self.constant(u32, length))
 
+    def strided_array(self, elem: int, length: int, stride: int) -> int:
+        """An array for blocks, laid out with ``stride`` bytes an element."""
+        # Not the type of `array`: memory without a prescribed layout must not have a stride.
+        key = (Op.TypeArray, elem, length, stride)
+        if key not in self._known:
+            self._known[key] = self._fresh(Op.TypeArray, elem, self.constant(u32, length))
+            self.decorate(self._known[key], Decoration.ArrayStride, stride)
+        return self._known[key]
+
     def runtime_array(self, elem: int, stride: int) -> int:
         """An array of unknown length, laid out with ``stride`` bytes an element."""
         key = (Op.TypeRuntimeArray, elem)

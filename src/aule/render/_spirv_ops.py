@@ -138,6 +138,9 @@ class Capability:
     GroupNonUniformVote = 62
     GroupNonUniformArithmetic = 63
     GroupNonUniformShuffle = 65
+    WorkgroupMemoryExplicitLayoutKHR = 4428
+    WorkgroupMemoryExplicitLayout8BitAccessKHR = 4429
+    WorkgroupMemoryExplicitLayout16BitAccessKHR = 4430
     StorageBuffer16BitAccess = 4433
     StorageBuffer8BitAccess = 4448
     SignedZeroInfNanPreserve = 4466

@@ -6,7 +6,7 @@ way to and from memory, and a register holds a ``float`` that fp16 can represent
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from aule.artifact import Artifact
@@ -50,9 +50,8 @@ class _OpenCL(CPrinter):
         super().__init__(kernel, target)
         self._soft_half = not target.f16
         self._parameters: list[str] = []
-        for elem, has in ((f64, target.f64), (f16, True)):
-            if self.uses(elem) and not has:
-                raise KernelError(f"{kernel.name}: it uses {elem}, {target.name} has none")
+        if self.uses(f64) and not target.f64:
+            raise KernelError(f"{kernel.name}: it uses f64, {target.name} has none")
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
@@ -209,7 +208,7 @@ class _OpenCL(CPrinter):
             return Expr(f"{self._half_helper('bits_half', type_)}(as_ushort{suffix}({text}))")
         return Expr(f"as_{self.type_name(type_)}({text})")
 
-    def make_vector(self, type_: ValueType, parts: list[str]) -> Expr:  # type: ignore[override]
+    def make_vector(self, type_: ValueType, parts: Sequence[str]) -> Expr:
         if element(type_) == bool_:
             parts = [f"({part}) ? -1 : 0" for part in parts]
         return Expr(f"({self.type_name(type_)})({', '.join(parts)})")
@@ -277,7 +276,8 @@ class _OpenCL(CPrinter):
         if pointer.type.space == "private":
             parts = [self.bare(value)]
             if lanes > 1:
-                self.named(value), self.named(index)
+                self.named(value)
+                self.named(index)
                 parts = [self.extract(value, i).text for i in range(lanes)]
             return [f"{self.element_of(pointer, index, i)} = {part};" for i, part in enumerate(parts)]
         if pointer.type.elem == f16 and self._soft_half:

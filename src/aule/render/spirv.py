@@ -14,6 +14,10 @@ Drivers are not asked for more than they said they can do, with three decisions 
   except that those that become bf16 are rounded before.
 * The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
 
+Shared memory is viewed as scalars and as vectors where the target lists ``VK_KHR_workgroup_memory_explicit_layout``
+(and ``workgroupMemoryExplicitLayout8BitAccess`` or ``...16BitAccess`` for elements of 8 and 16 bits): see
+`_spirv_memory`.
+
 Arithmetic on 16- and 8-bit integers is used where the target lists ``shaderInt16`` (or has cooperative matrices) and
 ``VK_KHR_shader_float16_int8``; elsewhere such integers are kept in 32 bits.
 """
@@ -38,6 +42,9 @@ FEATURES = {
     Capability.Int8: "shaderInt8",
     Capability.StorageBuffer16BitAccess: "storageBuffer16BitAccess",
     Capability.StorageBuffer8BitAccess: "storageBuffer8BitAccess",
+    Capability.WorkgroupMemoryExplicitLayoutKHR: "workgroupMemoryExplicitLayout",
+    Capability.WorkgroupMemoryExplicitLayout8BitAccessKHR: "workgroupMemoryExplicitLayout8BitAccess",
+    Capability.WorkgroupMemoryExplicitLayout16BitAccessKHR: "workgroupMemoryExplicitLayout16BitAccess",
     Capability.VulkanMemoryModel: "vulkanMemoryModel",
     Capability.AtomicFloat32AddEXT: "shaderBufferFloat32AtomicAdd",
     Capability.CooperativeMatrixKHR: "cooperativeMatrix",

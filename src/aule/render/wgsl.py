@@ -245,7 +245,7 @@ class _Wgsl(Printer):
     def _stored(self, layout: _Layout) -> str:
         if layout.atomic:
             return f"atomic<{layout.elem}>"
-        return layout.elem.name if layout.width == 1 else f"vec{layout.width}<{layout.elem}>"
+        return self.type_name(layout.elem if layout.width == 1 else Vector(layout.elem, layout.width))
 
     def private(self, array: Value) -> str:
         assert isinstance(array.type, Pointer)
@@ -254,12 +254,13 @@ class _Wgsl(Printer):
     def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
         layout = self._layout(pointer)
         lanes = _lanes(type_)
-        if lanes > 1:
+        whole = layout.width > 1 and lanes % layout.width == 0 and align % layout.width == 0
+        if lanes > (layout.width if whole else 1):
             self.named(index)
-        if layout.width == 1 or lanes % layout.width or align % layout.width:
-            parts = [self._element(pointer, index, i) for i in range(lanes)]
-        else:
+        if whole:
             parts = [self._vector(pointer, index, i) for i in range(0, lanes, layout.width)]
+        else:
+            parts = [self._element(pointer, index, i) for i in range(lanes)]
         return Expr(parts[0]) if len(parts) == 1 else self.make_vector(type_, parts)
 
     def _vector(self, pointer: Value, index: Value, add: int) -> str:
@@ -293,7 +294,8 @@ class _Wgsl(Printer):
             left = self._vector(pointer, index, 0) if lanes > 1 else self._element(pointer, index, 0)
             return [f"{left} = {self.bare(value)};"]
         if lanes > 1:
-            self.named(value), self.named(index)
+            self.named(value)
+            self.named(index)
         if layout.width > 1:
             halves = [f"{self.bare(value)}.{'xyzw'[i : i + layout.width]}" for i in range(0, lanes, layout.width)]
             return [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from pathlib import Path
+
+from aule import settings
 
 _SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl": "metal", "llvm": "ll"}
 
@@ -13,19 +13,10 @@ _SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl"
 def refused_path(language: str, code: bytes) -> Path:
     """File for a refused kernel: ``refused/`` in the cache directory, named by the digest of the code.
 
-    The cache directory is ``AULE_CACHE_DIR``, or the platform's usual place.
+    The cache directory is that of `settings.cache_dir`.
     """
-    named = os.environ.get("AULE_CACHE_DIR")
-    if named:
-        cache = Path(named)
-    elif sys.platform == "win32":
-        cache = Path(os.environ.get("LOCALAPPDATA", os.path.expanduser("~"))) / "aule" / "cache"
-    elif sys.platform == "darwin":
-        cache = Path(os.path.expanduser("~/Library/Caches/aule"))
-    else:
-        cache = Path(os.path.expanduser("~/.cache/aule"))
     digest = hashlib.sha256(code).hexdigest()[:16]
-    return cache / "refused" / f"{digest}.{_SUFFIXES.get(language, language)}"
+    return settings.cache_dir() / "refused" / f"{digest}.{_SUFFIXES.get(language, language)}"
 
 
 def save_refused(language: str, code: bytes) -> str | None:

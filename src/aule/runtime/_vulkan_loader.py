@@ -9,9 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+from aule import settings
 from aule.errors import AuleError, BackendUnavailableError, DeviceLostError, LaunchError, OutOfMemoryError
 from aule.runtime import _vulkan_api as api
 
@@ -21,23 +21,6 @@ API_VERSION = (1 << 22) | (3 << 12)
 """Vulkan 1.3: the newest version whose rules this runtime follows."""
 MINIMUM_VERSION = (1 << 22) | (2 << 12)
 VALIDATION_LAYER = b"VK_LAYER_KHRONOS_validation"
-
-
-def _setting(name: str, default: str) -> str:
-    """The value of an environment variable; the one place of this runtime that reads any."""
-    return os.environ.get(name, default)
-
-
-def cache_dir() -> Path:
-    """Where pipeline caches and refused shaders are kept. The directory need not exist."""
-    chosen = _setting("AULE_CACHE_DIR", "")
-    if chosen:
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "aule"
-    if sys.platform == "win32":
-        return Path(_setting("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "aule" / "cache"
-    return Path(_setting("XDG_CACHE_HOME", "") or Path.home() / ".cache") / "aule"
 
 
 def result_name(result: int) -> str:
@@ -130,9 +113,9 @@ def _library_names() -> list[str]:
     if sys.platform == "darwin":
         names = ["libvulkan.dylib", "libvulkan.1.dylib", "libMoltenVK.dylib"]
         folders = ["/opt/homebrew/lib", "/usr/local/lib"]
-        sdk = _setting("VULKAN_SDK", "")
-        if sdk:
-            folders.insert(0, f"{sdk}/lib")
+        sdk = settings.vulkan_sdk()
+        if sdk is not None:
+            folders.insert(0, str(sdk / "lib"))
         return names + [f"{folder}/{name}" for folder in folders for name in names]
     return ["libvulkan.so.1", "libvulkan.so"]
 
@@ -220,7 +203,7 @@ class Instance:
             extensions.append(b"VK_KHR_portability_enumeration")
             flags = api.VK_INSTANCE_CREATE_ENUMERATE_PORTABILITY_BIT_KHR
         messenger = None
-        if _setting("AULE_VULKAN_VALIDATION", "0") == "1":
+        if settings.vulkan_validation():
             known = {p.layerName for p in enumerate_all(vk.vkEnumerateInstanceLayerProperties, api.VkLayerProperties)}
             if VALIDATION_LAYER not in known:
                 raise BackendUnavailableError(

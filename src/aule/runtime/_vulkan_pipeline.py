@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from aule import settings
 from aule.artifact import Artifact, scalar_offsets
 from aule.errors import AuleError, DeviceLostError, ShaderCompileError
 from aule.runtime import _vulkan_api as api
-from aule.runtime._vulkan_loader import cache_dir, enumerate_all, log, validation_messages
+from aule.runtime._vulkan_loader import enumerate_all, log, validation_messages
 from aule.runtime._vulkan_memory import Block
 from aule.runtime._vulkan_queue import PARAMETER_BYTES, SLOTS
 from aule.runtime._vulkan_target import Facts
@@ -165,7 +166,7 @@ class Pipelines:
         self._saved = b""
         p = facts.properties
         name = f"{p.vendorID:04x}-{p.deviceID:04x}-{bytes(p.pipelineCacheUUID).hex()}.bin"
-        self._path = cache_dir() / "vulkan" / name
+        self._path = settings.cache_dir() / "vulkan" / name
         self._create_cache()
 
     def _create_cache(self) -> None:
@@ -286,7 +287,7 @@ class Pipelines:
 
     def _refuse(self, artifact: Artifact, said: str, why: str) -> NoReturn:
         message = f"[vulkan] kernel {artifact.entry!r} on {self._facts.target.name}: {why}"
-        path = cache_dir() / "refused" / f"{artifact.hash[:16]}.spv"
+        path = settings.cache_dir() / "refused" / f"{artifact.hash[:16]}.spv"
         try:
             _write_atomically(path, artifact.code)
         except OSError:

@@ -136,6 +136,10 @@ _REPORTED = {
     "VK_KHR_cooperative_matrix": "cooperativeMatrix",
     "VK_KHR_shader_bfloat16": "shaderBFloat16Type",
     "VK_KHR_pipeline_executable_properties": "pipelineExecutableInfo",
+    # Parts that an extension, or Vulkan itself, leaves to the driver go by the feature's own name.
+    "shaderInt16": "shaderInt16",
+    "workgroupMemoryExplicitLayout8BitAccess": "workgroupMemoryExplicitLayout8BitAccess",
+    "workgroupMemoryExplicitLayout16BitAccess": "workgroupMemoryExplicitLayout16BitAccess",
 }
 
 
@@ -296,6 +300,8 @@ def inspect(instance: Instance, position: int) -> Facts:
     reported = [extension for extension, feature in _REPORTED.items() if feature in features]
     if v12.shaderSignedZeroInfNanPreserveFloat32:
         reported.append("VK_KHR_shader_float_controls")
+    if v12.shaderRoundingModeRTEFloat16:
+        reported.append("shaderRoundingModeRTEFloat16")
     if host.minImportedHostPointerAlignment:
         reported.append("VK_EXT_external_memory_host")
     driver = f"{v12.driverName.decode(errors='replace')} {v12.driverInfo.decode(errors='replace')}".strip()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import f32, u32
+from aule.ir.types import u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

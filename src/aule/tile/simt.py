@@ -55,6 +55,9 @@ class SimtShape:
         Q stays in shared memory; otherwise it is read again with every chunk of K.
     block_p : int
         Columns of P that are in shared memory at a time; 0 means all.
+    registers : int
+        Registers a thread may use, where the language can say so. Left to itself, ptxas may aim at more resident
+        workgroups than the shape was chosen for, and spill.
     """
 
     block_q: int
@@ -65,6 +68,7 @@ class SimtShape:
     chunk_v: int
     resident_q: bool
     block_p: int = 0
+    registers: int = 255
 
     @property
     def part(self) -> int:
@@ -154,7 +158,6 @@ class Stager:
 
     def advance(self) -> None:
         """Turn to the other stage."""
-        b = self.engine.b
         step = self.step.value + 1
         self.step.value = step
         self.offset.value = (step & 1) * self.stage_size
@@ -297,7 +300,8 @@ class Simt:
             quad = b.cast(stager.registers[first + i].value, f32)
             if scale is not None:
                 quad = quad * scale
-            index = stager.offset.value + chunk.start + (c * chunk.stride + r if chunk.transposed else r * chunk.stride + c)
+            place = c * chunk.stride + r if chunk.transposed else r * chunk.stride + c
+            index = stager.offset.value + place + chunk.start
             if (i + 1) * self.shape.threads > chunk.quads:
                 inside = number < chunk.quads
                 with b.if_(inside):

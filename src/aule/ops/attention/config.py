@@ -37,8 +37,8 @@ class ForwardConfig:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
-    aligned: tuple[bool, bool, bool, bool] = (True, True, True, True)
-    unit: tuple[bool, bool, bool, bool] = (True, True, True, True)
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    unit: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
 
     @property

@@ -22,8 +22,7 @@ KERNEL_NAME = "flash_attention"
 
 def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
-    # Left to itself, ptxas may aim at more resident workgroups than the tiles were chosen for, and spill.
-    b = Builder(name, config.shape.threads, max_registers=255)
+    b = Builder(name, config.shape.threads, max_registers=config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):
         flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)

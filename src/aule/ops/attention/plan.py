@@ -77,8 +77,8 @@ def plan_forward(
         alibi=problem.alibi,
         sinks=problem.sinks,
         lse=problem.return_lse,
-        aligned=_four(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
-        unit=_four(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        aligned=tuple(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
+        unit=tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         index64=any(_extent(v) > 2**31 - 1 for v in views.values()),
     )
     blocks_q = -(-problem.seq_q // shape.block_q)
@@ -104,11 +104,6 @@ def plan_forward(
         for axis, stride in enumerate(view.strides[:2]):
             scalars[f"{name}_stride{axis}"] = stride
     return ForwardPlan(config, _grid(blocks, target), scalars)
-
-
-def _four(values: object) -> tuple[bool, bool, bool, bool]:
-    a, b, c, d = values  # type: ignore[misc]
-    return (a, b, c, d)
 
 
 def _aligned(view: TensorView) -> bool:
