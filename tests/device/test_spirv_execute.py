@@ -2,27 +2,40 @@
 
 What every backend must do is tested in ``test_render_execute.py``; here are views of buffers, arrays of vectors in
 shared memory, divided indices, rounding to f16, float controls and wide vectors.
+
+Kernels with shared arrays run both with views of them (VK_KHR_workgroup_memory_explicit_layout) and without. Devices
+that lack the extension are given the views in a buffer instead: see `shared_in_a_buffer`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from aule.artifact import Artifact, Param
+from aule.engine.attention import contiguous_strides
 from aule.errors import AuleError
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
 from aule.ir.kernel import KernelIR
 from aule.ir.types import Fragment, Scalar, Vector, bf16, f16, f32, i32, i64, u8, u16, u32
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.render._spirv_ops import Capability, Decoration, MemoryModel, MemorySemantics, Op, StorageClass
 from aule.render.spirv import render
 from aule.runtime import vulkan
 from aule.runtime.base import Device
 from aule.target import Target
+from aule.view import TensorView
 
+LAYOUT = "VK_KHR_workgroup_memory_explicit_layout"
+LAYOUTS = (LAYOUT, "workgroupMemoryExplicitLayout8BitAccess", "workgroupMemoryExplicitLayout16BitAccess")
 RTE = "shaderRoundingModeRTEFloat16"
 NUMPY = {"f16": np.float16, "f32": np.float32, "i32": np.int32, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8}
 
@@ -45,7 +58,12 @@ def execute(
     device: Device, kernel: KernelIR, args: list[Any], grid: int = 1, target: Target | None = None
 ) -> list[Any]:
     """The buffers after a launch on the device."""
-    program = device.load(render(kernel, target or device.target))
+    return launch(device, render(kernel, target or device.target), args, grid)
+
+
+def launch(device: Device, artifact: Artifact, args: list[Any], grid: int = 1) -> list[Any]:
+    """The buffers after a launch of rendered code."""
+    program = device.load(artifact)
     allocations = [device.alloc(a.nbytes) if isinstance(a, np.ndarray) else a for a in args]
     for allocation, array in zip(allocations, args, strict=True):
         if isinstance(array, np.ndarray):
@@ -64,14 +82,82 @@ def check(
     device: Device, kernel: KernelIR, args: list[Any], grid: int = 1, target: Target | None = None, ulp: int = 0
 ) -> None:
     """The device and the interpreter agree: exactly, or within ``ulp`` units in the last place."""
-    got = execute(device, kernel, args, grid, target)
     expected = [np.copy(a) if isinstance(a, np.ndarray) else a for a in args]
     interpret(kernel, (grid, 1, 1), expected, subgroup_size=device.target.subgroup_size or None)
-    for result, want in zip(got, [e for e in expected if isinstance(e, np.ndarray)], strict=True):
-        if ulp:
-            np.testing.assert_array_max_ulp(result, want, ulp)
-        else:
-            np.testing.assert_array_equal(result, want)
+    arrays = [e for e in expected if isinstance(e, np.ndarray)]
+    for artifact, more in layouts(kernel, target or device.target, grid):
+        got = launch(device, artifact, [*args, *more], grid)
+        for result, want in zip(got[: len(arrays)], arrays, strict=True):
+            if ulp:
+                np.testing.assert_array_max_ulp(result, want, ulp)
+            else:
+                np.testing.assert_array_equal(result, want)
+
+
+def layouts(kernel: KernelIR, target: Target, grid: int = 1) -> Iterator[tuple[Artifact, list[Any]]]:
+    """The kernel without and with views of its shared memory, and the arguments to add to its own."""
+    without = dataclasses.replace(target, extensions=tuple(e for e in target.extensions if e not in LAYOUTS))
+    yield render(kernel, without), []
+    if not kernel.shared:
+        return
+    if LAYOUT in target.extensions:
+        yield render(kernel, target), []
+    elif grid == 1:
+        artifact = render(kernel, dataclasses.replace(without, extensions=(*without.extensions, *LAYOUTS)))
+        yield shared_in_a_buffer(artifact), [np.full(artifact.shared_bytes, 0xFF, np.uint8)]
+
+
+def shared_in_a_buffer(artifact: Artifact) -> Artifact:
+    """The kernel with its blocks of shared memory put into a buffer, its last parameter, where it can be launched with
+    one workgroup: they have the same layout there, and variables of one binding lie on top of one another, too."""
+    words = struct.unpack(f"<{len(artifact.code) // 4}I", artifact.code)
+    found, at = [], 5
+    while at < len(words):
+        found.append((words[at] & 0xFFFF, words[at + 1 : at + (words[at] >> 16)]))
+        at += words[at] >> 16
+    binding = sum(p.kind == "buffer" for p in artifact.params)
+    blocks = [w[1] for op, w in found if op == Op.Variable and w[2] == StorageClass.Workgroup]
+    constants = {w[1]: w for op, w in found if op == Op.Constant}
+    vulkan_model = any(op == Op.MemoryModel and w[1] == MemoryModel.Vulkan for op, w in found)
+    capabilities = {
+        Capability.WorkgroupMemoryExplicitLayoutKHR: Capability.Shader,
+        Capability.WorkgroupMemoryExplicitLayout8BitAccessKHR: Capability.StorageBuffer8BitAccess,
+        Capability.WorkgroupMemoryExplicitLayout16BitAccessKHR: Capability.StorageBuffer16BitAccess,
+    }
+    bound, code = words[3], list(words[:5])
+
+    def emit(opcode: int, *operands: int) -> None:
+        code.extend(((len(operands) + 1) << 16 | opcode, *operands))
+
+    barriers: dict[int, int] = {}
+    for opcode, w in found:
+        if opcode == Op.Capability:
+            w = (capabilities.get(w[0], w[0]),)
+        elif opcode == Op.Extension and b"workgroup_memory" in struct.pack(f"<{len(w)}I", *w):
+            continue
+        elif opcode == Op.Decorate and w[1] == Decoration.Binding and w[2] == binding:
+            w = (w[0], w[1], binding + 1)  # the block of scalars comes after all buffers
+        elif opcode == Op.Decorate and w[1] == Decoration.Aliased and w[0] in blocks:
+            emit(opcode, w[0], Decoration.DescriptorSet, 0)
+            emit(opcode, w[0], Decoration.Binding, binding)
+            if not vulkan_model:
+                emit(opcode, w[0], Decoration.Coherent)
+        elif opcode == Op.TypePointer and w[1] == StorageClass.Workgroup:
+            w = (w[0], StorageClass.StorageBuffer, w[2])
+        elif opcode == Op.Variable and w[2] == StorageClass.Workgroup:
+            w = (w[0], w[1], StorageClass.StorageBuffer)
+        elif opcode == Op.Function:
+            for semantics in {w[2] for op, w in found if op == Op.ControlBarrier}:
+                type_id, _, value = constants[semantics]
+                barriers[semantics] = bound
+                emit(Op.Constant, type_id, bound, value | MemorySemantics.UniformMemory)
+                bound += 1
+        elif opcode == Op.ControlBarrier:
+            w = (w[0], w[1], barriers[w[2]])
+        emit(opcode, *w)
+    code[3] = bound
+    params = (*artifact.params, Param("shared", "buffer", "u8", "readwrite"))
+    return dataclasses.replace(artifact, code=struct.pack(f"<{len(code)}I", *code), params=params, shared_bytes=0)
 
 
 def plain(target: Target) -> Target:
@@ -167,6 +253,31 @@ def test_transposition_with_scalar_stores_and_vector_loads(device: Device) -> No
     check(device, kernel, [source, np.zeros(256, np.float32)])
     _, got = execute(device, kernel, [source, np.zeros(256, np.float32)])
     np.testing.assert_array_equal(got.reshape(16, 16), source.reshape(16, 16).T)
+
+
+@pytest.mark.parametrize("elem", ["f32", "f16"])
+@pytest.mark.parametrize("dim", [40, 64])
+def test_flash_kernel(device: Device, dim: int, elem: str) -> None:
+    """One workgroup of the kernel for which shared memory is viewed as scalars and as vectors."""
+    dims = (1, 1, 32, dim)
+    problem = AttentionProblem(1, 1, 1, 32, 32, dim, dim, elem, dim**-0.5, causal=True)
+    views = {n: TensorView(elem, dims, contiguous_strides(dims), "d", None) for n in "qkvo"}
+    plan = plan_forward(problem, views, device.target)
+    assert plan.grid == (1, 1, 1)
+    kernel = build_forward(plan.config, device.target)
+    rng = np.random.default_rng(9)
+    values: dict[str, Any] = {f"{n}_ptr": rng.normal(size=dims).astype(NUMPY[elem]) for n in "qkvo"} | plan.scalars
+    results = []
+    for artifact, more in layouts(kernel, device.target):
+        got = launch(device, artifact, [values[p.name] for p in kernel.params] + more)
+        results.append(got[[p.name for p in kernel.params].index("o_ptr")])
+    assert len(results) == 2
+    np.testing.assert_array_equal(results[0], results[1])
+    q, k, v = (values[f"{n}_ptr"][0, 0].astype(np.float64) for n in "qkv")
+    scores = np.where(np.tril(np.ones((32, 32), bool)), q @ k.T * dim**-0.5, -np.inf)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    expected = weights @ v / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(results[0][0, 0], expected, rtol=0, atol=1e-5 if elem == "f32" else 2e-3)
 
 
 @pytest.mark.parametrize("elem", [f16, f32, i32], ids=str)
@@ -354,7 +465,8 @@ def test_atomics(device: Device) -> None:
             b.atomic("add", sums, v & 3, 1.0)
 
     x = np.random.default_rng(5).integers(0, 100, 256).astype(np.int32)
-    check(device, trace("atomics", body), [x, np.zeros(16, np.int32), np.zeros(4, np.float32)], grid=4)
+    for grid in (1, 4):
+        check(device, trace("atomics", body), [x, np.zeros(16, np.int32), np.zeros(4, np.float32)], grid)
 
 
 @pytest.mark.parametrize("elem", [f16, bf16], ids=str)
@@ -391,16 +503,20 @@ def test_cooperative_matrices(device: Device, elem: Scalar, place: str) -> None:
 
     rng = np.random.default_rng(8)
     x, y = rng.integers(-8, 8, (2, 16, 32)).astype(np.float32)
-    pack = (lambda v: v.astype(np.float16)) if elem == f16 else (lambda v: (v.view(np.uint32) >> 16).astype(np.uint16))
+
+    def pack(v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return v.astype(np.float16) if elem == f16 else (v.view(np.uint32) >> 16).astype(np.uint16)
+
     zeros = np.zeros((16, 16), np.float32)
     kernel = trace("product", body, workgroup=size)
-    _, _, out, rounded = execute(device, kernel, [pack(x), pack(y), zeros, pack(zeros)])
-    changed = out - (x @ y.T + start)
-    # One component of each lane was raised by one; which one is the driver's affair.
-    assert set(np.unique(changed)) == {0.0, 1.0} and np.count_nonzero(changed) == size
-    bits = out.view(np.uint32)
-    nearest = out.astype(np.float16) if elem == f16 else ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    np.testing.assert_array_equal(rounded, nearest)
+    for artifact, more in layouts(kernel, device.target):
+        _, _, out, rounded, *_ = launch(device, artifact, [pack(x), pack(y), zeros, pack(zeros), *more])
+        changed = out - (x @ y.T + start)
+        # One component of each lane was raised by one; which one is the driver's affair.
+        assert set(np.unique(changed)) == {0.0, 1.0} and np.count_nonzero(changed) == size
+        bits = out.view(np.uint32)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        np.testing.assert_array_equal(rounded, out.astype(np.float16) if elem == f16 else even.astype(np.uint16))
 
 
 def test_global_memory_barrier(device: Device) -> None:

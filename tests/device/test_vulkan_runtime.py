@@ -725,6 +725,8 @@ def test_radv_null_device_compiles(code_file: str, family: str) -> None:
     t = device.target
     assert t.vendor == "amd" and t.memory_bytes == 0 and not t.software, t
     assert t.subgroup_sizes == (32, 64), t
+    layouts = [f"workgroupMemoryExplicitLayout{bits}BitAccess" for bits in (8, 16)]
+    assert {"VK_KHR_workgroup_memory_explicit_layout", "shaderInt16", *layouts} <= set(t.extensions), t
     seen = {}
     for size in t.subgroup_sizes:
         program = device.load(dataclasses.replace(artifact, subgroup_size=size, uses_subgroups=True))

@@ -25,6 +25,7 @@ from aule.ir.types import (
     Vector,
     bf16,
     bool_,
+    element,
     f16,
     f32,
     f64,
@@ -38,7 +39,7 @@ from aule.ir.types import (
     u64,
 )
 from aule.render._spirv_module import constant_words
-from aule.render._spirv_ops import Op
+from aule.render._spirv_ops import Capability, Decoration, Op, StorageClass
 from aule.render.spirv import render
 from aule.target import Target
 
@@ -57,6 +58,12 @@ EXTENDED = dataclasses.replace(
         "shaderRoundingModeRTEFloat16",
     ),
 )
+EXPLICIT_LAYOUT = (
+    "VK_KHR_workgroup_memory_explicit_layout",
+    "workgroupMemoryExplicitLayout8BitAccess",
+    "workgroupMemoryExplicitLayout16BitAccess",
+)
+EXPLICIT = dataclasses.replace(EXTENDED, extensions=(*EXTENDED.extensions, *EXPLICIT_LAYOUT))
 LESSER = (
     dataclasses.replace(TARGET, matrix_units=(), f16=False, extensions=()),
     dataclasses.replace(TARGET, matrix_units=(), storage16=False, storage8=False, extensions=()),
@@ -95,6 +102,36 @@ def instructions(code: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
         at += length
 
 
+def with_layout(target: Target) -> Target:
+    """The same device with views of shared memory, of 32 and 64 bits only."""
+    return dataclasses.replace(target, extensions=(*target.extensions, EXPLICIT_LAYOUT[0]))
+
+
+def blocks_of(artifact: Artifact) -> dict[str, dict[str, tuple[int, int]]]:
+    """The views of shared memory: by name of the variable and of the array, its offset and stride."""
+    found = list(instructions(artifact.code))
+    names = {w[0]: _text(w[1:]) for op, w in found if op == Op.Name}
+    members = {(w[0], w[1]): _text(w[2:]) for op, w in found if op == Op.MemberName}
+    decorated = [w for op, w in found if op == Op.Decorate]
+    strides = {w[0]: w[2] for w in decorated if w[1] == Decoration.ArrayStride}
+    offsets = {(w[0], w[1]): w[3] for op, w in found if op == Op.MemberDecorate and w[2] == Decoration.Offset}
+    structs = {w[0]: w[1:] for op, w in found if op == Op.TypeStruct}
+    pointers = {w[0]: w[2] for op, w in found if op == Op.TypePointer}
+    result = {}
+    for type_id, variable, _ in (w for op, w in found if op == Op.Variable and w[2] == StorageClass.Workgroup):
+        struct_id = pointers[type_id]
+        assert (struct_id, Decoration.Block) in decorated and (variable, Decoration.Aliased) in decorated
+        result[names[variable]] = {
+            members[struct_id, i]: (offsets[struct_id, i], strides[array])
+            for i, array in enumerate(structs[struct_id])
+        }
+    return result
+
+
+def _text(words: tuple[int, ...]) -> str:
+    return struct.pack(f"<{len(words)}I", *words).split(b"\0")[0].decode()
+
+
 def opcodes(artifact: Artifact) -> list[int]:
     return [opcode for opcode, _ in instructions(artifact.code)]
 
@@ -116,7 +153,7 @@ def number(b: Builder, elem: Scalar, lanes: int, at: int = 0) -> Value:
 
 def keep(b: Builder, value: Value) -> None:
     """Write a value, so that it is used."""
-    elem = value.type.elem if isinstance(value.type, Vector) else value.type
+    elem = element(value.type)
     if elem == bool_:
         lanes = value.type.lanes if isinstance(value.type, Vector) else 1
         ones = b.splat(b.const(1.0, f32), lanes)
@@ -175,8 +212,7 @@ def test_casts(tmp_path: Path) -> None:
                     if source != bool_ and target.bits == source.bits:
                         keep(b, b.bitcast(x, target if lanes == 1 else Vector(target, lanes)))
             for target in (*INTS, *FLOATS) if source != bool_ else ():
-                lanes = 16 * 8 // source.bits, 16 * 8 // target.bits
-                keep(b, b.bitcast(number(b, source, lanes[0]), Vector(target, lanes[1])))
+                keep(b, b.bitcast(number(b, source, 128 // source.bits), Vector(target, 128 // target.bits)))
 
         kernel = kernel_of(f"cast_{source}", body)
         artifacts += [render(kernel, target) for target in (TARGET, EXTENDED, *LESSER)]
@@ -217,7 +253,8 @@ def test_memory(tmp_path: Path) -> None:
                     keep(b, b.load(memory, 0))
 
             kernel = kernel_of(f"memory_{elem}_{space}", body)
-            artifacts += [render(kernel, target) for target in (TARGET, *LESSER)]
+            artifacts += [render(kernel, target) for target in (TARGET, EXPLICIT, *LESSER)]
+            artifacts += [render(kernel, with_layout(target)) for target in LESSER]
     validate(artifacts, tmp_path)
 
 
@@ -261,7 +298,11 @@ def test_control_sync_and_subgroups(tmp_path: Path) -> None:
     assert artifact.uses_subgroups and artifact.shared_bytes == 256 * 4 + 64 * 4
     add = render(kernel_of("atomic_float", atomic_float), EXTENDED)
     assert "shaderBufferFloat32AtomicAdd" in add.extensions
-    validate([artifact, add], tmp_path)
+    views = render(kernel_of("control", body), EXPLICIT)
+    assert views.shared_bytes == artifact.shared_bytes
+    # Atomics, too, go through the scalar view; no vectors are accessed.
+    assert blocks_of(views) == {"shared": {"tile": (0, 4), "bins": (1024, 4)}}
+    validate([artifact, add, views], tmp_path)
     with pytest.raises(KernelError, match=r"atomic add on global<f32>.*\n.*at .*test_render_spirv.py"):
         render(kernel_of("atomic_float", atomic_float), TARGET)
 
@@ -293,6 +334,11 @@ def test_fragments() -> None:
     constants = {w[1]: w[2] for op, w in instructions(artifact.code) if op == Op.Constant and len(w) == 3}
     strides = [constants[w[4]] for op, w in instructions(artifact.code) if op == Op.CooperativeMatrixLoadKHR]
     assert strides == [6, 64]
+    # In views of shared memory the same vectors are found, and so are those of matrices alone.
+    views = render(kernel_of("fragments", _fragments), EXPLICIT)
+    constants = {w[1]: w[2] for op, w in instructions(views.code) if op == Op.Constant and len(w) == 3}
+    strides = [constants[w[4]] for op, w in instructions(views.code) if op == Op.CooperativeMatrixLoadKHR]
+    assert strides == [6, 64] and blocks_of(views) == {"shared_x4": {"tile": (0, 8)}}
     with pytest.raises(KernelError, match="cooperative matrices"):
         render(kernel_of("fragments", _fragments), dataclasses.replace(TARGET, matrix_units=()))
 
@@ -352,6 +398,62 @@ def test_index_arithmetic_is_divided_where_it_is_made() -> None:
 
     artifact = render(kernel_of("divided", body), TARGET)
     assert Op.ShiftRightArithmetic not in opcodes(artifact) and Op.BitwiseAnd not in opcodes(artifact)
+
+
+def _transposed(b: Builder) -> None:
+    """Stores of scalars and loads of vectors, as of K in the flash kernel."""
+    source, out, n = b.buffer("source", f32), b.buffer("out", f32, "write"), b.scalar("n", i32)
+    flags, tile = b.shared("flags", i32, 3), b.shared("tile", f32, 16 * 20)
+    halves = b.shared("halves", f16, 1024)
+    b.atomic("or", flags, n, 1)
+    for k, x in enumerate(b.unpack(b.load(source, b.thread_id() * 4, 4))):
+        b.store(tile, n * 20 + k * 20 + b.thread_id(), x)
+    b.store(halves, b.thread_id() * 8, b.splat(b.const(0.5, f16), 8))
+    b.barrier()
+    b.store(out, b.thread_id() * 4, b.load(tile, n * 20 + b.thread_id() * 4, 4))
+    b.store(out, b.thread_id() * 4, b.cast(b.load(halves, n * 4, 4), f32))
+
+
+@needs_validator
+def test_views_of_shared_memory(tmp_path: Path) -> None:
+    """Each width is a block of its own, with the arrays that are accessed so; scalars need no arithmetic."""
+    kernel = kernel_of("transposed", _transposed)
+    artifact = render(kernel, EXPLICIT)
+    assert blocks_of(artifact) == {
+        "shared": {"flags": (0, 4), "tile": (16, 4)},
+        "shared_x4": {"tile": (16, 16), "halves": (1296, 8)},
+        "shared_x8": {"halves": (1296, 16)},
+    }
+    assert artifact.shared_bytes == 1296 + 2048
+    assert not {Op.ShiftRightArithmetic, Op.BitwiseAnd} & set(opcodes(artifact))
+    needed = {"workgroupMemoryExplicitLayout", "workgroupMemoryExplicitLayout16BitAccess"}
+    assert {name for name in artifact.extensions if name.startswith("workgroup")} == needed
+    assert artifact.code.count(b"SPV_KHR_workgroup_memory_explicit_layout") == 1
+    validate([artifact], tmp_path)
+
+
+def test_views_of_shared_memory_are_all_or_none() -> None:
+    """Halves that blocks must not hold keep all arrays out of them; accessed as words alone, they do not."""
+
+    def words(b: Builder) -> None:
+        halves = b.shared("halves", f16, 1024)
+        b.store(halves, b.thread_id() * 8, number(b, f16, 8))
+        b.barrier()
+        keep(b, b.load(halves, b.thread_id() * 8, 8))
+
+    def none(b: Builder) -> None:
+        keep(b, number(b, f32, 4))
+
+    layout = Capability.WorkgroupMemoryExplicitLayoutKHR
+    for kernel, target, there in (
+        (kernel_of("transposed", _transposed), with_layout(EXTENDED), False),
+        (kernel_of("words", words), with_layout(EXTENDED), True),
+        (kernel_of("words", words), EXTENDED, False),
+        (kernel_of("none", none), EXPLICIT, False),
+    ):
+        found = list(instructions(render(kernel, target).code))
+        assert ((Op.Capability, (layout,)) in found) is there
+        assert any(op == Op.Decorate and w[1] == Decoration.Aliased for op, w in found) is there
 
 
 def test_wide_half_loads_are_one_access() -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from aule.codegen import TARGETS
 from aule.errors import InvalidArgumentError
-from aule.ops.attention.tiles import MAX_ACCUMULATORS, SHAPES, choose_shape
+from aule.ops.attention.tiles import ENTRIES, choose_shape
 from aule.target import Target
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
@@ -22,6 +22,9 @@ _THREADS = ((16, 8), (8, 16), (16, 16), (8, 8), (32, 8), (8, 32))
 
 LARGEST_SHARED = 227 * 1024
 """Shared memory of a workgroup on the device that has most (NVIDIA sm_90): more is possible nowhere."""
+
+MAX_ACCUMULATORS = 96
+"""Sums that one thread of hand-chosen tiles may hold: 64 + 32 leave room for operands below 255 registers."""
 
 BY_RULE = "by rule, not measured"
 """Where a configuration comes from when nobody has timed it."""
@@ -141,12 +144,12 @@ def shape_for_tiles(target: Target, tile_q: int, tile_kv: int, head_dim: int, va
     """
     check_tiles(tile_q, tile_kv)
     ways = list(_ways(tile_q, tile_kv, head_dim))
-    possible = [s for s in ways if s.threads <= target.max_threads and _held(s, value_dim) <= MAX_ACCUMULATORS]
+    possible = [s for s in ways if s.threads <= target.max_threads and s.accumulators(value_dim) <= MAX_ACCUMULATORS]
     if not possible:
         most = max((s for s in ways if s.threads <= target.max_threads), key=lambda s: s.threads, default=ways[-1])
         raise InvalidArgumentError(
             f"[with_tiles] expected tiles of which one thread holds at most {MAX_ACCUMULATORS} sums, got {tile_q} x "
-            f"{tile_kv} with {_held(most, value_dim)} in workgroups of {most.threads} ({target.name} allows "
+            f"{tile_kv} with {most.accumulators(value_dim)} in workgroups of {most.threads} ({target.name} allows "
             f"{target.max_threads} threads); take a smaller tile_q"
         )
     fitting = [s for s in possible if _shared(s, target, head_dim, value_dim) <= target.max_shared_bytes]
@@ -180,19 +183,13 @@ def _ways(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
     """All ways to lay threads over tiles, the preferred first."""
     # 8 columns a step where 16 would compute on more padding, as the table's own shapes do.
     longest = 8 if padded(head_dim, 8) < padded(head_dim, 16) else 16
-    for known in SHAPES:
+    for known in (entry.shape for entry in ENTRIES):
         if (known.block_q, known.block_kv) == (tile_q, tile_kv):
             yield replace(known, chunk_k=min(known.chunk_k, longest))
     for resident_q, (chunk_k, chunk_v) in product((True, False), ((16, 16), (16, 8), (8, 8), (8, 4))):
         for threads_x, threads_y in _THREADS:
             if tile_q % threads_y == 0 and tile_kv % threads_x == 0 and tile_kv % chunk_v == 0:
                 yield SimtShape(tile_q, tile_kv, threads_x, threads_y, min(chunk_k, longest), chunk_v, resident_q)
-
-
-def _held(shape: SimtShape, value_dim: int) -> int:
-    """Sums of S and O that one thread holds."""
-    rows = shape.block_q // shape.threads_y
-    return rows * (shape.block_kv + shape.value_cols(value_dim)) // shape.threads_x
 
 
 def _shared(shape: SimtShape, target: Target, head_dim: int, value_dim: int) -> int:

@@ -88,6 +88,10 @@ class SimtShape:
         """Columns of O with the padding that spreads them evenly over threads."""
         return padded(max(padded(value_dim, self.threads_x * self.strip(value_dim)), QUAD), QUAD)
 
+    def accumulators(self, value_dim: int) -> int:
+        """Elements of S and O that one thread holds in registers."""
+        return self.block_q // self.threads_y * (self.block_kv + self.value_cols(value_dim)) // self.threads_x
+
     def shared_elements(self, head_dim: int, value_dim: int, subgroups: bool) -> dict[str, int]:
         """Length of each shared array, in fp32 elements."""
         q_stage = 0 if self.resident_q else self.block_q * (self.chunk_k + PAD)
@@ -390,3 +394,10 @@ def uses_subgroups(target: Target, shape: SimtShape) -> bool:
     """Rows are reduced by shuffles: the device has them and the lanes of a row fit into its smallest subgroup."""
     smallest = min(target.subgroup_sizes, default=target.subgroup_size)
     return 0 < shape.threads_x * LANES_PER_COLUMN <= smallest and shape.threads % smallest == 0
+
+
+def wave_size(target: Target, shape: SimtShape) -> int:
+    """The subgroup size a simt kernel asks for; 0 takes what the driver gives. AMD's RDNA runs such kernels, which are
+    bound by plain arithmetic and hide latency by it, better 64 lanes wide than 32."""
+    wide = target.vendor == "amd" and 64 in target.subgroup_sizes
+    return 64 if wide and uses_subgroups(target, shape) and shape.threads % 64 == 0 else 0

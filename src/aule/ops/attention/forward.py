@@ -15,14 +15,14 @@ from aule.ops.attention.config import ForwardConfig
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
 from aule.tile.matrix import Matrix
-from aule.tile.simt import RegisterTile, Simt
+from aule.tile.simt import RegisterTile, Simt, wave_size
 
 KERNEL_NAME = "flash_attention"
 
 
 def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
-    b = Builder(name, config.shape.threads, max_registers=config.shape.registers)
+    b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):
         flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)
@@ -303,6 +303,11 @@ class _Block:
             self.first_full = (b.max(furthest - left, 0) + (width - 1)) // width
         self.last_tile = (end + (width - 1)) // width
         self.last_full = full_end // width
+        # A block without any kept key still walks one tile, all masked: PoCL 3.1 mixes up the variables of the first
+        # thread when a loop with barriers in it does not run at all.
+        tiles = (self.seq_kv + (width - 1)) // width
+        self.first_tile = b.min(self.first_tile, b.max(tiles - 1, 0))
+        self.last_tile = b.max(self.last_tile, b.min(self.first_tile + 1, tiles))
 
     def modify(self, S: RegisterTile, modifier: mod.Modifier, tile: Value) -> None:
         """Run a modifier over a tile of scores."""

@@ -59,6 +59,11 @@ class AttentionProblem:
         return left, right
 
     @property
+    def plain(self) -> bool:
+        """fp32 with nothing between scores and softmax but the band."""
+        return self.dtype == "f32" and not (self.mask or self.bias or self.alibi or self.softcap)
+
+    @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // max(self.heads_kv, 1)

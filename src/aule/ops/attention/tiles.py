@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
-SHAPES: tuple[SimtShape, ...] = (
-    #         block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
-    SimtShape(64, 64, 16, 8, 16, 16, True),
-    SimtShape(64, 64, 16, 8, 16, 16, False),
-    SimtShape(32, 64, 16, 8, 16, 16, False),
-    SimtShape(32, 64, 16, 8, 16, 8, False),
-    SimtShape(64, 64, 8, 16, 16, 16, True),
-    SimtShape(64, 64, 8, 16, 16, 8, False),
-    SimtShape(32, 32, 8, 8, 16, 8, False),
-    SimtShape(32, 32, 8, 8, 8, 4, False),
+@dataclass(frozen=True)
+class Entry:
+    """A shape and the most registers of S and O that one of its threads may hold before the kernel spills."""
+
+    shape: SimtShape
+    accumulators: int
+
+
+#               block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
+ENTRIES: tuple[Entry, ...] = (
+    # H200, d64, S 2048, full, fp32: 40.3 TFLOPS through PTX, 35.8 through Vulkan; beat 64x64 over 8x8 threads (40.5 and
+    # 30.3) and 64x32 (35.4 and 31.1). 168 registers let three workgroups reside.
+    Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), 64),
+    # H200, d128: 41.1 TFLOPS through PTX; beat the same with 204 registers (40.3), without resident Q (38.1) and 64x128
+    # (40.3).
+    Entry(SimtShape(64, 64, 16, 8, 16, 8, True, registers=168), 96),
+    # H200, d128, where 48 KiB of shared memory is all: 34.6 TFLOPS through Vulkan; beat 64x128 (33.9).
+    Entry(SimtShape(64, 64, 16, 8, 16, 16, False), 96),
+    # By rule, not measured: head dimensions above 128, then less shared memory, then narrower subgroups.
+    Entry(SimtShape(32, 64, 16, 8, 16, 16, False), 96),
+    Entry(SimtShape(32, 64, 16, 8, 16, 8, False), 96),
+    Entry(SimtShape(64, 64, 8, 16, 16, 16, True), 96),
+    Entry(SimtShape(64, 64, 8, 16, 16, 8, False), 96),
+    Entry(SimtShape(32, 32, 8, 8, 16, 8, False), 160),
+    Entry(SimtShape(32, 32, 8, 8, 8, 4, False), 160),
 )
 """Alternatives in order of preference; the first that fits a device is taken."""
 
-MAX_ACCUMULATORS = 96
-"""Registers of S and O that one thread may hold: 64 + 32 leave room for operands below 255 registers."""
+SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), 160)
+"""For OpenCL on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6), and where PoCL 3.1
+stores rows past the end, against the kernel's own condition, when the tiles are larger."""
 
 
-def choose_shape(target: Target, head_dim: int, value_dim: int) -> SimtShape:
-    """The first of `SHAPES` that fits the device and the head dimensions."""
-    shapes = [_narrowed(s, head_dim) for s in SHAPES]
-    fitting = [s for s in shapes if _fits(s, target, head_dim, value_dim)]
+def choose_shape(target: Target, head_dim: int, value_dim: int, plain: bool = True) -> SimtShape:
+    """The first of `ENTRIES` that fits the device and the head dimensions.
+
+    The registers that an entry allows are enough for fp32 without modifiers (``plain``); anything more would spill.
+    """
+    entries = (SMALL,) if target.backend == "opencl" and target.software else ENTRIES
+    entries = tuple(replace(entry, shape=_narrowed(entry.shape, head_dim)) for entry in entries)
+    fitting = [entry.shape for entry in entries if _fits(entry, target, head_dim, value_dim)]
     if not fitting:
-        need = min(s.shared_bytes(head_dim, value_dim, uses_subgroups(target, s)) for s in shapes)
+        need = min(e.shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, e.shape)) for e in entries)
         raise KernelError(
             f"[flash_attention] expected a device with {need} bytes of shared memory and workgroups of 64, got "
             f"{target.max_shared_bytes} bytes and {target.max_threads} on {target.name}; use another backend"
         )
     # Shuffles spare two barriers per tile: a shape whose rows fit into a subgroup goes before one whose rows do not.
-    return next((s for s in fitting if uses_subgroups(target, s)), fitting[0])
+    chosen = next((shape for shape in fitting if uses_subgroups(target, shape)), fitting[0])
+    return chosen if plain else replace(chosen, registers=255)
 
 
 def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
@@ -44,12 +65,10 @@ def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
     return replace(shape, chunk_k=8) if padded(head_dim, 8) < padded(head_dim, shape.chunk_k) else shape
 
 
-def _fits(shape: SimtShape, target: Target, head_dim: int, value_dim: int) -> bool:
-    rows = shape.block_q // shape.threads_y
-    held = rows * (shape.block_kv + shape.value_cols(value_dim)) // shape.threads_x
-    small = shape.block_q * shape.block_kv <= 32 * 32
+def _fits(entry: Entry, target: Target, head_dim: int, value_dim: int) -> bool:
+    shape = entry.shape
     return (
         shape.threads <= target.max_threads
         and shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape)) <= target.max_shared_bytes
-        and (held <= MAX_ACCUMULATORS or small)
+        and shape.accumulators(value_dim) <= entry.accumulators
     )
