@@ -1,18 +1,18 @@
 """The simt engine: register-blocked products out of shared memory, for any GPU.
 
-A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them with rows interleaved
-(``row = r * threads_y + ty``) and columns interleaved in strips of up to four. The left operand of a product (Q, P) is
-read along the dimension that is summed over, the right one (K, V) along its columns, four elements at a time; K is
-transposed on its way into shared memory. Rows there are padded by four elements to keep lanes off each other's banks.
+A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them in strips of up to four consecutive
+rows and columns, so that a thread's part of either operand of a product is read sixteen bytes at a time. Both operands
+lie in shared memory with the dimension that is summed over outermost: Q, K and P are transposed on their way in, V is
+so already. Rows there are padded by four elements to keep lanes off each other's banks.
 
-Products go row by row, forth and back over the columns. An FFMA of NVIDIA's issues every cycle only if it reads at
-most one register from each of two banks (even and odd numbers): the left element stays in the operand cache along a
-row, and the right element, whose register number is as odd as its column, is added to an accumulator that can be given
-the other bank. With both operands read along the sum, half of all FFMAs took two cycles.
+Two habits of NVIDIA's hardware decide the order of things; neither costs anything elsewhere.
 
-Neighbouring lanes (2n, 2n+1) differ in ``ty`` and share ``tx``; lanes that differ in bit 1 share ``ty``. NVIDIA's
-shared memory serves a 16-byte read of a whole warp in two cycles, instead of four, only when each lane's address
-equals that of the lane that differs in bit 0, or in bit 1 (benchmarks/shared_reads.py): so both operands' reads do.
+* Shared memory serves a 16-byte read of a whole warp in two cycles, instead of four, only when each lane's address
+  equals that of the lane that differs in bit 0, or in bit 1 (benchmarks/shared_reads.py). So neighbouring lanes
+  (2n, 2n+1) differ in ``ty`` and share ``tx``, and lanes that differ in bit 1 share ``ty``.
+* An FFMA issues every cycle only if it reads at most one register from each of two banks (even and odd numbers). Going
+  along a row, the left element stays in the operand cache, and the right one, whose register is as odd as its column,
+  meets an accumulator that can be given the other bank.
 
 Global memory is read one step ahead into registers (`Stager`) and written to one of two shared stages: one barrier
 per step, and the memory's latency passes under the products.
@@ -79,6 +79,16 @@ class SimtShape:
     def threads(self) -> int:
         return self.threads_x * self.threads_y
 
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one thread works on."""
+        return self.block_q // self.threads_y
+
+    @property
+    def row_strip(self) -> int:
+        """Consecutive rows that one thread holds."""
+        return next(w for w in (4, 2, 1) if self.rows % w == 0)
+
     def strip(self, cols: int) -> int:
         """Consecutive columns that one thread holds: the widest that wastes no more columns than a single one."""
         least = padded(cols, self.threads_x)
@@ -90,15 +100,15 @@ class SimtShape:
 
     def accumulators(self, value_dim: int) -> int:
         """Elements of S and O that one thread holds in registers."""
-        return self.block_q // self.threads_y * (self.block_kv + self.value_cols(value_dim)) // self.threads_x
+        return self.rows * (self.block_kv + self.value_cols(value_dim)) // self.threads_x
 
     def shared_elements(self, head_dim: int, value_dim: int, subgroups: bool) -> dict[str, int]:
         """Length of each shared array, in fp32 elements."""
-        q_stage = 0 if self.resident_q else self.block_q * (self.chunk_k + PAD)
-        stage = max(q_stage + self.chunk_k * (self.block_kv + PAD), self.chunk_v * self.value_cols(value_dim))
-        sizes = {"stage": 2 * stage, "p": self.block_q * (self.part + PAD)}
+        q_row, k_row = self.block_q + PAD, self.block_kv + PAD
+        scores = self.chunk_k * (k_row if self.resident_q else q_row + k_row)
+        sizes = {"stage": 2 * max(scores, self.chunk_v * self.value_cols(value_dim)), "p": self.part * q_row}
         if self.resident_q:
-            sizes["q"] = self.block_q * (padded(head_dim, self.chunk_k) + PAD)
+            sizes["q"] = padded(head_dim, self.chunk_k) * q_row
         if not subgroups:
             sizes["rows"] = self.block_q * (self.threads_x + 1)
         return sizes
@@ -118,8 +128,7 @@ class RegisterTile:
 
     def row(self, r: int) -> Value:
         """Row in the tile of this thread's register row ``r``."""
-        shape = self.engine.shape
-        return self.engine.ty + r * shape.threads_y
+        return self.engine.row(r)
 
     def col(self, c: int) -> Value:
         """Column in the tile of this thread's register column ``c``."""
@@ -200,38 +209,42 @@ class Simt:
         self.ty = row_pair * LANES_PER_COLUMN + parity
         self.value_cols = shape.value_cols(value_dim)
         self.head_cols = padded(head_dim, shape.chunk_k)
-        self.q_stride = (self.head_cols if shape.resident_q else shape.chunk_k) + PAD
+        self.q_stride = shape.block_q + PAD  # of Q and P both: they have the rows of the block
         self.k_stride = shape.block_kv + PAD
-        self.p_stride = shape.part + PAD
         sizes = shape.shared_elements(head_dim, value_dim, self.subgroups)
         self.stage_size = sizes["stage"] // 2
         self.stage = b.shared("stage", f32, sizes["stage"])
         self.p = b.shared("p", f32, sizes["p"])
         self.q = b.shared("q", f32, sizes["q"]) if shape.resident_q else None
         self.rows_scratch = None if self.subgroups else b.shared("rows", f32, sizes["rows"])
-        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.q_stride)
-        k_start = 0 if shape.resident_q else shape.block_q * self.q_stride
+        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.q_stride, transposed=True)
+        k_start = 0 if shape.resident_q else shape.chunk_k * self.q_stride
         self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride, transposed=True)
         self.v_chunk = Chunk(shape.chunk_v, self.value_cols, 0, self.value_cols)
 
     # -- tiles -----------------------------------------------------------------------------------------------------
 
+    def row(self, r: int) -> Value:
+        """Row in the block of this thread's ``r``-th row."""
+        strip, within = divmod(r, self.shape.row_strip)
+        return self.ty * self.shape.row_strip + (strip * self.shape.threads_y * self.shape.row_strip + within)
+
     def score_tile(self, init: Value) -> RegisterTile:
         """S: strips never reach over a part of P."""
         shape = self.shape
         cols, strip = shape.block_kv // shape.threads_x, shape.strip(shape.part)
-        return RegisterTile(self, shape.block_q // shape.threads_y, cols, strip, init)
+        return RegisterTile(self, shape.rows, cols, strip, init)
 
     def output_tile(self, value_dim: int, init: Value) -> RegisterTile:
         """O: one thread holds strips of consecutive columns."""
         shape = self.shape
         cols = self.value_cols // shape.threads_x
         strip = shape.strip(value_dim)
-        return RegisterTile(self, shape.block_q // shape.threads_y, cols, strip if cols % strip == 0 else 1, init)
+        return RegisterTile(self, shape.rows, cols, strip if cols % strip == 0 else 1, init)
 
     def row_vars(self, init: Value) -> list[Var]:
         """A variable for each row this thread works on."""
-        return [self.b.var(init) for _ in range(self.shape.block_q // self.shape.threads_y)]
+        return [self.b.var(init) for _ in range(self.shape.rows)]
 
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """Combine the threads of each row; every one of them gets the result."""
@@ -244,11 +257,11 @@ class Simt:
             return partial
         b.barrier()  # the scratch may still be read from the reduction before
         for r, x in enumerate(partial):
-            b.store(self.rows_scratch, (self.ty + r * self.shape.threads_y) * (width + 1) + self.tx, x)
+            b.store(self.rows_scratch, self.row(r) * (width + 1) + self.tx, x)
         b.barrier()
         result = []
         for r in range(len(partial)):
-            base = (self.ty + r * self.shape.threads_y) * (width + 1)
+            base = self.row(r) * (width + 1)
             total = b.load(self.rows_scratch, base)
             for i in range(1, width):
                 total = b.binary(kind, total, b.load(self.rows_scratch, base + i))
@@ -324,58 +337,55 @@ class Simt:
             self.b.store(self.stage, index + e * chunk.stride, x)
 
     def load_resident_q(self, source: Matrix, row: Value, scale: Value) -> None:
-        """Bring all of a Q block into shared memory, scaled."""
+        """Bring all of a Q block into shared memory, scaled and transposed."""
         assert self.q is not None
-        b, whole = self.b, Chunk(self.shape.block_q, self.head_cols, 0, self.q_stride)
-        per_thread = whole.per_thread(self.shape.threads)
-        with b.loop(0, per_thread, name="quad") as i:
+        b, quads = self.b, self.shape.block_q * self.head_cols // QUAD
+        with b.loop(0, -(-quads // self.shape.threads), name="quad") as i:
             number = self.thread + i * self.shape.threads
-            r, quad = divmod_const(b, number, whole.cols // QUAD)
-            with b.if_(number < whole.quads):
+            r, quad = divmod_const(b, number, self.head_cols // QUAD)
+            with b.if_(number < quads):
                 value = source.load_quad(b, source.row_start(b, row + r), quad * QUAD, self.head_cols)
-                b.store(self.q, r * whole.stride + quad * QUAD, b.cast(value, f32) * scale)
+                for e, x in enumerate(b.unpack(b.cast(value, f32) * scale)):
+                    b.store(self.q, (quad * QUAD + e) * self.q_stride + r, x)
 
     # -- products --------------------------------------------------------------------------------------------------
 
     def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:
         """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``."""
-        memory, base = (self.stage, offset) if self.q is None else (self.q, chunk * self.shape.chunk_k)
-        base = base + self.ty * self.q_stride
-        right = offset + self.tx * S.strip + self.k_chunk.start
-        self._multiply(S, (memory, base, self.q_stride), right, self.k_stride, self.shape.chunk_k)
+        q, start = (self.stage, offset) if self.q is None else (self.q, chunk * (self.shape.chunk_k * self.q_stride))
+        self._multiply(S, q, start, offset + self.k_chunk.start, self.k_stride, self.shape.chunk_k)
 
     def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
         """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible."""
-        for r, row in enumerate(values):
-            base = (self.ty + r * self.shape.threads_y) * self.p_stride
-            for c in range(0, len(row), S.strip):
-                self.b.store(self.p, base + S.col(c), self.b.vector(row[c : c + S.strip]))
+        strip = self.shape.row_strip
+        for c in range(len(values[0])):
+            for r in range(0, len(values), strip):
+                column = self.b.vector([row[c] for row in values[r : r + strip]])
+                self.b.store(self.p, S.col(c) * self.q_stride + self.row(r), column)
 
     def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
         """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
-        base = self.ty * self.p_stride + chunk * self.shape.chunk_v
-        right = offset + self.tx * O.strip
-        self._multiply(O, (self.p, base, self.p_stride), right, self.value_cols, self.shape.chunk_v)
+        start = chunk * (self.shape.chunk_v * self.q_stride)
+        self._multiply(O, self.p, start, offset, self.value_cols, self.shape.chunk_v)
 
     def _multiply(
-        self, tile: RegisterTile, left: tuple[Value, Value, int], right: Value, right_stride: int, depth: int
+        self, tile: RegisterTile, left: Value, left_start: Value, right_start: Value, right_stride: int, depth: int
     ) -> None:
-        """``tile += left @ right``: ``left`` (memory, index, row stride) has this thread's rows, the stage from index
-        ``right`` on its columns."""
+        """``tile += left^T @ right``: both have ``depth`` rows, ``left`` those of Q or P, the stage those of K or V."""
         b, shape = self.b, self.shape
-        memory, base, left_stride = left
         acc = tile.values()
-        rows, cols = range(len(acc)), range(len(acc[0]))
-        for k in range(0, depth, QUAD):
-            x = [b.unpack(b.load(memory, base + (r * shape.threads_y * left_stride + k), QUAD)) for r in rows]
-            for e in range(QUAD):
-                y: list[Value] = []
-                for strip in range(len(cols) // tile.strip):
-                    index = right + ((k + e) * right_stride + strip * shape.threads_x * tile.strip)
-                    y += b.unpack(b.load(self.stage, index, tile.strip))
-                for r in rows:
-                    for c in reversed(cols) if r % 2 else cols:
-                        acc[r][c] = b.fma(x[r][e], y[c], acc[r][c])
+        rows, cols = range(0, len(acc), shape.row_strip), range(0, len(acc[0]), tile.strip)
+        left_base = left_start + self.ty * shape.row_strip
+        right_base = right_start + self.tx * tile.strip
+        for k in range(depth):
+            x: list[Value] = []
+            for r in rows:
+                x += b.unpack(b.load(left, left_base + (k * self.q_stride + r * shape.threads_y), shape.row_strip))
+            y: list[Value] = []
+            for c in cols:
+                y += b.unpack(b.load(self.stage, right_base + (k * right_stride + c * shape.threads_x), tile.strip))
+            for r, row in enumerate(acc):
+                acc[r] = [b.fma(x[r], y[c], row[c]) for c in range(len(row))]
         tile.assign(acc)
 
     def multiply_values_guarded(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
@@ -383,7 +393,7 @@ class Simt:
         b, shape = self.b, self.shape
         with b.loop(0, shape.chunk_v, name="j") as j:
             for r in range(len(O.vars)):
-                p = b.load(self.p, (self.ty + r * shape.threads_y) * self.p_stride + chunk * shape.chunk_v + j)
+                p = b.load(self.p, (chunk * shape.chunk_v + j) * self.q_stride + O.row(r))
                 with b.if_(b.ne(p, 0.0)):
                     for c, variable in enumerate(O.vars[r]):
                         v = b.load(self.stage, offset + j * self.value_cols + O.col(c))
