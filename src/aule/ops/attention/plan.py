@@ -57,7 +57,7 @@ def plan_forward(
     shape : SimtShape, optional
         Tiles to use instead of the table's.
     """
-    shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.plain)
+    shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.dtype, problem.modifiers)
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
     left, right = problem.limits

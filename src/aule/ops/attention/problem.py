@@ -59,9 +59,9 @@ class AttentionProblem:
         return left, right
 
     @property
-    def plain(self) -> bool:
-        """fp32 with nothing between scores and softmax but the band."""
-        return self.dtype == "f32" and not (self.mask or self.bias or self.alibi or self.softcap)
+    def modifiers(self) -> int:
+        """Steps between scores and softmax, the band apart: each costs a kernel registers."""
+        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap)))
 
     @property
     def group(self) -> int:

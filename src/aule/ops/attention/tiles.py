@@ -10,45 +10,57 @@ from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 @dataclass(frozen=True)
 class Entry:
-    """A shape and the most registers of S and O that one of its threads may hold before the kernel spills."""
+    """A shape, and where it may be used.
+
+    Attributes
+    ----------
+    accumulators : tuple of int
+        The most registers of S and O that one thread may hold before the kernel spills: without modifiers, with one,
+        with several.
+    vendors : tuple of str
+        Only for devices of these vendors; empty for all.
+    """
 
     shape: SimtShape
-    accumulators: int
+    accumulators: tuple[int, int, int]
+    vendors: tuple[str, ...] = ()
 
 
 #               block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
 ENTRIES: tuple[Entry, ...] = (
-    # H200, d64, S 2048, full, fp32: 40.3 TFLOPS through PTX, 35.8 through Vulkan; beat 64x64 over 8x8 threads (40.5 and
-    # 30.3) and 64x32 (35.4 and 31.1). 168 registers let three workgroups reside.
-    Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), 64),
-    # H200, d128: 41.1 TFLOPS through PTX; beat the same with 204 registers (40.3), without resident Q (38.1) and 64x128
-    # (40.3).
-    Entry(SimtShape(64, 64, 16, 8, 16, 8, True, registers=168), 96),
-    # H200, d128, where 48 KiB of shared memory is all: 34.6 TFLOPS through Vulkan; beat 64x128 (33.9).
-    Entry(SimtShape(64, 64, 16, 8, 16, 16, False), 96),
-    # By rule, not measured: head dimensions above 128, then less shared memory, then narrower subgroups.
-    Entry(SimtShape(32, 64, 16, 8, 16, 16, False), 96),
-    Entry(SimtShape(32, 64, 16, 8, 16, 8, False), 96),
-    Entry(SimtShape(64, 64, 8, 16, 16, 16, True), 96),
-    Entry(SimtShape(64, 64, 8, 16, 16, 8, False), 96),
-    Entry(SimtShape(32, 32, 8, 8, 16, 8, False), 160),
-    Entry(SimtShape(32, 32, 8, 8, 8, 4, False), 160),
+    # H200, S 2048, full, fp32, TFLOPS. d64: 40.6 through PTX and 36.8 through Vulkan; beat 64x64 over 8x8 threads (40.9
+    # and 27.9) and Q not resident (39.6 and 33.6). d128: 42.8 through PTX; beat the same with 193 registers (41.5), Q
+    # not resident (40.0) and 64x128 (42.2). 168 registers let three workgroups reside.
+    Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64)),
+    # H200, d128, where 48 KiB of shared memory is all: 37.9 through Vulkan; beat 64x64 (35.3) and chunks of 8 (36.1).
+    Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64), (128, 0, 0), ("nvidia",)),
+    # By rule, not measured: less shared memory, head dimensions above 128, narrower subgroups.
+    Entry(SimtShape(64, 64, 16, 8, 16, 16, False), (96, 96, 64)),
+    Entry(SimtShape(32, 64, 16, 8, 16, 16, False), (96, 96, 64)),
+    Entry(SimtShape(32, 64, 16, 8, 16, 8, False), (96, 96, 64)),
+    Entry(SimtShape(16, 64, 16, 8, 16, 8, False), (96, 96, 64)),
+    Entry(SimtShape(64, 64, 8, 16, 16, 16, True), (96, 96, 64)),
+    Entry(SimtShape(64, 64, 8, 16, 16, 8, False), (96, 96, 64)),
+    Entry(SimtShape(32, 32, 8, 8, 16, 8, False), (160, 160, 106)),
+    Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160)),
 )
 """Alternatives in order of preference; the first that fits a device is taken."""
 
-SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), 160)
+SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160))
 """For OpenCL on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6), and where PoCL 3.1
 stores rows past the end, against the kernel's own condition, when the tiles are larger."""
 
 
-def choose_shape(target: Target, head_dim: int, value_dim: int, plain: bool = True) -> SimtShape:
+def choose_shape(
+    target: Target, head_dim: int, value_dim: int, dtype: str = "f32", modifiers: int = 0
+) -> SimtShape:
     """The first of `ENTRIES` that fits the device and the head dimensions.
 
-    The registers that an entry allows are enough for fp32 without modifiers (``plain``); anything more would spill.
+    The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are.
     """
     entries = (SMALL,) if target.backend == "opencl" and target.software else ENTRIES
     entries = tuple(replace(entry, shape=_narrowed(entry.shape, head_dim)) for entry in entries)
-    fitting = [entry.shape for entry in entries if _fits(entry, target, head_dim, value_dim)]
+    fitting = [entry.shape for entry in entries if _fits(entry, target, head_dim, value_dim, min(modifiers, 2))]
     if not fitting:
         need = min(e.shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, e.shape)) for e in entries)
         raise KernelError(
@@ -57,7 +69,7 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, plain: bool = Tr
         )
     # Shuffles spare two barriers per tile: a shape whose rows fit into a subgroup goes before one whose rows do not.
     chosen = next((shape for shape in fitting if uses_subgroups(target, shape)), fitting[0])
-    return chosen if plain else replace(chosen, registers=255)
+    return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
 
 
 def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
@@ -65,10 +77,11 @@ def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
     return replace(shape, chunk_k=8) if padded(head_dim, 8) < padded(head_dim, shape.chunk_k) else shape
 
 
-def _fits(entry: Entry, target: Target, head_dim: int, value_dim: int) -> bool:
+def _fits(entry: Entry, target: Target, head_dim: int, value_dim: int, modifiers: int) -> bool:
     shape = entry.shape
     return (
-        shape.threads <= target.max_threads
+        (not entry.vendors or target.vendor in entry.vendors)
+        and shape.threads <= target.max_threads
         and shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape)) <= target.max_shared_bytes
-        and shape.accumulators(value_dim) <= entry.accumulators
+        and shape.accumulators(value_dim) <= entry.accumulators[modifiers]
     )
