@@ -81,6 +81,9 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
                 lse = b.select(some, (m[r].value + b.log2(total[r])) * LN2, b.const(NEG_INF, f32))
                 with b.if_(b.eq(engine.tx, 0)):
                     b.store(block.lse, block.lse_base + b.cast(at, block.index), lse)
+    # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree, unless a barrier
+    # comes after it: rows past the end would be stored too.
+    b.barrier()
 
 
 class _Stream:
@@ -303,11 +306,6 @@ class _Block:
             self.first_full = (b.max(furthest - left, 0) + (width - 1)) // width
         self.last_tile = (end + (width - 1)) // width
         self.last_full = full_end // width
-        # A block without any kept key still walks one tile, all masked: PoCL 3.1 mixes up the variables of the first
-        # thread when a loop with barriers in it does not run at all.
-        tiles = (self.seq_kv + (width - 1)) // width
-        self.first_tile = b.min(self.first_tile, b.max(tiles - 1, 0))
-        self.last_tile = b.max(self.last_tile, b.min(self.first_tile + 1, tiles))
 
     def modify(self, S: RegisterTile, modifier: mod.Modifier, tile: Value) -> None:
         """Run a modifier over a tile of scores."""

@@ -46,9 +46,26 @@ ENTRIES: tuple[Entry, ...] = (
 )
 """Alternatives in order of preference; the first that fits a device is taken."""
 
+OWN: dict[str, tuple[Entry, ...]] = {
+    # A hardware thread has 128 registers, a value of 8 lanes in each; of the shapes above, threads spill up to 298.
+    "intel": (
+        Entry(SimtShape(64, 64, 16, 16, 8, 8, False), (32, 32, 32)),
+        Entry(SimtShape(64, 32, 16, 16, 8, 8, False), (40, 40, 40)),
+        Entry(SimtShape(32, 32, 16, 16, 16, 4, False), (36, 36, 36)),
+    ),
+    # Four waves of 64, for four SIMDs share 64 KiB (GCN) or 128 KiB (RDNA) of memory and two waves leave half of them
+    # idle. Mesa's estimate of the cycles per score at d64 is 0.66 (navi21) and 0.50 (navi31) of that for the first
+    # shape above. Also, Mesa 22.3 gives RDNA 3 no more than 128 registers, and the shapes above spill there.
+    "amd": (
+        Entry(SimtShape(64, 64, 16, 16, 16, 16, False), (48, 48, 48)),
+        Entry(SimtShape(64, 64, 16, 16, 16, 8, False), (80, 48, 48)),
+        Entry(SimtShape(32, 64, 16, 16, 16, 8, False), (40, 40, 40)),
+    ),
+}
+"""What goes before `ENTRIES` on a vendor's devices. By rule, not measured: from compilers alone (docs/compiled.md)."""
+
 SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160))
-"""For OpenCL on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6), and where PoCL 3.1
-stores rows past the end, against the kernel's own condition, when the tiles are larger."""
+"""For OpenCL on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6)."""
 
 
 def choose_shape(
@@ -58,7 +75,9 @@ def choose_shape(
 
     The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are.
     """
-    entries = (SMALL,) if target.backend == "opencl" and target.software else ENTRIES
+    entries = (*OWN.get(target.vendor, ()), *ENTRIES)
+    if target.backend == "opencl" and target.software:
+        entries = (SMALL,)
     entries = tuple(replace(entry, shape=_narrowed(entry.shape, head_dim)) for entry in entries)
     fitting = [entry.shape for entry in entries if _fits(entry, target, head_dim, value_dim, min(modifiers, 2))]
     if not fitting:
@@ -68,7 +87,9 @@ def choose_shape(
             f"{target.max_shared_bytes} bytes and {target.max_threads} on {target.name}; use another backend"
         )
     # Shuffles spare two barriers per tile: a shape whose rows fit into a subgroup goes before one whose rows do not.
-    chosen = next((shape for shape in fitting if uses_subgroups(target, shape)), fitting[0])
+    # Not so on Intel, where such a shape spills.
+    shuffling = (shape for shape in fitting if uses_subgroups(target, shape) and target.vendor != "intel")
+    chosen = next(shuffling, fitting[0])
     return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
 
 

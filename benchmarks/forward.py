@@ -1,0 +1,196 @@
+"""Our forward pass and PyTorch's, side by side in one run, each result checked against float64 before it is timed.
+
+    python benchmarks/forward.py [--csv FILE] [--dtype float32] [--quick]
+
+On a CUDA machine: PyTorch's EFFICIENT_ATTENTION (fp32, TF32 off) or FLASH_ATTENTION (half), aule through CUDA on the
+same tensors, and aule through Vulkan where it is found. B·S = 16384, H·D = 2048. Also the host's cost of a repeated
+call, the first call with a cold and with a warm disk cache, and the extra device memory at S = 16384.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import aule
+from aule.backends import registry
+from aule.engine.attention import contiguous_strides, prepare_forward
+from aule.errors import AuleError
+from aule.ops.attention.problem import AttentionProblem
+from aule.view import TensorView
+
+ROWS: list[dict[str, object]] = []
+
+
+def timed(call, repeats: int = 15) -> float:
+    """Median seconds of a call on the current CUDA stream."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def error_of(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> float:
+    """Largest error of the last head against float64, relative to the largest output."""
+    last = [x[-1:, -1:].double() for x in (q, k, v)]
+    want = F.scaled_dot_product_attention(*last, is_causal=causal)
+    return float((out[-1:, -1:].double() - want).abs().max() / want.abs().max())
+
+
+def vulkan_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, repeats: int
+) -> tuple[float, float]:
+    """The same problem through Vulkan: seconds and error."""
+    device = registry.find("vulkan")
+    assert device is not None
+    batch, heads, seq, dim = q.shape
+    name = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[q.dtype]
+    problem = AttentionProblem(batch, heads, heads, seq, seq, dim, dim, name, dim**-0.5, causal=causal)
+    shape = tuple(q.shape)
+    memory = {n: device.alloc(q.numel() * q.element_size()) for n in "qkvo"}
+    try:
+        for n, x in zip("qkv", (q, k, v), strict=True):
+            host = x.cpu()
+            device.upload(memory[n], (host.view(torch.uint16) if name == "bf16" else host).numpy())
+        views = {n: TensorView(name, shape, contiguous_strides(shape), "vulkan", m) for n, m in memory.items()}
+        launch = prepare_forward(problem, views, device)
+        args = launch.arguments(memory)
+        times = [device.time_launch(launch.program, launch.plan.grid, args) for _ in range(repeats + 3)][3:]
+        host = torch.empty(shape, dtype=q.dtype)
+        device.download(memory["o"], (host.view(torch.uint16) if name == "bf16" else host).numpy())
+    finally:
+        for allocation in memory.values():
+            device.free(allocation)
+    return statistics.median(times), error_of(host.to(q.device), q, k, v, causal)
+
+
+def compare(dtype: torch.dtype, dim: int, seq: int, causal: bool, repeats: int) -> None:
+    batch, heads = 16384 // seq, 2048 // dim
+    q, k, v = (torch.randn(batch, heads, seq, dim, device="cuda", dtype=dtype) for _ in range(3))
+    flops = 4 * batch * heads * seq * seq * dim / (2 if causal else 1)
+    peer = SDPBackend.EFFICIENT_ATTENTION if dtype == torch.float32 else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(peer):
+        peer_error = error_of(F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v, causal)
+        peer_seconds = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), repeats)
+    row: dict[str, object] = {
+        "dtype": str(dtype).removeprefix("torch."), "head_dim": dim, "seq": seq, "causal": causal,
+        "peer": peer.name, "peer_tflops": round(flops / peer_seconds / 1e12, 1), "peer_error": f"{peer_error:.1e}",
+    }  # fmt: skip
+    results = {"cuda": (timed(lambda: aule.flash_attention(q, k, v, causal=causal), repeats),
+                        error_of(aule.flash_attention(q, k, v, causal=causal), q, k, v, causal))}  # fmt: skip
+    try:
+        results["vulkan"] = vulkan_run(q, k, v, causal, repeats)
+    except AuleError as error:
+        print(f"vulkan: {error}")
+    for name, (seconds, error) in results.items():
+        row[f"{name}_tflops"] = round(flops / seconds / 1e12, 1)
+        row[f"{name}_ratio"] = round(peer_seconds / seconds, 3)
+        row[f"{name}_error"] = f"{error:.1e}"
+    ROWS.append(row)
+    print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+def host_cost() -> None:
+    """Microseconds of host time per call when the device is kept busy elsewhere: calls are only enqueued."""
+    q, k, v = (torch.randn(1, 4, 64, 64, device="cuda") for _ in range(3))
+    calls = {
+        "aule.flash_attention": lambda: aule.flash_attention(q, k, v, causal=True),
+        "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    with torch.no_grad():
+        for name, call in calls.items():
+            for _ in range(50):
+                call()
+            rounds = []
+            for _ in range(20):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(100):
+                    call()
+                rounds.append((time.perf_counter() - start) / 100)
+            print(f"host time per call, {name}: {1e6 * statistics.median(rounds):.1f} us", flush=True)
+
+
+FIRST = """
+import time, torch
+q = torch.randn(1, 4, 512, 64, device="cuda"); torch.cuda.synchronize()
+start = time.perf_counter()
+import aule
+imported = time.perf_counter()
+aule.flash_attention(q, q, q); torch.cuda.synchronize()
+print(f"import {imported - start:.3f} s, first call {time.perf_counter() - imported:.3f} s")
+"""
+
+
+def first_calls() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"AULE_CACHE_DIR": folder, "AULE_DISK_CACHE": "1", "CUDA_CACHE_PATH": folder + "/nv"}
+        for kind in ("cold", "warm"):
+            done = subprocess.run([sys.executable, "-c", FIRST], env=env, capture_output=True, text=True, check=True)
+            print(f"first call, {kind} cache: {done.stdout.strip()}", flush=True)
+
+
+def memory_growth() -> None:
+    """Extra device memory of a call, beyond inputs and output."""
+    for seq in (4096, 8192, 16384):
+        q = torch.randn(1, 8, seq, 64, device="cuda")
+        aule.flash_attention(q, q, q)
+        torch.cuda.synchronize()
+        free_before = torch.cuda.mem_get_info()[0]
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        out, lse = aule.flash_attention(q, q, q, return_lse=True)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - base
+        outside = free_before - torch.cuda.mem_get_info()[0]
+        expected = out.numel() * 4 + lse.numel() * 4
+        print(f"memory at S {seq}: torch peak {peak} bytes (output and lse are {expected}), outside torch {outside}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--csv")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quick", action="store_true", help="only the shapes of the speed floor, fewer repeats")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
+    for dim in (64, 128):
+        for seq in (2048, 8192) if args.quick else (512, 2048, 8192):
+            for causal in (False, True):
+                compare(getattr(torch, args.dtype), dim, seq, causal, 7 if args.quick else 15)
+    host_cost()
+    first_calls()
+    memory_growth()
+    if args.csv:
+        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__,
+                 "aule": aule.__version__, "numpy": np.__version__}  # fmt: skip
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=[*about, *ROWS[0]])
+            writer.writeheader()
+            writer.writerows(about | row for row in ROWS)
+
+
+if __name__ == "__main__":
+    main()
