@@ -1,6 +1,6 @@
 """Runs the forward grid on chosen devices without pytest, for machines that have none.
 
-    python tests/run_grid.py [full|small] cuda vulkan opencl webgpu
+    python tests/run_grid.py [full|small][:COUNT] cuda vulkan opencl webgpu
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from aule.ops.attention.reference import compare
 
 
 def main(size: str, names: list[str]) -> int:
-    cases = grid.forward_grid(size)  # type: ignore[arg-type]
+    size, _, count = size.partition(":")
+    cases = grid.forward_grid(size)[: int(count) if count else None]  # type: ignore[arg-type]
     prepared = []
     for case in cases:
         inputs = grid.make_inputs(case, seed=1)
@@ -28,16 +29,20 @@ def main(size: str, names: list[str]) -> int:
     for name in names:
         device = registry.find(name)
         assert device is not None
-        start, worst, bad = time.perf_counter(), 0.0, []
-        for case, inputs, expected in prepared:
-            problem, operands = grid.case_problem(case, inputs)
-            out, lse = forward_on_host(problem, operands, device)
-            verdict = compare(problem, out, lse, expected)
-            worst = max(worst, verdict.error / verdict.tolerance if verdict.tolerance else 0.0)
-            if not verdict.ok:
-                bad.append(f"  {case}: {verdict.message}")
+        start, worst, bad, done = time.perf_counter(), 0.0, [], 0
+        try:
+            for case, inputs, expected in prepared:
+                problem, operands = grid.case_problem(case, inputs)
+                out, lse = forward_on_host(problem, operands, device)
+                verdict = compare(problem, out, lse, expected)
+                worst = max(worst, verdict.error / verdict.tolerance if verdict.tolerance else 0.0)
+                done += 1
+                if not verdict.ok:
+                    bad.append(f"  {case}: {verdict.message}")
+        except KeyboardInterrupt:
+            print(f"interrupted after {done} of {len(cases)} cases")
         seconds = time.perf_counter() - start
-        print(f"{name} ({device.target.name}): {len(cases) - len(bad)} of {len(cases)} right in {seconds:.1f} s, "
+        print(f"{name} ({device.target.name}): {done - len(bad)} of {done} right in {seconds:.1f} s, "
               f"worst error {worst:.2f} of its tolerance")  # fmt: skip
         print("\n".join(bad), flush=True)
         wrong += len(bad)
@@ -46,5 +51,5 @@ def main(size: str, names: list[str]) -> int:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    chosen = arguments.pop(0) if arguments[:1] in (["full"], ["small"]) else "full"
+    chosen = arguments.pop(0) if arguments and arguments[0].startswith(("full", "small")) else "full"
     sys.exit(main(chosen, arguments))

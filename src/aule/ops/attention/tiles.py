@@ -51,6 +51,7 @@ OWN: dict[str, tuple[Entry, ...]] = {
     "intel": (
         Entry(SimtShape(64, 64, 16, 16, 8, 8, False), (32, 32, 32)),
         Entry(SimtShape(64, 32, 16, 16, 8, 8, False), (40, 40, 40)),
+        Entry(SimtShape(32, 32, 16, 16, 16, 4, True), (28, 28, 28)),
         Entry(SimtShape(32, 32, 16, 16, 16, 4, False), (36, 36, 36)),
     ),
     # Four waves of 64, for four SIMDs share 64 KiB (GCN) or 128 KiB (RDNA) of memory and two waves leave half of them

@@ -1,0 +1,112 @@
+"""The forward kernel at its default tiles goes through every vendor's compiler, without spills. No GPU is needed.
+
+`tools/compile_table.py` has the compilers and writes the whole table; here is a quick part of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from aule.ops.attention.forward import build_forward
+from aule.render.spirv import render
+from aule.target import Target
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compile_table", ROOT / "tools" / "compile_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+table = _load()
+Case = table.Case
+
+ARCHS = tuple(table.SHARED_LIMITS)
+FAMILIES = tuple(table.SYSTEM_FAMILIES)
+SIMPLE = "VK_KHR_shader_float16_int8", "shaderInt16"
+
+# Shared memory decides the tiles: Turing has least, sm_86, sm_89 and sm_120 the same, sm_90 and sm_100 most.
+NVIDIA_CASES = [("f32", 128, "plain"), ("f16", 64, "all"), ("bf16", 256, "causal")]
+INTEL_CASES = [("f32", 64, "causal"), ("f16", 128, "plain"), ("f32", 128, "all"), ("bf16", 256, "all")]
+AMD_CASES = [("f32", 64, "plain"), ("f16", 64, "all"), ("f32", 128, "causal"), ("bf16", 128, "all"), ("f16", 256, "all")]
+
+VULKAN = Target(
+    "vulkan", "plain", subgroup_size=32, max_threads=1024, max_shared_bytes=49152, f16=True, int64=True, storage16=True,
+    storage8=True, language_version=13, extensions=SIMPLE,
+)  # fmt: skip
+VULKAN_TARGETS = {
+    "everything": VULKAN,
+    "no f16": Target(
+        "vulkan", "no f16", subgroup_size=32, max_shared_bytes=32768, int64=True, storage16=True, storage8=True,
+        language_version=12,
+    ),
+    "no storage16": Target("vulkan", "no storage16", subgroup_size=32, max_shared_bytes=32768, language_version=12),
+    "no subgroups": Target(
+        "vulkan", "no subgroups", max_shared_bytes=32768, f16=True, storage16=True, storage8=True, language_version=12,
+        extensions=SIMPLE,
+    ),
+    "no int64": Target(
+        "vulkan", "no int64", subgroup_size=8, max_shared_bytes=16384, f16=True, storage16=True, language_version=12,
+        extensions=SIMPLE,
+    ),
+    "waves of 64": Target(
+        "vulkan", "waves of 64", "amd", subgroup_size=64, subgroup_sizes=(32, 64), max_threads=1024,
+        max_shared_bytes=65536, f16=True, int64=True, storage16=True, storage8=True, language_version=13,
+        extensions=(*SIMPLE, "VK_KHR_vulkan_memory_model", "VK_KHR_shader_float_controls"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas (CUDA toolkit) is not installed")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvidia_does_not_spill(arch: str) -> None:
+    for fields in NVIDIA_CASES:
+        result = table.compile_nvidia(arch, Case(*fields))
+        assert result.spills == 0, result
+        assert result.shared <= table.SHARED_LIMITS[arch], result
+
+
+@pytest.mark.skipif(shutil.which("ocloc") is None, reason="ocloc (Debian: intel-opencl-icd) is not installed")
+@pytest.mark.parametrize("fields", INTEL_CASES, ids=str)
+def test_intel_does_not_spill(fields: tuple[str, int, str]) -> None:
+    result = table.compile_intel("dg2", Case(*fields))
+    assert result.spills == 0, result
+
+
+@pytest.mark.skipif(
+    not table.RADEON_ICD.exists(), reason=f"{table.RADEON_ICD} (Debian: mesa-vulkan-drivers) is not there"
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_amd_does_not_spill(family: str) -> None:
+    results = table.compile_amd(table.RADEON_ICD, family, [Case(*fields) for fields in AMD_CASES])
+    assert [str(Case(*fields)) for fields in AMD_CASES] == [r.case for r in results]
+    for result in results:
+        assert result.spills == 0, result
+        assert result.wave == 64, result
+        assert 0 < result.registers <= 256 and 0 < result.shared <= 65536, result
+
+
+@pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val (Debian: spirv-tools) is not installed")
+@pytest.mark.parametrize("name", VULKAN_TARGETS)
+def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
+    target = VULKAN_TARGETS[name]
+    for fields in (("f32", 64, "plain"), ("f16", 128, "all"), ("bf16", 40, "causal"), ("f16", 256, "all")):
+        artifact = render(build_forward(Case(*fields).config(target), target), target)
+        path = tmp_path / "kernel.spv"
+        path.write_bytes(artifact.code)
+        version = f"vulkan{target.language_version // 10}.{target.language_version % 10}"
+        command = ["spirv-val", "--target-env", version, "--scalar-block-layout", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (name, fields, done.stdout + done.stderr)
