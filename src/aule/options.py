@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionOptions:
-    """Options of `aule.flash_attention`, as the user gave them."""
+class AttentionOptions(NamedTuple):
+    """Options of `aule.flash_attention`, as the user gave them. A tuple, because one is made on every call."""
 
     causal: bool = True
     scale: float | None = None

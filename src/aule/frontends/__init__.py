@@ -10,8 +10,6 @@ import importlib
 import sys
 from types import ModuleType
 
-import numpy as np
-
 from aule.errors import InvalidDtypeError
 
 FRONT_ENDS: tuple[tuple[str, str | None], ...] = (
@@ -22,10 +20,18 @@ FRONT_ENDS: tuple[tuple[str, str | None], ...] = (
 """Module of each front end, and the framework that must be loaded already for it to apply."""
 
 
+_by_type: dict[type, ModuleType] = {}
+
+
 def front_end(array: object) -> ModuleType:
-    """The front end that serves an array."""
-    if isinstance(array, np.ndarray):
-        return importlib.import_module("aule.frontends.numpy")
+    """The front end that serves an array; found once per type."""
+    found = _by_type.get(type(array))
+    if found is None:
+        found = _by_type[type(array)] = _find(array)
+    return found
+
+
+def _find(array: object) -> ModuleType:
     for module, framework in FRONT_ENDS:
         if framework is None or framework in sys.modules:
             candidate = importlib.import_module(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     if options.out is not None:
         raise InvalidDtypeError("[flash_attention] expected no out with DLPack arrays, got one; use the return value")
     arrays = {name: _host(array, name) for name, array in options.arrays().items()}
-    changed = replace(options, **arrays)
+    changed = options._replace(**arrays)
     result = numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed)
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 

@@ -7,7 +7,6 @@ are staged through the host.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ _NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_CUDA_BUILD = torch.version.cuda is not None
 _launches: dict[Any, _CudaLaunch] = {}
 _MAX_LAUNCHES = 4096
 
@@ -43,9 +42,8 @@ def accepts(array: object) -> bool:
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on torch tensors."""
     if torch.is_grad_enabled():
-        _refuse_gradients((q, k, v, options.mask, options.bias, options.alibi_slopes, options.sinks, options.out))
-    forced = options.backend or settings.backend() or "cuda"
-    if q.device.type == "cuda" and torch.version.cuda and forced.startswith("cuda"):
+        _refuse_gradients(q, k, v, options)
+    if q.is_cuda and _CUDA_BUILD and (options.backend or settings.backend() or "cuda").startswith("cuda"):
         return _on_cuda(q, k, v, options)
     if q.device.type == "cpu":
         return _on_host(q, k, v, options)
@@ -65,9 +63,9 @@ def to_precision(tensor: Any, precision: str) -> Any:
     return tensor.to(_PRECISIONS[precision])
 
 
-def _refuse_gradients(tensors: tuple[Any, ...]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+def _refuse_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
+    for tensor in (q, k, v, options.mask, options.bias, options.alibi_slopes, options.sinks, options.out):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
             raise AuleError(
                 "AULE_ERROR_NO_GRADIENT",
                 "[flash_attention] expected tensors that need no gradient, got one with requires_grad=True; this "
@@ -79,60 +77,62 @@ def _refuse_gradients(tensors: tuple[Any, ...]) -> None:
 
 
 class _CudaLaunch:
-    """One signature: the launch with everything fixed but pointers and stream."""
+    """One signature: the launch with everything fixed but pointers and stream. ``launch`` is None for an empty one."""
 
-    __slots__ = ("extra", "lse_shape", "out_shape", "prepared")
+    __slots__ = ("extra", "launch", "like_q", "lse_shape", "out_shape")
 
-    def __init__(self, prepared: Any, out_shape: tuple[int, ...], lse_shape: Any, extra: tuple[str, ...]) -> None:
-        self.prepared = prepared
+    def __init__(self, launch: Any, like_q: bool, out_shape: Any, lse_shape: Any, extra: tuple[str, ...]) -> None:
+        self.launch = launch
+        self.like_q = like_q
         self.out_shape = out_shape
         self.lse_shape = lse_shape
         self.extra = extra
 
 
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    o = options
+    """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
+    causal, scale, window, softcap, mask, bias, alibi, sinks, align, want_lse, out, backend = options
+    if isinstance(scale, torch.Tensor):
+        return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
     try:
-        qp, kp, vp = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        qp, kp, vp, index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
+        key: Any = (
+            q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
+            v.dtype, v.get_device(), (qp | kp | vp) & 15, causal, scale, window, softcap, align, want_lse, backend,
+        )  # fmt: skip
+        if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
+            key += tuple(_signature(x) for x in (mask, bias, alibi, sinks, out))
+        found = _launches.get(key)
     except AttributeError:
         _require_tensor(k, "k")
         _require_tensor(v, "v")
         raise
-    key: Any = (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device, (qp | kp | vp) & 15, o.causal, o.scale, o.window, o.softcap, o.causal_align, o.return_lse, o.backend,
-    )  # fmt: skip
-    arrays = (o.mask, o.bias, o.alibi_slopes, o.sinks, o.out)
-    if any(a is not None for a in arrays):
-        key += tuple(_signature(a) for a in arrays)
-    try:
-        launch = _launches.get(key)
     except TypeError:  # a window given as a list
-        return _on_cuda(q, k, v, replace(o, window=tuple(o.window)))  # type: ignore[arg-type]
-    if launch is None:
-        launch = _prepare(q, k, v, options)
+        return _on_cuda(q, k, v, options._replace(window=tuple(window)))  # type: ignore[arg-type]
+    if found is None:
+        found = _prepare(q, k, v, options)
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        _launches[key] = launch
-    out = torch.empty(launch.out_shape, dtype=q.dtype, device=q.device) if o.out is None else o.out
-    lse = None
-    if launch.prepared is not None:
+        _launches[key] = found
+    if out is None:  # empty_like is the quicker way to an output, by 3 us
+        out = torch.empty_like(q) if found.like_q else q.new_empty(found.out_shape)
+    lse = q.new_empty(found.lse_shape, dtype=torch.float32) if want_lse else None
+    if found.launch is not None:
         pointers = [qp, kp, vp, out.data_ptr()]
-        for name in launch.extra:
-            pointers.append(getattr(o, name).data_ptr())
-        if o.return_lse:
-            lse = torch.empty(launch.lse_shape, dtype=torch.float32, device=q.device)
+        if found.extra:
+            pointers += [getattr(options, name).data_ptr() for name in found.extra]
+        if lse is not None:
             pointers.append(lse.data_ptr())
-        launch.prepared.launch(pointers, _stream(q.device))
-    elif o.return_lse:
-        lse = torch.empty(launch.lse_shape, dtype=torch.float32, device=q.device)
-    return (out, lse) if o.return_lse else out
+        found.launch(pointers, _raw_stream(index))
+    return (out, lse) if want_lse else out
 
 
-def _stream(device: Any) -> int:
-    if _raw_stream is not None:
-        return int(_raw_stream(device.index))
-    return int(torch.cuda.current_stream(device).cuda_stream)
+def _raw_stream(index: int) -> int:
+    """Native handle of the current stream; replaced by PyTorch's own quick look-up where there is one."""
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 
 
 def _signature(tensor: Any) -> Any:
@@ -163,13 +163,14 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
     if options.out is not None:
         aligned["o"] = options.out.data_ptr() % 16 == 0
     launch = prepare_forward(problem, memory, device, aligned)
-    prepared = None
+    start = None
     if launch.plan.grid[0]:
         scalars = launch.arguments(dict.fromkeys((*memory, "lse")))
-        prepared = device.prepare(launch.program, launch.plan.grid, scalars)
+        start = device.prepare(launch.program, launch.plan.grid, scalars).launch
     fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks"}
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
-    return _CudaLaunch(prepared, operands.out_shape, operands.lse_shape, extra)
+    like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
+    return _CudaLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
 
 
 def _require_tensor(tensor: Any, name: str) -> None:
@@ -253,7 +254,7 @@ def _staged(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
                 f"[flash_attention] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
             )
     moved = {name: array.cpu() for name, array in options.arrays().items()}
-    result = _on_host(q.cpu(), k.cpu(), v.cpu(), replace(options, out=None, **moved))
+    result = _on_host(q.cpu(), k.cpu(), v.cpu(), options._replace(out=None, **moved))
     out, lse = result if options.return_lse else (result, result)
     if options.out is not None:
         out = _checked_out(options.out, tuple(out.shape), q).copy_(out)

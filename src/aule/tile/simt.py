@@ -1,9 +1,9 @@
 """The simt engine: register-blocked products out of shared memory, for any GPU.
 
-A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them in strips of up to four consecutive
-rows and columns, so that a thread's part of either operand of a product is read sixteen bytes at a time. Both operands
-lie in shared memory with the dimension that is summed over outermost: Q, K and P are transposed on their way in, V is
-so already. Rows there are padded by four elements to keep lanes off each other's banks.
+A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them in strips of up to four rows and
+columns, so that a thread's part of either operand of a product is read sixteen bytes at a time. Both operands lie in
+shared memory with the dimension that is summed over outermost: Q, K and P are transposed on their way in, V is so
+already. Rows there are padded by four elements to keep lanes off each other's banks.
 
 Two habits of NVIDIA's hardware decide the order of things; neither costs anything elsewhere.
 
