@@ -38,8 +38,3 @@ def vulkan_sdk() -> Path | None:
     """``VULKAN_SDK``: where LunarG's SDK is; on macOS the Vulkan loader is looked for in it first."""
     chosen = os.environ.get("VULKAN_SDK")
     return Path(chosen) if chosen else None
-
-
-def verify_kernels() -> bool:
-    """``AULE_VERIFY=1`` also checks the IR after every legalisation pass (it is always checked before)."""
-    return os.environ.get("AULE_VERIFY", "0") == "1"

@@ -1,0 +1,116 @@
+"""The forward kernel on the interpreter with the sanitizer on: the small grid, and tiles of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grid
+import numpy as np
+import pytest
+
+from aule.engine.attention import contiguous_strides, named
+from aule.ir.interpret import interpret
+from aule.ir.verify import verify
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.reference import compare
+from aule.ops.attention.tiles import ENTRIES
+from aule.ops.attention.validate import Operands, attention_problem
+from aule.target import Target
+from aule.tile.simt import SimtShape
+from aule.view import TensorView
+
+SMALL_SHAPES = {
+    "resident": SimtShape(16, 16, 4, 4, 8, 8, True),
+    "streamed": SimtShape(16, 16, 4, 4, 8, 4, False),
+    "parts": SimtShape(16, 32, 4, 4, 8, 4, False, block_p=16),
+    "two-rows": SimtShape(16, 16, 4, 8, 8, 8, False),
+}
+STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
+
+def target(subgroup_size: int) -> Target:
+    sizes = (subgroup_size,) if subgroup_size else ()
+    return Target("vulkan", subgroup_size=subgroup_size, subgroup_sizes=sizes, max_shared_bytes=1 << 20, int64=True)
+
+
+def run(
+    problem: AttentionProblem, operands: Operands, shape: SimtShape, subgroup_size: int, index64: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward pass on the interpreter, on copies packed as the engine packs them."""
+    out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
+    out = np.zeros(out_shape, STORED[problem.dtype])
+    lse = np.zeros(out_shape[:3], np.float32)
+    result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "device", None)
+    views: dict[str, TensorView] = {"o": result}
+    memory: dict[str, Any] = {"o": out.reshape(-1), "lse": lse.reshape(-1)}
+    for name, view in named(operands, result).items():
+        if name != "o":
+            used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
+            packed = np.ascontiguousarray(view.storage[used])
+            steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
+            views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
+            memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
+    plan = plan_forward(problem, views, target(subgroup_size), shape=shape)
+    kernel = build_forward(replace(plan.config, index64=index64), target(subgroup_size))
+    verify(kernel)
+    values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
+    if plan.grid[0]:
+        interpret(kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=subgroup_size or 32)
+    return out, lse
+
+
+@pytest.mark.parametrize("subgroup_size", [8, 0])
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
+@pytest.mark.parametrize("case", grid.forward_grid("small"), ids=str)
+def test_small_grid(case: grid.Case, shape: str, subgroup_size: int) -> None:
+    inputs = grid.make_inputs(case, seed=3)
+    problem, operands = grid.case_problem(case, inputs)
+    out, lse = run(problem, operands, SMALL_SHAPES[shape], subgroup_size)
+    verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.shape.block_q}x{e.shape.block_kv}-{e.shape.threads}")
+def test_tiles_of_the_table(entry: Any) -> None:
+    case = next(c for c in grid.forward_grid("full") if c.causal and c.seq_q == 200 and c.head_dim <= 64)
+    inputs = grid.make_inputs(case, seed=4)
+    problem, operands = grid.case_problem(case, inputs)
+    out, lse = run(problem, operands, entry.shape, 32)
+    verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
+def test_guarded_product_has_no_race(shape: str, bad: float) -> None:
+    """Inf and NaN in dropped values take another way through the kernel."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 40, 16), np.float32) for _ in range(3))
+    mask = np.ones((40, 40), bool)
+    mask[:, 5] = False
+    k[:, :, 5], v[:, :, 5] = bad, bad
+    views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v, "mask": mask}.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    out, lse = run(problem, operands, SMALL_SHAPES[shape], 8)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+def test_indices_of_64_bits() -> None:
+    case = grid.forward_grid("small")[2]
+    inputs = grid.make_inputs(case, seed=5)
+    problem, operands = grid.case_problem(case, inputs)
+    out, _ = run(problem, operands, SMALL_SHAPES["streamed"], 8, index64=True)
+    verdict = compare(problem, out, None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+def test_far_views_get_indices_of_64_bits() -> None:
+    case = grid.forward_grid("small")[2]
+    problem, operands = grid.case_problem(case, grid.make_inputs(case, seed=5))
+    near = named(operands, operands.q)
+    far = {name: replace(view, offset=2**31) for name, view in near.items()}
+    assert not plan_forward(problem, near, target(8)).config.index64
+    assert plan_forward(problem, far, target(8)).config.index64
