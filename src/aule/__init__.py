@@ -4,9 +4,11 @@
 >>> out = flash_attention(q, k, v, causal=True)
 """
 
+import importlib as _importlib
 import logging as _logging
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from aule import codegen, kernels
 from aule._version import __version__
 from aule.api import attention, flash_attention
 from aule.context import Aule, Tensor
@@ -26,6 +28,9 @@ from aule.errors import (
     ShaderCompileError,
 )
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
+
+if _TYPE_CHECKING:
+    from aule import codegen, kernels
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -55,3 +60,10 @@ __all__ = [
     "kernels",
     "print_backend_info",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    # Only those who generate kernels themselves need these, and they take as long to import as all the rest.
+    if name in ("codegen", "kernels"):
+        return _importlib.import_module(f"aule.{name}")
+    raise AttributeError(f"module 'aule' has no attribute {name!r}")

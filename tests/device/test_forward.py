@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import devices
 import grid
@@ -171,3 +175,23 @@ def test_other_target_same_answer() -> None:
                 assert verdict, f"{change} {case}: {verdict.message}"
     finally:
         device.target = base
+
+
+VALIDATED = """
+import sys
+sys.path.insert(0, {tests!r})
+import run_grid
+from aule.runtime import vulkan
+wrong = run_grid.main("small:6", ["vulkan"])
+older = ("VUID-VkDeviceCreateInfo-pNext-pNext", "is not supported by this layer")
+print("messages", [m for m in vulkan.validation_messages() if not any(text in m for text in older)], "wrong", wrong)
+"""
+
+
+def test_vulkan_validation_layer_is_silent() -> None:
+    devices.need("vulkan")
+    tests = str(Path(__file__).parent.parent)
+    script = VALIDATED.format(tests=tests)
+    env = os.environ | {"AULE_VULKAN_VALIDATION": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    assert "messages [] wrong 0" in done.stdout, done.stdout + done.stderr

@@ -40,7 +40,13 @@ SIMPLE = "VK_KHR_shader_float16_int8", "shaderInt16"
 # Shared memory decides the tiles: Turing has least, sm_86, sm_89 and sm_120 the same, sm_90 and sm_100 most.
 NVIDIA_CASES = [("f32", 128, "plain"), ("f16", 64, "all"), ("bf16", 256, "causal")]
 INTEL_CASES = [("f32", 64, "causal"), ("f16", 128, "plain"), ("f32", 128, "all"), ("bf16", 256, "all")]
-AMD_CASES = [("f32", 64, "plain"), ("f16", 64, "all"), ("f32", 128, "causal"), ("bf16", 128, "all"), ("f16", 256, "all")]
+AMD_CASES = [
+    ("f32", 64, "plain"),
+    ("f16", 64, "all"),
+    ("f32", 128, "causal"),
+    ("bf16", 128, "all"),
+    ("f16", 256, "all"),
+]
 
 VULKAN = Target(
     "vulkan", "plain", subgroup_size=32, max_threads=1024, max_shared_bytes=49152, f16=True, int64=True, storage16=True,
