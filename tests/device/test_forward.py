@@ -98,6 +98,18 @@ def test_kept_nan_does_come_out(device: Device) -> None:
     assert np.isfinite(np.delete(out[0, 0], 2, axis=1)).all()
 
 
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_nan_score_makes_its_rows_nan(device: Device, where: str) -> None:
+    arrays = {name: random(1, 1, 8, 16, seed=i) for i, name in enumerate("qkv")}
+    arrays[where][0, 0, 3, 2] = np.nan
+    out, lse = run(device, arrays, causal=True, return_lse=True)
+    wild = [3] if where == "q" else range(3, 8)
+    calm = [row for row in range(8) if row not in wild]
+    assert lse is not None
+    assert np.isnan(out[0, 0, wild]).all() and np.isnan(lse[0, 0, wild]).all()
+    assert np.isfinite(out[0, 0, calm]).all() and np.isfinite(lse[0, 0, calm]).all()
+
+
 def test_rows_without_keys_are_zero(device: Device) -> None:
     q, k, v = (random(1, 2, n, 16, seed=i) for i, n in enumerate((40, 10, 10)))
     out, lse = run(device, {"q": q, "k": k, "v": v}, causal=True, return_lse=True)

@@ -70,15 +70,15 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
     b.comment("O / l, and the log-sum-exp")
     total = engine.reduce_rows("add", [x.value for x in l])
     for r, row in enumerate(O.values()):
-        some = total[r] > 0.0  # a row that attends to nothing gives zeros
-        inverse = b.select(some, b.rcp(total[r]), zero)
+        nothing = b.eq(total[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
+        inverse = b.select(nothing, zero, b.rcp(total[r]))
         at = block.row0 + O.row(r)
         with b.if_(at < block.seq_q):
             for c in range(0, len(row), O.strip):
                 strip = [x * inverse for x in row[c : c + O.strip]]
                 block.o.store(b, at, O.col(c), strip, engine.value_cols)
             if block.lse is not None:
-                lse = b.select(some, (m[r].value + b.log2(total[r])) * LN2, b.const(NEG_INF, f32))
+                lse = b.select(nothing, b.const(NEG_INF, f32), (m[r].value + b.log2(total[r])) * LN2)
                 with b.if_(b.eq(engine.tx, 0)):
                     b.store(block.lse, block.lse_base + b.cast(at, block.index), lse)
     # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree, unless a barrier
