@@ -25,21 +25,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "docs" / "compiled.md"
-
-try:
-    import aule  # noqa: F401
-except ImportError:
-    sys.path.insert(0, str(ROOT / "src"))
-
 from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.render import opencl, ptx, spirv
+from aule.runtime.opencl import LARGE_REGISTERS
 from aule.target import Target
 from aule.view import TensorView
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "docs" / "compiled.md"
 
 SHARED_LIMITS = {
     "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448,
@@ -94,7 +90,9 @@ class Case:
         """The kernel that a call on contiguous arrays gets, tiles and all."""
         p = self.problem()
         rows = {"q": p.seq_q, "k": p.seq_kv, "v": p.seq_kv, "o": p.seq_q}
-        shapes = {name: (p.dtype, (p.batch, p.heads_q, n, p.head_dim)) for name, n in rows.items()}
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (p.dtype, (p.batch, p.heads_q, n, p.head_dim)) for name, n in rows.items()
+        }
         if p.mask:
             shapes["mask"] = (p.mask, (p.batch, p.heads_q, p.seq_q, p.seq_kv))
         if p.bias:
@@ -268,7 +266,7 @@ def unpacked_icd(folder: Path) -> Path | None:
 
 def intel_target(name: str = "dg2") -> Target:
     return Target(
-        "opencl", name, "intel", subgroup_size=16, subgroup_sizes=(8, 16, 32), max_threads=256 if name == "skl" else 512,
+        "opencl", name, "intel", subgroup_size=16, subgroup_sizes=(8, 16, 32), max_threads=256,
         max_shared_bytes=65536, max_grid=(2**31 - 1, 65535, 65535), max_buffers=128, max_buffer_bytes=1 << 32, f16=True,
         int64=True, storage16=True, storage8=True, language_version=300, extensions=INTEL_EXTENSIONS,
     )  # fmt: skip
@@ -283,6 +281,7 @@ def compile_intel(device: str, case: Case) -> Result:
         source = Path(folder, "kernel.cl")
         source.write_bytes(artifact.code)
         command = ["ocloc", "compile", "-file", str(source), "-device", device, "-out_dir", folder, "--format", "zebin"]
+        command += ["-options", LARGE_REGISTERS]
         said = _said(command)
         binary = next(path.read_bytes() for path in Path(folder).glob("*.bin"))
     spilled = re.search(r"spilled around (\d+)", said)
@@ -345,18 +344,27 @@ def amd_section(cases: Sequence[Case], drivers: Sequence[tuple[Path, Sequence[st
     lines = [
         "## AMD",
         "",
-        "Mesa's RADV with its null device. Spills are registers of both kinds and bytes of scratch. Latency and inverse "
-        "throughput are ACO's estimates in cycles for guessed trip counts (8 tiles, 4 steps each): they compare "
-        "kernels of the same loops. RDNA is compiled for 64 lanes, as the kernel asks, and for 32 beside it.",
-        "",
-        _head(["driver", "family", "kernel", "tiles", "wave", "VGPRs", "SGPRs", "spills", "LDS", "latency", "inverse"]),
+        "Mesa's RADV with its null device: VGPRs / SGPRs / latency / inverse throughput, + spilled registers and bytes "
+        "of scratch where there are any. The last two are ACO's estimates in cycles of a wave for guessed trip counts "
+        "(8 tiles, 4 steps each): they compare kernels of the same loops. The kernel asks for 64 lanes; 32, where the "
+        "family has them, stand beside it.",
     ]
-    jobs = [(icd, family, cases, (0, 32)) for icd, families in drivers for family in families]
-    for rows in _parallel(compile_amd, jobs):
-        for r in rows:
-            numbers = [r.wave, r.registers, r.scalars, r.spills, r.shared, r.latency, r.throughput]
-            lines.append(_row([r.compiler, r.device, r.case, r.tiles, *("" if n is None else n for n in numbers)]))
+    for icd, families in drivers:
+        rows = [r for found in _parallel(compile_amd, [(icd, f, cases, (0, 32)) for f in families]) for r in found]
+        for wave in (64, 32):
+            cells = {(r.case, r.device): _amd_cell(r) for r in rows if r.wave == wave}
+            shown = [f for f in families if any(device == f for _, device in cells)]
+            head = _head(["kernel", "tiles", "LDS", *shown])
+            lines += ["", f"### {rows[0].compiler}, {wave} lanes", "", head]
+            for case in map(str, cases):
+                one = next(r for r in rows if r.case == case)
+                lines.append(_row([case, one.tiles, one.shared, *(cells[case, f] for f in shown)]))
     return lines
+
+
+def _amd_cell(r: Result) -> str:
+    text = f"{r.registers} / {r.scalars} / {r.latency} / {r.throughput}"
+    return f"{text} + {r.spills}" if r.spills else text
 
 
 def intel_section(cases: Sequence[Case]) -> list[str]:
@@ -364,7 +372,8 @@ def intel_section(cases: Sequence[Case]) -> list[str]:
     lines = [
         "## Intel",
         "",
-        "ocloc on the OpenCL C. Registers are those of a hardware thread, 32 bytes each: one for a value of 8 lanes.",
+        f"ocloc on the OpenCL C with the runtime's `{LARGE_REGISTERS}`, which only dg2 heeds. Registers are those of a "
+        "hardware thread, 32 bytes each: one for a value of 8 lanes.",
         "",
         _head(["kernel", "tiles", "shared", *INTEL_DEVICES]),
     ]
@@ -426,7 +435,7 @@ def main() -> int:
         lines += ["", *(nvidia_section(cases) if shutil.which("ptxas") else ["## NVIDIA", "", "ptxas was not found."])]
     if "amd" in wanted:
         newer = unpacked_icd(options.mesa)
-        drivers = [(newer, NEWER_FAMILIES)] if newer else []
+        drivers: list[tuple[Path, Sequence[str]]] = [(newer, NEWER_FAMILIES)] if newer else []
         drivers += [(RADEON_ICD, SYSTEM_FAMILIES)] if RADEON_ICD.exists() else []
         lines += ["", *(amd_section(cases, drivers) if drivers else ["## AMD", "", "Mesa's RADV was not found."])]
     if "intel" in wanted:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,14 +16,13 @@ from aule.artifact import SCALAR_FORMATS, Artifact
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
-    ClosedError,
     DeviceLostError,
     InvalidArgumentError,
     LaunchError,
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.runtime._refused import save_refused
+from aule.runtime._pooled import Block, PooledDevice, claim_driver
 from aule.runtime.base import Allocation, Device, Program
 from aule.target import Target
 
@@ -48,12 +45,11 @@ _USEFUL_EXTENSIONS = (
     "cl_nv_pragma_unroll",
 )
 _VENDORS = {"nvidia": "nvidia", "advanced micro devices": "amd", "amd": "amd", "intel": "intel", "apple": "apple"}
+LARGE_REGISTERS = "-cl-intel-256-GRF-per-thread"
+"""Build option of Intel's own driver: twice the registers for half the threads. Older devices take no notice of it."""
 _SUB_GROUP_SIZES_INTEL = 0x4108
 _WAVEFRONT_WIDTH_AMD = 0x4043
 _WARP_SIZE_NV = 0x4003
-
-# The whole process shares the driver, and a driver does not survive a fork: its threads and handles stay behind.
-_driver_pid: int | None = None
 
 
 def devices() -> list[Device]:
@@ -69,20 +65,13 @@ def devices() -> list[Device]:
     BackendUnavailableError
         When pyopencl is missing, no driver is installed, or the driver was started before a fork.
     """
-    global _driver_pid
     try:
         cl: Any = importlib.import_module("pyopencl")
     except ImportError as error:
         raise BackendUnavailableError(
             "opencl", f"[opencl] expected the package pyopencl, got {error}; pip install aule-attention[opencl]"
         ) from error
-    if _driver_pid is not None and _driver_pid != os.getpid():
-        raise BackendUnavailableError(
-            "opencl",
-            "[opencl] expected a driver started in this process, got one started before os.fork(); "
-            "start workers with the 'spawn' method",
-        )
-    _driver_pid = os.getpid()
+    claim_driver("opencl")
     try:
         platforms = cl.get_platforms()
     except cl.Error as error:
@@ -109,14 +98,13 @@ def devices() -> list[Device]:
     return [OpenCLDevice(cl, device, index) for index, device in enumerate(sorted(found, key=rank))]
 
 
-class _Block:
-    """One cl.Buffer. ``size`` counts against the device's memory; ``array`` is the host memory of an imported one."""
+class _Block(Block):
+    """One cl.Buffer. ``array`` is the host memory of an imported one, whose size counts as 0."""
 
-    __slots__ = ("array", "buffer", "size")
+    __slots__ = ("array",)
 
     def __init__(self, buffer: Any, size: int, array: npt.NDArray[Any] | None = None) -> None:
-        self.buffer = buffer
-        self.size = size
+        super().__init__(buffer, size)
         self.array = array
 
 
@@ -131,77 +119,25 @@ class _Kernel:
         self.lock = threading.Lock()
 
 
-class OpenCLDevice(Device):
+class OpenCLDevice(PooledDevice[_Block]):
     """One OpenCL device with one context and one in-order queue."""
 
     def __init__(self, cl: Any, device: Any, index: int) -> None:
-        self.target = _target(cl, device)
-        self.index = index
+        target = _target(cl, device)
+        # A quarter of the memory keeps a decode loop free of allocations and leaves room for other users.
+        super().__init__(target, index, target.max_buffer_bytes, max(target.memory_bytes // 4, 64 << 20))
         self._cl = cl
         self._device = device
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._closed = False
-        self._lost = ""
         self._context: Any = None
         self._queue: Any = None
         self._timing_queue: Any = None
-        self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
-        self._pool: dict[int, list[_Block]] = {}
-        self._pooled_bytes = 0
-        # A quarter of the memory keeps a decode loop free of allocations and leaves room for other users.
-        self._pool_limit = max(self.target.memory_bytes // 4, 64 << 20)
         self._retired: list[tuple[Any, _Block]] = []
         self._is_cpu = bool(device.type & cl.device_type.CPU)
-
-    def alloc(self, nbytes: int) -> Allocation:
-        self._open()
-        if nbytes < 0:
-            raise InvalidArgumentError(f"[opencl] expected a size of 0 bytes or more, got {nbytes}")
-        limit = self.target.max_buffer_bytes
-        if nbytes > limit:
-            raise OutOfMemoryError(
-                f"[opencl] expected an allocation of at most {limit} bytes, got {nbytes}; "
-                f"{self.target.name} has no larger buffers, split the batch",
-                nbytes,
-            )
-        size = min(_size_class(nbytes), limit)
-        with self._lock:
-            self._open()  # again: another thread may have closed the device in between
-            waiting = self._pool.get(size)
-            if waiting:
-                block = waiting.pop()
-                self._pooled_bytes -= size
-            else:
-                block = self._new_block(size, nbytes)
-            allocation = Allocation(self, nbytes, block)
-            self._live.add(allocation)
-        return allocation
-
-    def free(self, allocation: Allocation) -> None:
-        if os.getpid() != self._pid:
-            return  # the parent's memory; the child has no driver to give it back to
-        with self._lock:
-            if allocation.freed:
-                return
-            block = self._block(allocation)
-            allocation.freed = True
-            allocation.handle = None
-            self._live.discard(allocation)
-            if block.array is not None:
-                # Kernels under way may still use the array's memory: it lives until the queue has passed this point.
-                with contextlib.suppress(self._cl.Error):
-                    self._retired.append((self._cl.enqueue_marker(self._queue), block))
-                self._sweep()
-            elif self._pooled_bytes + block.size <= self._pool_limit:
-                # The queue is in order, so whoever gets this block next comes after the work that still uses it.
-                self._pool.setdefault(block.size, []).append(block)
-                self._pooled_bytes += block.size
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         queue = self._open()
         block = self._block(allocation)
-        flat = _flat(data, allocation.nbytes, offset)
+        flat = self._flat(data, allocation.nbytes, offset)
         if flat.nbytes:
             self._with_memory(
                 "upload",
@@ -214,7 +150,7 @@ class OpenCLDevice(Device):
         block = self._block(allocation)
         if not out.flags.writeable:
             raise InvalidArgumentError("[opencl] expected a writable array to download into, got a read-only one")
-        flat = _flat(out, allocation.nbytes, offset)
+        flat = self._flat(out, allocation.nbytes, offset)
         if flat.nbytes:
             self._with_memory(
                 "download",
@@ -232,6 +168,8 @@ class OpenCLDevice(Device):
         # No -cl-fast-relaxed-math and no -cl-finite-math-only: masks are made of infinities. Fused multiply-adds need
         # no option, FP_CONTRACT is on by default.
         options = [f"-cl-std=CL{version // 100}.{version // 10 % 10}"]
+        if self.target.vendor == "intel" and self.target.driver.startswith("Intel"):  # not Mesa's, which refuses it
+            options.append(LARGE_REGISTERS)
         try:
             kernel = cl.Kernel(cl.Program(self._context, artifact.text).build(options=options), artifact.entry)
             # NVIDIA's driver notices a wrong entry point only when the kernel is asked for something.
@@ -286,25 +224,6 @@ class OpenCLDevice(Device):
         with self._lock:
             self._sweep()
 
-    def close(self) -> None:
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._queue is not None:
-                with contextlib.suppress(self._cl.Error):
-                    self._queue.finish()
-            for allocation in list(self._live):
-                allocation.freed = True
-                allocation.handle = None
-            self._live.clear()
-            self._pool.clear()
-            self._pooled_bytes = 0
-            self._retired.clear()
-            self._queue = self._timing_queue = self._context = None
-
     def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
         # Only a CPU device works in the array's own memory. A GPU may keep a copy behind CL_MEM_USE_HOST_PTR that
         # nothing but a map brings up to date, and a map would overwrite what the host wrote in the meantime.
@@ -350,22 +269,8 @@ class OpenCLDevice(Device):
     def _enqueue(
         self, queue: Any, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> Any:
-        if program.device is not self:
-            raise LaunchError("[opencl] expected a program loaded on this device, got another device's")
-        params = program.artifact.params
         entry = program.artifact.entry
-        if len(args) != len(params):
-            raise LaunchError(f"[opencl] '{entry}' expected {len(params)} arguments, got {len(args)}")
-        values: list[Any] = []
-        for param, arg in zip(params, args, strict=True):
-            if param.kind == "buffer":
-                if not isinstance(arg, Allocation):
-                    raise LaunchError(f"[opencl] '{entry}' expected an allocation for '{param.name}', got {arg!r}")
-                values.append(self._block(arg).buffer)
-            elif isinstance(arg, Allocation):
-                raise LaunchError(f"[opencl] '{entry}' expected a number for '{param.name}', got an allocation")
-            else:
-                values.append(arg)
+        values = [v.buffer if isinstance(v, _Block) else v for v in self._matched(program, args)]
         x, y, z = grid
         if x == 0 or y == 0 or z == 0:
             return None
@@ -385,19 +290,10 @@ class OpenCLDevice(Device):
 
     def _open(self) -> Any:
         """The queue, after the checks that every call begins with; opens the context on first use."""
-        # Before any lock: in a forked child it may be held by a thread that no longer exists.
-        if os.getpid() != self._pid:
-            raise DeviceLostError(
-                f"[opencl] {self.target.name} was opened before fork; start workers with the 'spawn' method"
-            )
-        if self._closed:
-            raise ClosedError(f"[opencl] {self.target.name} was closed; get a new device")
-        if self._lost:
-            raise DeviceLostError(self._lost)
+        self._check()
         if self._queue is None:
             with self._lock:
-                if self._closed:
-                    raise ClosedError(f"[opencl] {self.target.name} was closed; get a new device")
+                self._check()  # again: another thread may have closed the device in between
                 if self._queue is None:
                     try:
                         self._context = self._cl.Context([self._device])
@@ -409,16 +305,7 @@ class OpenCLDevice(Device):
                         ) from error
         return self._queue
 
-    def _block(self, allocation: Allocation) -> _Block:
-        if allocation.device is not self:
-            raise LaunchError("[opencl] expected an allocation of this device, got another device's")
-        block: _Block | None = allocation.handle
-        if block is None:
-            raise ClosedError("[opencl] expected live memory, got a freed allocation")
-        return block
-
     def _new_block(self, size: int, nbytes: int) -> _Block:
-        """Ask the driver for a buffer. The caller holds the lock."""
         memory = self.target.memory_bytes
         live = sum(a.handle.size for a in self._live)
         # Drivers promise memory that they do not have and fail (or page, or die) at first use: count ourselves.
@@ -441,16 +328,31 @@ class OpenCLDevice(Device):
 
         return _Block(self._with_memory("allocation", nbytes, create), size)
 
+    def _retire(self, block: _Block) -> None:
+        if block.array is None:
+            super()._retire(block)
+            return
+        # Kernels under way may still use the array's memory: it lives until the queue has passed this point.
+        with contextlib.suppress(self._cl.Error):
+            self._retired.append((self._cl.enqueue_marker(self._queue), block))
+        self._sweep()
+
+    def _drain(self) -> None:
+        if self._queue is not None:
+            with contextlib.suppress(self._cl.Error):
+                self._queue.finish()
+
+    def _shut(self) -> None:
+        self._retired.clear()
+        self._queue = self._timing_queue = self._context = None
+
     def _trim(self) -> bool:
         """Give pooled memory back to the driver; True when there was any."""
         with self._lock:
             had = bool(self._pool)
-            self._pool.clear()
-            self._pooled_bytes = 0
+            self._empty_pool()
             if had:
-                # A buffer is released once the work that uses it is done.
-                with contextlib.suppress(self._cl.Error):
-                    self._queue.finish()
+                self._drain()  # a buffer is released once the work that uses it is done
             return had
 
     def _sweep(self) -> None:
@@ -500,34 +402,6 @@ class OpenCLDevice(Device):
             # Short of memory to the last byte is not dead.
             return bool(error.code in (cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE, cl.status_code.OUT_OF_HOST_MEMORY))
         return True
-
-    def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
-        path = save_refused(artifact.language, artifact.code)
-        return ShaderCompileError(
-            f"[opencl] expected kernel '{artifact.entry}' to build, got: {reason}; "
-            f"source saved to {path or 'nowhere (cache directory not writable)'}\n{log}".rstrip(),
-            log,
-            path,
-        )
-
-
-def _size_class(nbytes: int) -> int:
-    """Size to allocate for ``nbytes``: powers of two when small, else eight steps an octave (at most 12.5 % waste)."""
-    if nbytes <= 4096:
-        return max(256, 1 << max(nbytes - 1, 0).bit_length())
-    step = 1 << ((nbytes - 1).bit_length() - 4)
-    return -(-nbytes // step) * step
-
-
-def _flat(array: npt.NDArray[Any], nbytes: int, offset: int) -> npt.NDArray[np.uint8]:
-    """The array's bytes, after checking that they fit into an allocation of ``nbytes`` at ``offset``."""
-    if not array.flags.c_contiguous:
-        raise InvalidArgumentError("[opencl] expected a C-contiguous array, got a strided one; use ascontiguousarray")
-    if offset < 0 or offset + array.nbytes > nbytes:
-        raise InvalidArgumentError(
-            f"[opencl] expected a copy within the allocation's {nbytes} bytes, got {array.nbytes} at offset {offset}"
-        )
-    return array.reshape(-1).view(np.uint8)
 
 
 def _info(device: Any, key: int) -> Any:

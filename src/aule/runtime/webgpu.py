@@ -10,11 +10,8 @@ import contextlib
 import functools
 import importlib
 import itertools
-import os
 import re
 import struct
-import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -26,14 +23,13 @@ from aule.artifact import Artifact
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
-    ClosedError,
     DeviceLostError,
     InvalidArgumentError,
     LaunchError,
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.runtime._refused import save_refused
+from aule.runtime._pooled import Block, PooledDevice, claim_driver, size_class
 from aule.runtime.base import Allocation, Device, Program
 from aule.target import Target
 
@@ -68,9 +64,6 @@ _SUBGROUP_PROBE = """
 fn main(@builtin(subgroup_size) lanes: u32) { size[0] = lanes; }
 """
 
-# The whole process shares the driver, and a driver does not survive a fork: its threads and handles stay behind.
-_driver_pid: int | None = None
-
 
 def devices() -> list[Device]:
     """Every WebGPU adapter over Vulkan, Metal or Direct3D 12: discrete GPUs first, software last.
@@ -87,20 +80,13 @@ def devices() -> list[Device]:
     BackendUnavailableError
         When wgpu is missing, finds no adapter, or was started before a fork.
     """
-    global _driver_pid
     try:
         wgpu: Any = importlib.import_module("wgpu")
     except Exception as error:  # a wgpu whose native library is missing raises RuntimeError or OSError
         raise BackendUnavailableError(
             "webgpu", f"[webgpu] expected the package wgpu, got {error!r}; pip install aule-attention[webgpu]"
         ) from error
-    if _driver_pid is not None and _driver_pid != os.getpid():
-        raise BackendUnavailableError(
-            "webgpu",
-            "[webgpu] expected a driver started in this process, got one started before os.fork(); "
-            "start workers with the 'spawn' method",
-        )
-    _driver_pid = os.getpid()
+    claim_driver("webgpu")
     try:
         adapters = list(wgpu.gpu.enumerate_adapters_sync())
     except Exception as error:
@@ -125,15 +111,14 @@ def devices() -> list[Device]:
     return [WebGPUDevice(wgpu, adapter, index) for index, adapter in enumerate(chosen)]
 
 
-class _Block:
+class _Block(Block):
     """One GPUBuffer. ``serial`` names it in the keys of bind groups: an id() would come back for another buffer."""
 
-    __slots__ = ("buffer", "serial", "size")
+    __slots__ = ("serial",)
     _serials = itertools.count()
 
     def __init__(self, buffer: Any, size: int) -> None:
-        self.buffer = buffer
-        self.size = size
+        super().__init__(buffer, size)
         self.serial = next(self._serials)
 
 
@@ -148,23 +133,18 @@ class _Pipeline:
         self.groups: OrderedDict[tuple[Any, ...], tuple[Any, Any]] = OrderedDict()
 
 
-class WebGPUDevice(Device):
-    """One WebGPU device and its queue."""
+class WebGPUDevice(PooledDevice[_Block]):
+    """One WebGPU device and its queue.
+
+    wgpu-py's objects keep state in Python; every touch of a shared one happens under the device's lock.
+    """
 
     def __init__(self, wgpu: Any, adapter: Any, index: int) -> None:
-        self.target = _target(wgpu, adapter)
-        self.index = index
+        largest = int(adapter.limits["max-buffer-size"]) & ~15
+        super().__init__(_target(wgpu, adapter), index, largest, _POOL_LIMIT)
         self._wgpu = wgpu
         self._adapter = adapter
-        self._pid = os.getpid()
-        # wgpu-py's objects keep state in Python; every touch of a shared one happens under this lock.
-        self._lock = threading.RLock()
-        self._closed = False
-        self._lost = ""
         self._device: Any = None
-        self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
-        self._pool: dict[int, list[_Block]] = {}
-        self._pooled_bytes = 0
         self._uniforms: dict[int, list[Any]] = {}
         self._staging: dict[int, list[Any]] = {}
         self._staging_bytes = 0
@@ -172,54 +152,10 @@ class WebGPUDevice(Device):
         self._timestamps: tuple[Any, Any, float] | None = None
         self._knows_enable_subgroups: bool | None = None
         self._measured_subgroup = 0
-        self._max_alloc = int(adapter.limits["max-buffer-size"]) & ~15
-
-    def alloc(self, nbytes: int) -> Allocation:
-        if nbytes < 0:
-            raise InvalidArgumentError(f"[webgpu] expected a size of 0 bytes or more, got {nbytes}")
-        self._check()
-        if nbytes > self._max_alloc:
-            raise OutOfMemoryError(
-                f"[webgpu] expected an allocation of at most {self._max_alloc} bytes, got {nbytes}; "
-                f"{self.target.name} has no larger buffers, split the batch",
-                nbytes,
-            )
-        size = min(_size_class(nbytes), self._max_alloc)
-        with self._lock:
-            device = self._open()
-            waiting = self._pool.get(size)
-            if waiting:
-                block = waiting.pop()
-                self._pooled_bytes -= size
-            else:
-                usage = self._wgpu.BufferUsage
-                flags = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
-                with self._translated("allocation", nbytes):
-                    block = _Block(self._new_buffer(device, size, flags), size)
-            allocation = Allocation(self, nbytes, block)
-            self._live.add(allocation)
-        return allocation
-
-    def free(self, allocation: Allocation) -> None:
-        if os.getpid() != self._pid:
-            return  # the parent's memory; the child has no driver to give it back to
-        with self._lock:
-            if allocation.freed:
-                return
-            block = self._block(allocation)
-            allocation.freed = True
-            allocation.handle = None
-            self._live.discard(allocation)
-            # The queue is in order, so whoever gets this block next comes after the work that still uses it.
-            if self._pooled_bytes + block.size <= _POOL_LIMIT:
-                self._pool.setdefault(block.size, []).append(block)
-                self._pooled_bytes += block.size
-            else:
-                block.buffer.destroy()  # takes effect when the work that uses it is done
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        flat = _flat(data, allocation.nbytes, offset)
+        flat = self._flat(data, allocation.nbytes, offset)
         with self._lock, self._translated("upload", flat.nbytes):
             device = self._open()
             block = self._block(allocation)
@@ -249,7 +185,7 @@ class WebGPUDevice(Device):
         self._check()
         if not out.flags.writeable:
             raise InvalidArgumentError("[webgpu] expected a writable array to download into, got a read-only one")
-        flat = _flat(out, allocation.nbytes, offset)
+        flat = self._flat(out, allocation.nbytes, offset)
         with self._lock:
             device = self._open()
             block = self._block(allocation)
@@ -317,33 +253,6 @@ class WebGPUDevice(Device):
                 device = self._open()
             self._wait(device)
 
-    def close(self) -> None:
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            device, self._device = self._device, None
-            if device is not None:
-                # The driver may be gone by now; what it held went with it.
-                with contextlib.suppress(Exception):
-                    self._wait(device)
-            for allocation in list(self._live):
-                allocation.handle.buffer.destroy()
-                allocation.freed = True
-                allocation.handle = None
-            self._live.clear()
-            for block in itertools.chain(*self._pool.values()):
-                block.buffer.destroy()
-            self._pool.clear()
-            for buffer in itertools.chain(*self._uniforms.values(), *self._staging.values()):
-                buffer.destroy()
-            self._uniforms.clear()
-            self._staging.clear()
-            self._fence = self._timestamps = None
-            self._pooled_bytes = self._staging_bytes = 0
-
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> float:
@@ -364,17 +273,6 @@ class WebGPUDevice(Device):
                 return float(ticks[1] - ticks[0]) * period * 1e-9
         return super().time_launch(program, grid, args)
 
-    def _check(self) -> None:
-        """What every call begins with, before any lock: in a forked child a thread that is gone may hold it."""
-        if os.getpid() != self._pid:
-            raise DeviceLostError(
-                f"[webgpu] {self.target.name} was opened before fork; start workers with the 'spawn' method"
-            )
-        if self._closed:
-            raise ClosedError(f"[webgpu] {self.target.name} was closed; get a new device")
-        if self._lost:
-            raise DeviceLostError(self._lost)
-
     def _open(self) -> Any:
         """The GPUDevice, opened on first use. The caller holds the lock."""
         self._check()
@@ -392,13 +290,28 @@ class WebGPUDevice(Device):
                 ) from error
         return self._device
 
-    def _block(self, allocation: Allocation) -> _Block:
-        if allocation.device is not self:
-            raise LaunchError("[webgpu] expected an allocation of this device, got another device's")
-        block: _Block | None = allocation.handle
-        if block is None:
-            raise ClosedError("[webgpu] expected live memory, got a freed allocation")
-        return block
+    def _new_block(self, size: int, nbytes: int) -> _Block:
+        usage = self._wgpu.BufferUsage
+        flags = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
+        with self._translated("allocation", nbytes):
+            return _Block(self._new_buffer(self._device, size, flags), size)
+
+    def _destroy(self, block: _Block) -> None:
+        block.buffer.destroy()  # takes effect when the work that uses it is done
+
+    def _drain(self) -> None:
+        if self._device is not None:
+            # The driver may be gone by now; what it held went with it.
+            with contextlib.suppress(Exception):
+                self._wait(self._device)
+
+    def _shut(self) -> None:
+        for buffer in itertools.chain(*self._uniforms.values(), *self._staging.values()):
+            buffer.destroy()
+        self._uniforms.clear()
+        self._staging.clear()
+        self._staging_bytes = 0
+        self._device = self._fence = self._timestamps = None
 
     def _with_memory(self, device: Any, action: Callable[[], _T]) -> _T:
         """Run a wgpu call; when it is out of memory, drop the pools and try once more. The caller holds the lock."""
@@ -420,14 +333,14 @@ class WebGPUDevice(Device):
 
     def _trim(self, device: Any) -> bool:
         """Give pooled memory back to the driver; True when there was any. The caller holds the lock."""
-        pooled = list(itertools.chain(*self._pool.values()))
         staging = list(itertools.chain(*self._staging.values()))
-        for buffer in [b.buffer for b in pooled] + staging:
+        had = any(self._pool.values()) or bool(staging)
+        self._empty_pool()
+        for buffer in staging:
             buffer.destroy()
-        self._pool.clear()
         self._staging.clear()
-        self._pooled_bytes = self._staging_bytes = 0
-        if not pooled and not staging:
+        self._staging_bytes = 0
+        if not had:
             return False
         # Memory comes back when the work that uses it is done.
         self._wait(device)
@@ -437,7 +350,7 @@ class WebGPUDevice(Device):
         """Copy bytes out of a buffer through mapped staging memory; waits."""
         first = start & ~3
         size = -(-(start + out.nbytes) // 4) * 4 - first
-        capacity = max(_size_class(size), 4096)
+        capacity = max(size_class(size), 4096)
         with self._lock:
             waiting = self._staging.get(capacity)
             if waiting:
@@ -488,25 +401,12 @@ class WebGPUDevice(Device):
 
     def _bind(self, device: Any, program: Program, args: Sequence[Allocation | int | float]) -> Any:
         """The bind group for these arguments, remembered from an earlier launch where possible."""
-        if program.device is not self:
-            raise LaunchError("[webgpu] expected a program loaded on this device, got another device's")
         artifact = program.artifact
-        if len(args) != len(artifact.params):
-            raise LaunchError(f"[webgpu] '{artifact.entry}' expected {len(artifact.params)} arguments, got {len(args)}")
-        blocks: list[_Block] = []
-        ranges: list[int] = []
-        scalars: list[int | float] = []
-        for param, arg in zip(artifact.params, args, strict=True):
-            if param.kind == "buffer":
-                if not isinstance(arg, Allocation):
-                    raise LaunchError(f"[webgpu] '{artifact.entry}' expected memory for '{param.name}', got {arg!r}")
-                blocks.append(self._block(arg))
-                # Whole vectors of four words, so that a kernel may read its last elements as one.
-                ranges.append(max(-(-arg.nbytes // 16) * 16, 16))
-            elif isinstance(arg, Allocation):
-                raise LaunchError(f"[webgpu] '{artifact.entry}' expected a number for '{param.name}', got memory")
-            else:
-                scalars.append(arg)
+        values = self._matched(program, args)
+        blocks = [v for v in values if isinstance(v, _Block)]
+        scalars = [v for v in values if not isinstance(v, _Block)]
+        # Whole vectors of four words, so that a kernel may read its last elements as one.
+        ranges = [max(-(-a.nbytes // 16) * 16, 16) for a in args if isinstance(a, Allocation)]
         try:
             packed = artifact.scalar_struct.pack(*scalars) if scalars else b""
         except (struct.error, OverflowError, TypeError) as error:
@@ -648,34 +548,6 @@ class WebGPUDevice(Device):
             self._lost = f"[webgpu] {name} stopped answering ({what}: {text}); get a new device"
             return DeviceLostError(self._lost)
         return LaunchError(f"[webgpu] {what} failed on {name}: {text}")
-
-    def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
-        path = save_refused(artifact.language, artifact.code)
-        return ShaderCompileError(
-            f"[webgpu] expected kernel '{artifact.entry}' to build, got: {reason}; "
-            f"source saved to {path or 'nowhere (cache directory not writable)'}\n{log}".rstrip(),
-            log,
-            path,
-        )
-
-
-def _size_class(nbytes: int) -> int:
-    """Size to allocate for ``nbytes``: powers of two when small, else eight steps an octave (at most 12.5 % waste)."""
-    if nbytes <= 4096:
-        return max(256, 1 << max(nbytes - 1, 0).bit_length())
-    step = 1 << ((nbytes - 1).bit_length() - 4)
-    return -(-nbytes // step) * step
-
-
-def _flat(array: npt.NDArray[Any], nbytes: int, offset: int) -> npt.NDArray[np.uint8]:
-    """The array's bytes, after checking that they fit into an allocation of ``nbytes`` at ``offset``."""
-    if not array.flags.c_contiguous:
-        raise InvalidArgumentError("[webgpu] expected a C-contiguous array, got a strided one; use ascontiguousarray")
-    if offset < 0 or offset + array.nbytes > nbytes:
-        raise InvalidArgumentError(
-            f"[webgpu] expected a copy within the allocation's {nbytes} bytes, got {array.nbytes} at offset {offset}"
-        )
-    return array.reshape(-1).view(np.uint8)
 
 
 def _identity(adapter: Any) -> tuple[int, int]:

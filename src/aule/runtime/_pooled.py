@@ -1,0 +1,290 @@
+"""Devices with one in-order queue and a pool of whole buffers: what OpenCL and WebGPU have in common.
+
+The pool needs no more than the order of the queue. Who gets a freed buffer next uses it after the work that still does,
+so nothing waits for an event, and a buffer is never divided.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.artifact import Artifact
+from aule.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceLostError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Allocation, Device, Program
+from aule.target import Target
+
+# The whole process shares a driver, and a driver does not survive a fork: its threads and handles stay behind.
+_driver_pids: dict[str, int] = {}
+
+
+def claim_driver(backend: str) -> None:
+    """Note that this process starts the backend's driver.
+
+    Parameters
+    ----------
+    backend : str
+        As `Target.backend`.
+
+    Raises
+    ------
+    BackendUnavailableError
+        When a parent of this process had started it before the fork.
+    """
+    if _driver_pids.setdefault(backend, os.getpid()) != os.getpid():
+        raise BackendUnavailableError(
+            backend,
+            f"[{backend}] expected a driver started in this process, got one started before os.fork(); "
+            "start workers with the 'spawn' method",
+        )
+
+
+def size_class(nbytes: int) -> int:
+    """Size to allocate for ``nbytes``: powers of two when small, else eight steps an octave (at most 12.5 % waste)."""
+    if nbytes <= 4096:
+        return max(256, 1 << max(nbytes - 1, 0).bit_length())
+    step = 1 << ((nbytes - 1).bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+class Block:
+    """One buffer of the driver; the handle of an allocation. ``size`` counts against the device's memory."""
+
+    __slots__ = ("buffer", "size")
+
+    def __init__(self, buffer: Any, size: int) -> None:
+        self.buffer = buffer
+        self.size = size
+
+
+B = TypeVar("B", bound=Block)
+
+
+class PooledDevice(Device, Generic[B]):
+    """A device that keeps freed buffers for reuse.
+
+    Parameters
+    ----------
+    target : Target
+        What the device can do; its ``backend`` heads every message.
+    index : int
+        As `Device.index`.
+    largest : int
+        Bytes of the largest buffer that the driver makes.
+    pool_limit : int
+        Freed bytes kept for reuse.
+    """
+
+    def __init__(self, target: Target, index: int, largest: int, pool_limit: int) -> None:
+        self.target = target
+        self.index = index
+        self._largest = largest
+        self._pool_limit = pool_limit
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._lost = ""
+        self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        self._pool: dict[int, list[B]] = {}
+        self._pooled_bytes = 0
+
+    def alloc(self, nbytes: int) -> Allocation:
+        self._check()
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[{self.target.backend}] expected a size of 0 bytes or more, got {nbytes}")
+        if nbytes > self._largest:
+            raise OutOfMemoryError(
+                f"[{self.target.backend}] expected an allocation of at most {self._largest} bytes, got {nbytes}; "
+                f"{self.target.name} has no larger buffers, split the batch",
+                nbytes,
+            )
+        size = min(size_class(nbytes), self._largest)
+        with self._lock:
+            self._open()  # checks again: another thread may have closed the device in between
+            waiting = self._pool.get(size)
+            if waiting:
+                block = waiting.pop()
+                self._pooled_bytes -= size
+            else:
+                block = self._new_block(size, nbytes)
+            allocation = Allocation(self, nbytes, block)
+            self._live.add(allocation)
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        if os.getpid() != self._pid:
+            return  # the parent's memory; the child has no driver to give it back to
+        with self._lock:
+            if allocation.freed:
+                return
+            block = self._block(allocation)
+            allocation.freed = True
+            allocation.handle = None
+            self._live.discard(allocation)
+            self._retire(block)
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._drain()
+            for allocation in list(self._live):
+                self._destroy(allocation.handle)
+                allocation.freed = True
+                allocation.handle = None
+            self._live.clear()
+            self._empty_pool()
+            self._shut()
+
+    @abstractmethod
+    def _open(self) -> Any:
+        """The driver's object that takes work, after `_check`; opened on first use. `alloc` calls it under the lock."""
+
+    @abstractmethod
+    def _new_block(self, size: int, nbytes: int) -> B:
+        """Ask the driver for a buffer.
+
+        The device is open and the caller holds the lock.
+
+        Parameters
+        ----------
+        size : int
+            Bytes to ask for.
+        nbytes : int
+            Bytes that the user wants, for the message.
+
+        Raises
+        ------
+        OutOfMemoryError
+            When there is not enough memory even without the pool.
+        """
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Wait for all work before the memory goes, whatever became of it. The caller holds the lock."""
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Let go of what the driver holds beside the blocks. The caller holds the lock."""
+
+    def _destroy(self, block: B) -> None:
+        """Give a block's memory back to the driver, where that takes more than the last reference to it."""
+
+    def _retire(self, block: B) -> None:
+        """Keep a freed block for reuse, or destroy it when enough are kept. The caller holds the lock."""
+        if self._pooled_bytes + block.size <= self._pool_limit:
+            # The queue is in order, so whoever gets this block next comes after the work that still uses it.
+            self._pool.setdefault(block.size, []).append(block)
+            self._pooled_bytes += block.size
+        else:
+            self._destroy(block)
+
+    def _empty_pool(self) -> None:
+        """Destroy every pooled block. The caller holds the lock."""
+        for blocks in self._pool.values():
+            for block in blocks:
+                self._destroy(block)
+        self._pool.clear()
+        self._pooled_bytes = 0
+
+    def _check(self) -> None:
+        """What every call begins with, before any lock: in a forked child a thread that is gone may hold it."""
+        if os.getpid() != self._pid:
+            raise DeviceLostError(
+                f"[{self.target.backend}] {self.target.name} was opened before fork; "
+                "start workers with the 'spawn' method"
+            )
+        if self._closed:
+            raise ClosedError(f"[{self.target.backend}] {self.target.name} was closed; get a new device")
+        if self._lost:
+            raise DeviceLostError(self._lost)
+
+    def _block(self, allocation: Allocation) -> B:
+        """The block of a live allocation of this device."""
+        if allocation.device is not self:
+            raise LaunchError(f"[{self.target.backend}] expected an allocation of this device, got another device's")
+        block: B | None = allocation.handle
+        if block is None:
+            raise ClosedError(f"[{self.target.backend}] expected live memory, got a freed allocation")
+        return block
+
+    def _flat(self, array: npt.NDArray[Any], nbytes: int, offset: int) -> npt.NDArray[np.uint8]:
+        """The array's bytes, after checking that they fit into an allocation of ``nbytes`` at ``offset``."""
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(
+                f"[{self.target.backend}] expected a C-contiguous array, got a strided one; use ascontiguousarray"
+            )
+        if offset < 0 or offset + array.nbytes > nbytes:
+            raise InvalidArgumentError(
+                f"[{self.target.backend}] expected a copy within the allocation's {nbytes} bytes, got {array.nbytes} "
+                f"at offset {offset}"
+            )
+        return array.reshape(-1).view(np.uint8)
+
+    def _matched(self, program: Program, args: Sequence[Allocation | int | float]) -> list[B | int | float]:
+        """A launch's arguments, matched with the program's parameters.
+
+        Parameters
+        ----------
+        program : Program
+            Must be loaded on this device.
+        args : sequence of Allocation, int or float
+            As for `launch`.
+
+        Returns
+        -------
+        list of Block, int or float
+            In order, the block of a buffer and the number for a scalar. Whether a number fits is not looked at.
+
+        Raises
+        ------
+        LaunchError
+            When the arguments are too few, too many, of the wrong kind or another device's.
+        ClosedError
+            When an allocation was freed.
+        """
+        backend, entry, params = self.target.backend, program.artifact.entry, program.artifact.params
+        if program.device is not self:
+            raise LaunchError(f"[{backend}] expected a program loaded on this device, got another device's")
+        if len(args) != len(params):
+            raise LaunchError(f"[{backend}] '{entry}' expected {len(params)} arguments, got {len(args)}")
+        values: list[B | int | float] = []
+        for param, arg in zip(params, args, strict=True):
+            if param.kind == "buffer":
+                if not isinstance(arg, Allocation):
+                    raise LaunchError(f"[{backend}] '{entry}' expected an allocation for '{param.name}', got {arg!r}")
+                values.append(self._block(arg))
+            elif isinstance(arg, Allocation):
+                raise LaunchError(f"[{backend}] '{entry}' expected a number for '{param.name}', got an allocation")
+            else:
+                values.append(arg)
+        return values
+
+    def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
+        """The error for a kernel that cannot be loaded; its source is saved for inspection."""
+        path = save_refused(artifact.language, artifact.code)
+        return ShaderCompileError(
+            f"[{self.target.backend}] expected kernel '{artifact.entry}' to build, got: {reason}; "
+            f"source saved to {path or 'nowhere (cache directory not writable)'}\n{log}".rstrip(),
+            log,
+            path,
+        )
