@@ -12,7 +12,8 @@ Two habits of NVIDIA's hardware decide the order of things; neither costs anythi
   (2n, 2n+1) differ in ``ty`` and share ``tx``, and lanes that differ in bit 1 share ``ty``.
 * An FFMA issues every cycle only if it reads at most one register from each of two banks (even and odd numbers). Going
   along a row, the left element stays in the operand cache, and the right one, whose register is as odd as its column,
-  meets an accumulator that can be given the other bank.
+  meets an accumulator that can be given the other bank. Rows are gone along forth and back, so that at the turn the
+  right element stays. ptxas keeps the order it is given.
 
 Global memory is read one step ahead into registers (`Stager`) and written to one of two shared stages: one barrier
 per step, and the memory's latency passes under the products.
@@ -385,7 +386,8 @@ class Simt:
             for c in cols:
                 y += b.unpack(b.load(self.stage, right_base + (k * right_stride + c * shape.threads_x), tile.strip))
             for r, row in enumerate(acc):
-                acc[r] = [b.fma(x[r], y[c], row[c]) for c in range(len(row))]
+                for c in range(len(row)) if r % 2 == 0 else reversed(range(len(row))):
+                    row[c] = b.fma(x[r], y[c], row[c])
         tile.assign(acc)
 
     def multiply_values_guarded(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
