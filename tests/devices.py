@@ -14,12 +14,16 @@ BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "msl-shim")
 
 
 @functools.cache
+def shim() -> Device:
+    from msl_shim import ShimDevice
+
+    return ShimDevice()
+
+
 def device(name: str) -> Device:
     """The first device of a backend; raises `AuleError` when there is none."""
     if name == "msl-shim":
-        from msl_shim import ShimDevice
-
-        return ShimDevice()
+        return shim()
     found = registry.find(name)
     assert found is not None
     return found

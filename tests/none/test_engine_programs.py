@@ -303,3 +303,21 @@ def test_the_key_is_the_configuration_and_the_target() -> None:
     device, tracer = FakeDevice(), Tracer()
     program = programs.program(device, "config", tracer)
     assert cache.load(cache.key("config", device.target)) == program.artifact
+
+
+def test_a_closed_device_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes a device does not take it away from the others for good."""
+    made: list[Device] = []
+
+    def probe(self: registry.Backend) -> list[Device]:
+        made.append(FakeDevice())
+        return made[-1:]
+
+    monkeypatch.setattr(registry.Backend, "devices", probe)
+    monkeypatch.setattr(registry, "_found", {})
+    monkeypatch.setattr(registry, "_errors", {})
+    first = registry.find("vulkan")
+    assert registry.find("vulkan") is first
+    assert first is not None
+    first._closed = True
+    assert registry.find("vulkan") is made[1] is not first

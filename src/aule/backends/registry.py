@@ -91,7 +91,7 @@ def devices(name: str) -> list[Device]:
         if name in _errors:
             # A copy: an exception that is raised again and again collects every caller's frames.
             raise copy.copy(_errors[name])
-        if name not in _found:
+        if name not in _found or any(device.closed for device in _found[name]):
             served = backend(name)
             try:
                 _found[name] = served.devices()

@@ -56,6 +56,12 @@ class Device(ABC):
     target: Target
     index: int
     """Position in the runtime's list: ``backend="vulkan:1"`` is index 1."""
+    _closed: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called; a closed device refuses all work."""
+        return self._closed
 
     @abstractmethod
     def alloc(self, nbytes: int) -> Allocation:
