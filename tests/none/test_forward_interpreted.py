@@ -16,7 +16,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
-from aule.ops.attention.tiles import ENTRIES
+from aule.ops.attention.tiles import ENTRIES, OWN
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.target import Target
 from aule.tile.simt import SimtShape
@@ -73,7 +73,10 @@ def test_small_grid(case: grid.Case, shape: str, subgroup_size: int) -> None:
     assert verdict, verdict.message
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.shape.block_q}x{e.shape.block_kv}-{e.shape.threads}")
+TABLE = dict.fromkeys((*ENTRIES, *(entry for own in OWN.values() for entry in own)))
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.shape.block_q}x{e.shape.block_kv}-{e.shape.threads}")
 def test_tiles_of_the_table(entry: Any) -> None:
     case = next(c for c in grid.forward_grid("full") if c.causal and c.seq_q == 200 and c.head_dim <= 64)
     inputs = grid.make_inputs(case, seed=4)

@@ -18,23 +18,20 @@ class Entry:
     accumulators : tuple of int
         The most registers of S and O that one thread may hold before the kernel spills: without modifiers, with one,
         with several.
-    vendors : tuple of str
-        Only for devices of these vendors; empty for all.
     """
 
     shape: SimtShape
     accumulators: tuple[int, int, int]
-    vendors: tuple[str, ...] = ()
 
 
-#               block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
+#                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
+FIRST = Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64))
+"""H200, S 2048, full, fp32, TFLOPS. d64: 40.6 through PTX and 36.8 through Vulkan; beat 64x64 over 8x8 threads (40.9
+and 27.9) and Q not resident (39.6 and 33.6). d128: 42.8 through PTX; beat the same with 193 registers (41.5), Q not
+resident (40.0) and 64x128 (42.2). 168 registers let three workgroups reside."""
+
 ENTRIES: tuple[Entry, ...] = (
-    # H200, S 2048, full, fp32, TFLOPS. d64: 40.6 through PTX and 36.8 through Vulkan; beat 64x64 over 8x8 threads (40.9
-    # and 27.9) and Q not resident (39.6 and 33.6). d128: 42.8 through PTX; beat the same with 193 registers (41.5), Q
-    # not resident (40.0) and 64x128 (42.2). 168 registers let three workgroups reside.
-    Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64)),
-    # H200, d128, where 48 KiB of shared memory is all: 37.9 through Vulkan; beat 64x64 (35.3) and chunks of 8 (36.1).
-    Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64), (128, 0, 0), ("nvidia",)),
+    FIRST,
     # By rule, not measured: less shared memory, head dimensions above 128, narrower subgroups.
     Entry(SimtShape(64, 64, 16, 8, 16, 16, False), (96, 96, 64)),
     Entry(SimtShape(32, 64, 16, 8, 16, 16, False), (96, 96, 64)),
@@ -48,6 +45,12 @@ ENTRIES: tuple[Entry, ...] = (
 """Alternatives in order of preference; the first that fits a device is taken."""
 
 OWN: dict[str, tuple[Entry, ...]] = {
+    "nvidia": (
+        FIRST,
+        # H200, d128, where 48 KiB of shared memory is all: 37.9 TFLOPS through Vulkan; beat 64x64 (35.3) and chunks
+        # of 8 (36.1).
+        Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64), (128, 0, 0)),
+    ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
     # (from DG2 on): the shapes above spill up to 298 of 128, these at most a dozen, and none of 256.
     "intel": (
@@ -64,7 +67,8 @@ OWN: dict[str, tuple[Entry, ...]] = {
         Entry(SimtShape(32, 64, 16, 16, 16, 8, False), (40, 40, 40)),
     ),
 }
-"""What goes before `ENTRIES` on a vendor's devices. By rule, not measured: from compilers alone (docs/compiled.md)."""
+"""What goes before `ENTRIES` on a vendor's devices. Intel's and AMD's are by rule, not measured: from compilers alone
+(docs/compiled.md)."""
 
 SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160))
 """For OpenCL and WebGPU on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6). Software
@@ -74,12 +78,12 @@ Vulkan keeps the tiles of real devices, so that tests without one run those too.
 def choose_shape(
     target: Target, head_dim: int, value_dim: int, dtype: str = "f32", modifiers: int = 0
 ) -> SimtShape:
-    """The first of `ENTRIES` that fits the device and the head dimensions.
+    """The first entry, of the vendor's own and then of `ENTRIES`, that fits the device and the head dimensions.
 
     The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are.
     """
     entries = (*OWN.get(target.vendor, ()), *ENTRIES)
-    if target.backend == "opencl" and target.software:
+    if target.software and target.backend in ("opencl", "webgpu"):
         entries = (SMALL,)
     entries = tuple(replace(entry, shape=_narrowed(entry.shape, head_dim)) for entry in entries)
     fitting = [entry.shape for entry in entries if _fits(entry, target, head_dim, value_dim, min(modifiers, 2))]
@@ -104,8 +108,7 @@ def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
 def _fits(entry: Entry, target: Target, head_dim: int, value_dim: int, modifiers: int) -> bool:
     shape = entry.shape
     return (
-        (not entry.vendors or target.vendor in entry.vendors)
-        and shape.threads <= target.max_threads
+        shape.threads <= target.max_threads
         and shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape)) <= target.max_shared_bytes
         and shape.accumulators(value_dim) <= entry.accumulators[modifiers]
     )
