@@ -39,7 +39,6 @@ class Launch:
     plan: ForwardPlan
     program: Program
     buffers: tuple[str, ...]
-    scalars: tuple[int | float, ...]
 
     def arguments(self, memory: dict[str, Any]) -> list[Any]:
         """All arguments in the order of the kernel's parameters."""
@@ -57,13 +56,7 @@ def prepare_forward(
     check_device(problem, device, views)
     plan = plan_forward(problem, views, device.target, aligned_base)
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
-    params = loaded.artifact.params
-    return Launch(
-        plan,
-        loaded,
-        tuple(p.name.removesuffix("_ptr") for p in params if p.kind == "buffer"),
-        tuple(plan.scalars[p.name] for p in params if p.kind == "scalar"),
-    )
+    return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers))
 
 
 def check_device(problem: AttentionProblem, device: Device, views: dict[str, TensorView]) -> None:

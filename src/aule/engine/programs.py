@@ -32,18 +32,19 @@ def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Progr
     """
     # Programs hold their device: kept on it, the two go together, as they would not in a weak dictionary.
     known: dict[Any, Program] = vars(device).setdefault("_engine_programs", {})
-    if config in known:
-        return known[config]
+    key = (config, device.target)
+    if key in known:
+        return known[key]
     with _lock:
-        mine = _building.setdefault((id(device), config), threading.Lock())
+        mine = _building.setdefault((id(device), key), threading.Lock())
     with mine:
-        if config in known:
-            return known[config]
+        if key in known:
+            return known[key]
         try:
-            loaded = known[config] = device.load(_artifact(device, config, build))
+            loaded = known[key] = device.load(_artifact(device, config, build))
         finally:
             with _lock:
-                _building.pop((id(device), config), None)
+                _building.pop((id(device), key), None)
     return loaded
 
 
