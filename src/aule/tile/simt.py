@@ -10,10 +10,10 @@ Two habits of NVIDIA's hardware decide the order of things; neither costs anythi
 * Shared memory serves a 16-byte read of a whole warp in two cycles, instead of four, only when each lane's address
   equals that of the lane that differs in bit 0, or in bit 1 (benchmarks/shared_reads.py). So neighbouring lanes
   (2n, 2n+1) differ in ``ty`` and share ``tx``, and lanes that differ in bit 1 share ``ty``.
-* An FFMA issues every cycle only if it reads at most one register from each of two banks (even and odd numbers). Going
-  along a row, the left element stays in the operand cache, and the right one, whose register is as odd as its column,
-  meets an accumulator that can be given the other bank. Rows are gone along forth and back, so that at the turn the
-  right element stays. ptxas keeps the order it is given.
+* An FFMA issues every cycle only if it reads at most one register from each of two banks (even and odd numbers): a
+  model that fits the dispatch stalls ncu shows, not NVIDIA's word. Going along a row, the left element stays in the operand
+  cache, and the right one, whose register is as odd as its column, meets an accumulator that can be given the other
+  bank. Rows are gone along forth and back, so that at the turn the right element stays.
 
 Global memory is read one step ahead into registers (`Stager`) and written to one of two shared stages: one barrier
 per step, and the memory's latency passes under the products.
@@ -163,7 +163,6 @@ class Stager:
     def __init__(self, engine: Simt, elem: Scalar, quads: int, stage: Value, stage_size: int) -> None:
         b = engine.b
         zero = b.splat(b.const(0, elem), QUAD)
-        self.engine = engine
         self.registers: list[Var] = [b.var(zero, "fetched") for _ in range(quads)]
         self.stage = stage
         self.stage_size = stage_size
@@ -409,7 +408,7 @@ def uses_subgroups(target: Target, shape: SimtShape) -> bool:
 
 
 def wave_size(target: Target, shape: SimtShape) -> int:
-    """The subgroup size a simt kernel asks for; 0 takes what the driver gives. AMD's RDNA runs such kernels, which are
-    bound by plain arithmetic and hide latency by it, better 64 lanes wide than 32."""
+    """The subgroup size a simt kernel asks for; 0 takes what the driver gives. 64 lanes on AMD is the literature's
+    advice for kernels bound by plain arithmetic; it is not measured here."""
     wide = target.vendor == "amd" and 64 in target.subgroup_sizes
     return 64 if wide and uses_subgroups(target, shape) and shape.threads % 64 == 0 else 0

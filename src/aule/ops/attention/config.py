@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aule.target import Target
-from aule.tile.simt import SimtShape, uses_subgroups
+from aule.tile.simt import SimtShape
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,3 @@ class ForwardConfig:
     def everywhere(self) -> bool:
         """Every tile may have dropped keys."""
         return self.mask is not None or self.bias is not None
-
-    def shared_bytes(self, target: Target) -> int:
-        return self.shape.shared_bytes(self.head_dim, self.value_dim, uses_subgroups(target, self.shape))
