@@ -11,9 +11,9 @@ Two habits of NVIDIA's hardware decide the order of things; neither costs anythi
   equals that of the lane that differs in bit 0, or in bit 1 (benchmarks/shared_reads.py). So neighbouring lanes
   (2n, 2n+1) differ in ``ty`` and share ``tx``, and lanes that differ in bit 1 share ``ty``.
 * An FFMA issues every cycle only if it reads at most one register from each of two banks (even and odd numbers): a
-  model that fits the dispatch stalls ncu shows, not NVIDIA's word. Going along a row, the left element stays in the operand
-  cache, and the right one, whose register is as odd as its column, meets an accumulator that can be given the other
-  bank. Rows are gone along forth and back, so that at the turn the right element stays.
+  model that fits the dispatch stalls ncu shows, not NVIDIA's word. Going along a row, the left element stays in the
+  operand cache, and the right one, whose register is as odd as its column, meets an accumulator that can be given the
+  other bank. Rows are gone along forth and back, so that at the turn the right element stays.
 
 Global memory is read one step ahead into registers (`Stager`) and written to one of two shared stages: one barrier
 per step, and the memory's latency passes under the products.
