@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def backend() -> str | None:
-    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``)."""
+    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``). With CUDA tensors it is read when a call's
+    signature is first seen."""
     return os.environ.get("AULE_BACKEND") or None
 
 
