@@ -58,9 +58,7 @@ def error_of(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return float((out[-1:, -1:].double() - want).abs().max() / want.abs().max())
 
 
-def vulkan_run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, repeats: int
-) -> tuple[float, float]:
+def vulkan_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, repeats: int) -> tuple[float, float]:
     """The same problem through Vulkan: seconds and error."""
     device = registry.find("vulkan")
     assert device is not None

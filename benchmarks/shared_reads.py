@@ -1,6 +1,6 @@
 """How many cycles a 16-byte read from shared memory costs a multiprocessor, by how many lanes read the same address.
 
-    python benchmarks/shared_reads.py
+python benchmarks/shared_reads.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from aule.backends import registry
 from aule.errors import AuleError
 from aule.runtime.base import Device
 
-BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "msl-shim")
+BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "cpu", "msl-shim")
 
 
 @functools.cache

@@ -135,6 +135,7 @@ def cases() -> Iterator[Case]:
     yield from casts()
     yield from bitcasts()
     yield from vectors()
+    yield from permutations()
     yield from memory()
     yield from control()
     yield from workgroups()
@@ -452,6 +453,36 @@ def vectors() -> Iterator[Case]:
         args = [numbers(elem, N * lanes), numbers(elem, N * lanes, seed=2), zeros(elem, 5 * N * lanes)]
         args[1][::3] = args[0][::3]
         yield Case(masks.name, masks, args)
+
+
+def permutations() -> Iterator[Case]:
+    for elem, lanes in itertools.product((f32, f16, bf16, u8, i32, i64), (2, 4, 8, 16)):
+
+        @trace(f"permute_{elem}x{lanes}")
+        def permute(b: Builder, elem: Scalar = elem, n: int = lanes) -> None:
+            x, y, out = b.buffer("x", elem), b.buffer("y", elem), b.buffer("result", elem, "write")
+            t = thread(b)
+            a, c = b.load(x, t * n, n), b.load(y, t * n, n)
+            kept = b.var(a, "kept")
+            kept.value = b.permute(a, None, range(n)[::-1])
+            taken = [
+                kept.value,
+                b.permute(a, c, [i // 2 + i % 2 * n for i in range(n)]),  # interleaved: what unpacks do
+                b.permute(a, c, [(i + n // 2) % (2 * n) for i in range(n)]),
+                b.permute(a, c, [0] * (n // 2) + [2 * n - 1] * (n // 2)),
+                b.splat(b.permute(c, None, [n - 1]), n),
+                # A comparison is permuted as what it compares.
+                b.select(b.permute(a < c, None, range(n)[::-1]), a, c),
+            ]
+            for k, value in enumerate(taken):
+                b.store(out, t * n + k * N * n, value)
+            at = len(taken) * N * n
+            b.store(out, at + t * 2, b.permute(a, c, [n, 0]))
+            if n < 16:
+                b.store(out, at + 2 * N + t * 2 * n, b.permute(a, c, range(2 * n)[::-1]))
+
+        args = [numbers(elem, N * lanes), numbers(elem, N * lanes, seed=2), zeros(elem, (8 * lanes + 2) * N)]
+        yield Case(permute.name, permute, args)
 
 
 def memory() -> Iterator[Case]:

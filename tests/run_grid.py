@@ -1,6 +1,6 @@
 """Runs the forward grid on chosen devices without pytest, for machines that have none.
 
-    python tests/run_grid.py [full|small][:COUNT] cuda vulkan opencl webgpu
+python tests/run_grid.py [full|small][:COUNT] cuda vulkan opencl webgpu
 """
 
 from __future__ import annotations

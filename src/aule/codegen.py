@@ -39,12 +39,18 @@ TARGETS: dict[str, Target] = {
         "metal", "generic Apple", "apple", subgroup_size=32, max_threads=1024, max_shared_bytes=32768, max_buffers=30,
         unified_memory=True, f16=True, int64=True, storage16=True, storage8=True,
     ),
+    "llvm": Target(
+        "cpu", "generic x86-64-v3", arch="x86_64", max_threads=1, max_shared_bytes=1 << 20,
+        max_grid=(2**31 - 1, 2**31 - 1, 2**31 - 1), max_buffers=256, max_buffer_bytes=1 << 40, offset_alignment=1,
+        unified_memory=True, f64=True, int64=True, storage16=True, storage8=True,
+        extensions=("avx", "avx2", "f16c", "fma", "sse4.1"),
+    ),
 }  # fmt: skip
 """What each language is rendered for when no device is given: what nearly every device of the kind can do."""
 
 
 def target_for(language: str) -> Target:
-    """The default Target of a kernel language (``ptx``, ``spirv``, ``opencl``, ``wgsl``, ``msl``)."""
+    """The default Target of a kernel language (``ptx``, ``spirv``, ``opencl``, ``wgsl``, ``msl``, ``llvm``)."""
     return TARGETS[registry.by_language(language).language]
 
 

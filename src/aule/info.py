@@ -22,6 +22,7 @@ _EXTRAS = (
     ("opencl", "pyopencl", "OpenCL: AMD, Intel and NVIDIA drivers, and PoCL on CPUs", None),
     ("webgpu", "wgpu", "WebGPU: any GPU through wgpu, also where Vulkan's own loader is missing", None),
     ("metal", "Metal", "Metal: Apple's GPUs", "darwin"),
+    ("cpu", "llvmlite", "CPU: attention kernels compiled for this processor, several times NumPy's speed", None),
 )
 """Extra of the distribution, the module it brings, what that opens, and the only platform where it helps."""
 
@@ -91,7 +92,7 @@ def print_backend_info() -> None:
 
 def _report(info: dict[str, Any]) -> list[str]:
     lines = [f"aule {info['version']}, Python {info['python']}, NumPy {info['numpy']}, {info['platform']}", ""]
-    rows: list[tuple[str, ...]] = [("", "device", "name", "memory", "subgroup", "fp16", "driver")]
+    rows: list[tuple[str, ...]] = [("", "device", "name", "memory", "units", "subgroup", "fp16", "driver")]
     for backend in info["backends"].values():
         for device in backend["devices"]:
             rows.append(
@@ -100,6 +101,7 @@ def _report(info: dict[str, Any]) -> list[str]:
                     device["device"],
                     device["name"] + (" (software)" if device["software"] else ""),
                     f"{device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else "-",
+                    str(device["compute_units"] or "-"),
                     str(device["subgroup_size"] or "-"),
                     "yes" if device["f16"] else "no",
                     device["driver"] or "-",

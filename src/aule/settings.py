@@ -6,10 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+from aule.errors import InvalidArgumentError
+
 
 def backend() -> str | None:
-    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``). With CUDA tensors it is read when a call's
-    signature is first seen."""
+    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``). With CUDA tensors it is read when a
+    call's signature is first seen."""
     return os.environ.get("AULE_BACKEND") or None
 
 
@@ -28,6 +30,40 @@ def cache_dir() -> Path:
 def disk_cache() -> bool:
     """``AULE_DISK_CACHE=0`` turns the disk cache off."""
     return os.environ.get("AULE_DISK_CACHE", "1") != "0"
+
+
+def cpu_features() -> str:
+    """``AULE_CPU_FEATURES``: which instructions kernels for the CPU may use. ``native`` (the default) is all that this
+    processor has, ``avx2`` those of x86-64-v3, ``baseline`` those that every processor of its kind has."""
+    chosen = os.environ.get("AULE_CPU_FEATURES") or "native"
+    if chosen not in ("native", "avx2", "baseline"):
+        raise InvalidArgumentError(
+            f"[settings] expected AULE_CPU_FEATURES to be native, avx2 or baseline, got {chosen!r}; change or unset it"
+        )
+    return chosen
+
+
+def num_threads() -> int | None:
+    """``AULE_NUM_THREADS``: threads that share a launch on the CPU; None leaves it to PyTorch's number where PyTorch is
+    loaded, else to ``OMP_NUM_THREADS``, else to the processors of this process."""
+    chosen = os.environ.get("AULE_NUM_THREADS")
+    if not chosen:
+        return None
+    if not (chosen.isascii() and chosen.isdigit()) or int(chosen) < 1:
+        raise InvalidArgumentError(
+            f"[settings] expected AULE_NUM_THREADS to be 1 or more, got {chosen!r}; change or unset it"
+        )
+    return int(chosen)
+
+
+def omp_num_threads() -> int | None:
+    """``OMP_NUM_THREADS``: how many threads OpenMP programs start. Its first number, where it is a list by level of
+    nesting; None when it is not set to a number, which OpenMP ignores too."""
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if not chosen:
+        return None
+    first = chosen.split(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
 
 
 def vulkan_validation() -> bool:

@@ -666,7 +666,9 @@ def code_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_validation_is_clean(code_file: str, way: str) -> None:
     if not glob.glob("/usr/share/vulkan/explicit_layer.d/*validation*.json"):
         pytest.skip("vulkan-validationlayers is not installed")
-    script = WORK + """
+    script = (
+        WORK
+        + """
     known = next((d for d in vulkan.devices() if d.target.software), vulkan.devices()[0])._facts
     if os.environ["WAY"] == "staged":
         known = dataclasses.replace(known, target=dataclasses.replace(known.target, unified_memory=False))
@@ -710,6 +712,7 @@ def test_validation_is_clean(code_file: str, way: str) -> None:
     print("heard", heard > 0, "left", vulkan.validation_messages()[heard:])
     os._exit(0)
     """
+    )
     said = run_python(script, AULE_VULKAN_VALIDATION="1", CODE=code_file, WAY=way)
     assert "heard True" in said, said
 
@@ -719,7 +722,9 @@ def test_radv_null_device_compiles(code_file: str, family: str) -> None:
     drivers = glob.glob("/usr/share/vulkan/icd.d/radeon_icd*.json")
     if not drivers:
         pytest.skip("Mesa's AMD driver is not installed")
-    script = WORK + """
+    script = (
+        WORK
+        + """
     from aule.errors import AuleError, OutOfMemoryError
     (device,) = vulkan.devices()
     t = device.target
@@ -740,6 +745,7 @@ def test_radv_null_device_compiles(code_file: str, family: str) -> None:
     device.close()
     print("units", t.matrix_units)
     """
+    )
     environment = {"RADV_FORCE_FAMILY": family, "VK_DRIVER_FILES": drivers[0], "VK_ICD_FILENAMES": drivers[0]}
     probe = subprocess.run(
         [sys.executable, "-c", "from aule.runtime import vulkan; vulkan.devices()"],

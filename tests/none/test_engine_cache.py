@@ -135,7 +135,7 @@ def test_a_failed_write_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_key_holds_everything_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     target = codegen.TARGETS["ptx"]
-    config = ForwardConfig("f32", 64, 64, choose_shape(target, 64, 64))
+    config = ForwardConfig(dtype="f32", head_dim=64, value_dim=64, shape=choose_shape(target, 64, 64))
     keys = {
         cache.key(config, target),
         cache.key(replace(config, dtype="f16"), target),

@@ -140,6 +140,15 @@ def test_nothing_is_emitted_where_nothing_changes(b: Builder) -> None:
     assert opcodes(b) == []
 
 
+def test_permutations_have_as_many_lanes_as_are_taken(b: Builder) -> None:
+    v = b.load(b.buffer("v", f32), 0, 4)
+    assert b.permute(v, None, [2]).type == f32 and b.permute(v, None, (0, 0)).type == Vector(f32, 2)
+    both = b.permute(v, v, range(8))
+    assert both.type == Vector(f32, 8)
+    assert both.op is not None and both.op.args == (v, v) and both.op.attrs == {"lanes": tuple(range(8))}
+    verify(b.finish())
+
+
 def test_there_is_no_cast_to_bool(b: Builder) -> None:
     with pytest.raises(KernelError, match=r"use b\.ne\(value, 0\)"):
         b.cast(b.scalar("x", i32), bool_)

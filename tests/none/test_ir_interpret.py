@@ -176,9 +176,7 @@ def test_bool_logic() -> None:
     x, y = [0, 0, 1, 1], [0, 1, 0, 1]
 
     def boolean(opcode: str) -> list[int]:
-        return compute(
-            lambda b, p, q: flag(b, b.binary(opcode, b.ne(p, 0), b.ne(q, 0))), (u8, u8), u8, x, y
-        ).tolist()
+        return compute(lambda b, p, q: flag(b, b.binary(opcode, b.ne(p, 0), b.ne(q, 0))), (u8, u8), u8, x, y).tolist()
 
     assert boolean("and") == [0, 0, 0, 1]
     assert boolean("or") == [0, 1, 1, 1]
@@ -354,6 +352,14 @@ def test_vectors_are_computed_lane_by_lane(lanes: int, t: Scalar) -> None:
         np.testing.assert_array_equal(got, bits_bf16(plain(from_bf16(x))))
     else:
         np.testing.assert_array_equal(got, plain(x))
+
+
+def test_permute_takes_lanes_of_one_vector_or_of_two() -> None:
+    x, y = np.arange(8, dtype=np.float32), np.arange(8, dtype=np.float32) + 10
+    got = compute(lambda b, v, w: b.permute(v, w, (0, 4, 7, 2)), (f32, f32), f32, x, y, lanes=4)
+    np.testing.assert_array_equal(got, [0, 10, 13, 2, 4, 14, 17, 6])
+    got = compute(lambda b, v: b.splat(b.permute(v, None, (3,)), 4), (f32,), f32, x, lanes=4)
+    np.testing.assert_array_equal(got, [3, 3, 3, 3, 7, 7, 7, 7])
 
 
 def test_select_by_one_bool_takes_whole_vectors() -> None:

@@ -182,6 +182,19 @@ def test_eight_halves_are_two_aligned_loads_of_four() -> None:
     assert all(op.attrs["align"] == 4 for op in loads)
 
 
+def test_permutations_become_the_lanes_they_take() -> None:
+    b = Builder("pick", 64)
+    x, out = b.buffer("x", f32), b.buffer("result", f32, "write")
+    whole = b.load(x, 0, 16)
+    b.store(out, 0, b.permute(whole, None, [9, 9, 3, 9]))
+    b.store(out, 0, b.permute(whole, None, range(4, 8)))
+    left = list(dead_code(narrow_vectors(b.finish(), 4)).walk())
+    # Each lane is extracted once, and a piece that is taken whole stays as it is.
+    assert [op.attrs["lane"] for op in left if op.opcode == "extract"] == [3, 1]
+    assert [op.opcode for op in left].count("make_vector") == 1
+    assert not [op for op in left if op.opcode == "permute"]
+
+
 def test_partial_words_are_stored_atomically_and_whole_words_plainly() -> None:
     scalar = pack_memory(CASES["neighbours_u8"].kernel, SMALL)
     assert [op.attrs["kind"] for op in scalar.walk() if op.opcode == "atomic"] == ["and", "or"] * 2

@@ -82,9 +82,7 @@ def validate(artifacts: list[Artifact], folder: Path) -> None:
     """Run the validator on all modules at once, and name the kernel that it refuses."""
     for i, artifact in enumerate(artifacts):
         (folder / f"{i}.spv").write_bytes(artifact.code)
-    script = (
-        'for f in "$1"/*.spv; do spirv-val --target-env vulkan1.2 "$f" || { echo "$f"; exit 1; }; done'
-    )
+    script = 'for f in "$1"/*.spv; do spirv-val --target-env vulkan1.2 "$f" || { echo "$f"; exit 1; }; done'
     done = subprocess.run(["sh", "-c", script, "sh", str(folder)], capture_output=True, text=True)
     if done.returncode:
         which = int(re.findall(r"(\d+)\.spv", done.stdout)[-1])
@@ -122,8 +120,7 @@ def blocks_of(artifact: Artifact) -> dict[str, dict[str, tuple[int, int]]]:
         struct_id = pointers[type_id]
         assert (struct_id, Decoration.Block) in decorated and (variable, Decoration.Aliased) in decorated
         result[names[variable]] = {
-            members[struct_id, i]: (offsets[struct_id, i], strides[array])
-            for i, array in enumerate(structs[struct_id])
+            members[struct_id, i]: (offsets[struct_id, i], strides[array]) for i, array in enumerate(structs[struct_id])
         }
     return result
 

@@ -51,6 +51,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("vulkan", "spirv", "aule.render.spirv", "aule.runtime.vulkan"),
     Backend("opencl", "opencl", "aule.render.opencl", "aule.runtime.opencl"),
     Backend("webgpu", "wgsl", "aule.render.wgsl", "aule.runtime.webgpu"),
+    Backend("cpu", "llvm", "aule.render.llvm", "aule.runtime.cpu"),
 )
 """In order of preference. NumPy comes after them all; it needs no device."""
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.backends import registry
+from aule.engine import cpu
 from aule.engine.programs import program
-from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import ForwardPlan, plan_forward
@@ -65,7 +66,7 @@ def check_device(problem: AttentionProblem, device: Device, views: dict[str, Ten
     if problem.dtype == "f64":
         raise InvalidDtypeError(
             f"[flash_attention] expected float32, float16 or bfloat16 on {target.backend}, got float64; "
-            "use backend='numpy' for float64"
+            "use backend='cpu' or 'numpy' for float64"
         )
     for name, view in views.items():
         steps = zip(view.shape, view.strides, strict=True)
@@ -90,6 +91,9 @@ def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
 def forward_on_device(problem: AttentionProblem, operands: Operands, device: Device, out: TensorView, lse: Any) -> None:
     """Compute on arrays that live on the device; asynchronous. ``lse`` is an Allocation or None."""
     views = named(operands, out)
+    if device.target.backend == "cpu":
+        cpu.forward(problem, views, device, lse)
+        return
     launch = prepare_forward(problem, views, device)
     if launch.plan.grid[0]:
         memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
@@ -97,14 +101,21 @@ def forward_on_device(problem: AttentionProblem, operands: Operands, device: Dev
 
 
 def host_device(problem: AttentionProblem, spec: str | None) -> Device | None:
-    """The device for arrays in host memory; None stands for NumPy, which alone computes in float64."""
+    """The device for arrays in host memory; None stands for NumPy. float64 is computed by the CPU alone."""
     if problem.dtype == "f64" and not (spec or settings.backend()):
-        return None
+        try:
+            return registry.find("cpu")
+        except AuleError:
+            return None
     return registry.choose(spec)
 
 
 def forward_on_host(
-    problem: AttentionProblem, operands: Operands, device: Device | None, out: Array | None = None
+    problem: AttentionProblem,
+    operands: Operands,
+    device: Device | None,
+    out: Array | None = None,
+    exact_lse: bool = False,
 ) -> tuple[Array, Array | None]:
     """Compute on host arrays, through a device or with NumPy; the results are finished on return.
 
@@ -112,18 +123,22 @@ def forward_on_host(
     ----------
     out : ndarray, optional
         ``[batch, heads_q, seq_q, value_dim]``, of any strides; made when not given.
+    exact_lse : bool
+        Give the log-sum-exp in the type that is computed in (`cpu.work_dtype`), as the backward pass needs it, and not
+        always as float32.
     """
     rows = (problem.batch, problem.heads_q, problem.seq_q)
     if out is None:
         out = np.empty((*rows, problem.value_dim), STORED[problem.dtype])
-    lse = np.empty(rows, np.float32) if problem.return_lse else None
+    lse_dtype = cpu.work_dtype(problem) if exact_lse else np.float32
+    lse = np.empty(rows, lse_dtype) if problem.return_lse else None
+    if device is not None and device.target.backend == "cpu":
+        _forward_on_cpu(problem, operands, device, out, lse)
+        return out, lse
     if device is None:
-        # Rows are written while others are still to be read: an ``out`` that lies over an input gets them at the end.
-        inputs = named(operands, operands.q).values()
-        overlaps = any(np.may_share_memory(out, view.storage) for view in inputs)
-        target = np.empty(out.shape, out.dtype) if overlaps else out
+        target = np.empty(out.shape, out.dtype) if _overlaps(operands, out) else out
         numpy_forward.forward(problem, operands, target, lse)
-        if overlaps:
+        if target is not out:
             out[...] = target
         return out, lse
 
@@ -144,6 +159,59 @@ def forward_on_host(
             if lse is not None:
                 device.download(memory["lse"], lse)
     return out, lse
+
+
+def _forward_on_cpu(
+    problem: AttentionProblem, operands: Operands, device: Device, out: Array, lse: Array | None
+) -> None:
+    """Compute with the CPU engine, in place. The log-sum-exp of an fp64 problem is computed in fp64."""
+    target = np.empty(out.shape, out.dtype) if _overlaps(operands, out) else out
+    kept = lse if lse is None or lse.dtype == cpu.work_dtype(problem) else np.empty(lse.shape, cpu.work_dtype(problem))
+    cpu.forward(problem, named(operands, host_view(problem.dtype, target)), device, kept)
+    if target is not out:
+        out[...] = target
+    if lse is not None and kept is not lse:
+        lse[...] = kept
+
+
+def backward_on_host(
+    problem: AttentionProblem, operands: Operands, device: Device, out: Array, lse: Array, dout: TensorView
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v on host arrays.
+
+    Parameters
+    ----------
+    device : Device
+        The CPU engine's.
+    out, lse : ndarray
+        Results of the forward pass, four and three axes; ``lse`` in the type that is computed in (`cpu.work_dtype`).
+    dout : TensorView
+        The gradient of ``out``, with four axes.
+    """
+    dtype = problem.dtype
+    grads = {
+        name: np.empty(view.shape, STORED[dtype])
+        for name, view in zip("qkv", (operands.q, operands.k, operands.v), strict=True)
+    }
+    views = named(operands, host_view(dtype, out)) | {"do": dout}
+    views |= {f"d{name}": host_view(dtype, array) for name, array in grads.items()}
+    if problem.seq_kv == 0 or problem.seq_q == 0:
+        for array in grads.values():
+            array.fill(0)
+    else:
+        cpu.backward(problem, views, device, lse)
+    return grads["q"], grads["k"], grads["v"]
+
+
+def host_view(dtype: str, array: Array) -> TensorView:
+    """A view of an array of four axes in host memory."""
+    return TensorView(dtype, array.shape, tuple(step // array.itemsize for step in array.strides), "host", array)
+
+
+def _overlaps(operands: Operands, out: Array) -> bool:
+    """Rows are written while others are still to be read: an ``out`` that lies over an input gets them at the end."""
+    inputs = named(operands, operands.q).values()
+    return any(np.may_share_memory(out, view.storage) for view in inputs)
 
 
 class _Arena:

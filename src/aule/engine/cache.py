@@ -1,7 +1,6 @@
 """Rendered kernels on disk.
 
-An entry is one file: a digest, a JSON header and the code. It is written to a temporary file and renamed, so that
-readers and other processes see all of it or nothing; the digest makes a damaged entry a miss, never a kernel.
+An entry is one file of `aule.store`: a JSON header and the code. A damaged entry is a miss, never a kernel.
 """
 
 from __future__ import annotations
@@ -9,18 +8,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from aule import settings
+from aule import store
 from aule._version import __version__
 from aule.artifact import Artifact, Param
-
-log = logging.getLogger("aule")
-_MAGIC = b"AULE1\n"
 
 
 @functools.cache
@@ -41,54 +35,32 @@ def key(*parts: object) -> str:
 
 def load(entry: str) -> Artifact | None:
     """The artifact of a key; None when there is none, or it is damaged."""
-    if not settings.disk_cache():
+    body = store.read(_name(entry))
+    if body is None:
         return None
-    try:
-        data = _path(entry).read_bytes()
-    except OSError:
-        return None
-    artifact = _decode(data)
+    artifact = _decode(body)
     if artifact is None:
-        log.warning("kernel cache: entry %s is damaged and is rebuilt", _path(entry))
+        store.say_damaged(_name(entry))
     return artifact
 
 
 def save(entry: str, artifact: Artifact) -> None:
     """Keep an artifact. A disk that is full or read-only costs speed, not correctness."""
-    if not settings.disk_cache():
-        return
-    path = _path(entry)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_encode(artifact))
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        log.debug("kernel cache: could not write %s: %s", path, error)
+    store.write(_name(entry), _encode(artifact))
 
 
-def _path(entry: str) -> Path:
-    return settings.cache_dir() / "kernels" / entry[:2] / entry
+def _name(entry: str) -> str:
+    return os.path.join("kernels", entry[:2], entry)
 
 
 def _encode(artifact: Artifact) -> bytes:
     fields = asdict(artifact)
     code: bytes = fields.pop("code")
     header = json.dumps(fields, sort_keys=True).encode()
-    body = len(header).to_bytes(4, "little") + header + code
-    return _MAGIC + hashlib.sha256(body).digest() + body
+    return len(header).to_bytes(4, "little") + header + code
 
 
-def _decode(data: bytes) -> Artifact | None:
-    start = len(_MAGIC) + 32
-    body = data[start:]
-    if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
-        return None
+def _decode(body: bytes) -> Artifact | None:
     size = int.from_bytes(body[:4], "little")
     try:
         fields = json.loads(body[4 : 4 + size])

@@ -13,9 +13,17 @@ import torch
 
 from aule import settings
 from aule.backends import registry
-from aule.engine.attention import forward_on_host, host_device, named, prepare_forward
+from aule.engine.attention import (
+    backward_on_host,
+    forward_on_host,
+    host_device,
+    host_view,
+    named,
+    prepare_forward,
+)
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -41,8 +49,8 @@ def accepts(array: object) -> bool:
 
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on torch tensors."""
-    if torch.is_grad_enabled():
-        _refuse_gradients(q, k, v, options)
+    if torch.is_grad_enabled() and _needs_gradient(q, k, v, options):
+        return _with_gradient(q, k, v, options)
     if q.is_cuda and _CUDA_BUILD and (options.backend is None or options.backend.startswith("cuda")):
         return _on_cuda(q, k, v, options)
     if q.device.type == "cpu":
@@ -63,14 +71,76 @@ def to_precision(tensor: Any, precision: str) -> Any:
     return tensor.to(_PRECISIONS[precision])
 
 
-def _refuse_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
-    for tensor in (q, k, v, options.mask, options.bias, options.alibi_slopes, options.sinks, options.out):
-        if tensor is not None and getattr(tensor, "requires_grad", False):
-            raise AuleError(
-                "AULE_ERROR_NO_GRADIENT",
-                "[flash_attention] expected tensors that need no gradient, got one with requires_grad=True; this "
-                "version has the forward pass only: call it under torch.no_grad() or with .detach()",
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def _needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
+    return any(getattr(x, "requires_grad", False) for x in (q, k, v, options.out, *options.arrays().values()))
+
+
+def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    """Attention whose result can be differentiated: on CPU tensors, with respect to q, k and v."""
+    for name, tensor in {**options.arrays(), "out": options.out}.items():
+        if getattr(tensor, "requires_grad", False):
+            raise _no_gradient(f"one of {name}", f"gradients are those of q, k and v: detach {name}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require_tensor(tensor, name)
+    if options.out is not None:
+        raise _no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
+    if q.device.type != "cpu":
+        raise _no_gradient(
+            f"tensors on {q.device}", "gradients are there on the CPU alone: call it under torch.no_grad() or move them"
+        )
+    out, lse = _HostAttention.apply(q, k, v, options)
+    return (out, lse) if options.return_lse else out
+
+
+def _no_gradient(got: str, remedy: str) -> AuleError:
+    return AuleError(
+        "AULE_ERROR_NO_GRADIENT",
+        f"[flash_attention] expected tensors that need no gradient, got requires_grad=True with {got}; {remedy}",
+    )
+
+
+class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
+    """Attention on CPU tensors, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+        problem, operands = _host_problem(q, k, v, options._replace(return_lse=True))
+        device = host_device(problem, options.backend)
+        if device is None or device.target.backend != "cpu":
+            where = "NumPy" if device is None else device.target.backend
+            raise _no_gradient(
+                f"backend {where}", 'gradients need the CPU engine: pip install "aule-attention[cpu]", or backend="cpu"'
             )
+        out = torch.empty(operands.out_shape, dtype=q.dtype)
+        target = _host_view(out, "out").storage
+        _, lse = forward_on_host(problem, operands, device, target[(None,) * (4 - target.ndim)], exact_lse=True)
+        ctx.call = (problem, operands, device, lse)
+        ctx.save_for_backward(q, k, v, out, *options.arrays().values())
+        assert lse is not None
+        shown = torch.from_numpy(lse.reshape(operands.lse_shape).astype("float32", copy=True))
+        ctx.mark_non_differentiable(shown)
+        return out, shown
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Any, _: Any) -> Any:
+        problem, operands, device, lse = ctx.call
+        # Raises when one of them was changed in place since: the operands are views of their memory.
+        q, k, v, out, *_ = ctx.saved_tensors
+        results = []
+        for name, tensor in (("out", out), ("dout", dout)):
+            array = _host_view(tensor, name).storage
+            results.append(host_view(problem.dtype, array[(None,) * (4 - array.ndim)]))
+        grads = backward_on_host(problem, operands, device, results[0].storage, lse, results[1])
+        return (*(_tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)), None)
+
+
+def _tensor_like(array: Any, like: Any) -> Any:
+    """An array of stored elements as a tensor of another's dtype and shape."""
+    return torch.from_numpy(array).view(like.dtype).reshape(like.shape)
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------
@@ -219,9 +289,7 @@ def _checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
 
 def _on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """CPU tensors are NumPy arrays over the same memory; bfloat16 goes by its bits."""
-    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views: dict[str, Any] = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
-    problem, operands = attention_problem(**views, **options.plain())
+    problem, operands = _host_problem(q, k, v, options)
     out = options.out
     if out is None:
         out = torch.empty(operands.out_shape, dtype=q.dtype)
@@ -234,6 +302,12 @@ def _on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         return out
     assert lse is not None
     return out, torch.from_numpy(lse.reshape(operands.lse_shape))
+
+
+def _host_problem(q: Any, k: Any, v: Any, options: AttentionOptions) -> tuple[AttentionProblem, Operands]:
+    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
+    views: dict[str, Any] = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
+    return attention_problem(**views, **options.plain())
 
 
 def _host_view(tensor: Any, name: str) -> TensorView:

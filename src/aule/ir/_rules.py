@@ -48,6 +48,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "axis": ("0, 1 or 2", lambda v: is_int(v, 0) and v <= 2),
     "align": ("a power of two", lambda v: is_int(v, 1) and v & (v - 1) == 0),
     "lane": ("a lane of the vector", lambda v: is_int(v, 0)),
+    "lanes": ("a tuple of lanes", lambda v: isinstance(v, tuple) and all(is_int(lane, 0) for lane in v)),
     "name": ("an identifier", lambda v: isinstance(v, str) and IDENTIFIER.fullmatch(v) is not None),
     "index": ("a value", lambda v: isinstance(v, Value)),
     "unroll": ("-1, 0 or a count", lambda v: is_int(v, -1)),
@@ -148,6 +149,20 @@ def _extract(v: Verifier, op: Op) -> None:
     assert isinstance(type_, Vector)
     if op.attrs["lane"] >= type_.lanes:
         v.fail(op, f"a lane below {type_.lanes}", str(op.attrs["lane"]))
+
+
+def _permute(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    if len(op.args) not in (1, 2):
+        v.fail(op, "1 or 2 operands", f"{len(op.args)}")
+    type_, lanes = op.args[0].type, op.attrs["lanes"]
+    v.require(op, isinstance(type_, Vector) and all(arg.type == type_ for arg in op.args), "vectors of one type")
+    assert isinstance(type_, Vector)
+    wanted = type_.elem if len(lanes) == 1 else Vector(type_.elem, len(lanes))
+    v.require(op, op.result.type == wanted, f"{wanted} as the result of {len(lanes)} lanes")
+    total = type_.lanes * len(op.args)
+    if max(lanes) >= total:
+        v.fail(op, f"lanes below {total}", str(max(lanes)))
 
 
 def _private(v: Verifier, op: Op) -> None:
@@ -291,7 +306,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "const": _const, "leaf": _leaf,
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "select": _select,
     "cast": _cast, "bitcast": _bitcast,
-    "make_vector": _make_vector, "splat": _splat, "extract": _extract,
+    "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "store": _store, "atomic": _atomic,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "if": _if,

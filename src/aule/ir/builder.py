@@ -215,6 +215,7 @@ class Builder:
         if not isinstance(yes, Value):
             yes = self._like(yes, no)
         no = self._like(no, yes)
+        yes = self._like(yes, no)
         return self.emit("select", (condition, yes, no), yes.type)
 
     def exp2(self, x: Value) -> Value:
@@ -266,6 +267,12 @@ class Builder:
         """All lanes of a vector; a scalar gives a list of one."""
         lanes = vector.type.lanes if isinstance(vector.type, Vector) else 1
         return [self.extract(vector, i) for i in range(lanes)]
+
+    def permute(self, a: Value, b: Value | None, lanes: Sequence[int]) -> Value:
+        """Any lanes of ``a`` followed by ``b``, in any order and as often as wanted: 1 (a scalar), 2, 4, 8 or 16."""
+        elem = element(a.type)
+        type_: ValueType = elem if len(lanes) == 1 else Vector(elem, len(lanes))
+        return self.emit("permute", (a,) if b is None else (a, b), type_, lanes=tuple(lanes))
 
     # -- variables -------------------------------------------------------------------------------------------------
 

@@ -95,22 +95,32 @@ OPS: dict[str, OpInfo] = {
     "select": OpInfo("ternary", 3, "bool (scalar, or of T's shape), T, T -> T; both sides are evaluated"),
     # -- conversion --------------------------------------------------------------------------------------------------
     "cast": OpInfo(
-        "cast", 1,
+        "cast",
+        1,
         "number to number, lane by lane; float to int truncates, to float rounds to nearest even; bool to number gives "
         "0 or 1; never to bool. A fragment keeps its shape and use",
     ),
     "bitcast": OpInfo(
-        "cast", 1,
+        "cast",
+        1,
         "the same bits as another scalar or vector of the same size; lane 0 of a vector is the lowest; no bool",
     ),
     # -- vectors -----------------------------------------------------------------------------------------------------
     "make_vector": OpInfo("vector", None, "n scalars -> vector of n"),
     "splat": OpInfo("vector", 1, "scalar -> vector with it in every lane"),
     "extract": OpInfo("vector", 1, "vector -> scalar", ("lane",)),
+    "permute": OpInfo(
+        "vector",
+        None,
+        "one or two vectors of one type -> vector (or scalar, for one lane) whose lane i is lane ``lanes[i]`` of the "
+        "first followed by the second",
+        ("lanes",),
+    ),
     # -- memory ------------------------------------------------------------------------------------------------------
     "private": OpInfo("memory", 0, "an array of its own for each thread; contents undefined until written", ("name",)),
     "load": OpInfo(
-        "memory", 2,
+        "memory",
+        2,
         "pointer, element index -> elem, or vector of consecutive elems. The index is a multiple of ``align``, a power "
         "of two, in elements (and so is the buffer's start)",
         ("align",),
@@ -119,7 +129,8 @@ OPS: dict[str, OpInfo] = {
         "memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load", ("align",), result=False
     ),
     "atomic": OpInfo(
-        "memory", 3,
+        "memory",
+        3,
         "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
         "i32/u32; add on f32 where the target can",
         ("kind",),
@@ -130,18 +141,23 @@ OPS: dict[str, OpInfo] = {
     "set": OpInfo("variable", 2, "var, value", result=False),
     # -- control -----------------------------------------------------------------------------------------------------
     "loop": OpInfo(
-        "control", 3,
+        "control",
+        3,
         "start, stop, step (one int type of 32 or 64 bits): for (i = start; i < stop; i += step); step > 0; attrs: "
         "index (Value), unroll (0 leave, -1 fully, n by n)",
-        ("index", "unroll"), blocks=1, result=False,
+        ("index", "unroll"),
+        blocks=1,
+        result=False,
     ),
     "if": OpInfo("control", 1, "bool; then-block and else-block (may be empty)", blocks=2, result=False),
     # -- synchronisation ---------------------------------------------------------------------------------------------
     "barrier": OpInfo(
-        "sync", 0,
+        "sync",
+        0,
         "every thread of the workgroup arrives; shared memory (and global, if so said) written before is seen after; "
         "only in uniform control flow",
-        ("global_memory",), result=False,
+        ("global_memory",),
+        result=False,
     ),
     "subgroup_barrier": OpInfo("sync", 0, "the same for the threads of a subgroup and shared memory", result=False),
     # -- subgroups: all lanes of the subgroup take part --------------------------------------------------------------
@@ -153,14 +169,16 @@ OPS: dict[str, OpInfo] = {
     # -- matrix fragments: all lanes of the subgroup take part, with the same operands --------------------------------
     "fragment_fill": OpInfo("fragment", 1, "scalar -> fragment with it in every element"),
     "fragment_load": OpInfo(
-        "fragment", 3,
+        "fragment",
+        3,
         "pointer (global or shared), index of element (0,0), stride in elements -> fragment; layout: row or column, "
         "between which the stride lies",
         ("layout",),
     ),
     "fragment_store": OpInfo("fragment", 4, "pointer, index, stride, fragment; see load", ("layout",), result=False),
     "fragment_mma": OpInfo(
-        "fragment", 3,
+        "fragment",
+        3,
         "a (m x k), b (k x n), accumulator (m x n) -> a @ b + accumulator; a and b of one element type, the "
         "accumulator float or int as they are, and no narrower",
     ),
@@ -168,7 +186,8 @@ OPS: dict[str, OpInfo] = {
     "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
     # -- what only one language has ----------------------------------------------------------------------------------
     "intrinsic": OpInfo(
-        "target", None,
+        "target",
+        None,
         "only the renderer ``language`` accepts it. ``code`` is a line of that language in which {0} is the result (a "
         "vector: {0[0]}, {0[1]} ...; there may be none) and {1}, {2} ... are the operands",
         ("language", "code"),

@@ -182,8 +182,7 @@ class Registers:
     def cast(self, source: ValueType, result: ValueType, parts: Parts, rounding: Rounding = "default") -> Parts:
         """Number to number, lane by lane."""
         return tuple(
-            self._convert(element(source), t, part, rounding)
-            for t, part in zip(part_types(result), parts, strict=True)
+            self._convert(element(source), t, part, rounding) for t, part in zip(part_types(result), parts, strict=True)
         )
 
     def _convert(self, source: Scalar, type_: ValueType, part: int, rounding: Rounding) -> int:

@@ -133,6 +133,7 @@ class _Body:
             "make_vector": self._make_vector,
             "splat": self._splat,
             "extract": self._extract,
+            "permute": self._extract,
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
@@ -235,11 +236,12 @@ class _Body:
 
     def _extract(self, op: Op) -> None:
         assert op.result is not None
-        lane = self.emitter.operands(op.args[0])[op.attrs["lane"]]
-        if lane[0] == "%" or element(op.result.type).is_float:
-            self.emitter.bind(op.result, (lane,))
+        every = [lane for x in op.args for lane in self.emitter.operands(x)]
+        lanes = tuple(every[i] for i in op.attrs.get("lanes") or (op.attrs["lane"],))
+        if len(lanes) > 1 or lanes[0][0] == "%" or element(op.result.type).is_float:
+            self.emitter.bind(op.result, lanes)
         else:
-            self.emitter.bind_integer(op.result, int(lane))
+            self.emitter.bind_integer(op.result, int(lanes[0]))
 
     # -- variables -------------------------------------------------------------------------------------------------
 

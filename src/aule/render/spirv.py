@@ -53,6 +53,7 @@ FEATURES = {
 }
 """The feature of a Vulkan device that a capability of the code needs; an artifact lists them as its ``extensions``."""
 
+
 def render(kernel: KernelIR, target: Target) -> Artifact:
     """The kernel as a SPIR-V module.
 

@@ -210,9 +210,7 @@ class Context:
         point = api.VK_PIPELINE_BIND_POINT_COMPUTE
         self.vk.vkCmdBindPipeline(command, point, pipeline.handle)
         chosen = ctypes.c_uint64(layout.sets[slot.index])
-        self.vk.vkCmdBindDescriptorSets(
-            command, point, layout.pipeline_layout, 0, 1, ctypes.byref(chosen), 0, None
-        )
+        self.vk.vkCmdBindDescriptorSets(command, point, layout.pipeline_layout, 0, 1, ctypes.byref(chosen), 0, None)
         return command
 
     def _submit(self, slot: Slot, pipeline: Pipeline, regions: list[Region]) -> int:

@@ -243,9 +243,7 @@ class Instance:
                 "vulkan", f"[vulkan] no driver could be started: {error.message}; {driver_remedy()}"
             ) from None
         if messenger is not None:
-            vk.vkCreateDebugUtilsMessengerEXT(
-                self.handle, ctypes.byref(messenger), None, ctypes.byref(self._messenger)
-            )
+            vk.vkCreateDebugUtilsMessengerEXT(self.handle, ctypes.byref(messenger), None, ctypes.byref(self._messenger))
 
     def close(self) -> None:
         """Destroys the instance; in a child process it only forgets it."""

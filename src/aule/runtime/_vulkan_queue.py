@@ -93,9 +93,7 @@ class FenceTimeline:
         self._pending: deque[tuple[int, Any]] = deque()
         self._idle: list[Any] = []
         self._command = ctypes.c_void_p()
-        self._submit_info = api.VkSubmitInfo(
-            commandBufferCount=1, pCommandBuffers=ctypes.pointer(self._command)
-        )
+        self._submit_info = api.VkSubmitInfo(commandBufferCount=1, pCommandBuffers=ctypes.pointer(self._command))
 
     def submit(self, command: int) -> int:
         if self._idle:

@@ -324,9 +324,7 @@ def inspect(instance: Instance, position: int) -> Facts:
         ),
         max_buffer_bytes=min(limits.maxStorageBufferRange, max_allocation),
         offset_alignment=max(limits.minStorageBufferOffsetAlignment, 1),
-        memory_bytes=0
-        if tensor_type is None
-        else memory.memoryHeaps[memory.memoryTypes[tensor_type].heapIndex].size,
+        memory_bytes=0 if tensor_type is None else memory.memoryHeaps[memory.memoryTypes[tensor_type].heapIndex].size,
         compute_units=units or ((os.cpu_count() or 0) if software else 0),
         unified_memory=unified,
         f16="shaderFloat16" in features,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import u32
+from aule.ir.types import Scalar, f64, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LOWEST = -3.4028234663852886e38
 """The lowest finite float32."""
 NEG_INF = float("-inf")
+
+
+def lowest(elem: Scalar) -> float:
+    """The lowest finite number of a type that scores are computed in."""
+    return -1.7976931348623157e308 if elem == f64 else LOWEST
 
 
 def tanh(b: Builder, x: Value) -> Value:

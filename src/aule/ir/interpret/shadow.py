@@ -24,7 +24,6 @@ _PENDING_LIMIT = 1 << 22
 """Remembered reads after which repeated ones are dropped, so that a long loop without barriers stays in memory."""
 
 
-
 class _Party(NamedTuple):
     """The lanes of one access: their numbers, their teams, and the times before which things are ordered for them."""
 

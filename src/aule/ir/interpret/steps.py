@@ -123,6 +123,12 @@ def _extract(m: Machine, op: Op) -> Step:
     return m.apply(op, lambda x: x[lane])
 
 
+def _permute(m: Machine, op: Op) -> Step:
+    lanes = op.attrs["lanes"]
+    rows = lanes[0] if len(lanes) == 1 else list(lanes)
+    return m.apply(op, lambda *vectors: np.concatenate(vectors)[rows])
+
+
 # Memory.
 
 
@@ -298,7 +304,7 @@ COMPILERS: dict[str, Compiler] = {
     "group_id": _group_id, "group_count": _group_count,
     "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
-    "make_vector": _make_vector, "splat": _splat, "extract": _extract,
+    "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "store": _store, "atomic": _atomic,
     "var": _var, "get": _var, "set": _set, "loop": _loop, "if": _if,
     "intrinsic": _intrinsic, "comment": _comment,

@@ -41,8 +41,8 @@ class _Int64(Rewriter):
         self.hooks |= {
             "const": self._const, "neg": self._one, "abs": self._one, "not": self._one, "select": self._select,
             "cast": self._cast, "bitcast": self._bitcast, "make_vector": self._each, "splat": self._each,
-            "extract": self._each, "load": self._load, "store": self._store, "atomic": self._atomic, "var": self._var,
-            "get": self._get, "set": self._set, "loop": self._loop,
+            "extract": self._each, "permute": self._each, "load": self._load, "store": self._store,
+            "atomic": self._atomic, "var": self._var, "get": self._get, "set": self._set, "loop": self._loop,
         }  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------
@@ -126,6 +126,8 @@ class _Int64(Rewriter):
             elif op.opcode == "splat":
                 assert op.result is not None
                 words.append(self.b.splat(args[0], lanes_of(op.result.type)))
+            elif op.opcode == "permute":
+                words.append(self.b.permute(args[0], args[1] if len(args) == 2 else None, op.attrs["lanes"]))
             else:
                 words.append(self.b.extract(args[0], op.attrs["lane"]))
         return tuple(words)

@@ -1,4 +1,7 @@
-"""Vectors wider than a language has become several: eight fp16 are loaded as two aligned fours."""
+"""Vectors wider than a language has become several: eight fp16 are loaded as two aligned fours.
+
+A ``permute`` becomes the lanes it takes, put together: few languages can say more, and a GPU's registers are scalars.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _LANEWISE = frozenset({"unary", "binary", "compare", "ternary", "cast"})
 
 
 def narrow_vectors(kernel: KernelIR, max_lanes: int) -> KernelIR:
-    """Split vectors of more than ``max_lanes``."""
+    """Split vectors of more than ``max_lanes``, and permutations into their lanes."""
     return _NarrowVectors(kernel, max_lanes).run()
 
 
@@ -24,7 +27,8 @@ class _NarrowVectors(Rewriter):
         self.hooks = {opcode: self._lanewise for opcode, info in OPS.items() if info.category in _LANEWISE}
         self.hooks |= {
             "bitcast": self._bitcast, "make_vector": self._make_vector, "splat": self._splat, "extract": self._extract,
-            "load": self._load, "store": self._store, "var": self._var, "get": self._get, "set": self._set,
+            "permute": self._permute, "load": self._load, "store": self._store, "var": self._var, "get": self._get,
+            "set": self._set,
         }  # fmt: skip
 
     def _pieces(self, type_: Type) -> int:
@@ -80,6 +84,14 @@ class _NarrowVectors(Rewriter):
     def _extract(self, op: Op) -> Lowered | None:
         piece, lane = divmod(op.attrs["lane"], self._max)
         return self.b.extract(self.parts(op.args[0])[piece], lane)
+
+    def _permute(self, op: Op) -> Lowered | None:
+        places: list[tuple[Value, int]] = []
+        for part in (part for a in op.args for part in self.parts(a)):
+            places += [(part, lane) for lane in range(lanes_of(part.type))]
+        # Only what is taken is extracted, once: a vector of which all is taken in order stays whole.
+        taken = {i: self.b.extract(*places[i]) for i in sorted(set(op.attrs["lanes"]))}
+        return self._grouped([taken[i] for i in op.attrs["lanes"]])
 
     def _load(self, op: Op) -> Lowered | None:
         assert op.result is not None

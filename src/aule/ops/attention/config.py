@@ -1,4 +1,4 @@
-"""ForwardConfig: everything about a forward kernel that is fixed while it is traced.
+"""What is fixed about a kernel while it is traced.
 
 What is not here (lengths, strides, scale, window sizes) is a parameter of the kernel, so that one kernel serves all.
 """
@@ -10,24 +10,23 @@ from dataclasses import dataclass
 from aule.tile.simt import SimtShape
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
-    """A forward kernel.
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """What every attention kernel must know: types, dimensions, and what happens between scores and softmax.
 
     Attributes
     ----------
-    aligned : tuple of bool
-        For q, k, v, o: rows can be read or written as vectors of four.
+    left, right : bool
+        The band of kept keys has this side.
+    mask, bias : str or None
+        Element type.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
-    index64 : bool
-        Element indices need 64 bits.
     """
 
     dtype: str
     head_dim: int
     value_dim: int
-    shape: SimtShape
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -36,11 +35,26 @@ class ForwardConfig:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
-    aligned: tuple[bool, ...] = (True, True, True, True)
     unit: tuple[bool, ...] = (True, True, True, True)
-    index64: bool = False
 
     @property
     def everywhere(self) -> bool:
         """Every tile may have dropped keys."""
         return self.mask is not None or self.bias is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig(ScoreConfig):
+    """A forward kernel for GPUs.
+
+    Attributes
+    ----------
+    aligned : tuple of bool
+        For q, k, v, o: rows can be read or written as vectors of four.
+    index64 : bool
+        Element indices need 64 bits.
+    """
+
+    shape: SimtShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False

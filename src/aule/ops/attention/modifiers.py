@@ -1,6 +1,7 @@
 """Score modifiers: ordinary functions that are traced into the kernel between the first product and softmax.
 
-Scores are in the base-2 log domain here (``log2(e)`` times the score), because softmax is computed with ``exp2``.
+Scores are in the base-2 log domain here (``log2(e)`` times the score), because softmax is computed with ``exp2``. A
+score is one number, or a vector of them along the keys of one row.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value
-from aule.ir.types import f32
-from aule.tile.math import LOG2E, LOWEST, NEG_INF, tanh
+from aule.ir.types import element
+from aule.tile.math import LOG2E, NEG_INF, lowest, tanh
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def alibi(slope_log2: Value) -> Modifier:
     """``s - slope * |position - column|``."""
 
     def apply(b: Builder, s: Value, site: Site) -> Value:
-        return s - slope_log2 * b.cast(b.abs(site.position - site.column), f32)
+        return s - slope_log2 * b.cast(b.abs(site.position - site.column), element(s.type))
 
     return Modifier(apply, everywhere=True)
 
@@ -60,16 +61,21 @@ def additive(read: Callable[[Site], Value]) -> Modifier:
     averaged as they do."""
 
     def apply(b: Builder, s: Value, site: Site) -> Value:
-        value = b.cast(read(site), f32)
-        finite = b.max(value * LOG2E, LOWEST)
-        return b.select(value < LOWEST, b.const(NEG_INF, f32), s + finite)
+        elem = element(s.type)
+        value = b.cast(read(site), elem)
+        finite = b.max(value * LOG2E, lowest(elem))
+        return b.select(value < lowest(elem), b.const(NEG_INF, elem), s + finite)
 
     return Modifier(apply, everywhere=True)
 
 
 def boolean(read: Callable[[Site], Value]) -> Modifier:
     """Keep a key where ``read`` finds something other than 0."""
-    return Modifier(lambda b, s, site: b.select(b.ne(read(site), 0), s, b.const(NEG_INF, f32)), everywhere=True)
+
+    def apply(b: Builder, s: Value, site: Site) -> Value:
+        return b.select(b.ne(read(site), 0), s, b.const(NEG_INF, element(s.type)))
+
+    return Modifier(apply, everywhere=True)
 
 
 def band(seq_kv: Value, left: Value | None, right: Value | None) -> Modifier:
@@ -81,6 +87,6 @@ def band(seq_kv: Value, left: Value | None, right: Value | None) -> Modifier:
             keep = keep & (site.column <= site.position + right)
         if left is not None:
             keep = keep & (site.column >= site.position - left)
-        return b.select(keep, s, b.const(NEG_INF, f32))
+        return b.select(keep, s, b.const(NEG_INF, element(s.type)))
 
     return Modifier(apply, everywhere=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from aule.errors import InvalidShapeError
 from aule.ops.attention.config import ForwardConfig
@@ -60,36 +62,47 @@ def plan_forward(
     shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.dtype, problem.modifiers)
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
-    left, right = problem.limits
-    # The band may reach beyond all keys (decoding has right = 0 at the last key): then no tile needs its mask code.
-    has_left = left != UNBOUNDED and problem.seq_q - 1 + problem.shift - left > 0
-    has_right = right != UNBOUNDED and problem.shift + right + 1 < problem.seq_kv
     config = ForwardConfig(
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
+        **score_options(problem),
         shape=shape,
-        left=has_left,
-        right=has_right,
-        softcap=problem.softcap > 0,
-        mask=problem.mask,
-        bias=problem.bias,
-        alibi=problem.alibi,
-        sinks=problem.sinks,
-        lse=problem.return_lse,
         aligned=tuple(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
         unit=tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         index64=any(_extent(v) > 2**31 - 1 for v in views.values()),
     )
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
-    scalars: dict[str, int | float] = {
+    scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
+    return ForwardPlan(config, _grid(blocks, target), scalars)
+
+
+def score_options(problem: AttentionProblem) -> dict[str, Any]:
+    """The fields of a `ScoreConfig` that the problem alone decides."""
+    left, right = problem.limits
+    return {
+        "dtype": problem.dtype,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        # The band may reach beyond all keys (decoding has right = 0 at the last key): then no tile needs its mask code.
+        "left": left != UNBOUNDED and problem.seq_q - 1 + problem.shift - left > 0,
+        "right": right != UNBOUNDED and problem.shift + right + 1 < problem.seq_kv,
+        "softcap": problem.softcap > 0,
+        "mask": problem.mask,
+        "bias": problem.bias,
+        "alibi": problem.alibi,
+        "sinks": problem.sinks,
+        "lse": problem.return_lse,
+    }
+
+
+def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
+    """Scalar parameters of kernels that the problem alone decides."""
+    left, right = problem.limits
+    return {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
         "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
         "group": problem.group,
-        "blocks_q": blocks_q,
-        "blocks": blocks,
         "shift": problem.shift,
         "left": min(left, FAR),
         "right": min(right, FAR),
@@ -97,13 +110,18 @@ def plan_forward(
         "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
         "softcap": problem.softcap * LOG2E,
     }
+
+
+def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
+    """Offsets and strides of the operands, by parameter name."""
+    scalars: dict[str, int | float] = {}
     for name, view in views.items():
         scalars[f"{name}_offset"] = view.offset
         if len(view.strides) == 4:
             scalars[f"{name}_row_stride"], scalars[f"{name}_col_stride"] = view.strides[2:]
         for axis, stride in enumerate(view.strides[:2]):
             scalars[f"{name}_stride{axis}"] = stride
-    return ForwardPlan(config, _grid(blocks, target), scalars)
+    return scalars
 
 
 def _aligned(view: TensorView) -> bool:

@@ -77,7 +77,7 @@ def attention_reference(
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
     lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
     with np.errstate(all="ignore"):
-        for part in _parts(problem, q, k, v, mask, bias, alibi, sinks):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks):
             s = (part.q @ part.k.T) * problem.scale
             if problem.softcap > 0:
                 s = problem.softcap * np.tanh(s / problem.softcap)
@@ -126,10 +126,10 @@ def attention_twin(
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
 
     def rounded(values: Array) -> Array:
-        return _round(values.astype(work), problem.dtype)
+        return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in _parts(problem, q, k, v, mask, bias, alibi, sinks):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks):
             s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
@@ -170,9 +170,13 @@ def tolerance(problem: AttentionProblem, reference: Array, twin: Array | None = 
         return 1e-12 * largest
     if twin is None:
         raise ValueError(f"[tolerance] expected a twin for dtype {problem.dtype}, got None; call attention_twin")
-    exponent = max(int(np.frexp(largest)[1]) - 1, _SMALLEST_EXPONENT[problem.dtype])
-    unit = 2.0 ** (exponent - _MANTISSA_BITS[problem.dtype]) if largest else 0.0
-    return max(2.0 * _largest_error(twin, reference), unit)
+    return max(2.0 * largest_error(twin, reference), unit_in_last_place(largest, problem.dtype))
+
+
+def unit_in_last_place(value: float, dtype: str) -> float:
+    """The step from a positive number to the next in fp16 or bf16; 0 for 0."""
+    exponent = max(int(np.frexp(value)[1]) - 1, _SMALLEST_EXPONENT[dtype])
+    return float(2.0 ** (exponent - _MANTISSA_BITS[dtype])) if value else 0.0
 
 
 def lse_tolerance(problem: AttentionProblem, lse_dtype: npt.DTypeLike = np.float32) -> float:
@@ -247,31 +251,31 @@ def compare(problem: AttentionProblem, got: Array, got_lse: Array | None, expect
         From `expect`.
     """
     values = to_f64(got, problem.dtype).reshape(expected.out.shape)
-    errors = _errors(values, expected.out)
+    errors = errors_of(values, expected.out)
     error = float(np.max(errors, initial=0.0))
     limit = tolerance(problem, expected.out, expected.twin)
     ok = bool(error <= limit)
     message = f"error {error:.3g} of {limit:.3g} allowed"
     if not ok:
-        message += f", worst at {_place(errors, values, expected.out)}"
+        message += f", worst at {place_of(errors, values, expected.out)}"
 
     lse_error, lse_limit = 0.0, lse_tolerance(problem)
     if got_lse is not None:
         lse_limit = lse_tolerance(problem, got_lse.dtype)
         lse_values = got_lse.astype(np.float64).reshape(expected.lse.shape)
         finite = np.where(np.isfinite(expected.lse), np.abs(expected.lse), 1.0)
-        lse_errors = _errors(lse_values, expected.lse) / np.maximum(1.0, finite)
+        lse_errors = errors_of(lse_values, expected.lse) / np.maximum(1.0, finite)
         lse_error = float(np.max(lse_errors, initial=0.0))
         lse_ok = bool(lse_error <= lse_limit)
         message += f"; lse error {lse_error:.3g} of {lse_limit:.3g} allowed"
         if not lse_ok:
-            message += f", worst at {_place(lse_errors, lse_values, expected.lse)}"
+            message += f", worst at {place_of(lse_errors, lse_values, expected.lse)}"
         ok = ok and lse_ok
     return Comparison(error, limit, lse_error, lse_limit, ok, message)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class Part:
     """Some query rows of one head, in fp64."""
 
     where: tuple[int, int, slice]
@@ -283,7 +287,7 @@ class _Part:
     sink: float
 
 
-def _parts(
+def parts(
     problem: AttentionProblem,
     q: Array,
     k: Array,
@@ -292,7 +296,7 @@ def _parts(
     bias: Array | None,
     alibi: Array | None,
     sinks: Array | None,
-) -> Iterator[_Part]:
+) -> Iterator[Part]:
     p = problem
     scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
     q = np.reshape(q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
@@ -323,7 +327,7 @@ def _parts(
             if slopes is not None:
                 terms.append(-float(slopes[b, h]) * np.abs(distance))
             sink = -np.inf if sinks is None else float(sinks[h])
-            yield _Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink)
+            yield Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink)
 
 
 def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:
@@ -347,7 +351,7 @@ def _product(p: Array, v: Array, keep: npt.NDArray[np.bool_]) -> Array:
     return np.asarray(out)
 
 
-def _round(values: Array, dtype: str) -> Array:
+def rounded_to(values: Array, dtype: str) -> Array:
     """Round float32 values to fp16 or bf16 and back; other dtypes are already as precise as they get."""
     if dtype == "f16":
         return values.astype(np.float16).astype(np.float32)
@@ -359,19 +363,19 @@ def _round(values: Array, dtype: str) -> Array:
     return values
 
 
-def _errors(got: F64, reference: F64) -> F64:
+def errors_of(got: F64, reference: F64) -> F64:
     """Absolute errors; 0 where infinities agree, infinite where either is NaN or only one is infinite."""
     with np.errstate(invalid="ignore"):
         errors = np.where(got == reference, 0.0, np.abs(got - reference))
     return np.where(np.isnan(errors), np.inf, errors)
 
 
-def _largest_error(got: F64, reference: F64) -> float:
+def largest_error(got: F64, reference: F64) -> float:
     """Largest error where both are finite: a twin that overflowed says nothing about the rest."""
     both = np.isfinite(got) & np.isfinite(reference)
     return float(np.max(np.abs(got[both] - reference[both]), initial=0.0))
 
 
-def _place(errors: F64, got: F64, reference: F64) -> str:
+def place_of(errors: F64, got: F64, reference: F64) -> str:
     index = np.unravel_index(int(np.argmax(errors)), errors.shape)
     return f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"

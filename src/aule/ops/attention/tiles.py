@@ -26,8 +26,8 @@ class Entry:
 
 #                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
 FIRST = Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64))
-"""H200, full, fp32, TFLOPS. d64, S 2048: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q not
-resident. d128, S 8192: 43.3 through PTX; equals 128x128 over 16x16 threads, beat Q not resident (40.6) and 64x128
+"""H200, full, fp32, TFLOPS. d64, S 2048: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q
+not resident. d128, S 8192: 43.3 through PTX; equals 128x128 over 16x16 threads, beat Q not resident (40.6) and 64x128
 (42.7). 168 registers let three workgroups reside."""
 
 ENTRIES: tuple[Entry, ...] = (
@@ -75,9 +75,7 @@ SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160))
 Vulkan keeps the tiles of real devices, so that tests without one run those too."""
 
 
-def choose_shape(
-    target: Target, head_dim: int, value_dim: int, dtype: str = "f32", modifiers: int = 0
-) -> SimtShape:
+def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f32", modifiers: int = 0) -> SimtShape:
     """The first entry, of the vendor's own and then of `ENTRIES`, that fits the device and the head dimensions.
 
     The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are.

@@ -1,0 +1,116 @@
+"""Runs attention on the processor, on arrays where they lie: plans are made once per signature, workspaces are kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.engine.programs import program
+from aule.ops.attention.cpu.plan import CpuPlan, Step, plan_backward, plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.runtime.base import Allocation, Device
+from aule.view import TensorView
+
+Array = npt.NDArray[Any]
+_MAX_SIGNATURES = 1024
+_KEPT_BYTES = 256 << 20
+"""The largest workspace that is kept for the next call: fresh memory costs a page fault for every 4 KiB."""
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A plan whose kernels are loaded: the launches, each with the names of its buffers."""
+
+    launches: tuple[tuple[Any, tuple[str, ...]], ...]
+    workspace: dict[str, int]
+    """Bytes of each workspace."""
+
+
+Memory = Array | Allocation
+"""Where a view's elements are: an array in host memory, or memory of the device, which is the same."""
+
+
+def forward(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Memory | None) -> None:
+    """Compute attention. ``views`` are those of ``q``, ``k``, ``v``, ``o`` and what else there is; ``lse`` is
+    C-contiguous, float64 for an fp64 problem and else float32."""
+    _run(problem, views, device, plan_forward, {} if lse is None else {"lse": lse})
+
+
+def backward(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Memory) -> None:
+    """Compute the gradients. ``views`` as for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``; ``lse`` from it."""
+    _run(problem, views, device, plan_backward, {"lse": lse})
+
+
+def work_dtype(problem: AttentionProblem) -> Any:
+    """NumPy's type for what is computed in, and for the log-sum-exp."""
+    return np.float64 if problem.dtype == "f64" else np.float32
+
+
+def _run(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    device: Device,
+    planner: Callable[[AttentionProblem, dict[str, TensorView], Any], CpuPlan],
+    extra: dict[str, Memory],
+) -> None:
+    known: dict[Any, _Ready] = vars(device).setdefault("_ready_attention", {})
+    key = (planner, problem, tuple((name, view.strides, view.offset) for name, view in views.items()))
+    ready = known.get(key)
+    if ready is None:
+        if len(known) >= _MAX_SIGNATURES:
+            known.clear()
+        ready = known[key] = _prepare(planner(problem, views, device.target), problem, device)
+    addresses = {name: _address(view.storage) for name, view in views.items()}
+    addresses |= {name: _address(array) for name, array in extra.items()}
+    total = sum(ready.workspace.values())
+    block = _take(device, total) if total else None
+    try:
+        if block is not None:
+            at = block.address
+            for name, size in ready.workspace.items():
+                addresses[name] = at
+                at += size
+        for launch, buffers in ready.launches:
+            launch.launch([addresses[name] for name in buffers])
+    finally:
+        if block is not None:
+            _give(device, block)
+
+
+def _prepare(plan: CpuPlan, problem: AttentionProblem, device: Any) -> _Ready:
+    size = np.dtype(work_dtype(problem)).itemsize
+    workspace = {name: -(-count * size // 64) * 64 for name, count in plan.workspace.items()}
+    return _Ready(tuple(_launch(step, device) for step in plan.steps), workspace)
+
+
+def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:
+    loaded = program(device, step.config, lambda: step.build(step.config, device.target))
+    scalars = [step.scalars[p.name] for p in loaded.artifact.scalars]
+    prepared = device.prepare(loaded, (step.tasks, 1, 1), scalars)
+    return prepared, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+
+
+def _address(memory: Memory) -> int:
+    return memory.address if isinstance(memory, Allocation) else int(memory.__array_interface__["data"][0])
+
+
+def _take(device: Device, nbytes: int) -> Allocation:
+    """A workspace: the one kept from the last call when nobody has it and it is large enough."""
+    with _lock:
+        kept: Allocation | None = vars(device).pop("_workspace", None)
+    if kept is not None and kept.nbytes >= nbytes and not kept.freed:
+        return kept
+    return device.alloc(nbytes)
+
+
+def _give(device: Device, block: Allocation) -> None:
+    if block.nbytes <= _KEPT_BYTES:
+        with _lock:
+            vars(device).setdefault("_workspace", block)

@@ -1,0 +1,323 @@
+"""The backward kernels for CPUs: dQ, dK and dV in one pass over the scores.
+
+One task takes some of the key blocks of a head of K and V. For each it goes over the rows of Q that reach the block,
+of all query heads that share it, and makes ``P = exp2(S - lse)``, ``dS = P * (dO V^T - delta)``, and from these
+
+    dV += P^T dO        dK += dS^T Q        dQ += dS K
+
+dK and dV of a block belong to one task. dQ does not: tasks leave it in parts, as many as there are tasks to a head,
+which `build_gather` sums in a fixed order. So nothing depends on who comes first.
+
+Scores are in the base-2 log domain. With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor.
+"""
+
+from __future__ import annotations
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, i32, i64
+from aule.ops.attention.config import ScoreConfig
+from aule.ops.attention.cpu.config import BackwardConfig, DeltaConfig, GatherConfig
+from aule.ops.attention.cpu.parameters import Parameters
+from aule.ops.attention.cpu.scores import Reach, Scores, modify
+from aule.target import Target
+from aule.tile.math import LOG2E
+from aule.tile.matrix import Matrix
+from aule.tile.vector import Operand, Vectors, work_type
+
+
+def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
+    """Trace the kernel of the gradients."""
+    b = Builder("flash_attention_backward_cpu", workgroup=1)
+    _Backward(b, config).run()
+    return b.finish()
+
+
+class _Backward:
+    def __init__(self, b: Builder, config: BackwardConfig) -> None:
+        self.b, self.config, self.shape = b, config, config.shape
+        shape, work = config.shape, config.work
+        self.engine = engine = Vectors(b, work, shape.lanes)
+        self.p = Parameters(b, config)
+        number = self.p.number
+        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
+        self.splits = number("splits")
+        task = b.group_id(0)
+        self.kv_number, self.split = task // self.splits, task % self.splits
+        self.batch, self.kv_head = self.kv_number // self.heads_kv, self.kv_number % self.heads_kv
+        self.scores = Scores(self.p, self.batch)
+        self.k = self._matrix("k", self.kv_head, self.scores.seq_kv, config.head_dim, config.unit[1])
+        self.v = self._matrix("v", self.kv_head, self.scores.seq_kv, config.value_dim, config.unit[2])
+        self.head_cols, self.value_cols = shape.padded(config.head_dim), shape.padded(config.value_dim)
+        self.k_panels = b.private("k_panels", work, shape.block_kv * config.head_dim)
+        self.v_panels = b.private("v_panels", work, shape.block_kv * config.value_dim)
+        self.dk = b.private("dk", work, shape.block_kv * self.head_cols)
+        self.dv = b.private("dv", work, shape.block_kv * self.value_cols)
+        self.q = b.private("q", work, shape.block_q * self.head_cols)
+        self.do = b.private("do", work, shape.block_q * self.value_cols)
+        self.p_scores = b.private("p", work, shape.block_q * shape.block_kv)
+        self.ds = b.private("ds", work, shape.block_q * shape.block_kv)
+        self.zero = b.const(0, i64)
+        self.parts = self.p.buffer("dq_parts", work, "readwrite")
+        assert engine.lanes == shape.lanes
+
+    def _matrix(self, name: str, head: Value, rows: Value, cols: int, unit: bool) -> Matrix:
+        return self.p.matrix(name, self.batch, head, rows, cols, unit)
+
+    # -- the algorithm -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        b, shape = self.b, self.shape
+        self._clear_parts()
+        # Every so-manieth block, not a range: with a causal mask the first blocks have the most rows.
+        with b.loop(self.split, self.p.number("blocks_kv"), self.splits, name="block") as block:
+            key0 = block * shape.block_kv
+            keys = b.min(shape.block_kv, self.scores.seq_kv - key0)
+            k_rows, wild = self._bring(key0, keys)
+            first, end = self.scores.rows_reaching(key0, key0 + keys)
+            with b.loop(b.const(0, i32), self.group, name="member") as member:
+                head = self.kv_head * self.group + member
+                begin, stop = first // shape.block_q, (end + (shape.block_q - 1)) // shape.block_q
+                with b.loop(begin, stop, name="rows") as rows:
+                    row0 = rows * shape.block_q
+                    count = b.min(shape.block_q, self.scores.seq_q - row0)
+                    self._bring_rows(head, row0, count)
+                    self._score_gradients(head, row0, count, key0, k_rows, wild)
+                    self._key_gradients(row0, count, key0, keys)
+            self._store_keys(key0, keys)
+
+    def _part(self, head: Value, row: Value) -> Value:
+        """Where a row of this task's part of dQ begins."""
+        engine, seq_q = self.engine, self.scores.seq_q
+        number = (self.batch * self.heads + head) * self.splits + self.split
+        return (engine.index(number) * engine.index(seq_q) + engine.index(row)) * self.head_cols
+
+    def _clear_parts(self) -> None:
+        b, engine = self.b, self.engine
+        with b.loop(b.const(0, i32), self.group, name="member") as member:
+            start = self._part(self.kv_head * self.group + member, b.const(0, i32))
+            length = engine.index(self.scores.seq_q) * self.head_cols
+            with b.loop(self.zero, length, engine.lanes, name="i") as i:
+                b.store(self.parts, start + i, engine.const(0.0), align=1)
+
+    def _bring(self, key0: Value, keys: Value) -> tuple[Operand, Value | None]:
+        """K and V of a block in panels, dK = dV = 0; K as rows, and whether a dropped key's rows hold Inf or NaN."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        with b.loop(b.const(0, i32), keys, shape.panel, name="panel") as panel:
+            at = engine.index(panel)
+            engine.pack_panel(self.k, key0 + panel, shape.panel, self.k_panels, at * config.head_dim)
+            engine.pack_panel(self.v, key0 + panel, shape.panel, self.v_panels, at * config.value_dim)
+        for array, cols in ((self.dk, self.head_cols), (self.dv, self.value_cols)):
+            with b.loop(self.zero, shape.block_kv * cols, engine.lanes, name="i") as i:
+                b.store(array, i, engine.const(0.0))
+        if config.direct_keys:
+            start = self.k.base + engine.index(key0) * self.k.row_stride
+            rows = Operand(self.k.buffer, start, 0, self.k.row_stride)
+        else:
+            scratch = b.private("k_rows", config.work, shape.block_kv * self.head_cols)
+            engine.copy_rows(self.k, key0, keys, scratch, self.zero, self.head_cols)
+            rows = Operand(scratch, self.zero, 0, self.head_cols)
+        if not (config.everywhere or config.left or config.right):
+            return rows, None
+        return rows, engine.has_wild(rows, shape.vectors(config.head_dim), self.zero, engine.index(keys))
+
+    def _bring_rows(self, head: Value, row0: Value, count: Value) -> None:
+        """Q', scaled, and dO of a block of rows; rows up to a whole group repeat the last."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        padded = (count + (shape.rows - 1)) // shape.rows * shape.rows
+        q = self._matrix("q", head, self.scores.seq_q, config.head_dim, config.unit[0])
+        do = self._matrix("do", head, self.scores.seq_q, config.value_dim, config.unit[3])
+        scale = self.p.number("scale", config.work)
+        engine.copy_rows(q, row0, padded, self.q, self.zero, self.head_cols, scale)
+        engine.copy_rows(do, row0, padded, self.do, self.zero, self.value_cols)
+        assert b is engine.b
+
+    def _score_gradients(
+        self, head: Value, row0: Value, count: Value, key0: Value, k_rows: Operand, wild: Value | None
+    ) -> None:
+        """P and dS of a block of rows, a few rows at a time, and what dS brings to dQ."""
+        b, shape, scores = self.b, self.shape, self.scores
+        with b.loop(b.const(0, i32), count, shape.rows, name="group") as row:
+            last = b.min(row0 + row + shape.rows, scores.seq_q) - 1
+            reach = scores.reach(row0 + row + scores.shift, last + scores.shift)
+            low = b.max(reach.first - key0, 0)
+            high = b.min(reach.end - key0, shape.block_kv)
+            first = b.min(low // shape.panel * shape.panel, shape.block_kv)
+            end = b.max((high + (shape.panel - 1)) // shape.panel * shape.panel, first)
+            self._clear_scores(row, b.const(0, i32), first)
+            self._clear_scores(row, end, b.const(shape.block_kv, i32))
+            with b.loop(first, end, shape.panel, name="panel") as panel:
+                self._panel(head, row0, row, key0, panel, reach)
+            with b.if_(low < high):
+                self._query_gradients(head, row0, row, count, k_rows, low, high, wild)
+
+    def _clear_scores(self, row: Value, first: Value, end: Value) -> None:
+        """P = dS = 0 where no key is kept: the products with whole blocks read it."""
+        b, engine, shape = self.b, self.engine, self.shape
+        with b.loop(engine.index(first), engine.index(end), shape.lanes, name="i") as i:
+            for r in range(shape.rows):
+                at = (engine.index(row) + r) * shape.block_kv + i
+                b.store(self.p_scores, at, engine.const(0.0))
+                b.store(self.ds, at, engine.const(0.0))
+
+    def _panel(self, head: Value, row0: Value, row: Value, key0: Value, panel: Value, reach: Reach) -> None:
+        """P and dS of a few rows with one panel."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        at, width = engine.index(row), engine.index(panel)
+        q = Operand(self.q, at * self.head_cols, self.head_cols, 1)
+        k = Operand(self.k_panels, width * config.head_dim, 0, shape.panel)
+        c = engine.accumulators(shape.rows, shape.panel_vectors)
+        engine.multiply(c, q, k, 0, config.head_dim, unroll=4)
+
+        key = key0 + panel
+        rows = [b.min(row0 + row + r, self.scores.seq_q - 1) for r in range(shape.rows)]
+        partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
+        places = [at * shape.block_kv + (r * shape.block_kv) + width for r in range(shape.rows)]
+
+        def keep_slope(c: list[list[Var]]) -> None:
+            """The softcap's derivative, 1 - tanh^2, waits where dS will be."""
+            inverse = b.rcp(self.p.number("softcap", config.work))
+            for place, variables in zip(places, c, strict=True):
+                for j, variable in enumerate(variables):
+                    bend = variable.value * inverse
+                    b.store(self.ds, place + j * shape.lanes, 1.0 - bend * bend)
+
+        kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
+        modify(self.scores, engine, c, [(head, at_row) for at_row in rows], key, partial, kinds, keep_slope)
+        number = engine.index(self.batch * self.heads + head) * engine.index(self.scores.seq_q)
+        lse_all = self.p.buffer("lse", config.work)
+        for at_row, place, variables in zip(rows, places, c, strict=True):
+            lse = b.load(lse_all, number + engine.index(at_row))
+            # A row that keeps nothing has a log-sum-exp of -inf; its weights are 0, as with +inf.
+            nothing = b.eq(lse, float("-inf"))
+            lse = b.select(nothing, b.const(float("inf"), config.work), lse * LOG2E)
+            for j, variable in enumerate(variables):
+                b.store(self.p_scores, place + j * shape.lanes, b.exp2(variable.value - lse))
+
+        do = Operand(self.do, at * self.value_cols, self.value_cols, 1)
+        v = Operand(self.v_panels, width * config.value_dim, 0, shape.panel)
+        c = engine.accumulators(shape.rows, shape.panel_vectors)
+        engine.multiply(c, do, v, 0, config.value_dim, unroll=4)
+        delta_all = self.p.buffer("delta", config.work)
+        guarded = config.everywhere or config.left or config.right
+        for at_row, place, variables in zip(rows, places, c, strict=True):
+            delta = b.load(delta_all, number + engine.index(at_row))
+            for j, variable in enumerate(variables):
+                to = place + j * shape.lanes
+                p = b.load(self.p_scores, to, shape.lanes)
+                ds = p * (variable.value - delta)
+                if config.softcap:
+                    ds = ds * b.load(self.ds, to, shape.lanes)
+                if guarded:  # V of a dropped key may hold Inf or NaN
+                    ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
+                b.store(self.ds, to, ds)
+
+    def _query_gradients(
+        self, head: Value, row0: Value, row: Value, count: Value, k_rows: Operand, low: Value, high: Value,
+        wild: Value | None,
+    ) -> None:  # fmt: skip
+        """``dQ += dS K`` of a few rows. Rows past the last are left out as they are stored."""
+        b, engine, shape = self.b, self.engine, self.shape
+        begin, end = engine.index(low), engine.index(high)
+        vectors = shape.vectors(self.config.head_dim)
+        rows, width = shape.unit.tile(shape.rows, vectors)
+        with b.loop(b.const(0, i32), shape.rows, rows, name="r") as r, b.if_(row + r < count):
+            starts = [self._part(head, b.min(row0 + row + r + i, self.scores.seq_q - 1)) for i in range(rows)]
+            ds = Operand(self.ds, engine.index(row + r) * shape.block_kv, shape.block_kv, 1)
+            for first in range(0, vectors, width):
+                c = engine.accumulators(rows, min(width, vectors - first))
+                k = Operand(k_rows.pointer, k_rows.base + first * shape.lanes, 0, k_rows.step)
+                engine.multiply_guarding(c, ds, k, begin, end, wild)
+                for i, (start, variables) in enumerate(zip(starts, c, strict=True)):
+                    with b.if_(row + r + i < count):
+                        for j, variable in enumerate(variables):
+                            at = start + (first + j) * shape.lanes
+                            old = b.load(self.parts, at, shape.lanes, align=1)
+                            b.store(self.parts, at, old + variable.value, align=1)
+
+    def _key_gradients(self, row0: Value, count: Value, key0: Value, keys: Value) -> None:
+        """``dV += P^T dO`` and ``dK += dS^T Q'``, of the keys in pieces that stay in registers."""
+        b, config, engine, shape, scores = self.b, self.config, self.engine, self.shape, self.scores
+        products = (
+            (self.dv, self.p_scores, self.do, self.value_cols, config.value_dim),
+            (self.dk, self.ds, self.q, self.head_cols, config.head_dim),
+        )
+        for target, left, right, cols, dim in products:
+            vectors = shape.vectors(dim)
+            piece, width = shape.unit.tile(shape.rows, vectors)
+            with b.loop(b.const(0, i32), keys, piece, name="key") as key:
+                first, end = scores.rows_reaching(key0 + key, key0 + key + piece)
+                begin = engine.index(b.max(first - row0, 0))
+                stop = engine.index(b.min(end - row0, count))
+                at = engine.index(key)
+                for start in range(0, vectors, width):
+                    span = range(min(width, vectors - start))
+                    places = [[at * cols + (i * cols + (start + j) * shape.lanes) for j in span] for i in range(piece)]
+                    c = [[b.var(b.load(target, place, shape.lanes)) for place in row] for row in places]
+                    a = Operand(left, at, 1, shape.block_kv)
+                    x = Operand(right, b.const(start * shape.lanes, i64), 0, cols)
+                    engine.multiply(c, a, x, begin, stop)
+                    for row, variables in zip(places, c, strict=True):
+                        for place, variable in zip(row, variables, strict=True):
+                            b.store(target, place, variable.value)
+
+    def _store_keys(self, key0: Value, keys: Value) -> None:
+        """dK and dV of a block, in the type of K and V."""
+        b, config, engine = self.b, self.config, self.engine
+        factor = self.p.number("dk_factor", config.work)
+        for name, array, cols, dim in (
+            ("dk", self.dk, self.head_cols, config.head_dim),
+            ("dv", self.dv, self.value_cols, config.value_dim),
+        ):
+            out = self.p.matrix(name, self.batch, self.kv_head, self.scores.seq_kv, dim, True, "write")
+            with b.loop(b.const(0, i32), keys, name="key") as key:
+                start = out.row_start(b, key0 + key)
+                for col, width in engine.columns(dim):
+                    x = b.load(array, engine.index(key) * cols + col, engine.lanes)
+                    engine.write(out, start, col, x * factor if name == "dk" else x, width)
+
+
+def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
+    """Trace the kernel: one task for each query head."""
+    b = Builder("attention_delta", workgroup=1)
+    work = work_type(SCALARS[config.dtype])
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim))
+    engine = Vectors(b, work, config.shape.lanes)
+    heads, seq_q = p.number("heads_q"), p.number("seq_q")
+    task = b.group_id(0)
+    batch, head = task // heads, task % heads
+    o = p.matrix("o", batch, head, seq_q, config.value_dim, config.unit[0])
+    do = p.matrix("do", batch, head, seq_q, config.value_dim, config.unit[1])
+    delta = p.buffer("delta", work, "write")
+    with b.loop(b.const(0, i32), seq_q, name="row") as row:
+        total = engine.const(0.0)
+        o_start, do_start = o.row_start(b, row), do.row_start(b, row)
+        for col, width in engine.columns(config.value_dim):
+            total = b.fma(engine.read(o, o_start, col, width), engine.read(do, do_start, col, width), total)
+        to = engine.index(task) * engine.index(seq_q) + engine.index(row)
+        b.store(delta, to, engine.reduce("add", total))
+    return b.finish()
+
+
+def build_gather(config: GatherConfig, target: Target) -> KernelIR:
+    """Trace the kernel: one task for each query head."""
+    b = Builder("attention_gather", workgroup=1)
+    shape, work = config.shape, work_type(SCALARS[config.dtype])
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=config.head_dim, value_dim=1))
+    engine = Vectors(b, work, shape.lanes)
+    heads, seq_q, splits = p.number("heads_q"), p.number("seq_q"), p.number("splits")
+    task = b.group_id(0)
+    dq = p.matrix("dq", task // heads, task % heads, seq_q, config.head_dim, True, "write")
+    parts = p.buffer("dq_parts", work)
+    factor = p.number("dq_factor", work)
+    cols = shape.padded(config.head_dim)
+    step = engine.index(seq_q) * cols
+    with b.loop(b.const(0, i32), seq_q, name="row") as row:
+        at = engine.index(task * splits) * step + engine.index(row) * cols
+        start = dq.row_start(b, row)
+        for col, width in engine.columns(config.head_dim):
+            total = b.var(engine.const(0.0))
+            with b.loop(b.const(0, i32), splits, name="split") as split:
+                part = b.load(parts, at + engine.index(split) * step + col, shape.lanes, align=1)
+                total.value = total.value + part
+            engine.write(dq, start, col, total.value * factor, width)
+    return b.finish()

@@ -1,0 +1,162 @@
+"""Configurations of the CPU kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aule.ir.types import SCALARS, Scalar
+from aule.ops.attention.config import ScoreConfig
+from aule.tile.vector import VectorUnit, work_type
+
+Columns = Literal["unit", "same", "any"]
+"""How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""
+
+
+@dataclass(frozen=True)
+class CpuShape:
+    """How a CPU kernel is cut up.
+
+    Attributes
+    ----------
+    unit : VectorUnit
+        Registers.
+    rows : int
+        Rows of Q that are multiplied with a panel at a time.
+    panel : int
+        Keys of a panel, whole vectors.
+    block_q : int
+        Rows of Q that one task holds.
+    block_kv : int
+        Keys that a task works on before it goes on to the next, whole panels: K and V of a block stay in the
+        second-level cache while the rows pass over them, the scores of ``rows`` rows in the first.
+    """
+
+    unit: VectorUnit
+    rows: int
+    panel: int
+    block_q: int
+    block_kv: int
+
+    @property
+    def lanes(self) -> int:
+        return self.unit.lanes
+
+    @property
+    def panel_vectors(self) -> int:
+        return self.panel // self.unit.lanes
+
+    def vectors(self, cols: int) -> int:
+        """Vectors that hold a row of ``cols`` numbers."""
+        return -(-cols // self.unit.lanes)
+
+    def padded(self, cols: int) -> int:
+        """Numbers in those vectors."""
+        return self.vectors(cols) * self.unit.lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuConfig(ScoreConfig):
+    """A forward kernel for CPUs.
+
+    Attributes
+    ----------
+    grouped : bool
+        A task takes the rows of all query heads that share a key head, and a part of the keys (decoding); otherwise a
+        block of rows of one query head, and all keys.
+    split : bool
+        The keys of a head are shared by several tasks: they leave partial results for `build_combine`.
+    panels : {"workspace", "scratch"}
+        Where K is packed: before, once for all (`build_pack`), or by each task for itself.
+    values : {"direct", "workspace", "scratch"}
+        Where V is read: in place, or converted and padded beforehand, or by each task for itself.
+    mask_columns, bias_columns : {"unit", "same", "any"}
+    """
+
+    shape: CpuShape
+    grouped: bool = False
+    split: bool = False
+    panels: Literal["workspace", "scratch"] = "workspace"
+    values: Literal["direct", "workspace", "scratch"] = "direct"
+    mask_columns: Columns = "any"
+    bias_columns: Columns = "any"
+
+    @property
+    def work(self) -> Scalar:
+        """The type that is computed in."""
+        return work_type(SCALARS[self.dtype])
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """The kernel that packs a matrix before the others run.
+
+    Attributes
+    ----------
+    keys, values : bool
+        Pack K into panels; convert V into padded rows.
+    unit : tuple of bool
+        For k and v: the head dimension has stride 1.
+    """
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    shape: CpuShape
+    keys: bool
+    values: bool
+    unit: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """The kernel that puts the partial results of a split together."""
+
+    dtype: str
+    value_dim: int
+    shape: CpuShape
+    lse: bool
+    unit: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig(ScoreConfig):
+    """The kernel of the gradients of q, k and v.
+
+    Attributes
+    ----------
+    unit : tuple of bool
+        For q, k, v, and the gradient of o: the head dimension has stride 1.
+    direct_keys : bool
+        K can be read in place as rows of whole vectors.
+    """
+
+    shape: CpuShape
+    direct_keys: bool = True
+    mask_columns: Columns = "any"
+    bias_columns: Columns = "any"
+
+    @property
+    def work(self) -> Scalar:
+        """The type that is computed in."""
+        return work_type(SCALARS[self.dtype])
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The kernel of ``delta = sum of dO * O`` along each row."""
+
+    dtype: str
+    value_dim: int
+    shape: CpuShape
+    unit: tuple[bool, bool]
+    """For o and its gradient."""
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """The kernel that sums the parts of dQ."""
+
+    dtype: str
+    head_dim: int
+    shape: CpuShape

@@ -1,0 +1,311 @@
+"""The forward kernel for CPUs: FlashAttention over the vector engine.
+
+One task holds a block of query rows with their part of O, the running maximum m and sum l, and passes over the keys
+block by block. Within a block it takes a few rows at a time: their scores with the block's panels of K, softmax, and
+``O = O * alpha + P V``. Only panels that hold a kept key are multiplied, and ``P V`` stops at the last one.
+"""
+
+from __future__ import annotations
+
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import f32, i32, i64
+from aule.ops.attention.cpu.config import CpuConfig
+from aule.ops.attention.cpu.parameters import Parameters
+from aule.ops.attention.cpu.scores import Reach, Scores, modify
+from aule.target import Target
+from aule.tile.math import LN2, LOG2E, NEG_INF, lowest
+from aule.tile.matrix import Matrix
+from aule.tile.vector import Operand, Vectors
+
+KERNEL_NAME = "flash_attention_cpu"
+
+
+def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+    """Trace the forward kernel of a configuration."""
+    b = Builder(name, workgroup=1)
+    _Forward(b, config).run()
+    return b.finish()
+
+
+class _Forward:
+    def __init__(self, b: Builder, config: CpuConfig) -> None:
+        self.b, self.config, self.shape = b, config, config.shape
+        self.engine = Vectors(b, config.work, config.shape.lanes)
+        self.p = Parameters(b, config)
+        self._find_place()
+        shape, work = self.shape, config.work
+        self.padded = shape.padded(config.value_dim)
+        self.groups = (self.count + (shape.rows - 1)) // shape.rows
+        self.q = b.private("q", work, shape.block_q * config.head_dim)
+        self.s = b.private("s", work, shape.rows * shape.block_kv)
+        self.o = b.private("o", work, shape.block_q * self.padded)
+        self.m = b.private("m", work, shape.block_q)
+        self.l = b.private("l", work, shape.block_q)
+        self.alpha = b.private("alpha", work, shape.rows)
+
+    # -- place ---------------------------------------------------------------------------------------------------------
+
+    def _find_place(self) -> None:
+        """Which rows and keys this task has, and where its operands are."""
+        b, config, number = self.b, self.config, self.p.number
+        self.heads, self.heads_kv, group = number("heads_q"), number("heads_kv"), number("group")
+        self.task = b.group_id(0)
+        seq_q, seq_kv, zero = number("seq_q"), number("seq_kv"), b.const(0, i32)
+        self.split_first, self.split_end = zero, seq_kv
+        if config.grouped:
+            splits = number("splits")
+            kv_number, self.split = self.task // splits, self.task % splits
+            self.batch, kv_head = kv_number // self.heads_kv, kv_number % self.heads_kv
+            self.first_head, self.row0, self.count = kv_head * group, zero, group * seq_q
+            if config.split:
+                self.split_first = self.split * number("split_keys")
+                self.split_end = b.min(seq_kv, self.split_first + number("split_keys"))
+        else:
+            # The last rows come first: with a causal mask they have the most work.
+            blocks = number("blocks_q")
+            head_number = self.task // blocks
+            self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
+            self.count = b.min(seq_q - self.row0, self.shape.block_q)
+            self.batch, self.first_head = head_number // self.heads, head_number % self.heads
+            kv_head = self.first_head // group
+            kv_number = self.batch * self.heads_kv + kv_head
+        self.kv_number = kv_number
+        self.scores = Scores(self.p, self.batch)
+        self.k: Matrix | None = None
+        self.v: Matrix | None = None
+        if config.panels == "scratch":
+            self.k = self.p.matrix("k", self.batch, kv_head, seq_kv, config.head_dim, config.unit[1])
+        if config.values != "workspace":
+            self.v = self.p.matrix("v", self.batch, kv_head, seq_kv, config.value_dim, config.unit[2])
+
+    def place(self, row: Value) -> tuple[Value, Value]:
+        """Query head and query row of a row of this task."""
+        if not self.config.grouped:
+            return self.first_head, self.row0 + row
+        seq_q = self.scores.seq_q
+        return self.first_head + row // seq_q, row % seq_q
+
+    def reach(self, row: Value, rows: int) -> Reach:
+        """Keys of some consecutive rows of this task."""
+        b, shift = self.b, self.scores.shift
+        if self.config.grouped:
+            return self.scores.reach(shift, self.scores.seq_q - 1 + shift)
+        last = b.min(self.row0 + row + rows, self.scores.seq_q) - 1
+        return self.scores.reach(self.row0 + row + shift, last + shift)
+
+    # -- the algorithm -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        b, shape = self.b, self.shape
+        self._start()
+        mine = self.reach(b.const(0, i32), shape.block_q)
+        first = b.max(mine.first, self.split_first)
+        end = b.min(mine.end, self.split_end)
+        with b.loop(first // shape.block_kv, (end + (shape.block_kv - 1)) // shape.block_kv, name="block") as block:
+            key0 = block * shape.block_kv
+            panels, values = self._bring(key0)
+            wild = self._wild(mine, key0, values)
+            with b.loop(b.const(0, i32), self.groups, name="group") as group:
+                row = group * shape.rows
+                reach = self.reach(row, shape.rows)
+                low = b.max(b.max(reach.first, self.split_first) - key0, 0)
+                high = b.min(b.min(reach.end, self.split_end) - key0, shape.block_kv)
+                with b.if_(low < high):
+                    first_panel = low // shape.panel * shape.panel
+                    last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
+                    self._multiply_scores(row, key0, panels, first_panel, last_panel, reach)
+                    self._softmax(row, first_panel, last_panel)
+                    self._multiply_values(row, values, low, high, wild)
+        self._finish()
+
+    def _start(self) -> None:
+        """Q, scaled; O = 0, l = 0, and m as low as can be, or both from the sink, which is a key without a value."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        scale = self.p.number("scale", config.work)
+        with b.loop(b.const(0, i32), self.groups * shape.rows, name="row") as row:
+            head, at = self.place(b.min(row, self.count - 1))
+            q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0])
+            start = q.row_start(b, at)
+            for col, width in engine.columns(config.head_dim):
+                x = engine.read(q, start, col, width) * scale
+                to = engine.index(row) * config.head_dim + col
+                if width == engine.lanes:
+                    b.store(self.q, to, x, align=1)
+                else:
+                    for i, lane in enumerate(b.unpack(x)[:width]):
+                        b.store(self.q, to + i, lane)
+            for col, _ in engine.columns(config.value_dim):
+                b.store(self.o, engine.index(row) * self.padded + col, engine.const(0.0), align=1)
+            m, l = b.const(lowest(config.work), config.work), b.const(0.0, config.work)
+            if config.sinks:
+                sink = b.cast(b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", head)), config.work) * LOG2E
+                m = b.max(sink, m)
+                l = b.exp2(sink - m)
+                if config.split:  # one of the tasks that share a row counts it
+                    counts = b.eq(self.split, 0)
+                    l = b.select(counts, l, b.const(0.0, config.work))
+            b.store(self.m, row, m)
+            b.store(self.l, row, l)
+
+    def _bring(self, key0: Value) -> tuple[Operand, Operand]:
+        """The block's panels of K, and its rows of V."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        zero = b.const(0, i64)
+        at = engine.index(key0)
+        padded_keys = engine.index((self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv * shape.block_kv)
+        if self.k is None:
+            base = (engine.index(self.kv_number) * padded_keys + at) * config.head_dim
+            panels = Operand(self.p.buffer("panels", config.work), base, 0, shape.panel)
+        else:
+            scratch = b.private("panels", config.work, shape.block_kv * config.head_dim)
+            with b.loop(
+                b.const(0, i32), b.min(shape.block_kv, self.scores.seq_kv - key0), shape.panel, name="panel"
+            ) as panel:
+                engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * config.head_dim)
+            panels = Operand(scratch, zero, 0, shape.panel)
+        if self.v is None:
+            base = (engine.index(self.kv_number) * padded_keys + at) * self.padded
+            return panels, Operand(self.p.buffer("values", config.work), base, 0, self.padded)
+        if config.values == "direct":
+            return panels, Operand(self.v.buffer, self.v.base + at * self.v.row_stride, 0, self.v.row_stride)
+        scratch = b.private("values", config.work, shape.block_kv * self.padded)
+        count = b.min(shape.block_kv, self.scores.seq_kv - key0)
+        engine.copy_rows(self.v, key0, count, scratch, zero, self.padded)
+        return panels, Operand(scratch, zero, 0, self.padded)
+
+    def _wild(self, mine: Reach, key0: Value, values: Operand) -> Value | None:
+        """Whether V of this block holds Inf or NaN that a dropped key's weight of zero must not let through; None when
+        no key is ever dropped."""
+        b, config, shape = self.b, self.config, self.shape
+        if not (config.everywhere or config.left or config.right):
+            return None
+        flag = b.var(b.const(0, i32), "wild")
+        dropped = (key0 < mine.full_first) | (key0 + shape.block_kv > mine.full_end)
+        if config.everywhere:
+            dropped = b.eq(key0, key0)
+        with b.if_(dropped):
+            count = self.engine.index(b.min(shape.block_kv, self.scores.seq_kv - key0))
+            found = self.engine.has_wild(values, shape.vectors(config.value_dim), b.const(0, i64), count)
+            flag.value = b.select(found, b.const(1, i32), b.const(0, i32))
+        return b.ne(flag.value, 0)
+
+    def _multiply_scores(
+        self, row: Value, key0: Value, panels: Operand, first: Value, last: Value, reach: Reach
+    ) -> None:
+        """``S = Q K^T`` of a few rows, panel by panel, and what the modifiers make of it."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        dim = config.head_dim
+        q = Operand(self.q, engine.index(row) * dim, dim, 1)
+        with b.loop(first, last, shape.panel, name="panel") as panel:
+            c = engine.accumulators(shape.rows, shape.panel_vectors)
+            at = Operand(panels.pointer, panels.base + engine.index(panel) * dim, 0, shape.panel)
+            engine.multiply(c, q, at, 0, dim, unroll=4)
+            key = key0 + panel
+            partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
+            places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
+            kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
+            modify(self.scores, engine, c, places, key, partial, kinds)
+            for r, variables in enumerate(c):
+                for j, variable in enumerate(variables):
+                    b.store(self.s, engine.index(panel) + (r * shape.block_kv + j * shape.lanes), variable.value)
+
+    def _softmax(self, row: Value, first: Value, last: Value) -> None:
+        """P = exp2(S - m) in place of S, l = l * alpha + sum P; alpha is what O is still to be multiplied with."""
+        b, engine, shape = self.b, self.engine, self.shape
+        begin, end = engine.index(first), engine.index(last)
+        with b.loop(b.const(0, i64), shape.rows, name="r") as r:
+            base = r * shape.block_kv
+            highest = [b.var(engine.const(NEG_INF)) for _ in range(shape.panel_vectors)]
+            with b.loop(begin, end, shape.panel, name="panel") as panel:
+                for j, variable in enumerate(highest):
+                    x = b.load(self.s, base + panel + j * shape.lanes, shape.lanes)
+                    variable.value = b.max(variable.value, x)
+            top = highest[0].value
+            for variable in highest[1:]:
+                top = b.max(top, variable.value)
+            at = engine.index(row) + r
+            m_old = b.load(self.m, at)
+            m = b.max(m_old, engine.reduce("max", top))
+            alpha = b.exp2(m_old - m)
+            b.store(self.m, at, m)
+            b.store(self.alpha, r, alpha)
+            sums = [b.var(engine.const(0.0)) for _ in range(shape.panel_vectors)]
+            with b.loop(begin, end, shape.panel, name="panel") as panel:
+                for j, variable in enumerate(sums):
+                    place = base + panel + j * shape.lanes
+                    p = b.exp2(b.load(self.s, place, shape.lanes) - m)
+                    b.store(self.s, place, p)
+                    variable.value = variable.value + p
+            total = sums[0].value
+            for variable in sums[1:]:
+                total = total + variable.value
+            b.store(self.l, at, b.fma(b.load(self.l, at), alpha, engine.reduce("add", total)))
+
+    def _multiply_values(self, row: Value, values: Operand, low: Value, high: Value, wild: Value | None) -> None:
+        """``O = O * alpha + P V``, in pieces that stay in registers."""
+        b, engine, shape = self.b, self.engine, self.shape
+        vectors = shape.vectors(self.config.value_dim)
+        rows, width = shape.unit.tile(shape.rows, vectors)
+        begin, end = engine.index(low), engine.index(high)
+        with b.loop(b.const(0, i64), shape.rows, rows, name="r") as r:
+            for first in range(0, vectors, width):
+                count = min(width, vectors - first)
+                at = (engine.index(row) + r) * self.padded + first * shape.lanes
+                c = []
+                for i in range(rows):
+                    alpha = b.splat(b.load(self.alpha, r + i), shape.lanes)
+                    places = [at + (i * self.padded + j * shape.lanes) for j in range(count)]
+                    c.append([b.var(b.load(self.o, place, shape.lanes) * alpha) for place in places])
+                p = Operand(self.s, r * shape.block_kv, shape.block_kv, 1)
+                v = Operand(values.pointer, values.base + first * shape.lanes, 0, values.step)
+                engine.multiply_guarding(c, p, v, begin, end, wild)
+                for i, variables in enumerate(c):
+                    for j, variable in enumerate(variables):
+                        b.store(self.o, at + (i * self.padded + j * shape.lanes), variable.value)
+
+    def _finish(self) -> None:
+        with self.b.loop(self.b.const(0, i32), self.count, name="row") as row:
+            if self.config.split:
+                self._leave_partial(row)
+            else:
+                self._store(row)
+
+    def _leave_partial(self, row: Value) -> None:
+        """O, m and l as they are, for `build_combine`."""
+        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        partial = self.p.buffer("partial", config.work, "write")
+        number = engine.index(self.task) * engine.index(self.count) + engine.index(row)
+        to = number * (self.padded + shape.lanes)
+        for col, _ in engine.columns(config.value_dim):
+            x = b.load(self.o, engine.index(row) * self.padded + col, shape.lanes)
+            b.store(partial, to + col, x, align=1)
+        b.store(partial, to + self.padded, b.load(self.m, row))
+        b.store(partial, to + (self.padded + 1), b.load(self.l, row))
+
+    def _store(self, row: Value) -> None:
+        """O / l and the log-sum-exp."""
+        b, config, engine = self.b, self.config, self.engine
+        head, at = self.place(row)
+        o = self.p.matrix("o", self.batch, head, self.scores.seq_q, config.value_dim, config.unit[3], access="write")
+        columns = [
+            (col, width, b.load(self.o, engine.index(row) * self.padded + col, engine.lanes))
+            for col, width in engine.columns(config.value_dim)
+        ]
+        lse = store_row(b, engine, o, at, columns, b.load(self.m, row), b.load(self.l, row))
+        if config.lse:
+            number = engine.index(self.batch * self.heads + head)
+            to = number * engine.index(self.scores.seq_q) + engine.index(at)
+            b.store(self.p.buffer("lse", config.work, "write"), to, lse)
+
+
+def store_row(
+    b: Builder, engine: Vectors, o: Matrix, row: Value, columns: list[tuple[int, int, Value]], m: Value, l: Value
+) -> Value:
+    """Store a row of O / l, given as vectors with their first column and how many lanes count. Returns its
+    log-sum-exp."""
+    nothing = b.eq(l, 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
+    inverse = b.select(nothing, b.const(0.0, engine.work), b.rcp(l))
+    start = o.row_start(b, row)
+    for col, width, x in columns:
+        engine.write(o, start, col, x * inverse, width)
+    return b.select(nothing, b.const(NEG_INF, engine.work), (m + b.log2(l)) * LN2)

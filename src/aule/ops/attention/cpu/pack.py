@@ -1,0 +1,39 @@
+"""Packs K into panels and V into padded rows, once for all tasks of a head."""
+
+from __future__ import annotations
+
+from aule.ir import Builder, KernelIR
+from aule.ir.types import SCALARS, i32
+from aule.ops.attention.config import ScoreConfig
+from aule.ops.attention.cpu.config import PackConfig
+from aule.ops.attention.cpu.parameters import Parameters
+from aule.target import Target
+from aule.tile.vector import Vectors, work_type
+
+KERNEL_NAME = "attention_pack"
+
+
+def build_pack(config: PackConfig, target: Target) -> KernelIR:
+    """Trace the kernel: one task for each block of keys of each head of K and V."""
+    b = Builder(KERNEL_NAME, workgroup=1)
+    shape, work = config.shape, work_type(SCALARS[config.dtype])
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim))
+    engine = Vectors(b, work, shape.lanes)
+    heads, seq, blocks = p.number("heads_kv"), p.number("seq_kv"), p.number("blocks_kv")
+    task = b.group_id(0)
+    number, block = task // blocks, task % blocks
+    batch, head = number // heads, number % heads
+    key0 = block * shape.block_kv
+    first = engine.index(number) * engine.index(blocks * shape.block_kv) + engine.index(key0)
+    count = b.min(shape.block_kv, seq - key0)
+    if config.keys:
+        k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0])
+        panels = p.buffer("panels", work, "write")
+        with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
+            to = (first + engine.index(panel)) * config.head_dim
+            engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
+    if config.values:
+        padded = shape.padded(config.value_dim)
+        v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1])
+        engine.copy_rows(v, key0, count, p.buffer("values", work, "write"), first * padded, padded)
+    return b.finish()

@@ -1,0 +1,49 @@
+"""Parameters of the CPU kernels, declared as they are asked for; `plan.py` fills them in by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from aule.ir import Builder, Value
+from aule.ir.types import SCALARS, Scalar, i32, i64
+from aule.ops.attention.config import ScoreConfig
+from aule.tile.matrix import Matrix
+
+Access = Literal["read", "write", "readwrite"]
+
+
+class Parameters:
+    """Parameters that all CPU kernels share, declared as they are asked for; `plan.py` fills them in by name."""
+
+    def __init__(self, b: Builder, config: ScoreConfig) -> None:
+        self.b, self.config = b, config
+        self._known: dict[str, Value] = {}
+
+    def number(self, name: str, type_: Scalar = i32) -> Value:
+        """A scalar parameter; the same one however often it is asked for."""
+        if name not in self._known:
+            self._known[name] = self.b.scalar(name, type_)
+        return self._known[name]
+
+    def buffer(self, name: str, elem: Scalar, access: Access = "read") -> Value:
+        """A buffer parameter."""
+        key = f"{name}_ptr"
+        if key not in self._known:
+            self._known[key] = self.b.buffer(key, elem, access)
+        return self._known[key]
+
+    def matrix(
+        self, name: str, batch: Value, head: Value, rows: Value, cols: int, unit: bool, access: Access = "read"
+    ) -> Matrix:
+        """One head of an operand of four axes."""
+        buffer = self.buffer(name, SCALARS[self.config.dtype], access)
+        base = self.strided(name, batch, head)
+        col_stride = None if unit else self.number(f"{name}_col_stride", i64)
+        return Matrix(buffer, base, rows, cols, self.number(f"{name}_row_stride", i64), col_stride, False)
+
+    def strided(self, name: str, *indices: Value) -> Value:
+        """The offset of an operand, and indices times the strides of its leading axes."""
+        total = self.number(f"{name}_offset", i64)
+        for axis, index in enumerate(indices):
+            total = total + self.b.cast(index, i64) * self.number(f"{name}_stride{axis}", i64)
+        return total

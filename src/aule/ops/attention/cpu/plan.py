@@ -1,0 +1,225 @@
+"""From a problem to the launches that compute it on a CPU. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aule.errors import KernelError
+from aule.ir import KernelIR
+from aule.ir.types import SCALARS
+from aule.ops.attention.cpu.backward import build_backward, build_delta, build_gather
+from aule.ops.attention.cpu.combine import build_combine
+from aule.ops.attention.cpu.config import (
+    BackwardConfig,
+    Columns,
+    CombineConfig,
+    CpuConfig,
+    CpuShape,
+    DeltaConfig,
+    GatherConfig,
+    PackConfig,
+)
+from aule.ops.attention.cpu.forward import build_forward
+from aule.ops.attention.cpu.pack import build_pack
+from aule.ops.attention.plan import problem_scalars, score_options, view_scalars
+from aule.ops.attention.problem import AttentionProblem
+from aule.target import Target
+from aule.tile.math import LN2
+from aule.tile.vector import VectorUnit, vector_unit, work_type
+from aule.view import TensorView
+
+GROUPED_ROWS = 16
+"""Up to so many query rows, the heads that share K and V are taken together, and the keys are shared by tasks."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch: its configuration and what traces it, the number of tasks, and its scalars by name."""
+
+    config: Any
+    build: Callable[[Any, Target], KernelIR]
+    tasks: int
+    scalars: Mapping[str, int | float]
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """Launches in order, and the elements of each workspace, by buffer name, that they share."""
+
+    steps: tuple[Step, ...]
+    workspace: Mapping[str, int] = field(default_factory=dict)
+
+
+def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> CpuPlan:
+    """Plan a forward pass over host arrays.
+
+    Parameters
+    ----------
+    views : dict
+        As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
+    """
+    if problem.batch * problem.heads_q * problem.seq_q == 0:
+        return CpuPlan(())
+    work = work_type(SCALARS[problem.dtype])
+    unit = vector_unit(target, work)
+    grouped = problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
+    unit_strides = tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in (views[n] for n in "qkvo"))
+    in_place = problem.dtype == work.name and unit_strides[2] and problem.value_dim % unit.lanes == 0
+    threads = max(target.compute_units, 1)
+    scalars = problem_scalars(problem) | view_scalars(views)
+    if grouped:
+        shape = _grouped_shape(problem, unit)
+        splits, split_keys = _splits(problem, shape, threads)
+    else:
+        shape = _shape(problem, unit, threads)
+        splits, split_keys = 1, problem.seq_kv
+    config = CpuConfig(
+        **score_options(problem),
+        unit=unit_strides,
+        shape=shape,
+        grouped=grouped,
+        split=splits > 1,
+        panels="scratch" if grouped else "workspace",
+        values="direct" if in_place else "scratch" if grouped else "workspace",
+        mask_columns=_columns(views.get("mask")),
+        bias_columns=_columns(views.get("bias")),
+    )
+    heads_kv = problem.batch * problem.heads_kv
+    if grouped:
+        numbers = scalars | {"splits": splits, "split_keys": split_keys}
+        steps = [Step(config, build_forward, heads_kv * splits, numbers)]
+        if splits == 1:
+            return CpuPlan(tuple(steps))
+        combine = CombineConfig(problem.dtype, problem.value_dim, shape, problem.return_lse, unit_strides[3])
+        rows = problem.batch * problem.heads_q * problem.seq_q
+        steps.append(Step(combine, build_combine, rows, numbers))
+        return CpuPlan(tuple(steps), {"partial": rows * splits * (shape.padded(problem.value_dim) + shape.lanes)})
+
+    blocks_q, blocks_kv = -(-problem.seq_q // shape.block_q), -(-problem.seq_kv // shape.block_kv)
+    numbers = scalars | {"blocks_q": blocks_q, "blocks_kv": blocks_kv}
+    keys = heads_kv * blocks_kv * shape.block_kv
+    workspace = {"panels": keys * problem.head_dim}
+    if not in_place:
+        workspace["values"] = keys * shape.padded(problem.value_dim)
+    pack = PackConfig(
+        problem.dtype,
+        problem.head_dim,
+        problem.value_dim,
+        shape,
+        True,
+        not in_place,
+        unit_strides[1:3],
+    )
+    forward = Step(config, build_forward, problem.batch * problem.heads_q * blocks_q, numbers)
+    return CpuPlan((Step(pack, build_pack, heads_kv * blocks_kv, numbers), forward), workspace)
+
+
+def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Step:
+    """The forward pass as one launch without a workspace: each task packs what it needs. For looking at and for kernels
+    that somebody launches by hand; `plan_forward` is faster where several blocks of rows share their keys."""
+    *_, step = plan_forward(problem, views, target).steps
+    if isinstance(step.config, CombineConfig):
+        raise KernelError("[flash_attention] expected a problem of more query rows for a kernel of its own")
+    values = "scratch" if step.config.values == "workspace" else step.config.values
+    return replace(step, config=replace(step.config, panels="scratch", values=values))
+
+
+def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> CpuPlan:
+    """Plan the gradients of q, k and v.
+
+    Parameters
+    ----------
+    views : dict
+        As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``. The log-sum-exp of the forward pass is the buffer
+        ``lse``, in the type that is computed in.
+    """
+    if problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv == 0:
+        return CpuPlan(())
+    work = work_type(SCALARS[problem.dtype])
+    unit = vector_unit(target, work)
+    strides = {
+        name: view.strides[3] == 1 or view.shape[3] == 1 for name, view in views.items() if len(view.strides) == 4
+    }
+    heads_kv, heads_q = problem.batch * problem.heads_kv, problem.batch * problem.heads_q
+    shape = _backward_shape(problem, unit)
+    blocks_kv = -(-problem.seq_kv // shape.block_kv)
+    threads = max(target.compute_units, 1)
+    # Each further task to a head costs a part of dQ; as many as keep every thread busy to the end are enough.
+    splits = 1 if heads_kv >= 4 * threads or threads == 1 else min(blocks_kv, -(-4 * threads // heads_kv))
+    numbers = (
+        problem_scalars(problem)
+        | view_scalars(views)
+        | {
+            "splits": splits,
+            "blocks_kv": blocks_kv,
+            "dq_factor": problem.scale,
+            # dK is made with Q', which holds the scale and log2(e), or the scale over the cap.
+            "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
+        }
+    )
+    config = BackwardConfig(
+        **(score_options(problem) | {"lse": False}),
+        unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
+        shape=shape,
+        direct_keys=problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0,
+        mask_columns=_columns(views.get("mask")),
+        bias_columns=_columns(views.get("bias")),
+    )
+    delta = DeltaConfig(problem.dtype, problem.value_dim, shape, (strides["o"], strides["do"]))
+    steps = (
+        Step(delta, build_delta, heads_q, numbers),
+        Step(config, build_backward, heads_kv * splits, numbers),
+        Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, heads_q, numbers),
+    )
+    rows = heads_q * problem.seq_q
+    return CpuPlan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
+
+
+def _columns(view: TensorView | None) -> Columns:
+    if view is None or view.strides[3] == 0:
+        return "same"
+    return "unit" if view.strides[3] == 1 else "any"
+
+
+def _shape(problem: AttentionProblem, unit: VectorUnit, threads: int) -> CpuShape:
+    """Many rows. Twelve rows by two vectors fill 27 of 32 registers, six by two 15 of 16."""
+    rows = 12 if unit.registers >= 32 else 6
+    panel = 2 * unit.lanes
+    block_kv = panel * max(1, (256 if problem.head_dim <= 64 else 128) // panel)
+    # Few tasks: smaller blocks, so that no thread waits long for the last.
+    heads = problem.batch * problem.heads_q
+    block_q = next((n for n in (96, 48, 24) if heads * -(-problem.seq_q // n) >= 8 * threads), 24)
+    return CpuShape(unit, rows, panel, block_q, block_kv)
+
+
+def _backward_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
+    """Blocks of keys are whole panels and whole groups of rows both: dK and dV are cut like rows."""
+    rows = 12 if unit.registers >= 32 else 6
+    panel = 2 * unit.lanes
+    step = math.lcm(rows, panel)
+    block_kv = step * max(1, (96 if max(problem.head_dim, problem.value_dim) <= 128 else 48) // step)
+    return CpuShape(unit, rows, panel, 4 * rows if unit.registers >= 32 else 8 * rows, block_kv)
+
+
+def _grouped_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
+    """Few rows: as many vectors of keys at a time as registers allow."""
+    count = problem.group * problem.seq_q
+    most = 12 if unit.registers >= 32 else 6
+    groups = -(-count // most)
+    rows = -(-count // groups)
+    vectors = max(n for n in (1, 2, 4) if n == 1 or n * (rows + 1) + 1 <= unit.registers)
+    panel = vectors * unit.lanes
+    return CpuShape(unit, rows, panel, groups * rows, max(panel, 64))
+
+
+def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[int, int]:
+    """Into how many parts the keys of a head go, and how many keys a part has: so many that every thread has work, and
+    that the last to finish has little left."""
+    heads = problem.batch * problem.heads_kv
+    blocks = max(1, -(-problem.seq_kv // shape.block_kv))
+    wanted = 1 if heads >= 4 * threads or threads == 1 else -(-4 * threads // heads)
+    per_split = -(-blocks // min(wanted, max(1, blocks // 4)))
+    return -(-blocks // per_split), per_split * shape.block_kv

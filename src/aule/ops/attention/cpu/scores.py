@@ -1,0 +1,155 @@
+"""What happens to scores between the product and softmax: which keys a row keeps, and the modifiers, on vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aule.ir import Value, Var
+from aule.ir.types import SCALARS, Vector, f32, i32, i64, u8
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.cpu.config import Columns
+from aule.ops.attention.cpu.parameters import Parameters
+from aule.tile.math import LOG2E
+from aule.tile.vector import Vectors
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Keys (i32) of some rows: ``first .. end - 1`` holds every kept one; all of ``full_first .. full_end - 1`` are
+    kept by every row, mask and bias apart."""
+
+    first: Value
+    end: Value
+    full_first: Value
+    full_end: Value
+
+
+class Scores:
+    """What happens to scores between the product and softmax, for one batch."""
+
+    def __init__(self, parameters: Parameters, batch: Value) -> None:
+        self.p, self.b, self.config, self.batch = parameters, parameters.b, parameters.config, batch
+        number = parameters.number
+        self.seq_q, self.seq_kv, self.shift = number("seq_q"), number("seq_kv"), number("shift")
+        self.left = number("left") if self.config.left else None
+        self.right = number("right") if self.config.right else None
+
+    def reach(self, nearest: Value, furthest: Value) -> Reach:
+        """Keys of rows that stand at positions ``nearest .. furthest``."""
+        b, zero = self.b, self.b.const(0, i32)
+        first, full_first, end, full_end = zero, zero, self.seq_kv, self.seq_kv
+        if self.right is not None:
+            end = b.max(b.min(end, furthest + self.right + 1), zero)
+            full_end = b.max(b.min(full_end, nearest + self.right + 1), zero)
+        if self.left is not None:
+            first = b.max(nearest - self.left, zero)
+            full_first = b.max(furthest - self.left, zero)
+        return Reach(first, end, full_first, full_end)
+
+    def rows_reaching(self, first: Value, end: Value) -> tuple[Value, Value]:
+        """Query rows, from the first up to but not including the last, that may keep a key of ``first .. end - 1``."""
+        b = self.b
+        low, high = b.const(0, i32), self.seq_q
+        if self.right is not None:
+            low = b.max(first - self.right - self.shift, 0)
+        if self.left is not None:
+            high = b.max(b.min(high, end + self.left - self.shift), 0)
+        return low, high
+
+    def modifiers(self, head: Value, columns: dict[str, Columns]) -> list[mod.Modifier]:
+        """The modifiers of one query head's rows, in order."""
+        b, config, number = self.b, self.config, self.p.number
+        work = SCALARS["f64"] if config.dtype == "f64" else f32
+        result: list[mod.Modifier] = []
+        if config.softcap:
+            result.append(mod.softcap(number("softcap", work)))
+        if config.mask is not None and config.mask != "bool":
+            result.append(mod.additive(self._reader("mask", config.mask, head, columns["mask"])))
+        if config.bias is not None:
+            result.append(mod.additive(self._reader("bias", config.bias, head, columns["bias"])))
+        if config.alibi:
+            slope = b.load(self.p.buffer("alibi", f32), self.p.strided("alibi", self.batch, head))
+            result.append(mod.alibi(b.cast(slope * LOG2E, work)))
+        if config.mask == "bool":
+            result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
+        result.append(mod.band(self.seq_kv, self.left, self.right))
+        return result
+
+    def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
+        """Reads a vector of elements of a mask or bias; rows and columns past the end read the last."""
+        b = self.b
+        elem = u8 if dtype == "bool" else SCALARS[dtype]
+        buffer = self.p.buffer(name, elem)
+        base = self.p.strided(name, self.batch, head)
+        row_stride = self.p.number(f"{name}_row_stride", i64)
+
+        def read(site: mod.Site) -> Value:
+            assert isinstance(site.column.type, Vector)
+            lanes = site.column.type.lanes
+            start = base + b.cast(b.min(site.row, self.seq_q - 1), i64) * row_stride
+            if columns == "same":
+                return b.splat(b.load(buffer, start), lanes)
+            step = b.const(1, i64) if columns == "unit" else self.p.number(f"{name}_col_stride", i64)
+            first = b.extract(site.column, 0)
+
+            def gathered() -> Value:
+                inside = [b.cast(b.min(first + i, self.seq_kv - 1), i64) for i in range(lanes)]
+                return b.vector([b.load(buffer, start + i * step) for i in inside])
+
+            if columns == "any":
+                return gathered()
+            found = b.var(b.splat(b.const(0, elem), lanes), name)
+            with b.if_(first + lanes <= self.seq_kv):
+                found.value = b.load(buffer, start + b.cast(first, i64), lanes, align=1)
+            with b.else_():
+                found.value = gathered()
+            result: Value = found.value
+            return result
+
+        return read
+
+
+def modify(
+    scores: Scores,
+    engine: Vectors,
+    c: list[list[Var]],
+    places: Sequence[tuple[Value, Value]],
+    key: Value,
+    partial: Value,
+    kinds: dict[str, Columns],
+    after_softcap: Callable[[list[list[Var]]], None] | None = None,
+) -> None:
+    """Run the modifiers over the scores of some rows with the keys from ``key`` on.
+
+    Parameters
+    ----------
+    c : list of list of Var
+        Vectors of scores, row by row; changed in place.
+    places : sequence
+        Query head and query row of each row.
+    partial : Value
+        Whether some of the keys are out of the band for some row.
+    kinds : dict
+        How mask and bias run along a row.
+    after_softcap : callable, optional
+        Sees the scores as the softcap leaves them.
+    """
+    b = scores.b
+    columns = [engine.count(key + j * engine.lanes) for j in range(len(c[0]))]
+    chains = [scores.modifiers(head, kinds) for head, _ in places]
+
+    def apply(number: int) -> None:
+        for (head, row), chain, variables in zip(places, chains, c, strict=True):
+            for variable, column in zip(variables, columns, strict=True):
+                site = mod.Site(scores.batch, head, row, column, row + scores.shift)
+                variable.value = chain[number].apply(b, variable.value, site)
+
+    for number, modifier in enumerate(chains[0]):
+        if modifier.everywhere:
+            apply(number)
+        else:
+            with b.if_(partial):
+                apply(number)
+        if number == 0 and scores.config.softcap and after_softcap is not None:
+            after_softcap(c)

@@ -1,0 +1,129 @@
+"""Lines, names, types and constants of LLVM IR, which all parts of the renderer share."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from aule.errors import KernelError
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Pointer, Scalar, Type, Vector, element, f16, f32
+
+_FLOATS = {"f16": "half", "f32": "float", "f64": "double"}
+
+
+class Emitter:
+    """Collects the lines of one function.
+
+    Names never clash: a temporary is ``%v0``, what has a name of its own carries a number behind a dot, and the names
+    of kernels and parameters have no dots.
+
+    Attributes
+    ----------
+    label : str
+        The basic block that is open.
+    needs : set of str
+        Processor features that the code relies on.
+    helpers : dict
+        Functions that the code calls, by name.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.allocas: list[str] = []
+        self.metadata: list[str] = []
+        self.label = "entry"
+        self.needs: set[str] = set()
+        self.helpers: dict[str, list[str]] = {}
+        self._values: dict[Value, str] = {}
+        self._count = 0
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " + text)
+
+    def emit(self, instruction: str, hint: str = "") -> str:
+        """An instruction with a result; returns the result's name."""
+        name = self.name(hint)
+        self.line(f"{name} = {instruction}")
+        return name
+
+    def name(self, hint: str = "") -> str:
+        """A new name for a value."""
+        name = f"%{hint}.{self._count}" if hint else f"%v{self._count}"
+        self._count += 1
+        return name
+
+    def labels(self, *hints: str) -> list[str]:
+        """New names for basic blocks, which share a number."""
+        self._count += 1
+        return [f"{hint}.{self._count - 1}" for hint in hints]
+
+    def start(self, label: str) -> None:
+        """Open a basic block. The one before must have ended in a branch."""
+        self.lines.append(f"{label}:")
+        self.label = label
+
+    def alloca(self, type_: str, align: int, hint: str) -> str:
+        """Memory of the function's own. It is taken in the entry block, where LLVM makes registers of it."""
+        name = self.name(hint)
+        self.allocas.append(f"  {name} = alloca {type_}, align {align}")
+        return name
+
+    def bind(self, value: Value, text: str) -> None:
+        """Say which name or constant stands for a value."""
+        self._values[value] = text
+
+    def operand(self, value: Value) -> str:
+        """The name or constant of a value."""
+        return self._values[value]
+
+    def typed(self, value: Value) -> str:
+        """The same, behind its type."""
+        return f"{llvm_type(value.type)} {self._values[value]}"
+
+
+def llvm_type(type_: Type) -> str:
+    """A type of the kernel language in LLVM's words; signedness is a matter of the operations."""
+    if isinstance(type_, Vector):
+        return f"<{type_.lanes} x {llvm_type(type_.elem)}>"
+    if isinstance(type_, Pointer):
+        return "ptr"
+    elem = element(type_)
+    return _FLOATS.get(elem.name, f"i{elem.bits}")
+
+
+def lanes_of(type_: Type) -> int:
+    """Lanes of a vector; 1 for a scalar."""
+    return type_.lanes if isinstance(type_, Vector) else 1
+
+
+def literal(value: float | int | bool, elem: Scalar) -> str:
+    """A constant. Floats are written by their bits, which is the only form that LLVM takes for all of them."""
+    if not elem.is_float:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    with np.errstate(over="ignore"):
+        if elem == f16:
+            return f"0xH{int(np.array(value, np.float16).view(np.uint16)):04X}"
+        # An f32 is written as the f64 of the same value.
+        exact = float(np.float32(value)) if elem == f32 else value
+    return f"0x{struct.unpack('>Q', struct.pack('>d', exact))[0]:016X}"
+
+
+def constant(value: float | int, type_: Scalar | Vector) -> str:
+    """A constant in every lane."""
+    text = literal(value, element(type_))
+    return f"splat ({llvm_type(type_.elem)} {text})" if isinstance(type_, Vector) else text
+
+
+def suffix(type_: Scalar | Vector) -> str:
+    """How the name of an intrinsic says a type: ``v16f32``, ``i32``."""
+    elem = element(type_)
+    name = f"{'f' if elem.is_float else 'i'}{elem.bits}"
+    return f"v{type_.lanes}{name}" if isinstance(type_, Vector) else name
+
+
+def refuse(op: Op, expected: str, got: object, remedy: str) -> KernelError:
+    """The error for an operation that cannot be rendered."""
+    where = f" ({op.where})" if op.where is not None else ""
+    return KernelError(f"[llvm {op.opcode}] expected {expected}, got {got}; {remedy}{where}")

@@ -1,0 +1,190 @@
+"""Arithmetic and conversions in LLVM IR. Scalars and vectors are written alike.
+
+NaN and infinities behave: the only liberty that LLVM gets is to fuse a product with a sum (``contract``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir.kernel import Op, Value
+from aule.ir.ops import OPS
+from aule.ir.types import Scalar, Vector, element, f16, f32
+from aule.render._llvm_emitter import Emitter, constant, llvm_type, suffix
+from aule.render._llvm_exp2 import AVX512, condition, exp2
+
+_FLOAT_BINARY = {"add": "fadd contract", "sub": "fsub contract", "mul": "fmul contract", "div": "fdiv"}
+_INT_BINARY = {
+    "add": ("add", "add"), "sub": ("sub", "sub"), "mul": ("mul", "mul"), "div": ("sdiv", "udiv"),
+    "rem": ("srem", "urem"), "and": ("and", "and"), "or": ("or", "or"), "xor": ("xor", "xor"), "shl": ("shl", "shl"),
+    "shr": ("ashr", "lshr"),
+}  # fmt: skip
+"""Signed and unsigned."""
+_INTRINSICS = {"log2": "log2", "sqrt": "sqrt", "floor": "floor", "sin": "sin", "cos": "cos", "abs": "fabs"}
+_FLOAT_COMPARE = {"lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "eq": "oeq", "ne": "une"}
+
+Shape = Scalar | Vector
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What of a Target the arithmetic depends on."""
+
+    arch: str
+    features: frozenset[str]
+
+    @property
+    def halves(self) -> bool:
+        """fp16 is converted by instructions. Without them LLVM would call functions that no JIT has."""
+        return "f16c" in self.features or self.arch == "aarch64"
+
+    @property
+    def fma(self) -> str:
+        """The intrinsic for a*b+c: without the instruction, a fused one would be a slow function."""
+        return "fma" if "fma" in self.features or self.arch == "aarch64" else "fmuladd"
+
+    @property
+    def avx512(self) -> bool:
+        return self.features.issuperset(AVX512)
+
+
+def arithmetic(e: Emitter, op: Op, processor: Processor) -> None:
+    """Unary and binary operations, comparisons and fma."""
+    assert op.result is not None
+    type_, texts = _shape(op.args[0]), [e.operand(a) for a in op.args]
+    elem = element(type_)
+    if elem == f16:
+        # By way of f32: more than twice the precision, so rounding twice gives what rounding once would.
+        wide = with_element(type_, f32)
+        texts = [cast(e, text, type_, f32, processor) for text in texts]
+        result = _compute(e, op.opcode, texts, wide, processor)
+        if OPS[op.opcode].category != "compare":
+            result = cast(e, result, wide, f16, processor)
+    else:
+        result = _compute(e, op.opcode, texts, type_, processor)
+    e.bind(op.result, result)
+
+
+def _compute(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Processor) -> str:
+    if OPS[opcode].category == "compare":
+        return _compare(e, opcode, args, type_)
+    if element(type_).is_float:
+        return _float(e, opcode, args, type_, processor)
+    return _integer(e, opcode, args, type_)
+
+
+def _compare(e: Emitter, opcode: str, args: list[str], type_: Shape) -> str:
+    elem = element(type_)
+    operands = f"{llvm_type(type_)} {args[0]}, {args[1]}"
+    if elem.is_float:
+        return e.emit(f"fcmp {_FLOAT_COMPARE[opcode]} {operands}")
+    sign = "" if opcode in ("eq", "ne") else "s" if elem.is_signed else "u"
+    return e.emit(f"icmp {sign}{opcode} {operands}")
+
+
+def _float(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Processor) -> str:
+    t = llvm_type(type_)
+    if opcode in _FLOAT_BINARY:
+        return e.emit(f"{_FLOAT_BINARY[opcode]} {t} {args[0]}, {args[1]}")
+    if opcode in _INTRINSICS:
+        return _call(e, _INTRINSICS[opcode], type_, args)
+    match opcode:
+        case "neg":
+            return e.emit(f"fneg {t} {args[0]}")
+        case "fma":
+            e.needs.update(processor.features & {"fma"})
+            return _call(e, processor.fma, type_, args)
+        case "exp2":
+            e.needs.update(processor.features & {"fma"})
+            return exp2(e, args[0], type_, processor.fma, processor.avx512)
+        case "rcp":
+            return e.emit(f"fdiv {t} {constant(1.0, type_)}, {args[0]}")
+        case "rsqrt":
+            return e.emit(f"fdiv {t} {constant(1.0, type_)}, {_call(e, 'sqrt', type_, args)}")
+        case "min" | "max":
+            return _extreme(e, opcode, args, type_, processor)
+    raise AssertionError(opcode)
+
+
+def _extreme(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Processor) -> str:
+    """One instruction, from which a NaN in the first operand comes out."""
+    if processor.arch == "aarch64":
+        return _call(e, f"{opcode}imum", type_, args)
+    a, b = args
+    t = llvm_type(type_)
+    other = e.emit(f"fcmp {'olt' if opcode == 'min' else 'ogt'} {t} {b}, {a}")
+    return e.emit(f"select {condition(type_)} {other}, {t} {b}, {t} {a}")
+
+
+def _integer(e: Emitter, opcode: str, args: list[str], type_: Shape) -> str:
+    t, elem = llvm_type(type_), element(type_)
+    if opcode in _INT_BINARY:
+        return e.emit(f"{_INT_BINARY[opcode][not elem.is_signed]} {t} {args[0]}, {args[1]}")
+    match opcode:
+        case "neg":
+            return e.emit(f"sub {t} {constant(0, type_)}, {args[0]}")
+        case "not":
+            return e.emit(f"xor {t} {args[0]}, {constant(True if elem.kind == 'bool' else -1, type_)}")
+        case "abs":
+            if not elem.is_signed:
+                return args[0]
+            return e.emit(f"call {t} @llvm.abs.{suffix(type_)}({t} {args[0]}, i1 false)")
+        case "min" | "max":
+            return _call(e, f"{'s' if elem.is_signed else 'u'}{opcode}", type_, args)
+    raise AssertionError(opcode)
+
+
+def _call(e: Emitter, name: str, type_: Shape, args: list[str]) -> str:
+    t = llvm_type(type_)
+    return e.emit(f"call {t} @llvm.{name}.{suffix(type_)}({', '.join(f'{t} {a}' for a in args)})")
+
+
+def select(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    e.bind(op.result, e.emit(f"select {', '.join(e.typed(a) for a in op.args)}"))
+
+
+def cast_op(e: Emitter, op: Op, processor: Processor) -> None:
+    assert op.result is not None
+    e.bind(op.result, cast(e, e.operand(op.args[0]), _shape(op.args[0]), element(op.result.type), processor))
+
+
+def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Processor) -> str:
+    """Convert lane by lane. fp16 has instructions to and from f32 only; what is rounded twice on the way is not worth
+    a function call."""
+    source = element(type_)
+    if f16 in (source, target):
+        e.needs.update(processor.features & {"f16c"})
+        if f32 not in (source, target):
+            text = cast(e, text, type_, f32, processor)
+            type_, source = with_element(type_, f32), f32
+    if source.is_float and target.is_float:
+        name = "fpext" if source.bits < target.bits else "fptrunc"
+    elif source.is_float:
+        name = "fptosi" if target.is_signed else "fptoui"
+    elif target.is_float:
+        name = "sitofp" if source.is_signed else "uitofp"
+    elif source.bits < target.bits:
+        name = "sext" if source.is_signed else "zext"
+    else:
+        name = "trunc"
+    if source.bits == target.bits and source.is_float == target.is_float:
+        return text  # signed and unsigned integers are one type
+    return e.emit(f"{name} {llvm_type(type_)} {text} to {llvm_type(with_element(type_, target))}")
+
+
+def bitcast(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    source, target = llvm_type(op.args[0].type), llvm_type(op.result.type)
+    text = e.operand(op.args[0])
+    e.bind(op.result, text if source == target else e.emit(f"bitcast {source} {text} to {target}"))
+
+
+def with_element(type_: Shape, elem: Scalar) -> Shape:
+    """The same shape over another element."""
+    return Vector(elem, type_.lanes) if isinstance(type_, Vector) else elem
+
+
+def _shape(value: Value) -> Shape:
+    assert isinstance(value.type, Scalar | Vector)
+    return value.type

@@ -1,0 +1,435 @@
+"""LLVM IR for CPUs, as text (LLVM 20 or later). A JIT compiles it for the machine it runs on.
+
+The entry point is ``void entry(ptr args, ptr next, i64 total, i64 chunk, i32 nx, i32 ny, i32 nz)``. ``args`` has a cell
+of 8 bytes for each parameter, in order: a buffer's address, or a scalar in its low bytes. ``next`` is a counter of
+workgroups that all threads of a launch share: each takes ``chunk`` of the ``total`` until none are left. Workgroup
+x + nx * (y + ny * z) is the one at (x, y, z).
+
+A thread of the CPU runs whole workgroups, one thread of the kernel after the other. Those of a workgroup can therefore
+not wait for each other: a kernel has workgroups of one thread, or no barriers and no shared memory. Its parallelism
+within a core is that of its vectors. In a workgroup of one thread shared memory is its own, a barrier is nothing, and
+a subgroup is the thread.
+
+The text names no machine: the caller sets data layout and triple before it optimises, and compiles with the features of
+the Target. ``floor`` without SSE4.1, ``log2``, ``sin`` and ``cos`` are functions of libm; nothing else is called.
+
+An intrinsic of "llvm" is an instruction, ``{0} = fadd float {1}, {2}``; operands come without their types. LLVM
+declares its own intrinsics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.artifact import Artifact
+from aule.errors import KernelError
+from aule.ir.kernel import KernelIR, Op, Value, walk
+from aule.ir.ops import OPS
+from aule.ir.passes import soft_half
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, bf16, element, f16, i32
+from aule.render import _llvm_math
+from aule.render._llvm_emitter import Emitter, lanes_of, literal, llvm_type, refuse
+from aule.target import Target
+
+_ARCHITECTURES = ("x86_64", "aarch64")
+_AXES = "xyz"
+_IDS = ", ".join([*(f"i32 %group.{a}" for a in _AXES), *(f"i32 %count.{a}" for a in _AXES), "i32 %thread"])
+"""The last parameters of a body: which workgroup of how many, and which thread of it."""
+_CACHE_LINE = 64
+_UNROLL_LIMIT = 4096
+"""Operations that an unrolled loop may become: well below where LLVM gives up."""
+_ATTRIBUTES = [
+    # Loops must not become calls of memset and memcpy: they are short, and libc is none of our business.
+    'attributes #0 = { nounwind "no-builtins" }',
+    'attributes #1 = { alwaysinline nounwind "no-builtins" }',
+]
+
+
+def render(kernel: KernelIR, target: Target) -> Artifact:
+    """Write a kernel as LLVM IR.
+
+    Parameters
+    ----------
+    kernel : KernelIR
+        A verified kernel.
+    target : Target
+        The machine: its ``arch`` is "x86_64" or "aarch64", its ``extensions`` are features by LLVM's names.
+
+    Returns
+    -------
+    Artifact
+        IR text. Its ``extensions`` are the features that it cannot do without.
+
+    Raises
+    ------
+    KernelError
+        If threads of a workgroup work together, or the kernel has matrix fragments or intrinsics of another language.
+    """
+    if target.arch not in _ARCHITECTURES:
+        raise KernelError(f"[llvm] expected a target for {' or '.join(_ARCHITECTURES)}, got arch {target.arch!r}")
+    _check(kernel)
+    processor = _llvm_math.Processor(target.arch, frozenset(target.extensions))
+    soft = {bf16} if processor.halves else {bf16, f16}
+    body = _Body(soft_half(kernel, soft) if soft & _elements(kernel) else kernel, processor)
+    body.run()
+    lines = [f"; {kernel.name}, rendered by aule for {_ascii(target.name)}.", ""]
+    for section in (_entry(kernel), body.function(), *body.emitter.helpers.values(), _ATTRIBUTES):
+        lines += [*section, ""]
+    return Artifact(
+        language="llvm",
+        code="\n".join([*lines, *body.emitter.metadata]).encode(),
+        entry=kernel.name,
+        params=kernel.params,
+        workgroup=kernel.workgroup,
+        shared_bytes=kernel.shared_bytes,
+        extensions=tuple(sorted(body.emitter.needs)),
+    )
+
+
+def _check(kernel: KernelIR) -> None:
+    """Refuse threads that work together."""
+    if kernel.workgroup == 1:
+        return
+    remedy = "trace it with a workgroup of 1, whose parallelism is that of its vectors"
+    if kernel.shared:
+        raise KernelError(
+            f"[llvm] kernel {kernel.name}: expected a workgroup of 1 thread with shared memory, got "
+            f"{kernel.workgroup} threads that share {kernel.shared[0].hint}; {remedy}"
+        )
+    for op in kernel.walk():
+        if OPS[op.opcode].category in ("sync", "subgroup") or op.opcode in ("lane_id", "subgroup_id"):
+            raise refuse(op, "a workgroup of 1 thread", f"{kernel.workgroup} threads", remedy)
+
+
+def _elements(kernel: KernelIR) -> set[Scalar]:
+    values = (*kernel.values.values(), *kernel.shared, *(op.result for op in kernel.walk() if op.result is not None))
+    return {element(value.type) for value in values}
+
+
+# -- the entry point ---------------------------------------------------------------------------------------------------
+
+
+def _entry(kernel: KernelIR) -> list[str]:
+    """Takes workgroups from the counter and runs the body for each of their threads."""
+    lines = [
+        f"define void @{kernel.name}(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz) #0 {{",
+        "entry:",
+    ]
+    arguments = []
+    for number, param in enumerate(kernel.params):
+        type_ = llvm_type(kernel.values[param.name].type)
+        lines += [
+            f"  %cell.{param.name} = getelementptr inbounds i64, ptr %args, i64 {number}",
+            f"  %arg.{param.name} = load {type_}, ptr %cell.{param.name}, align 8",
+        ]
+        arguments.append(f"{type_} %arg.{param.name}")
+    arguments += [*(f"i32 %group.{a}" for a in _AXES), "i32 %nx", "i32 %ny", "i32 %nz"]
+    call = f"call void @{kernel.name}.body({{}})"
+    lines += [
+        "  %wide.nx = zext i32 %nx to i64",
+        "  %wide.ny = zext i32 %ny to i64",
+        "  br label %take",
+        "take:",
+        "  %first = atomicrmw add ptr %next, i64 %chunk monotonic",
+        "  %left = icmp slt i64 %first, %total",
+        "  br i1 %left, label %enter, label %done",
+        "enter:",
+        "  %after = add i64 %first, %chunk",
+        "  %whole = icmp slt i64 %after, %total",
+        "  %last = select i1 %whole, i64 %after, i64 %total",
+        "  br label %group",
+        "group:",
+        "  %number = phi i64 [ %first, %enter ], [ %following, %leave ]",
+        "  %wide.x = urem i64 %number, %wide.nx",
+        "  %row = udiv i64 %number, %wide.nx",
+        "  %wide.y = urem i64 %row, %wide.ny",
+        "  %wide.z = udiv i64 %row, %wide.ny",
+        *(f"  %group.{a} = trunc i64 %wide.{a} to i32" for a in _AXES),
+    ]
+    if kernel.workgroup == 1:
+        lines += ["  " + call.format(", ".join([*arguments, "i32 0"])), "  br label %leave"]
+    else:
+        lines += [
+            "  br label %run",
+            "run:",
+            "  %thread = phi i32 [ 0, %group ], [ %thread.next, %run ]",
+            "  " + call.format(", ".join([*arguments, "i32 %thread"])),
+            "  %thread.next = add i32 %thread, 1",
+            f"  %threads.left = icmp ult i32 %thread.next, {kernel.workgroup}",
+            "  br i1 %threads.left, label %run, label %leave",
+        ]
+    return [
+        *lines,
+        "leave:",
+        "  %following = add i64 %number, 1",
+        "  %more = icmp slt i64 %following, %last",
+        "  br i1 %more, label %group, label %take",
+        "done:",
+        "  ret void",
+        "}",
+    ]
+
+
+# -- the body ----------------------------------------------------------------------------------------------------------
+
+
+class _Body:
+    """Walks the operations of one kernel."""
+
+    def __init__(self, kernel: KernelIR, processor: _llvm_math.Processor) -> None:
+        self.kernel = kernel
+        self.emitter = e = Emitter()
+        self._align = _alignments(kernel)
+        self._handlers: dict[str, Callable[[Op], None]] = {
+            "const": self._const,
+            "thread_id": lambda op: self._bind(op, "%thread"),
+            "lane_id": lambda op: self._bind(op, "0"),
+            "subgroup_id": lambda op: self._bind(op, "0"),
+            "group_id": lambda op: self._bind(op, f"%group.{_AXES[op.attrs['axis']]}"),
+            "group_count": lambda op: self._bind(op, f"%count.{_AXES[op.attrs['axis']]}"),
+            "unary": lambda op: _llvm_math.arithmetic(e, op, processor),
+            "binary": lambda op: _llvm_math.arithmetic(e, op, processor),
+            "compare": lambda op: _llvm_math.arithmetic(e, op, processor),
+            "fma": lambda op: _llvm_math.arithmetic(e, op, processor),
+            "select": lambda op: _llvm_math.select(e, op),
+            "cast": lambda op: _llvm_math.cast_op(e, op, processor),
+            "bitcast": lambda op: _llvm_math.bitcast(e, op),
+            "make_vector": self._make_vector,
+            "splat": self._splat,
+            "extract": self._extract,
+            "permute": self._permute,
+            "private": self._private,
+            "load": self._load,
+            "store": self._store,
+            "atomic": self._atomic,
+            "var": self._var,
+            "get": self._get,
+            "set": self._set,
+            "loop": self._loop,
+            "if": self._if,
+            # A workgroup of one thread has nobody to wait for, and exchanges values with itself.
+            "sync": lambda op: None,
+            "subgroup": lambda op: self._bind(op, e.operand(op.args[0])),
+            "fragment": self._fragment,
+            "intrinsic": self._intrinsic,
+            "comment": self._comment,
+        }
+
+    def run(self) -> None:
+        """Bind the parameters, then emit the operations."""
+        e = self.emitter
+        for param in self.kernel.params:
+            e.bind(self.kernel.values[param.name], f"%arg.{param.name}")
+        for array in self.kernel.shared:
+            self._array(array, array.hint)
+        self._block(self.kernel.body)
+        e.line("ret void")
+
+    def function(self) -> list[str]:
+        """The whole function. Buffers are different memory, as everywhere."""
+        parameters = []
+        for param in self.kernel.params:
+            access = "" if param.kind == "scalar" else " noalias readonly" if param.access == "read" else " noalias"
+            parameters.append(f"{llvm_type(self.kernel.values[param.name].type)}{access} %arg.{param.name}")
+        head = f"define internal void @{self.kernel.name}.body({', '.join([*parameters, _IDS])}) #0 {{"
+        return [head, "entry:", *self.emitter.allocas, *self.emitter.lines, "}"]
+
+    def _block(self, block: list[Op]) -> None:
+        handlers = self._handlers
+        for op in block:
+            handler = handlers.get(op.opcode) or handlers[OPS[op.opcode].category]
+            handler(op)
+
+    def _bind(self, op: Op, text: str) -> None:
+        assert op.result is not None
+        self.emitter.bind(op.result, text)
+
+    # -- leaves and vectors ----------------------------------------------------------------------------------------
+
+    def _const(self, op: Op) -> None:
+        assert op.result is not None
+        self._bind(op, literal(op.attrs["value"], element(op.result.type)))
+
+    def _make_vector(self, op: Op) -> None:
+        e = self.emitter
+        assert op.result is not None
+        type_ = llvm_type(op.result.type)
+        if all(x.constant is not None for x in op.args):
+            self._bind(op, f"<{', '.join(e.typed(x) for x in op.args)}>")
+            return
+        vector = "poison"
+        for lane, x in enumerate(op.args):
+            vector = e.emit(f"insertelement {type_} {vector}, {e.typed(x)}, i32 {lane}")
+        self._bind(op, vector)
+
+    def _splat(self, op: Op) -> None:
+        e, (value,) = self.emitter, op.args
+        assert op.result is not None
+        if value.constant is not None:
+            self._bind(op, f"splat ({e.typed(value)})")
+            return
+        type_, lanes = llvm_type(op.result.type), lanes_of(op.result.type)
+        one = e.emit(f"insertelement {type_} poison, {e.typed(value)}, i32 0")
+        self._bind(op, e.emit(f"shufflevector {type_} {one}, {type_} poison, <{lanes} x i32> zeroinitializer"))
+
+    def _extract(self, op: Op) -> None:
+        self._bind(op, self.emitter.emit(f"extractelement {self.emitter.typed(op.args[0])}, i32 {op.attrs['lane']}"))
+
+    def _permute(self, op: Op) -> None:
+        e, lanes = self.emitter, op.attrs["lanes"]
+        first, second = op.args[0], op.args[-1]
+        width = lanes_of(first.type)
+        if len(lanes) == 1:
+            vector = e.typed(first if lanes[0] < width else second)
+            self._bind(op, e.emit(f"extractelement {vector}, i32 {lanes[0] % width}"))
+            return
+        other = e.typed(second) if len(op.args) == 2 else f"{llvm_type(first.type)} poison"
+        order = ", ".join(f"i32 {lane}" for lane in lanes)
+        self._bind(op, e.emit(f"shufflevector {e.typed(first)}, {other}, <{len(lanes)} x i32> <{order}>"))
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _private(self, op: Op) -> None:
+        assert op.result is not None
+        self._array(op.result, op.attrs["name"])
+
+    def _array(self, array: Value, hint: str) -> None:
+        assert isinstance(array.type, Pointer) and array.type.length is not None
+        elem, length = array.type.elem, array.type.length
+        align = max(self._align.get(array, elem.bytes), _CACHE_LINE if length >= 16 else elem.bytes)
+        self.emitter.bind(array, self.emitter.alloca(f"[{length} x {llvm_type(elem)}]", align, hint))
+
+    def _address(self, op: Op) -> str:
+        e, (pointer, index) = self.emitter, op.args[:2]
+        place = e.operand(index)
+        if index.type.bits == 32 and index.constant is None:  # type: ignore[union-attr]
+            extend = "sext" if index.type == i32 else "zext"
+            place = e.emit(f"{extend} i32 {place} to i64")
+        return e.emit(f"getelementptr inbounds {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
+
+    def _load(self, op: Op) -> None:
+        assert op.result is not None
+        address = self._address(op)
+        self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {address}, align {_bytes(op)}"))
+
+    def _store(self, op: Op) -> None:
+        address = self._address(op)
+        self.emitter.line(f"store {self.emitter.typed(op.args[2])}, ptr {address}, align {_bytes(op)}")
+
+    def _atomic(self, op: Op) -> None:
+        elem, kind = element(op.args[2].type), op.attrs["kind"]
+        if kind == "exchange":
+            kind = "xchg"
+        elif elem.is_float:
+            kind = f"f{kind}"
+        elif kind in ("min", "max") and not elem.is_signed:
+            kind = f"u{kind}"
+        address = self._address(op)
+        self._bind(op, self.emitter.emit(f"atomicrmw {kind} ptr {address}, {self.emitter.typed(op.args[2])} monotonic"))
+
+    # -- variables: memory that LLVM makes registers of ------------------------------------------------------------
+
+    def _var(self, op: Op) -> None:
+        assert op.result is not None and isinstance(op.result.type, Ref)
+        target = op.result.type.target
+        assert not isinstance(target, Fragment)
+        place = self.emitter.alloca(llvm_type(target), target.bytes, op.result.hint or "var")
+        self._bind(op, place)
+        self.emitter.line(f"store {self.emitter.typed(op.args[0])}, ptr {place}")
+
+    def _get(self, op: Op) -> None:
+        assert op.result is not None
+        self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {self.emitter.operand(op.args[0])}"))
+
+    def _set(self, op: Op) -> None:
+        self.emitter.line(f"store {self.emitter.typed(op.args[1])}, ptr {self.emitter.operand(op.args[0])}")
+
+    # -- control ---------------------------------------------------------------------------------------------------
+
+    def _if(self, op: Op) -> None:
+        e, (then, otherwise) = self.emitter, op.blocks
+        yes, no, end = e.labels("then", "else", "endif")
+        e.line(f"br i1 {e.operand(op.args[0])}, label %{yes}, label %{no if otherwise else end}")
+        for label, block in ((yes, then), (no, otherwise)):
+            if block or label == yes:
+                e.start(label)
+                self._block(block)
+                e.line(f"br label %{end}")
+        e.start(end)
+
+    def _loop(self, op: Op) -> None:
+        e, index = self.emitter, op.attrs["index"]
+        assert isinstance(index.type, Scalar)
+        type_, signed = llvm_type(index.type), index.type.is_signed
+        start, stop, step = (e.operand(x) for x in op.args)
+        head, body, latch, end = e.labels("loop", "body", "latch", "endloop")
+        counter, following, before = e.name(index.hint or "i"), e.name("next"), e.label
+        e.bind(index, counter)
+        e.line(f"br label %{head}")
+        e.start(head)
+        e.line(f"{counter} = phi {type_} [ {start}, %{before} ], [ {following}, %{latch} ]")
+        more = e.emit(f"icmp {'slt' if signed else 'ult'} {type_} {counter}, {stop}")
+        e.line(f"br i1 {more}, label %{body}, label %{end}")
+        e.start(body)
+        self._block(op.blocks[0])
+        e.line(f"br label %{latch}")
+        e.start(latch)
+        # An index that passes the largest number of its type is not defined.
+        e.line(f"{following} = add {'nsw' if signed else 'nuw'} {type_} {counter}, {step}")
+        e.line(f"br label %{head}{self._unroll(op)}")
+        e.start(end)
+
+    def _unroll(self, op: Op) -> str:
+        """The metadata of a loop's last branch. LLVM warns its user of wishes that it cannot fulfil, and a loop of an
+        unknown or great length it cannot unroll fully; such a hint is dropped."""
+        count, (start, stop, step) = op.attrs["unroll"], (x.constant for x in op.args)
+        copies = count
+        if count < 0:
+            known = start is not None and stop is not None and step is not None
+            copies = max(-((start - stop) // step), 0) if known else 0
+        if copies == 0 or copies * sum(1 for _ in walk(op.blocks[0])) > _UNROLL_LIMIT:
+            return ""
+        metadata = self.emitter.metadata
+        number = len(metadata)
+        wish = '!"llvm.loop.unroll.full"' if count < 0 else f'!"llvm.loop.unroll.count", i32 {count}'
+        metadata.append(f"!{number} = distinct !{{!{number}, !{{{wish}}}}}")
+        return f", !llvm.loop !{number}"
+
+    # -- what only LLVM has, and what it has not -------------------------------------------------------------------
+
+    def _intrinsic(self, op: Op) -> None:
+        e = self.emitter
+        if op.attrs["language"] != "llvm":
+            raise refuse(op, "an intrinsic of llvm", op.attrs["language"], "choose the kernel by the target")
+        result = "" if op.result is None else e.name()
+        try:
+            e.line(op.attrs["code"].format(result, *(e.operand(x) for x in op.args)))
+        except (IndexError, KeyError, ValueError) as error:
+            raise refuse(op, "{0}, {1} ... in the code", op.attrs["code"], f"{error}; double literal braces") from error
+        if op.result is not None:
+            e.bind(op.result, result)
+
+    def _fragment(self, op: Op) -> None:
+        raise refuse(op, "no matrix fragments", op.opcode, "CPUs have vectors: use the vector operations")
+
+    def _comment(self, op: Op) -> None:
+        for text in str(op.attrs["text"]).splitlines():
+            self.emitter.line(f"; {_ascii(text)}")
+
+
+def _bytes(op: Op) -> int:
+    """The alignment of a load or store."""
+    return int(op.attrs["align"]) * element(op.args[0].type).bytes
+
+
+def _alignments(kernel: KernelIR) -> dict[Value, int]:
+    """The alignment in bytes that the accesses of each array rely on."""
+    aligned: dict[Value, int] = {}
+    for op in kernel.walk():
+        if op.opcode in ("load", "store"):
+            aligned[op.args[0]] = max(aligned.get(op.args[0], 1), _bytes(op))
+    return aligned
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()

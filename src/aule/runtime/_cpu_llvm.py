@@ -1,0 +1,321 @@
+"""LLVM, through llvmlite: what this processor can do, and from LLVM IR to an address that can be called.
+
+Object code is kept on disk by everything that decides it, so that a fresh process parses and optimises nothing. It is
+linked by MCJIT; llvmlite calls its ORC interface experimental. MCJIT ends the process over a symbol that it cannot
+find, hence an object's symbols are looked up before it sees them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aule import store
+from aule.errors import BackendUnavailableError, InvalidArgumentError
+
+log = logging.getLogger("aule")
+
+_REMEDY = 'pip install "aule-attention[cpu]"'
+_ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+_FEATURES = {
+    "x86_64": """sse4.1 sse4.2 avx avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl avx512bf16 avx512fp16
+        avx512vnni avxvnni amx-tile amx-bf16 amx-fp16 amx-int8""".split(),
+    "aarch64": "neon fullfp16 fp16fml bf16 dotprod i8mm sve sve2 sme".split(),
+}
+"""Features that may matter to a kernel, by LLVM's names."""
+_LEVELS = {
+    ("x86_64", "avx2"): ("x86-64-v3", ("sse4.1", "sse4.2", "avx", "avx2", "fma", "f16c")),
+    ("x86_64", "baseline"): ("x86-64", ()),
+    ("aarch64", "baseline"): ("generic", ("neon",)),
+}
+"""LLVM's name of the processor that stands for a lowered level, and those of its features that we list."""
+
+# One at a time, and none at a fork: a child would inherit locks of llvmlite and of LLVM that nobody there releases.
+_lock = threading.RLock()
+# Engines whose code nobody needs. They are closed under the lock, when it is next taken: a finalizer may run in the
+# midst of anything, where to wait for the lock could be to wait for oneself.
+_retired: deque[Any] = deque()
+
+
+class Refused(Exception):
+    """LLVM does not take the code; the text is what it says."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What code is made for: with the code itself, everything that decides the object."""
+
+    arch: str
+    triple: str
+    cpu: str
+    features: str
+    """As LLVM takes them: ``+avx2,-avx512f``."""
+    extensions: tuple[str, ...]
+    """Of `_FEATURES`, those that may be used; sorted."""
+    version: str
+    """Of llvmlite and LLVM."""
+
+
+class Code:
+    """A function in memory, there for as long as this object."""
+
+    __slots__ = ("_engine", "addresses")
+
+    def __init__(self, engine: Any, addresses: tuple[int, ...]) -> None:
+        self._engine = engine
+        self.addresses = addresses
+
+    def keep_for_ever(self) -> None:
+        """Leave the code in memory when this object goes: threads that outlive the interpreter are inside it."""
+        self._engine.detach()
+
+    def __del__(self, retire: Callable[[Any], None] = _retired.append) -> None:
+        retire(self._engine)
+
+
+@functools.cache
+def _llvm() -> Any:
+    """llvmlite's binding, ready to emit code for this processor. Importing it is the cost: some 20 ms."""
+    try:
+        import llvmlite.binding as llvm
+    except (ImportError, OSError, RuntimeError) as error:  # absent; its library missing, or built for another system
+        raise BackendUnavailableError(
+            "cpu", f"[cpu] expected the package llvmlite, got {type(error).__name__}: {error}; {_REMEDY}"
+        ) from error
+    if llvm.llvm_version_info < (20,):
+        raise BackendUnavailableError(
+            "cpu",
+            f"[cpu] expected llvmlite 0.45 or later, got one with LLVM {_dotted(llvm.llvm_version_info)}; {_REMEDY}",
+        )
+    try:
+        llvm.check_jit_execution()
+    except OSError as error:
+        raise BackendUnavailableError(
+            "cpu",
+            f"[cpu] expected to be allowed to run generated code, got {error}; allow it for this process (SELinux: "
+            "execmem) or use backend='numpy'",
+        ) from error
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def machine(level: str) -> Machine:
+    """This processor, with as many of its features as wanted.
+
+    Parameters
+    ----------
+    level : str
+        As `settings.cpu_features`.
+
+    Raises
+    ------
+    BackendUnavailableError
+        No llvmlite, or no processor that kernels are made for.
+    InvalidArgumentError
+        This processor has no such level.
+    """
+    arch = _ARCHITECTURES.get(platform.machine().lower())
+    if arch is None or struct.calcsize("P") != 8:
+        raise BackendUnavailableError(
+            "cpu",
+            f"[cpu] expected a 64-bit x86_64 or aarch64 process, got {platform.machine() or 'an unknown processor'}; "
+            "use backend='numpy'",
+        )
+    with _lock:
+        llvm = _llvm()
+        triple = llvm.get_process_triple()
+        has = dict(llvm.get_host_cpu_features())
+        host = llvm.get_host_cpu_name()
+    if arch == "aarch64":
+        has.setdefault("neon", True)  # part of the architecture; not every system's list says so
+    version = f"llvmlite {_llvmlite_version()}, LLVM {_dotted(llvm.llvm_version_info)}"
+    if level == "native":
+        features = [f"{'+' if on else '-'}{name}" for name, on in sorted(has.items())]
+        if has.get("avx512f"):
+            features.append("-prefer-256-bit")  # a tuning of some Intel processors that would split our vectors
+        extensions = tuple(sorted(name for name in _FEATURES[arch] if has.get(name)))
+        return Machine(arch, triple, host, ",".join(features), extensions, version)
+    if (arch, level) not in _LEVELS:
+        levels = ", ".join(["native", *(name for owner, name in _LEVELS if owner == arch)])
+        raise InvalidArgumentError(
+            f"[cpu] expected AULE_CPU_FEATURES of {levels} on {arch}, got {level!r}; change or unset it"
+        )
+    cpu, names = _LEVELS[arch, level]
+    missing = [name for name in names if not has.get(name)]
+    if missing:
+        raise InvalidArgumentError(
+            f"[cpu] expected a processor with {', '.join(missing)} for AULE_CPU_FEATURES={level}, got {host}; unset it"
+        )
+    return Machine(arch, triple, cpu, "", tuple(sorted(names)), version)
+
+
+def _llvmlite_version() -> str:
+    import llvmlite
+
+    return str(llvmlite.__version__)
+
+
+@functools.cache
+def _recipe() -> bytes:
+    """Digest of this file: how code is compiled is part of what an object is."""
+    return hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+
+def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> Code:
+    """Bring code into memory, compiled now or in an earlier process.
+
+    Parameters
+    ----------
+    made_for : Machine
+        What to compile for.
+    text : str
+        LLVM IR without a triple and a data layout.
+    entries : dict
+        Functions that the code must define, and the types of their parameters.
+
+    Returns
+    -------
+    Code
+        With the entries' addresses in order.
+
+    Raises
+    ------
+    Refused
+        By LLVM, or because an entry or a symbol is missing.
+    """
+    key = hashlib.sha256(_recipe() + repr((made_for, text, entries)).encode()).hexdigest()
+    name = os.path.join("objects", key[:2], key)
+    built = store.read(name)
+    if built is None:
+        start = time.perf_counter()
+        with _lock:
+            built = _compile(made_for, text, entries)
+            _refuse_unknown_symbols(built)
+        store.write(name, built)
+        log.debug("cpu: compiled %s in %.0f ms", ", ".join(entries), 1e3 * (time.perf_counter() - start))
+    with _lock:
+        while _retired:
+            _retired.pop().close()
+        return _link(made_for, built, tuple(entries))
+
+
+def _target_machine(made_for: Machine) -> Any:
+    llvm = _llvm()
+    return llvm.Target.from_triple(made_for.triple).create_target_machine(
+        cpu=made_for.cpu,
+        features=made_for.features,
+        opt=3,
+        # Sections may be placed anywhere, so distances between them must not be assumed to fit into 32 bits.
+        codemodel="jitdefault",
+        reloc="static" if made_for.arch == "x86_64" else "default",
+        jit=True,
+    )
+
+
+def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> bytes:
+    llvm = _llvm()
+    # Closed here, the inner before the outer: left to the garbage collector, which keeps no order, a context may go
+    # before its module, and that is a crash. Not the global context, which keeps every kernel's types and constants.
+    with _target_machine(made_for) as emitter, llvm.create_context() as context:
+        try:
+            module = llvm.parse_assembly(text, context)
+        except RuntimeError as error:
+            raise Refused(str(error).strip()) from None
+        with module:
+            try:
+                module.triple = emitter.triple
+                module.data_layout = str(emitter.target_data)
+                module.verify()
+                _refuse_entries(module, entries)
+                _optimise(module, emitter)
+                return bytes(emitter.emit_object(module))
+            except RuntimeError as error:
+                raise Refused(str(error).strip()) from None
+
+
+def _refuse_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
+    for entry, expected in entries.items():
+        try:
+            function = module.get_function(entry)
+        except NameError:
+            raise Refused(f"the code does not define @{entry}") from None
+        found = tuple(str(argument.type) for argument in function.arguments)
+        if function.is_declaration or found != expected:
+            raise Refused(f"expected a definition of @{entry}({', '.join(expected)}), found ({', '.join(found)})")
+
+
+def _optimise(module: Any, emitter: Any) -> None:
+    llvm = _llvm()
+    with llvm.create_pipeline_tuning_options(speed_level=3) as tuning:
+        # Kernels say themselves what is a vector.
+        tuning.loop_vectorization = False
+        tuning.slp_vectorization = False
+        with llvm.create_pass_builder(emitter, tuning) as passes, passes.getModulePassManager() as manager:
+            manager.run(module, passes)
+
+
+def _refuse_unknown_symbols(built: bytes) -> None:
+    llvm = _llvm()
+    unknown = sorted(name for name in _undefined(built) if not llvm.address_of_symbol(name))
+    if unknown:
+        raise Refused(f"undefined symbols: {', '.join(unknown)}")
+
+
+def _undefined(built: bytes) -> Iterator[str]:
+    """Names that an ELF object needs from elsewhere: functions the code calls, and those LLVM put in.
+
+    Objects for MCJIT are ELF on Linux and on Windows; of others nothing is said.
+    """
+    if built[:6] != b"\x7fELF\x02\x01":  # 64-bit, little-endian
+        return
+    (table,) = struct.unpack_from("<Q", built, 40)
+    entry_size, count = struct.unpack_from("<HH", built, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", built, table + entry_size * i) for i in range(count)]
+    for _, kind, _, _, offset, size, link, _, _, _ in sections:
+        if kind != 2:  # SHT_SYMTAB
+            continue
+        names = sections[link][4]
+        for at in range(offset + 24, offset + size, 24):  # the first symbol is none
+            name, _, _, section = struct.unpack_from("<IBBH", built, at)
+            if section == 0 and name:
+                yield built[names + name : built.index(b"\0", names + name)].decode()
+
+
+def _link(made_for: Machine, built: bytes, entries: tuple[str, ...]) -> Code:
+    llvm = _llvm()
+    # An engine for each object: kernels share names. It owns its target machine and the module it is begun with; that
+    # is in the global context, which no collection of garbage takes away before the engine.
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(made_for))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(built))
+    engine.finalize_object()
+    return Code(engine, tuple(int(engine.get_function_address(entry)) for entry in entries))
+
+
+def _acquire_for_fork() -> None:
+    _lock.acquire()
+
+
+def _release_after_fork() -> None:
+    _lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_acquire_for_fork, after_in_parent=_release_after_fork, after_in_child=_release_after_fork
+    )

@@ -1,0 +1,416 @@
+"""Threads that share the workgroups of a launch with the thread that makes it.
+
+The whole of a launch is machine code, compiled from the LLVM IR below: waking workers, working, and waiting for those
+that joined. No thread needs the interpreter's lock for it, so a busy Python thread delays nobody, and sixty workers do
+not queue up to start. Workers are Python threads only in that Python started them; each is inside one call for ever.
+
+How a launch goes. The caller writes the job, opens it, invites workers and works itself. A worker that wakes while the
+job is open joins; one that wakes late goes back to sleep. When the caller runs out of work, so has everybody: it closes
+the job and waits for those that joined, not for those that were invited. Hence a small launch costs little more than
+the wake-ups. A second launch at the same time finds the pool taken and runs in its own thread alone.
+
+Waiting begins with a short spin (`_SPIN_SECONDS`), since launches come in sequences; then a thread sleeps on one of
+CPython's own locks, which exist on every system and need no interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aule import settings
+from aule.runtime import _cpu_llvm
+
+log = logging.getLogger("aule")
+
+_SPIN_SECONDS = 20e-6
+_MOST_WORKERS = 1023
+_LINE = 64
+"""Bytes of a cache line. What different threads write lies in different lines."""
+
+# Offsets into the memory that all threads of a pool share.
+_STATE, _TAKEN, _CURSOR, _JOB, _FIXED, _WORKERS = (_LINE * n for n in (0, 1, 2, 3, 4, 5))
+
+_KERNEL = ("ptr", "ptr", "i64", "i64", "i32", "i32", "i32")
+KERNEL_TYPES = _KERNEL
+"""Types of a kernel's parameters: argument cells, counter, total, chunk, and the grid's three numbers."""
+_RUN = ("ptr", "ptr", "ptr", "i64", "i64", "i32", "i32", "i32", "i64")
+_PAUSE = {"x86_64": "call void @llvm.x86.sse2.pause()", "aarch64": "call void @llvm.aarch64.hint(i32 1)"}
+_PAUSE_DECLARATION = {
+    "x86_64": "declare void @llvm.x86.sse2.pause()",
+    "aarch64": "declare void @llvm.aarch64.hint(i32)",
+}
+
+# The state counts the workers inside the job; OPEN lets more of them in, WAITING says that the caller sleeps.
+# A worker's flag: 0 awake and not invited, 1 invited, 2 asleep and not invited.
+_CODE = f"""
+%job = type {{ ptr, ptr, ptr, i64, i64, i32, i32, i32, i64 }} ; kernel, args, next, total, chunk, grid, helpers
+%fixed = type {{ ptr, ptr, ptr, i64 }}                        ; acquire, release, the caller's lock, spins
+%worker = type {{ i64, ptr }}                                 ; flag, lock
+
+@PAUSE_DECLARATION
+
+define void @aule_spin(i64 %turns) {{
+entry:
+  br label %turn
+turn:
+  %i = phi i64 [ 0, %entry ], [ %more, %turn ]
+  @PAUSE
+  %more = add i64 %i, 1
+  %on = icmp ult i64 %more, %turns
+  br i1 %on, label %turn, label %done
+done:
+  ret void
+}}
+
+define internal void @sleep(ptr %pool, ptr %lock) noinline {{
+  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+  %acquire = load ptr, ptr %fixed
+  %got = call i32 %acquire(ptr %lock, i32 1)
+  ret void
+}}
+
+define internal void @wake(ptr %pool, ptr %lock) noinline {{
+  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+  %at = getelementptr %fixed, ptr %fixed, i64 0, i32 1
+  %release = load ptr, ptr %at
+  call void %release(ptr %lock)
+  ret void
+}}
+
+define internal i64 @spins(ptr %pool) {{
+  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+  %at = getelementptr %fixed, ptr %fixed, i64 0, i32 3
+  %spins = load i64, ptr %at
+  ret i64 %spins
+}}
+
+; Every thread of a launch takes part, so that the wake-ups of many workers go on at the same time.
+define internal void @invite(ptr %pool) {{
+entry:
+  %cursor = getelementptr i8, ptr %pool, i64 {_CURSOR}
+  %job = getelementptr i8, ptr %pool, i64 {_JOB}
+  %helpers.at = getelementptr %job, ptr %job, i64 0, i32 8
+  %helpers = load i64, ptr %helpers.at
+  br label %next
+next:
+  %seen = load atomic i64, ptr %cursor monotonic, align 8
+  %some = icmp ult i64 %seen, %helpers
+  br i1 %some, label %take, label %done
+take:
+  %i = atomicrmw add ptr %cursor, i64 1 monotonic
+  %mine = icmp ult i64 %i, %helpers
+  br i1 %mine, label %call, label %done
+call:
+  %offset = mul i64 %i, {_LINE}
+  %first = getelementptr i8, ptr %pool, i64 {_WORKERS}
+  %worker = getelementptr i8, ptr %first, i64 %offset
+  %flag = atomicrmw xchg ptr %worker, i64 1 acq_rel
+  %asleep = icmp eq i64 %flag, 2
+  br i1 %asleep, label %rouse, label %next
+rouse:
+  %lock.at = getelementptr %worker, ptr %worker, i64 0, i32 1
+  %lock = load ptr, ptr %lock.at
+  call void @wake(ptr %pool, ptr %lock)
+  br label %next
+done:
+  ret void
+}}
+
+define void @aule_run(ptr %pool, ptr %kernel, ptr %args, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz,
+                      i64 %helpers) {{
+entry:
+  %next = alloca [8 x i64], align {_LINE}
+  store i64 0, ptr %next
+  %alone = icmp eq i64 %helpers, 0
+  br i1 %alone, label %solo, label %claim
+claim:
+  %taken = getelementptr i8, ptr %pool, i64 {_TAKEN}
+  %claimed = cmpxchg ptr %taken, i64 0, i64 1 acquire monotonic
+  %ours = extractvalue {{ i64, i1 }} %claimed, 1
+  br i1 %ours, label %share, label %solo
+solo:
+  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
+  ret void
+share:
+  %job = getelementptr i8, ptr %pool, i64 {_JOB}
+  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
+  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
+  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
+  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
+  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
+  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
+  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
+  %helpers.at = getelementptr %job, ptr %job, i64 0, i32 8
+  store ptr %kernel, ptr %job
+  store ptr %args, ptr %args.at
+  store ptr %next, ptr %next.at
+  store i64 %total, ptr %total.at
+  store i64 %chunk, ptr %chunk.at
+  store i32 %nx, ptr %nx.at
+  store i32 %ny, ptr %ny.at
+  store i32 %nz, ptr %nz.at
+  store i64 %helpers, ptr %helpers.at
+  %cursor = getelementptr i8, ptr %pool, i64 {_CURSOR}
+  store atomic i64 0, ptr %cursor monotonic, align 8
+  %state = getelementptr i8, ptr %pool, i64 {_STATE}
+  store atomic i64 @OPEN, ptr %state release, align 8
+  call void @invite(ptr %pool)
+  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
+  %before = atomicrmw and ptr %state, i64 @COUNT acq_rel
+  %inside = and i64 %before, @COUNT
+  %nobody = icmp eq i64 %inside, 0
+  br i1 %nobody, label %finish, label %spin
+spin:
+  %spins = call i64 @spins(ptr %pool)
+  br label %look
+look:
+  %i = phi i64 [ 0, %spin ], [ %more, %pause ]
+  %now = load atomic i64, ptr %state acquire, align 8
+  %left = icmp eq i64 %now, 0
+  br i1 %left, label %finish, label %again
+again:
+  %more = add i64 %i, 1
+  %patient = icmp ult i64 %more, %spins
+  br i1 %patient, label %pause, label %tire
+pause:
+  @PAUSE
+  br label %look
+tire:
+  %last = atomicrmw or ptr %state, i64 @WAITING acq_rel
+  %gone = icmp eq i64 %last, 0
+  br i1 %gone, label %finish, label %sleep
+sleep:
+  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+  %lock.at = getelementptr %fixed, ptr %fixed, i64 0, i32 2
+  %lock = load ptr, ptr %lock.at
+  call void @sleep(ptr %pool, ptr %lock)
+  br label %finish
+finish:
+  store atomic i64 0, ptr %state monotonic, align 8
+  store atomic i64 0, ptr %taken release, align 8
+  ret void
+}}
+
+define void @aule_work(ptr %pool, i64 %number) {{
+entry:
+  %offset = mul i64 %number, {_LINE}
+  %first = getelementptr i8, ptr %pool, i64 {_WORKERS}
+  %worker = getelementptr i8, ptr %first, i64 %offset
+  %lock.at = getelementptr %worker, ptr %worker, i64 0, i32 1
+  %lock = load ptr, ptr %lock.at
+  %spins = call i64 @spins(ptr %pool)
+  %state = getelementptr i8, ptr %pool, i64 {_STATE}
+  %job = getelementptr i8, ptr %pool, i64 {_JOB}
+  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
+  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
+  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
+  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
+  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
+  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
+  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
+  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+  %caller.at = getelementptr %fixed, ptr %fixed, i64 0, i32 2
+  %caller = load ptr, ptr %caller.at
+  br label %wait
+wait:
+  br label %look
+look:
+  %i = phi i64 [ 0, %wait ], [ %more, %pause ]
+  %flag = load atomic i64, ptr %worker acquire, align 8
+  %invited = icmp eq i64 %flag, 1
+  br i1 %invited, label %awake, label %again
+again:
+  %more = add i64 %i, 1
+  %patient = icmp ult i64 %more, %spins
+  br i1 %patient, label %pause, label %tire
+pause:
+  @PAUSE
+  br label %look
+tire:
+  %lie = cmpxchg ptr %worker, i64 0, i64 2 acq_rel acquire
+  %down = extractvalue {{ i64, i1 }} %lie, 1
+  br i1 %down, label %sleep, label %awake
+sleep:
+  call void @sleep(ptr %pool, ptr %lock)
+  br label %awake
+awake:
+  %cleared = atomicrmw xchg ptr %worker, i64 0 acq_rel
+  %start = load atomic i64, ptr %state acquire, align 8
+  br label %enter
+enter:
+  %old = phi i64 [ %start, %awake ], [ %found, %try ]
+  %bit = and i64 %old, @OPEN
+  %open = icmp ne i64 %bit, 0
+  br i1 %open, label %try, label %wait
+try:
+  %new = add i64 %old, 1
+  %entered = cmpxchg ptr %state, i64 %old, i64 %new acq_rel acquire
+  %found = extractvalue {{ i64, i1 }} %entered, 0
+  %in = extractvalue {{ i64, i1 }} %entered, 1
+  br i1 %in, label %work, label %enter
+work:
+  call void @invite(ptr %pool)
+  %kernel = load ptr, ptr %job
+  %args = load ptr, ptr %args.at
+  %next = load ptr, ptr %next.at
+  %total = load i64, ptr %total.at
+  %chunk = load i64, ptr %chunk.at
+  %nx = load i32, ptr %nx.at
+  %ny = load i32, ptr %ny.at
+  %nz = load i32, ptr %nz.at
+  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
+  %then = atomicrmw sub ptr %state, i64 1 acq_rel
+  %last = icmp eq i64 %then, @ONE_WAITING
+  br i1 %last, label %tell, label %wait
+tell:
+  call void @wake(ptr %pool, ptr %caller)
+  br label %wait
+}}
+"""
+_OPEN, _WAITING = 1 << 32, 1 << 33
+_ENTRIES = {"aule_run": _RUN, "aule_work": ("ptr", "i64"), "aule_spin": ("i64",)}
+
+_lock = threading.Lock()
+_code: _cpu_llvm.Code | None = None
+_pool: Pool | None = None
+
+
+def pool(made_for: _cpu_llvm.Machine) -> Pool:
+    """The threads of this process; their code is compiled, for ``made_for``, when they are first asked for."""
+    global _code, _pool
+    found = _pool
+    if found is None:
+        with _lock:
+            if _code is None:
+                _code = _cpu_llvm.load(made_for, _text(made_for.arch), _ENTRIES)
+                _code.keep_for_ever()
+            if _pool is None:
+                _pool = Pool(_code.addresses)
+            found = _pool
+    return found
+
+
+def _text(arch: str) -> str:
+    text = _CODE
+    for word, value in (
+        ("@PAUSE_DECLARATION", _PAUSE_DECLARATION[arch]),
+        ("@PAUSE", _PAUSE[arch]),
+        ("@OPEN", str(_OPEN)),
+        ("@COUNT", str(_OPEN - 1)),
+        ("@ONE_WAITING", str(_WAITING + 1)),
+        ("@WAITING", str(_WAITING)),
+    ):
+        text = text.replace(word, value)
+    return text
+
+
+def thread_count() -> int:
+    """Threads that a launch may use now."""
+    chosen = settings.num_threads()
+    if chosen is None:
+        # Who tells PyTorch how many threads to use means us too. A module that is just being imported has no function.
+        ask = getattr(sys.modules.get("torch"), "get_num_threads", None)
+        chosen = ask() if ask is not None else settings.omp_num_threads()
+    if chosen is None:
+        chosen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(int(chosen), _MOST_WORKERS + 1)
+
+
+class Pool:
+    """Workers, and the memory they share with whoever launches.
+
+    Attributes
+    ----------
+    run : callable
+        ``run(address, kernel, cells, total, chunk, nx, ny, nz, helpers)``: the launch, once ``helpers`` workers are
+        there (see `ready`). It returns when every workgroup is done.
+    address : int
+        Of the shared memory.
+    """
+
+    def __init__(self, code: tuple[int, ...]) -> None:
+        run, work, spin = code
+        integers = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
+        self.run: Callable[..., None] = ctypes.CFUNCTYPE(None, *(integers[t] for t in _RUN))(run)
+        self._work: Callable[..., None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(work)
+        api: Any = ctypes.pythonapi
+        self._new_lock = _function(api.PyThread_allocate_lock, ctypes.c_void_p)
+        self._acquire = _function(api.PyThread_acquire_lock, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+        # Never freed: workers sleep on it until the process ends, after Python has given everything else back.
+        size = _WORKERS + _LINE * _MOST_WORKERS
+        memory = _function(api.PyMem_RawCalloc, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)(1, size + _LINE)
+        if not memory:
+            raise MemoryError
+        self.address: int = -(-memory // _LINE) * _LINE
+        fixed = (ctypes.c_uint64 * 4).from_address(self.address + _FIXED)
+        fixed[0] = ctypes.cast(api.PyThread_acquire_lock, ctypes.c_void_p).value or 0
+        fixed[1] = ctypes.cast(api.PyThread_release_lock, ctypes.c_void_p).value or 0
+        fixed[2] = self._closed_lock()
+        fixed[3] = _spins(ctypes.CFUNCTYPE(None, ctypes.c_int64)(spin))
+        self._lock = threading.Lock()
+        self._workers = 0
+        self._most = _MOST_WORKERS
+
+    def _closed_lock(self) -> int:
+        lock = self._new_lock()
+        if not lock:
+            raise MemoryError
+        self._acquire(lock, 1)
+        return int(lock)
+
+    def ready(self, helpers: int) -> int:
+        """How many of ``helpers`` workers are there, after starting those that were missing."""
+        if helpers <= self._workers:
+            return helpers
+        with self._lock:
+            while self._workers < min(helpers, self._most):
+                cell = (ctypes.c_uint64 * 2).from_address(self.address + _WORKERS + _LINE * self._workers)
+                cell[1] = self._closed_lock()
+                thread = threading.Thread(
+                    target=self._work, args=(self.address, self._workers), name=f"aule-cpu-{self._workers}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    # The work gets done by those who are there; not to be tried again at each launch.
+                    log.warning("cpu: no more than %d threads could be started: %s", self._workers + 1, error)
+                    self._most = self._workers
+                    break
+                self._workers += 1
+        return min(helpers, self._workers)
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A function of CPython's with types of our own: those set on ``ctypes.pythonapi`` itself would be everybody's."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    made: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)(address)
+    return made
+
+
+def _spins(spin: Callable[[int], None]) -> int:
+    """How many turns of the spin loop take `_SPIN_SECONDS`: a pause takes from one to some hundred cycles."""
+    turns, best = 500, float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        spin(turns)
+        best = min(best, time.perf_counter() - start)
+    return max(1, int(turns * _SPIN_SECONDS / best))
+
+
+def _after_fork() -> None:
+    # The child has the memory and the code, but no thread of the pool, and perhaps a lock that one of them held.
+    global _lock, _pool
+    _lock = threading.Lock()
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

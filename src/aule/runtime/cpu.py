@@ -1,0 +1,388 @@
+"""The processor itself: kernels compiled by LLVM (llvmlite), run by a pool of threads that is started once.
+
+A kernel is LLVM IR without a triple and a data layout that defines
+
+    define void @<entry>(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
+
+``args`` are cells of 8 bytes, one for each parameter in order: a buffer's address, or a scalar in the low bytes.
+``next`` is a counter that all threads of the launch share. The function adds ``chunk`` to it and runs the workgroups
+from what it was, again and again until that is ``total`` or more. So threads share the work by making the same call.
+
+Launches are synchronous, and memory is the process's own: nothing is queued, and ``import_host`` and ``wrap`` cost
+nothing. Launches of different threads run at the same time; one of them has the pool, the others run on their own
+thread. Unlike other runtimes' devices this one goes on working after a fork, with its memory and its programs; the
+child starts threads of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule import settings
+from aule.artifact import SCALAR_FORMATS, Artifact
+from aule.errors import (
+    ClosedError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
+from aule.runtime import _cpu_llvm, _cpu_pool, _cpu_target
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Allocation, Device, Program
+
+_ALIGNMENT = 64
+"""Of memory from `CpuDevice.alloc`: a cache line, and the widest vector."""
+
+# Guards every device's list of live memory. One for all, since it has to be replaced after a fork.
+_lock = threading.Lock()
+
+
+def devices() -> list[Device]:
+    """The processor, as the one device.
+
+    Returns
+    -------
+    list of Device
+        One `CpuDevice`.
+
+    Raises
+    ------
+    BackendUnavailableError
+        No llvmlite, or a processor that LLVM IR is not rendered for.
+    InvalidArgumentError
+        ``AULE_CPU_FEATURES`` or ``AULE_NUM_THREADS`` has a value outside its domain.
+    """
+    return [CpuDevice(_cpu_llvm.machine(settings.cpu_features()))]
+
+
+class _Kernel:
+    """A loaded function: what `Program.handle` is here."""
+
+    __slots__ = ("_code", "address", "buffers", "pack", "scalars")
+
+    def __init__(self, artifact: Artifact, code: _cpu_llvm.Code) -> None:
+        self._code = code
+        (self.address,) = code.addresses
+        kinds = [p.kind for p in artifact.params]
+        self.buffers = [i for i, kind in enumerate(kinds) if kind == "buffer"]
+        self.scalars = [i for i, kind in enumerate(kinds) if kind == "scalar"]
+        codes = ["Q" if p.kind == "buffer" else SCALAR_FORMATS[p.dtype] for p in artifact.params]
+        # Little-endian, like every processor that `_cpu_llvm` serves: a scalar is in the low bytes of its cell.
+        self.pack = struct.Struct("<" + "".join(c + "4x" * (struct.calcsize(c) == 4) for c in codes)).pack
+
+
+class PreparedLaunch:
+    """A launch whose kernel, grid and scalars are fixed; made by `CpuDevice.prepare`. Threads may share it."""
+
+    __slots__ = ("_buffers", "_device", "_grid", "_kernel", "_most", "_pack", "_program", "_total", "_values")
+
+    def __init__(
+        self, device: CpuDevice, program: Program, grid: tuple[int, int, int], scalars: Sequence[Any], serial: bool
+    ) -> None:
+        kernel = device._kernel(program)
+        self._device = device
+        self._program = program
+        self._kernel = kernel
+        self._pack = kernel.pack
+        self._buffers = kernel.buffers
+        self._grid = grid
+        self._total = device._total(program, grid)
+        self._most = 0 if serial else self._total - 1
+        if len(scalars) != len(kernel.scalars):
+            raise _refuse_arguments(
+                program.artifact, TypeError(f"{len(scalars)} values for {len(kernel.scalars)} scalars")
+            )
+        self._values: list[Any] = [0] * len(program.artifact.params)
+        for i, value in zip(kernel.scalars, scalars, strict=True):
+            self._values[i] = value
+        self._cells(self._values)
+
+    def _cells(self, values: Sequence[Any]) -> bytes:
+        try:
+            return self._pack(*values)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise _refuse_arguments(self._program.artifact, error) from None
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        """Launch with new pointers, and wait for the end.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            One address for each buffer, in the order of the kernel's buffers. Whoever calls keeps the memory alive.
+        """
+        device = self._device
+        device._check()
+        if len(pointers) != len(self._buffers):
+            raise _refuse_arguments(
+                self._program.artifact, TypeError(f"{len(pointers)} pointers for {len(self._buffers)} buffers")
+            )
+        values = self._values.copy()
+        for i, pointer in zip(self._buffers, pointers, strict=True):
+            values[i] = pointer
+        device._run(self._kernel.address, self._cells(values), self._grid, self._total, self._most)
+
+
+class CpuDevice(Device):
+    """The processor. Made by `devices`; see the module's page."""
+
+    def __init__(self, machine: _cpu_llvm.Machine) -> None:
+        self.index = 0
+        self.target = _cpu_target.read_target(machine, _cpu_pool.thread_count())
+        self._machine = machine
+        self._closed = False
+        self._live: weakref.WeakSet[Allocation] = weakref.WeakSet()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("[cpu] expected an open device, got cpu:0 after close; ask for the device again")
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int) -> Allocation:
+        self._check()
+        if nbytes < 0:
+            raise InvalidArgumentError(f"[cpu] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+        try:
+            memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError):  # ValueError: more than there are addresses
+            raise OutOfMemoryError(
+                f"[cpu] expected {nbytes} bytes of memory, got none; free some or make the problem smaller",
+                requested_bytes=nbytes,
+            ) from None
+        return self._adopt(-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT, nbytes, memory)
+
+    def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
+        """As `Device.import_host`, for any C-contiguous array: nothing is asked of its alignment. Give one that must
+        not be written only to a buffer that the kernel reads."""
+        self._check()
+        if not array.flags.c_contiguous:
+            return None
+        return self._adopt(array.ctypes.data, array.nbytes, array)
+
+    def wrap(self, address: int, nbytes: int, owner: object = None) -> Allocation:
+        """Memory that somebody else owns, as an allocation.
+
+        Parameters
+        ----------
+        address : int
+            Where it begins.
+        nbytes : int
+            Bytes from there that may be used.
+        owner : object, optional
+            Kept alive until the allocation is freed.
+
+        Returns
+        -------
+        Allocation
+            ``free`` only lets go of the owner.
+        """
+        self._check()
+        return self._adopt(address, nbytes, owner)
+
+    def _adopt(self, address: int, nbytes: int, owner: object) -> Allocation:
+        allocation = Allocation(self, nbytes, owner, address)
+        with _lock:
+            self._check()  # again: another thread may have closed the device in between
+            self._live.add(allocation)
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        if allocation.device is not self:
+            raise DeviceMismatchError("[cpu] expected an allocation of cpu:0, got one of another device; free it there")
+        # A launch or a copy under way has a reference of its own to the memory.
+        allocation.freed = True
+        allocation.handle = None
+
+    def _own(self, allocation: Allocation) -> object:
+        """What keeps an allocation's memory alive; hold on to it while the memory is in use."""
+        if allocation.device is not self:
+            raise DeviceMismatchError(
+                "[cpu] expected an allocation of cpu:0, got one of another device; copy the data first"
+            )
+        owner = allocation.handle
+        if allocation.freed:
+            raise ClosedError(
+                "[cpu] expected live memory, got an allocation that was freed; free it after its last use"
+            )
+        return owner
+
+    def _range(self, allocation: Allocation, array: npt.NDArray[Any], offset: int) -> int:
+        """Address of the range of an allocation that an array is copied to or from."""
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(
+                "[cpu] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
+            )
+        if offset < 0 or offset + array.nbytes > allocation.nbytes:
+            raise InvalidArgumentError(
+                f"[cpu] expected a copy within the allocation's {allocation.nbytes} bytes, got {array.nbytes} bytes at "
+                f"offset {offset}; allocate more or copy less"
+            )
+        return allocation.address + offset
+
+    def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
+        self._check()
+        owner = self._own(allocation)
+        ctypes.memmove(self._range(allocation, data, offset), data.ctypes.data, data.nbytes)
+        del owner
+
+    def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
+        self._check()
+        owner = self._own(allocation)
+        if not out.flags.writeable:
+            raise InvalidArgumentError("[cpu] expected a writable array to download into, got a read-only one; copy it")
+        ctypes.memmove(out.ctypes.data, self._range(allocation, out, offset), out.nbytes)
+        del owner
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+
+    def load(self, artifact: Artifact) -> Program:
+        self._check()
+        if artifact.language != "llvm":
+            raise InvalidArgumentError(f"[cpu] expected a kernel in llvm, got {artifact.language}; render it for cpu")
+        try:
+            code = _cpu_llvm.load(self._machine, artifact.text, {artifact.entry: _cpu_pool.KERNEL_TYPES})
+        except _cpu_llvm.Refused as refusal:
+            path = save_refused("llvm", artifact.code)
+            raise ShaderCompileError(
+                f"[cpu] {artifact.entry}: expected a kernel that LLVM accepts, got {refusal}; the source is in "
+                f"{path or 'no file (the cache directory cannot be written)'}",
+                str(refusal),
+                path,
+            ) from None
+        return Program(self, artifact, _Kernel(artifact, code))
+
+    def _kernel(self, program: Program) -> _Kernel:
+        kernel = program.handle
+        if program.device is not self or not isinstance(kernel, _Kernel):
+            raise DeviceMismatchError("[cpu] expected a program of cpu:0, got one of another device; load it here")
+        return kernel
+
+    def _total(self, program: Program, grid: tuple[int, int, int]) -> int:
+        """Workgroups of a grid."""
+        if len(grid) != 3 or not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
+            raise LaunchError(
+                f"[cpu] {program.artifact.entry} expected a grid from (0, 0, 0) to {self.target.max_grid}, got {grid}; "
+                "split the work"
+            )
+        total = grid[0] * grid[1] * grid[2]
+        if total >> 62:  # the counter goes past the total by a chunk for each thread
+            raise LaunchError(f"[cpu] {program.artifact.entry} expected fewer than 2**62 workgroups, got {grid}")
+        return total
+
+    def _run(self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, most: int) -> None:
+        """Run every workgroup, with as many workers beside this thread as are wanted, at most ``most``."""
+        if not total:
+            return
+        pool = _cpu_pool.pool(self._machine)
+        helpers = pool.ready(min(_cpu_pool.thread_count() - 1, most)) if most else 0
+        pool.run(pool.address, kernel, cells, total, 1, *grid, helpers)
+
+    def launch(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        args: Sequence[Allocation | int | float],
+        stream: int | None = None,
+        *,
+        serial: bool = False,
+    ) -> None:
+        """As `Device.launch`, but it returns when the work is done.
+
+        Parameters
+        ----------
+        serial : bool
+            Run in this thread alone.
+        """
+        self._check()
+        kernel = self._kernel(program)
+        total = self._total(program, grid)
+        if stream is not None:
+            raise LaunchError(f"[cpu] expected no stream, got {stream!r}; a launch here is done when it returns")
+        params = program.artifact.params
+        if len(args) != len(params):
+            raise _refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
+        owners: list[object] = []
+        values: list[int | float] = []
+        for param, arg in zip(params, args, strict=True):
+            if isinstance(arg, Allocation):
+                if param.kind != "buffer":
+                    raise _refuse_arguments(program.artifact, TypeError(f"a buffer for {param.name}"))
+                owners.append(self._own(arg))
+                values.append(arg.address)
+            elif param.kind == "buffer":
+                raise _refuse_arguments(program.artifact, TypeError(f"{arg!r} for {param.name}"))
+            else:
+                values.append(arg)
+        try:
+            cells = kernel.pack(*values)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise _refuse_arguments(program.artifact, error) from None
+        self._run(kernel.address, cells, grid, total, 0 if serial else total - 1)
+        del owners
+
+    def prepare(
+        self, program: Program, grid: tuple[int, int, int], scalars: Sequence[int | float], *, serial: bool = False
+    ) -> PreparedLaunch:
+        """Fix everything of a launch but its pointers.
+
+        Parameters
+        ----------
+        program : Program
+            Loaded by this device.
+        grid : tuple of int
+            Workgroups along each axis.
+        scalars : sequence of int or float
+            Values of the scalars, in the order of the kernel's scalars.
+        serial : bool
+            Run in the calling thread alone.
+
+        Returns
+        -------
+        PreparedLaunch
+            Its ``launch(pointers)`` checks nothing but their number.
+        """
+        self._check()
+        return PreparedLaunch(self, program, grid, scalars, serial)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: a launch is done when it returns."""
+        self._check()
+
+    def close(self) -> None:
+        """Let go of all memory. Launches under way come to their end; the threads stay for other devices."""
+        with _lock:
+            self._closed = True
+            for allocation in self._live:
+                allocation.freed = True
+                allocation.handle = None
+            self._live.clear()
+
+
+def _refuse_arguments(artifact: Artifact, error: Exception) -> InvalidArgumentError:
+    expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
+    return InvalidArgumentError(
+        f"[cpu] {artifact.entry} expected arguments ({expected}), got something else ({error}); "
+        "pass one value for each parameter, in order and in range"
+    )
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have held the lock; nobody would ever release it here.
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

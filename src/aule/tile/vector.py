@@ -1,0 +1,266 @@
+"""The vector engine: register-blocked products on one CPU core.
+
+A product ``C += A B`` keeps a few rows of C by a few vectors in registers. For each step along the summed dimension it
+reads the vectors of B, spreads one element of A per row over a vector, and multiplies. Everything attention needs has
+this form once the operand whose columns are lanes is laid out with its rows along memory: K and V as they are for
+``P V`` and ``dS K``, and packed into panels (`Vectors.pack_panel`) for ``Q K^T`` and ``dO V^T``.
+
+All indices into memory are i64: a sum of 32-bit numbers may wrap, so LLVM could not fold it into an address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, f32, f64, i32, i64
+from aule.target import Target
+from aule.tile.matrix import Matrix
+
+
+@dataclass(frozen=True)
+class VectorUnit:
+    """Registers of a CPU: how many numbers one holds, and how many there are."""
+
+    lanes: int
+    registers: int
+
+    def tile(self, rows: int, vectors: int) -> tuple[int, int]:
+        """How to cut ``rows`` × ``vectors`` of C into pieces that stay in registers: rows and vectors of a piece.
+
+        A piece needs its accumulators, its vectors of B and one of A. Of all that fit, the one that reads least for its
+        multiplications is best; one too small to hide the latency of an FMA pays for eight.
+        """
+        best, cheapest = (1, 1), float("inf")
+        for piece_rows in (n for n in range(1, rows + 1) if rows % n == 0):
+            widest = (self.registers - 6) // (piece_rows + 1)
+            if widest < 1:
+                continue
+            pieces = -(-vectors // widest)
+            width = -(-vectors // pieces)
+            cost = pieces * (max(piece_rows * width, 8) + 0.5 * (piece_rows + width)) / piece_rows
+            if cost < cheapest:
+                best, cheapest = (piece_rows, width), cost
+        return best
+
+
+def vector_unit(target: Target, work: Scalar) -> VectorUnit:
+    """The vector registers of a target for numbers of a type."""
+    if "avx512f" in target.extensions:
+        return VectorUnit(64 // work.bytes, 32)
+    if "avx2" in target.extensions:
+        return VectorUnit(32 // work.bytes, 16)
+    return VectorUnit(16 // work.bytes, 32 if target.arch == "aarch64" else 16)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix in memory, as a product walks over it: element (i, k) of A, or vector k of B's rows.
+
+    Attributes
+    ----------
+    base : Value
+        i64 index of the first element.
+    row, step : int or Value
+        Elements from one row to the next (unused for B), and from one step of the summed dimension to the next.
+    """
+
+    pointer: Value
+    base: Value
+    row: int | Value
+    step: int | Value
+
+
+class Vectors:
+    """The engine: vectors of ``lanes`` numbers of type ``work``."""
+
+    def __init__(self, b: Builder, work: Scalar, lanes: int) -> None:
+        self.b = b
+        self.work = work
+        self.lanes = lanes
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def const(self, value: float) -> Value:
+        """A vector with a number in every lane."""
+        return self.b.splat(self.b.const(value, self.work), self.lanes)
+
+    def count(self, start: Value) -> Value:
+        """``start, start + 1, ...`` (i32), one to a lane."""
+        b = self.b
+        return b.vector([b.const(i, i32) for i in range(self.lanes)]) + start
+
+    def reduce(self, kind: str, vector: Value) -> Value:
+        """Combine the lanes of a vector, halves first."""
+        b, lanes = self.b, self.lanes
+        while lanes > 1:
+            lanes //= 2
+            low = b.permute(vector, None, tuple(range(lanes)))
+            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
+            vector = b.binary(kind, low, high)
+        return vector
+
+    def index(self, value: Value) -> Value:
+        return self.b.cast(value, i64)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def load(self, pointer: Value, index: Any) -> Value:
+        """A vector from anywhere, as numbers of type ``work``."""
+        return self.b.cast(self.b.load(pointer, index, self.lanes, align=1), self.work)
+
+    def read(self, source: Matrix, start: Value, col: Value | int, count: int) -> Value:
+        """Columns ``col .. col + count - 1`` of the row that begins at ``start``; lanes from ``count`` on are zero."""
+        b = self.b
+        col = b.coerce(col, i64)
+        if source.col_stride is not None:
+            parts = [b.load(source.buffer, start + (col + i) * source.col_stride) for i in range(count)]
+        elif count == self.lanes:
+            return self.load(source.buffer, start + col)
+        else:
+            parts = []
+            while len(parts) < count:
+                width = 1 << ((count - len(parts)).bit_length() - 1)
+                parts += b.unpack(b.load(source.buffer, start + col + len(parts), width, align=1))
+        zeros = [b.const(0, source.elem)] * (self.lanes - count)
+        return b.cast(b.vector([*parts, *zeros]), self.work)
+
+    def write(self, target: Matrix, start: Value, col: Value | int, vector: Value, count: int) -> None:
+        """Store the first ``count`` lanes into columns from ``col`` on of the row that begins at ``start``."""
+        b = self.b
+        col = b.coerce(col, i64)
+        vector = b.cast(vector, target.elem)
+        if target.col_stride is not None:
+            for i, x in enumerate(b.unpack(vector)[:count]):
+                b.store(target.buffer, start + (col + i) * target.col_stride, x)
+            return
+        done = 0
+        while done < count:
+            width = 1 << ((count - done).bit_length() - 1)
+            part = vector if width == self.lanes else b.permute(vector, None, tuple(range(done, done + width)))
+            b.store(target.buffer, start + col + done, part, align=1)
+            done += width
+
+    def columns(self, cols: int) -> list[tuple[int, int]]:
+        """The vectors that cover ``cols`` columns: where each starts, and how many lanes of it count."""
+        return [(col, min(self.lanes, cols - col)) for col in range(0, cols, self.lanes)]
+
+    def copy_rows(
+        self,
+        source: Matrix,
+        first: Value,
+        count: Value,
+        target: Value,
+        base: Value,
+        stride: int,
+        scale: Value | None = None,
+    ) -> None:
+        """Bring ``count`` rows from row ``first`` on into an array of rows of ``stride`` elements, as numbers of type
+        ``work``, scaled, and with zeros behind the last column. Rows past the source's end repeat its last."""
+        b = self.b
+        with b.loop(b.const(0, i32), count, name="row") as row:
+            start = source.row_start(b, first + row)
+            for col, width in self.columns(source.cols):
+                x = self.read(source, start, col, width)
+                b.store(target, base + self.index(row) * stride + col, x if scale is None else x * scale, align=1)
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """The columns of as many vectors as there are lanes."""
+        b, lanes = self.b, self.lanes
+        result = list(rows)
+        step = 1
+        while step < lanes:
+            upper = tuple(i if not i & step else lanes + i - step for i in range(lanes))
+            lower = tuple(i + step if not i & step else lanes + i for i in range(lanes))
+            for i in range(lanes):
+                if not i & step:
+                    x, y = result[i], result[i + step]
+                    result[i], result[i + step] = b.permute(x, y, upper), b.permute(x, y, lower)
+            step *= 2
+        return result
+
+    def pack_panel(self, source: Matrix, first: Value, panel: int, target: Value, base: Value) -> None:
+        """Transpose ``panel`` rows from row ``first`` on into a panel: column by column, ``panel`` numbers to a column.
+
+        Rows past the source's end repeat its last: whoever uses their columns masks them.
+        """
+        b, lanes = self.b, self.lanes
+        with b.loop(b.const(0, i64), panel, lanes, name="part") as part:
+            starts = [source.row_start(b, first + b.cast(part, i32) + i) for i in range(lanes)]
+            whole = source.cols // lanes * lanes
+            if whole:
+                with b.loop(b.const(0, i64), whole, lanes, name="col") as col:
+                    self._pack_block(source, starts, col, lanes, panel, target, base + part)
+            if source.cols > whole:
+                self._pack_block(source, starts, b.const(whole, i64), source.cols - whole, panel, target, base + part)
+
+    def _pack_block(
+        self, source: Matrix, starts: list[Value], col: Value, count: int, panel: int, target: Value, base: Value
+    ) -> None:
+        rows = [self.read(source, start, col, count) for start in starts]
+        for i, column in enumerate(self.transpose(rows)[:count]):
+            self.b.store(target, base + (col + i) * panel, column, align=1)
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def accumulators(self, rows: int, vectors: int) -> list[list[Var]]:
+        """Registers for ``rows`` × ``vectors`` of a result, all zero."""
+        zero = self.const(0.0)
+        return [[self.b.var(zero) for _ in range(vectors)] for _ in range(rows)]
+
+    def multiply(
+        self, c: list[list[Var]], left: Operand, right: Operand, start: Any, stop: Any, unroll: int = 2
+    ) -> None:
+        """``C[i] += sum over k of A[i, k] * B[k]`` for k from ``start`` up to ``stop``."""
+        b, lanes = self.b, self.lanes
+        with b.loop(b.coerce(start, i64), b.coerce(stop, i64), unroll=unroll, name="k") as k:
+            at = right.base + k * right.step
+            columns = [self.load(right.pointer, at + j * lanes) for j in range(len(c[0]))]
+            a_at = left.base + k * left.step
+            for i, row in enumerate(c):
+                a = b.splat(b.cast(b.load(left.pointer, a_at + left.row * i), self.work), lanes)
+                for variable, column in zip(row, columns, strict=True):
+                    variable.value = b.fma(a, column, variable.value)
+
+    def multiply_guarding(
+        self, c: list[list[Var]], left: Operand, right: Operand, start: Any, stop: Any, wild: Value | None
+    ) -> None:
+        """`multiply`, or `multiply_guarded` where ``wild`` says so at run time."""
+        if wild is None:
+            self.multiply(c, left, right, start, stop)
+            return
+        with self.b.if_(wild):
+            self.multiply_guarded(c, left, right, start, stop)
+        with self.b.else_():
+            self.multiply(c, left, right, start, stop)
+
+    def multiply_guarded(self, c: list[list[Var]], left: Operand, right: Operand, start: Any, stop: Any) -> None:
+        """The same, but a factor of zero in A gives zero whatever B holds, Inf and NaN included."""
+        b, lanes = self.b, self.lanes
+        zero = self.const(0.0)
+        with b.loop(b.coerce(start, i64), b.coerce(stop, i64), name="k") as k:
+            at = right.base + k * right.step
+            columns = [self.load(right.pointer, at + j * lanes) for j in range(len(c[0]))]
+            for i, row in enumerate(c):
+                scalar = b.cast(b.load(left.pointer, left.base + k * left.step + left.row * i), self.work)
+                a, dropped = b.splat(scalar, lanes), b.eq(scalar, 0.0)
+                for variable, column in zip(row, columns, strict=True):
+                    variable.value = b.fma(a, b.select(dropped, zero, column), variable.value)
+
+    def has_wild(self, right: Operand, vectors: int, start: Value, stop: Value) -> Value:
+        """Whether any of the vectors of B from ``start`` up to ``stop`` holds Inf or NaN: 0 times either is NaN."""
+        b = self.b
+        zero = self.const(0.0)
+        total = b.var(zero, "wild")
+        with b.loop(start, stop, unroll=2, name="k") as k:
+            for j in range(vectors):
+                x = self.load(right.pointer, right.base + k * right.step + j * self.lanes)
+                total.value = b.fma(x, zero, total.value)
+        return b.ne(self.reduce("add", total.value), 0.0)
+
+
+def work_type(elem: Scalar) -> Scalar:
+    """The type in which numbers of a type are computed with."""
+    return f64 if elem == f64 else f32

@@ -1,0 +1,146 @@
+"""Gradients on every device that has them: the whole grid, and what the grid cannot show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import devices
+import grid
+import numpy as np
+import pytest
+
+from aule.engine.attention import backward_on_host, forward_on_host, host_view
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
+from aule.ops.attention.validate import Operands, attention_problem
+from aule.runtime.base import Device
+
+CASES = grid.forward_grid("full")
+
+
+@pytest.fixture(params=["cpu"], scope="module")
+def device(request: pytest.FixtureRequest) -> Device:
+    return devices.need(request.param)
+
+
+def gradients(device: Device, problem: AttentionProblem, operands: Operands, dout: np.ndarray) -> dict[str, Any]:
+    problem = replace(problem, return_lse=True)
+    out, lse = forward_on_host(problem, operands, device, exact_lse=True)
+    assert lse is not None
+    stored = dout.view(np.uint16) if problem.dtype == "bf16" else dout
+    found = backward_on_host(problem, operands, device, out, lse, host_view(problem.dtype, stored))
+    return dict(zip(("dq", "dk", "dv"), found, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_grid(device: Device, case: grid.Case) -> None:
+    inputs = grid.make_inputs(case, seed=1)
+    problem, operands = grid.case_problem(case, inputs)
+    shape = (case.batch, case.heads_q, case.seq_q, case.value_dim)
+    values = np.random.default_rng(7).standard_normal(shape).astype(grid.NUMPY_DTYPES[case.dtype])
+    dout = grid.lay_out(values, case.strides)
+    found = gradients(device, problem, operands, dout)
+    arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+def problem_of(*shapes: tuple[int, ...], dtype: Any = np.float32, **options: Any) -> tuple[Any, Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in zip("qkv", shapes, strict=True)}
+    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, **options)
+    dout = rng.standard_normal((*arrays["q"].shape[:3], arrays["v"].shape[3])).astype(dtype)
+    return arrays, problem, operands, dout
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
+def test_long_sequences_in_parts(device: Device, heads: tuple[int, int]) -> None:
+    """One head: tasks share its keys, and dQ is put together from their parts."""
+    heads_q, heads_kv = heads
+    arrays, problem, operands, dout = problem_of(
+        (1, heads_q, 700, 64), (1, heads_kv, 900, 64), (1, heads_kv, 900, 64), causal=True
+    )
+    found = gradients(device, problem, operands, dout)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+def test_float64(device: Device) -> None:
+    shape = (1, 2, 70, 40)
+    arrays, problem, operands, dout = problem_of(shape, shape, shape, dtype=np.float64, softcap=3.0)
+    found = gradients(device, problem, operands, dout)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+def test_the_same_bits_again(device: Device) -> None:
+    _, problem, operands, dout = problem_of((1, 1, 1000, 64), (1, 1, 1000, 64), (1, 1, 1000, 64), causal=True)
+    first = gradients(device, problem, operands, dout)
+    for _ in range(3):
+        again = gradients(device, problem, operands, dout)
+        assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_dropped_keys_do_not_leak(device: Device, bad: float) -> None:
+    shape = (1, 2, 70, 16)
+    arrays, problem, operands, dout = problem_of(shape, shape, shape, causal=True)
+    arrays["k"][:, :, 69], arrays["v"][:, :, 69] = bad, bad  # only the last row may see it
+    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, causal=True)
+    dout[:, :, 69] = 0
+    found = gradients(device, problem, operands, dout)
+    assert np.isfinite(found["dq"][:, :, :69]).all()
+
+
+def test_rows_without_keys_have_no_gradient(device: Device) -> None:
+    _, problem, operands, dout = problem_of((1, 2, 40, 16), (1, 2, 10, 16), (1, 2, 10, 16), causal=True)
+    found = gradients(device, problem, operands, dout)
+    assert (found["dq"][:, :, :30] == 0).all()
+    assert all(np.isfinite(found[name]).all() for name in found)
+
+
+def test_torch_autograd() -> None:
+    torch = pytest.importorskip("torch")
+    devices.need("cpu")
+    import aule
+
+    q = torch.randn(2, 4, 33, 16, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, 2, 50, 16, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, 2, 50, 8, dtype=torch.float64)  # needs none
+    assert torch.autograd.gradcheck(lambda q, k: aule.flash_attention(q, k, v, causal=True, backend="cpu"), (q, k))
+
+
+def test_torch_gradients_reach_transposed_and_3d_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    devices.need("cpu")
+    import aule
+
+    base = torch.randn(3, 40, 5, 32, requires_grad=True)  # [3, seq, heads, dim], as projections leave it
+    q, k, v = (x.transpose(0, 1) for x in base.unbind(0))
+    out, lse = aule.flash_attention(q, k, v, causal=True, backend="cpu", return_lse=True)
+    assert not lse.requires_grad
+    (found,) = torch.autograd.grad(out.square().sum(), base)
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    (wanted,) = torch.autograd.grad(want.square().sum(), base)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_refuses_what_has_no_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    devices.need("cpu")
+    import aule
+
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    bias = torch.zeros(1, 2, 8, 8, requires_grad=True)
+    with pytest.raises(aule.AuleError, match="bias"):
+        aule.flash_attention(q, q, q, bias=bias, backend="cpu")
+    with pytest.raises(aule.AuleError, match="out="):
+        aule.flash_attention(q, q, q, out=torch.empty(1, 2, 8, 16), backend="cpu")
+    with pytest.raises(aule.AuleError, match="CPU engine"):
+        aule.flash_attention(q, q, q, backend="numpy")
+    out = aule.flash_attention(q, q, q, backend="cpu")
+    with torch.no_grad():
+        q.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
