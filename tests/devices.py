@@ -7,10 +7,12 @@ import functools
 import pytest
 
 from aule.backends import registry
-from aule.errors import AuleError
+from aule.errors import AuleError, InvalidArgumentError
 from aule.runtime.base import Device
 
-BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "cpu", "msl-shim")
+BACKENDS = ("cuda", "vulkan", "opencl", "webgpu", "msl-shim", "cpu", "cpu-avx2", "cpu-baseline")
+CPUS = ("cpu", "cpu-avx2", "cpu-baseline")
+"""The processor, with all of its features and with fewer."""
 
 
 @functools.cache
@@ -20,10 +22,25 @@ def shim() -> Device:
     return ShimDevice()
 
 
+@functools.cache
+def lowered(level: str) -> Device:
+    """The processor as if it had fewer features."""
+    from aule.runtime import _cpu_llvm
+    from aule.runtime.cpu import CpuDevice
+
+    registry.devices("cpu")  # refuses with the remedy where there is no llvmlite
+    try:
+        return CpuDevice(_cpu_llvm.machine(level))
+    except InvalidArgumentError as error:  # this architecture has no such level
+        pytest.skip(error.message)
+
+
 def device(name: str) -> Device:
     """The first device of a backend; raises `AuleError` when there is none."""
     if name == "msl-shim":
         return shim()
+    if name in CPUS[1:]:
+        return lowered(name.removeprefix("cpu-"))
     found = registry.find(name)
     assert found is not None
     return found

@@ -19,7 +19,7 @@ from aule.runtime.base import Device
 CASES = grid.forward_grid("full")
 
 
-@pytest.fixture(params=["cpu"], scope="module")
+@pytest.fixture(params=devices.CPUS, scope="module")
 def device(request: pytest.FixtureRequest) -> Device:
     return devices.need(request.param)
 

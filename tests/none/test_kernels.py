@@ -80,7 +80,10 @@ def test_emits_for_a_given_target() -> None:
         AttentionKernel(512, 128).emit("fortran")
 
 
-@pytest.mark.parametrize("language", [None, *TARGETS])
+GPU_LANGUAGES = [language for language in TARGETS if language != "llvm"]
+
+
+@pytest.mark.parametrize("language", [None, *GPU_LANGUAGES])
 @pytest.mark.parametrize("tiles", [None, (16, 32), (32, 32)])
 def test_shared_memory_is_what_the_kernel_declares(language: str | None, tiles: tuple[int, int] | None) -> None:
     kernel = AttentionKernel(300, 72, tiles=tiles)
@@ -93,6 +96,16 @@ def test_shared_memory_is_what_the_kernel_declares(language: str | None, tiles: 
         assert kernel.shared_memory_bytes == need
     elif language != "spirv":
         assert kernel.artifact(language).shared_bytes == need
+
+
+def test_the_cpu_has_no_shared_memory_and_no_tiles() -> None:
+    kernel = AttentionKernel(300, 72)
+    assert kernel.build("llvm").shared_bytes == 0
+    assert kernel.plan("llvm").grid[0] > 0
+    with pytest.raises(InvalidArgumentError, match="expected a GPU"):
+        kernel.config("llvm")
+    with pytest.raises(InvalidArgumentError, match="expected no tiles"):
+        kernel.with_tiles(16, 32).build("llvm")
 
 
 @pytest.mark.parametrize("tiles", [(8, 8), (16, 24), (40, 8), (32, 64), (64, 32)])

@@ -93,7 +93,7 @@ def _prepare(plan: CpuPlan, problem: AttentionProblem, device: Any) -> _Ready:
 def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:
     loaded = program(device, step.config, lambda: step.build(step.config, device.target))
     scalars = [step.scalars[p.name] for p in loaded.artifact.scalars]
-    prepared = device.prepare(loaded, (step.tasks, 1, 1), scalars)
+    prepared = device.prepare(loaded, step.grid, scalars)
     return prepared, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
 
 

@@ -11,6 +11,8 @@ from aule.codegen import generate, target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles
+from aule.ops.attention.cpu import forward as cpu_forward
+from aule.ops.attention.cpu.plan import Step, plan_alone
 from aule.ops.attention.forward import KERNEL_NAME, build_forward
 from aule.ops.attention.plan import ForwardPlan, plan_forward
 from aule.ops.attention.problem import AttentionProblem
@@ -154,16 +156,26 @@ class AttentionKernel:
         return self.config().shared_memory_bytes
 
     def config(self, target: str | Target | None = None) -> TileConfig:
-        """The tiles on a target (default: as for `build`)."""
+        """The tiles on a GPU (default: as for `build`)."""
         resolved = self._target(target)
+        if resolved.backend == "cpu":
+            raise InvalidArgumentError(
+                "[AttentionKernel] expected a GPU, got the CPU, which has no tiles in shared memory; plan() says how "
+                "the kernel is cut up there"
+            )
         if self.tiles is None:
             return config_for(resolved, self.head_dim)
         shape = shape_for_tiles(resolved, *self.tiles, self.head_dim, self.head_dim)
         return TileConfig(resolved.name, resolved, self.head_dim, self.head_dim, shape, "chosen by hand")
 
-    def plan(self, target: str | Target | None = None) -> ForwardPlan:
+    def plan(self, target: str | Target | None = None) -> ForwardPlan | Step:
         """Configuration, grid and scalar arguments for contiguous arrays."""
         resolved = self._target(target)
+        if resolved.backend == "cpu" and self.tiles is not None:
+            raise InvalidArgumentError(
+                f"[AttentionKernel] expected no tiles for the CPU, got {self.tiles}; leave them out, its blocks follow "
+                "from its registers and caches"
+            )
         problem = AttentionProblem(
             self.batch_size,
             self.num_heads,
@@ -178,6 +190,8 @@ class AttentionKernel:
         )
         queries, keys = self._view(self.num_heads), self._view(self.num_kv_heads)
         views = {"q": queries, "k": keys, "v": keys, "o": queries}
+        if resolved.backend == "cpu":
+            return plan_alone(problem, views, resolved)
         return plan_forward(problem, views, resolved, shape=self.config(resolved).shape)
 
     def build(self, target: str | Target | None = None) -> KernelIR:
@@ -195,7 +209,10 @@ class AttentionKernel:
             The tiles do not fit the target.
         """
         resolved = self._target(target)
-        return build_forward(self.plan(resolved).config, resolved, self.name)
+        plan = self.plan(resolved)
+        if isinstance(plan, Step):
+            return cpu_forward.build_forward(plan.config, resolved, self.name)
+        return build_forward(plan.config, resolved, self.name)
 
     # -- code ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +232,7 @@ class AttentionKernel:
 
         Parameters
         ----------
-        language : {"ptx", "spirv", "opencl", "wgsl", "msl"}
+        language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
         target : Target, optional
             A particular device; default: what nearly every device of the kind can do.
         """
@@ -241,6 +258,10 @@ class AttentionKernel:
     def emit_msl(self, target: Target | None = None) -> str:
         """The Metal Shading Language."""
         return self.artifact("msl", target).text
+
+    def emit_llvm(self, target: Target | None = None) -> str:
+        """LLVM IR for a CPU."""
+        return self.artifact("llvm", target).text
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

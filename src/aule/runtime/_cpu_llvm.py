@@ -7,12 +7,14 @@ find, hence an object's symbols are looked up before it sees them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
 import platform
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -106,6 +108,10 @@ def _llvm() -> Any:
             f"[cpu] expected to be allowed to run generated code, got {error}; allow it for this process (SELinux: "
             "execmem) or use backend='numpy'",
         ) from error
+    if sys.platform.startswith("linux"):
+        # sin, cos and log2 are calls into it. Python need not have loaded it for all to see.
+        with contextlib.suppress(RuntimeError):
+            llvm.load_library_permanently("libm.so.6")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm

@@ -203,6 +203,64 @@ class Vectors:
         for i, column in enumerate(self.transpose(rows)[:count]):
             self.b.store(target, base + (col + i) * panel, column, align=1)
 
+    def dots(self, left: Operand, rows: int, source: Matrix, first: Value) -> list[Value]:
+        """Dot products of ``rows`` rows of A with as many rows of a matrix as there are lanes, from row ``first`` on:
+        one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors.
+
+        For few rows this is cheaper than packing: the vectors of partial sums are added up together, as many at a time
+        as there are lanes.
+        """
+        b, lanes = self.b, self.lanes
+        span = lanes // rows
+        parts = []
+        for group in range(rows):
+            starts = [source.row_start(b, first + (group * span + i)) for i in range(span)]
+            c = self.accumulators(rows, span)
+
+            def step(col: Value, count: int, c: list[list[Var]] = c, starts: list[Value] = starts) -> None:
+                theirs = [self.read(source, start, col, count) for start in starts]
+                for i, row in enumerate(c):
+                    mine = self.load(left.pointer, left.base + left.row * i + col)
+                    for variable, x in zip(row, theirs, strict=True):
+                        variable.value = b.fma(mine, x, variable.value)
+
+            whole = source.cols // lanes * lanes
+            if whole:
+                with b.loop(b.const(0, i64), whole, lanes, unroll=2, name="col") as col:
+                    step(col, lanes)
+            if source.cols > whole:
+                step(b.const(whole, i64), source.cols - whole)
+            parts.append(self._sums([variable.value for row in c for variable in row]))
+        return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
+
+    def _sums(self, vectors: list[Value]) -> Value:
+        """The sum over the lanes of each of as many vectors as there are lanes, as one vector."""
+        b, lanes = self.b, self.lanes
+        size = lanes // 2
+        while len(vectors) > 1:
+            # In runs of 2 * size lanes that belong to one sum, the halves are added; the runs of two vectors alternate.
+            runs = range(0, lanes, 2 * size)
+            low = tuple(of + at + i for at in runs for of in (0, lanes) for i in range(size))
+            high = tuple(i + size for i in low)
+            half = len(vectors) // 2
+            pairs = zip(vectors[:half], vectors[half:], strict=True)
+            vectors = [b.permute(x, y, low) + b.permute(x, y, high) for x, y in pairs]
+            size //= 2
+        return vectors[0]
+
+    def _gather(self, pieces: list[tuple[Value, int]], width: int) -> Value:
+        """A vector put together from ``width`` lanes of each of some vectors, from a lane on."""
+        b = self.b
+        if len(pieces) == 1:
+            return pieces[0][0]
+        parts = [b.permute(x, None, tuple(range(at, at + width))) for x, at in pieces]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            whole = tuple(range(2 * width))
+            parts = [b.vector([x, y]) if width == 1 else b.permute(x, y, whole) for x, y in pairs]
+            width *= 2
+        return parts[0]
+
     # -- products ------------------------------------------------------------------------------------------------------
 
     def accumulators(self, rows: int, vectors: int) -> list[list[Var]]:

@@ -94,7 +94,9 @@ def _gradients(
             weights = rounded(np.divide(weights, total, out=np.zeros_like(weights), where=total != 0))
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
             dp = rounded(do @ v_kept.T)
-            delta = (weights * dp).sum(axis=1, keepdims=True)
+            # As in every flash attention, delta comes from the output, which is there in the problem's precision only.
+            # In fp64 that is the same as the sum over weights * dp.
+            delta = (do * rounded(weights @ v_kept)).sum(axis=1, keepdims=True)
             ds = rounded(weights * (dp - delta) * (1 - bend * bend))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
             result["dq"][b, h, rows] = rounded(rounded(ds @ k_kept) * work(p.scale))

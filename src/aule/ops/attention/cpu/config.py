@@ -66,8 +66,9 @@ class CpuConfig(ScoreConfig):
         block of rows of one query head, and all keys.
     split : bool
         The keys of a head are shared by several tasks: they leave partial results for `build_combine`.
-    panels : {"workspace", "scratch"}
-        Where K is packed: before, once for all (`build_pack`), or by each task for itself.
+    panels : {"workspace", "scratch", "none"}
+        Where K is packed: before, once for all (`build_pack`), or by each task for itself, or not at all: a few rows
+        are multiplied with K as it is.
     values : {"direct", "workspace", "scratch"}
         Where V is read: in place, or converted and padded beforehand, or by each task for itself.
     mask_columns, bias_columns : {"unit", "same", "any"}
@@ -76,7 +77,7 @@ class CpuConfig(ScoreConfig):
     shape: CpuShape
     grouped: bool = False
     split: bool = False
-    panels: Literal["workspace", "scratch"] = "workspace"
+    panels: Literal["workspace", "scratch", "none"] = "workspace"
     values: Literal["direct", "workspace", "scratch"] = "direct"
     mask_columns: Columns = "any"
     bias_columns: Columns = "any"

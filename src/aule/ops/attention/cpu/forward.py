@@ -36,7 +36,8 @@ class _Forward:
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
         self.groups = (self.count + (shape.rows - 1)) // shape.rows
-        self.q = b.private("q", work, shape.block_q * config.head_dim)
+        self.head_cols = shape.padded(config.head_dim)
+        self.q = b.private("q", work, shape.block_q * self.head_cols)
         self.s = b.private("s", work, shape.rows * shape.block_kv)
         self.o = b.private("o", work, shape.block_q * self.padded)
         self.m = b.private("m", work, shape.block_q)
@@ -73,7 +74,7 @@ class _Forward:
         self.scores = Scores(self.p, self.batch)
         self.k: Matrix | None = None
         self.v: Matrix | None = None
-        if config.panels == "scratch":
+        if config.panels != "workspace":
             self.k = self.p.matrix("k", self.batch, kv_head, seq_kv, config.head_dim, config.unit[1])
         if config.values != "workspace":
             self.v = self.p.matrix("v", self.batch, kv_head, seq_kv, config.value_dim, config.unit[2])
@@ -128,12 +129,7 @@ class _Forward:
             start = q.row_start(b, at)
             for col, width in engine.columns(config.head_dim):
                 x = engine.read(q, start, col, width) * scale
-                to = engine.index(row) * config.head_dim + col
-                if width == engine.lanes:
-                    b.store(self.q, to, x, align=1)
-                else:
-                    for i, lane in enumerate(b.unpack(x)[:width]):
-                        b.store(self.q, to + i, lane)
+                b.store(self.q, engine.index(row) * self.head_cols + col, x)
             for col, _ in engine.columns(config.value_dim):
                 b.store(self.o, engine.index(row) * self.padded + col, engine.const(0.0), align=1)
             m, l = b.const(lowest(config.work), config.work), b.const(0.0, config.work)
@@ -147,16 +143,17 @@ class _Forward:
             b.store(self.m, row, m)
             b.store(self.l, row, l)
 
-    def _bring(self, key0: Value) -> tuple[Operand, Operand]:
-        """The block's panels of K, and its rows of V."""
+    def _bring(self, key0: Value) -> tuple[Operand | None, Operand]:
+        """The block's panels of K, where it has any, and its rows of V."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
         zero = b.const(0, i64)
         at = engine.index(key0)
         padded_keys = engine.index((self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv * shape.block_kv)
+        panels: Operand | None = None
         if self.k is None:
             base = (engine.index(self.kv_number) * padded_keys + at) * config.head_dim
             panels = Operand(self.p.buffer("panels", config.work), base, 0, shape.panel)
-        else:
+        elif config.panels == "scratch":
             scratch = b.private("panels", config.work, shape.block_kv * config.head_dim)
             with b.loop(
                 b.const(0, i32), b.min(shape.block_kv, self.scores.seq_kv - key0), shape.panel, name="panel"
@@ -190,17 +187,23 @@ class _Forward:
         return b.ne(flag.value, 0)
 
     def _multiply_scores(
-        self, row: Value, key0: Value, panels: Operand, first: Value, last: Value, reach: Reach
+        self, row: Value, key0: Value, panels: Operand | None, first: Value, last: Value, reach: Reach
     ) -> None:
         """``S = Q K^T`` of a few rows, panel by panel, and what the modifiers make of it."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
-        dim = config.head_dim
-        q = Operand(self.q, engine.index(row) * dim, dim, 1)
+        q = Operand(self.q, engine.index(row) * self.head_cols, self.head_cols, 1)
         with b.loop(first, last, shape.panel, name="panel") as panel:
-            c = engine.accumulators(shape.rows, shape.panel_vectors)
-            at = Operand(panels.pointer, panels.base + engine.index(panel) * dim, 0, shape.panel)
-            engine.multiply(c, q, at, 0, dim, unroll=4)
             key = key0 + panel
+            c = engine.accumulators(shape.rows, shape.panel_vectors)
+            if panels is None:
+                assert self.k is not None
+                for j in range(shape.panel_vectors):
+                    for variables, x in zip(c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes), strict=True):
+                        variables[j].value = x
+            else:
+                dim = config.head_dim
+                at = Operand(panels.pointer, panels.base + engine.index(panel) * dim, 0, shape.panel)
+                engine.multiply(c, q, at, 0, dim, unroll=4)
             partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
             places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
             kinds = {"mask": config.mask_columns, "bias": config.bias_columns}

@@ -44,6 +44,11 @@ class Step:
     tasks: int
     scalars: Mapping[str, int | float]
 
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Workgroups: one for each task."""
+        return (self.tasks, 1, 1)
+
 
 @dataclass(frozen=True)
 class CpuPlan:
@@ -70,7 +75,10 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     in_place = problem.dtype == work.name and unit_strides[2] and problem.value_dim % unit.lanes == 0
     threads = max(target.compute_units, 1)
     scalars = problem_scalars(problem) | view_scalars(views)
+    values: Any = "direct" if in_place else "workspace"
     if grouped:
+        # Read once or a few times, V is converted as it is read.
+        values = "direct" if unit_strides[2] and problem.value_dim % unit.lanes == 0 else "scratch"
         shape = _grouped_shape(problem, unit)
         splits, split_keys = _splits(problem, shape, threads)
     else:
@@ -82,8 +90,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         shape=shape,
         grouped=grouped,
         split=splits > 1,
-        panels="scratch" if grouped else "workspace",
-        values="direct" if in_place else "scratch" if grouped else "workspace",
+        panels=("none" if _dotted(shape, unit_strides) else "scratch") if grouped else "workspace",
+        values=values,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
@@ -208,11 +216,19 @@ def _grouped_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
     """Few rows: as many vectors of keys at a time as registers allow."""
     count = problem.group * problem.seq_q
     most = 12 if unit.registers >= 32 else 6
+    if count <= min(8, unit.lanes // 2):
+        rows = 1 << (count - 1).bit_length()
+        return CpuShape(unit, rows, unit.lanes, rows, 256)
     groups = -(-count // most)
     rows = -(-count // groups)
     vectors = max(n for n in (1, 2, 4) if n == 1 or n * (rows + 1) + 1 <= unit.registers)
     panel = vectors * unit.lanes
     return CpuShape(unit, rows, panel, groups * rows, max(panel, 64))
+
+
+def _dotted(shape: CpuShape, unit_strides: tuple[bool, ...]) -> bool:
+    """So few rows that K is better not packed."""
+    return shape.panel == shape.lanes and unit_strides[1]
 
 
 def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[int, int]:
