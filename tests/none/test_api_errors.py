@@ -235,11 +235,11 @@ def test_mixed_kinds(position: str) -> None:
 
 @pytest.mark.skipif(torch is None, reason="no torch here")
 @pytest.mark.parametrize("position", ["q", "k", "v", "bias", "out"])
-def test_tensors_that_need_a_gradient(position: str) -> None:
+def test_tensors_that_need_a_gradient_that_is_not_there(position: str) -> None:
     given = {name: torch.from_numpy(x) for name, x in arrays().items()}
     given |= {"bias": torch.zeros(9, 9), "out": torch.empty(2, 4, 9, 16)}
     given[position].requires_grad_()
-    with pytest.raises(AuleError, match=r"torch.no_grad\(\) or with .detach\(\)") as caught:
+    with pytest.raises(AuleError, match=r"detach bias|leave out= away|detach out") as caught:
         aule.flash_attention(**given)
     assert caught.value.code == "AULE_ERROR_NO_GRADIENT"
     with torch.no_grad():
@@ -307,8 +307,10 @@ def good_gpu_call(gpu: aule.Aule) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float64_on_a_device(spec: str, kind: str) -> None:
+    if spec.startswith("cpu"):
+        pytest.skip("the CPU computes in float64")
     given = {name: KINDS[kind](x) for name, x in arrays(dtype=np.float64).items()}
-    with pytest.raises(InvalidDtypeError, match=r"got float64; use backend='numpy'"):
+    with pytest.raises(InvalidDtypeError, match=r"got float64; use backend='cpu' or 'numpy'"):
         aule.flash_attention(**given, backend=spec)
     good_call(KINDS[kind], spec)
 
@@ -391,6 +393,8 @@ def test_dropped_tensors_give_their_memory_back(gpu: aule.Aule) -> None:
 
 
 def test_an_array_larger_than_a_device_takes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if spec.startswith("cpu"):
+        pytest.skip("an array that is in memory is not too large for the CPU")
     device: Any = registry.find(spec)
     monkeypatch.setattr(device, "target", replace(device.target, max_buffer_bytes=64))
     given = arrays()
@@ -409,6 +413,7 @@ GARBAGE = {
     "opencl": b"__kernel void broken(__global float *out) { this is no C; }",
     "wgsl": b"@compute @workgroup_size(32) fn broken( { this is no WGSL }",
     "msl": b"kernel void broken( { this is no MSL }",
+    "llvm": b"define void @broken( { this is no LLVM IR }",
 }
 
 

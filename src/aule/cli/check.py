@@ -121,7 +121,7 @@ def _best(spec: str | None) -> str:
 
 
 def _applies(device: str, case: Case) -> bool:
-    return case.dtype != "f64" or device == registry.NUMPY
+    return case.dtype != "f64" or device.partition(":")[0] in (registry.NUMPY, "cpu")
 
 
 def _check(device: str, case: Case) -> Result:

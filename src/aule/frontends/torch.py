@@ -108,12 +108,11 @@ class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         problem, operands = _host_problem(q, k, v, options._replace(return_lse=True))
-        device = host_device(problem, options.backend)
-        if device is None or device.target.backend != "cpu":
-            where = "NumPy" if device is None else device.target.backend
-            raise _no_gradient(
-                f"backend {where}", 'gradients need the CPU engine: pip install "aule-attention[cpu]", or backend="cpu"'
-            )
+        spec = options.backend or settings.backend() or "cpu"
+        if spec.partition(":")[0] != "cpu":
+            raise _no_gradient(f"backend {spec}", 'gradients need the CPU engine: backend="cpu"')
+        device = registry.find(spec)
+        assert device is not None
         out = torch.empty(operands.out_shape, dtype=q.dtype)
         target = _host_view(out, "out").storage
         _, lse = forward_on_host(problem, operands, device, target[(None,) * (4 - target.ndim)], exact_lse=True)

@@ -196,7 +196,7 @@ def _shape(problem: AttentionProblem, unit: VectorUnit, threads: int) -> CpuShap
     """Many rows. Twelve rows by two vectors fill 27 of 32 registers, six by two 15 of 16."""
     rows = 12 if unit.registers >= 32 else 6
     panel = 2 * unit.lanes
-    block_kv = panel * max(1, (256 if problem.head_dim <= 64 else 128) // panel)
+    block_kv = panel * max(1, (256 if problem.head_dim <= 128 else 128) // panel)
     # Few tasks: smaller blocks, so that no thread waits long for the last.
     heads = problem.batch * problem.heads_q
     block_q = next((n for n in (96, 48, 24) if heads * -(-problem.seq_q // n) >= 8 * threads), 24)
