@@ -6,8 +6,12 @@ What is not here (lengths, strides, scale, window sizes) is a parameter of the k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from aule.tile.simt import SimtShape
+
+Columns = Literal["unit", "same", "any"]
+"""How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,16 +16,17 @@ from __future__ import annotations
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, i32, i64
 from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.cpu.config import BackwardConfig, DeltaConfig, GatherConfig
-from aule.ops.attention.cpu.parameters import Parameters
-from aule.ops.attention.cpu.scores import Reach, Scores, modify
+from aule.ops.attention.cpu.config import CpuBackwardConfig, DeltaConfig, GatherConfig
+from aule.ops.attention.cpu.modify import modify
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Reach, Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
 from aule.tile.matrix import Matrix
 from aule.tile.vector import Operand, Vectors, work_type
 
 
-def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
+def build_backward(config: CpuBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel of the gradients."""
     b = Builder("flash_attention_backward_cpu", workgroup=1)
     _Backward(b, config).run()
@@ -33,7 +34,7 @@ def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
 
 
 class _Backward:
-    def __init__(self, b: Builder, config: BackwardConfig) -> None:
+    def __init__(self, b: Builder, config: CpuBackwardConfig) -> None:
         self.b, self.config, self.shape = b, config, config.shape
         shape, work = config.shape, config.work
         self.engine = engine = Vectors(b, work, shape.lanes)

@@ -7,7 +7,7 @@ from aule.ir.types import SCALARS, i32
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import CombineConfig
 from aule.ops.attention.cpu.forward import store_row
-from aule.ops.attention.cpu.parameters import Parameters
+from aule.ops.attention.parameters import Parameters
 from aule.target import Target
 from aule.tile.math import lowest
 from aule.tile.vector import Vectors, work_type

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ir.types import SCALARS, Scalar
-from aule.ops.attention.config import ScoreConfig
+from aule.ops.attention.config import Columns, ScoreConfig
 from aule.tile.vector import VectorUnit, work_type
-
-Columns = Literal["unit", "same", "any"]
-"""How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class CombineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardConfig(ScoreConfig):
+class CpuBackwardConfig(ScoreConfig):
     """The kernel of the gradients of q, k and v.
 
     Attributes

@@ -10,8 +10,9 @@ from __future__ import annotations
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64
 from aule.ops.attention.cpu.config import CpuConfig
-from aule.ops.attention.cpu.parameters import Parameters
-from aule.ops.attention.cpu.scores import Reach, Scores, modify
+from aule.ops.attention.cpu.modify import modify
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Reach, Scores
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, NEG_INF, lowest
 from aule.tile.matrix import Matrix

@@ -6,7 +6,7 @@ from aule.ir import Builder, KernelIR
 from aule.ir.types import SCALARS, i32
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import PackConfig
-from aule.ops.attention.cpu.parameters import Parameters
+from aule.ops.attention.parameters import Parameters
 from aule.target import Target
 from aule.tile.vector import Vectors, work_type
 

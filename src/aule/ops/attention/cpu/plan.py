@@ -10,12 +10,12 @@ from typing import Any
 from aule.errors import KernelError
 from aule.ir import KernelIR
 from aule.ir.types import SCALARS
+from aule.ops.attention.config import Columns
 from aule.ops.attention.cpu.backward import build_backward, build_delta, build_gather
 from aule.ops.attention.cpu.combine import build_combine
 from aule.ops.attention.cpu.config import (
-    BackwardConfig,
-    Columns,
     CombineConfig,
+    CpuBackwardConfig,
     CpuConfig,
     CpuShape,
     DeltaConfig,
@@ -168,7 +168,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
             "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
         }
     )
-    config = BackwardConfig(
+    config = CpuBackwardConfig(
         **(score_options(problem) | {"lse": False}),
         unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
         shape=shape,

@@ -1,17 +1,16 @@
-"""What happens to scores between the product and softmax: which keys a row keeps, and the modifiers, on vectors."""
+"""What happens to scores between the product and softmax: which keys a row keeps, and the modifiers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from aule.ir import Value, Var
-from aule.ir.types import SCALARS, Vector, f32, i32, i64, u8
+from aule.ir import Value
+from aule.ir.types import SCALARS, Vector, f32, i32, u8
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.cpu.config import Columns
-from aule.ops.attention.cpu.parameters import Parameters
+from aule.ops.attention.config import Columns
+from aule.ops.attention.parameters import Parameters
 from aule.tile.math import LOG2E
-from aule.tile.vector import Vectors
 
 
 @dataclass(frozen=True)
@@ -77,79 +76,33 @@ class Scores:
         return result
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
-        """Reads a vector of elements of a mask or bias; rows and columns past the end read the last."""
-        b = self.b
+        """Reads an element of a mask or bias, or a vector of them; rows and columns past the end read the last."""
+        b, index = self.b, self.p.index
         elem = u8 if dtype == "bool" else SCALARS[dtype]
         buffer = self.p.buffer(name, elem)
         base = self.p.strided(name, self.batch, head)
-        row_stride = self.p.number(f"{name}_row_stride", i64)
+        row_stride = self.p.number(f"{name}_row_stride", index)
 
         def read(site: mod.Site) -> Value:
-            assert isinstance(site.column.type, Vector)
-            lanes = site.column.type.lanes
-            start = base + b.cast(b.min(site.row, self.seq_q - 1), i64) * row_stride
+            lanes = site.column.type.lanes if isinstance(site.column.type, Vector) else 1
+            start = base + b.cast(b.min(site.row, self.seq_q - 1), index) * row_stride
             if columns == "same":
                 return b.splat(b.load(buffer, start), lanes)
-            step = b.const(1, i64) if columns == "unit" else self.p.number(f"{name}_col_stride", i64)
+            step = b.const(1, index) if columns == "unit" else self.p.number(f"{name}_col_stride", index)
             first = b.extract(site.column, 0)
 
             def gathered() -> Value:
-                inside = [b.cast(b.min(first + i, self.seq_kv - 1), i64) for i in range(lanes)]
+                inside = [b.cast(b.min(first + i, self.seq_kv - 1), index) for i in range(lanes)]
                 return b.vector([b.load(buffer, start + i * step) for i in inside])
 
-            if columns == "any":
+            if columns == "any" or lanes == 1:
                 return gathered()
             found = b.var(b.splat(b.const(0, elem), lanes), name)
             with b.if_(first + lanes <= self.seq_kv):
-                found.value = b.load(buffer, start + b.cast(first, i64), lanes, align=1)
+                found.value = b.load(buffer, start + b.cast(first, index), lanes, align=1)
             with b.else_():
                 found.value = gathered()
             result: Value = found.value
             return result
 
         return read
-
-
-def modify(
-    scores: Scores,
-    engine: Vectors,
-    c: list[list[Var]],
-    places: Sequence[tuple[Value, Value]],
-    key: Value,
-    partial: Value,
-    kinds: dict[str, Columns],
-    after_softcap: Callable[[list[list[Var]]], None] | None = None,
-) -> None:
-    """Run the modifiers over the scores of some rows with the keys from ``key`` on.
-
-    Parameters
-    ----------
-    c : list of list of Var
-        Vectors of scores, row by row; changed in place.
-    places : sequence
-        Query head and query row of each row.
-    partial : Value
-        Whether some of the keys are out of the band for some row.
-    kinds : dict
-        How mask and bias run along a row.
-    after_softcap : callable, optional
-        Sees the scores as the softcap leaves them.
-    """
-    b = scores.b
-    columns = [engine.count(key + j * engine.lanes) for j in range(len(c[0]))]
-    chains = [scores.modifiers(head, kinds) for head, _ in places]
-
-    def apply(number: int) -> None:
-        for (head, row), chain, variables in zip(places, chains, c, strict=True):
-            for variable, column in zip(variables, columns, strict=True):
-                site = mod.Site(scores.batch, head, row, column, row + scores.shift)
-                variable.value = chain[number].apply(b, variable.value, site)
-
-    for number, modifier in enumerate(chains[0]):
-        if modifier.everywhere:
-            apply(number)
-        else:
-            with b.if_(partial):
-                apply(number)
-        if number == 0 and scores.config.softcap and after_softcap is not None:
-            after_softcap(c)

@@ -1,4 +1,4 @@
-"""Parameters of the CPU kernels, declared as they are asked for; `plan.py` fills them in by name."""
+"""Parameters of a kernel, declared as they are asked for; plans fill them in by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Access = Literal["read", "write", "readwrite"]
 
 
 class Parameters:
-    """Parameters that all CPU kernels share, declared as they are asked for; `plan.py` fills them in by name."""
+    """The parameters of one kernel. ``index`` is the type of indices into memory."""
 
-    def __init__(self, b: Builder, config: ScoreConfig) -> None:
-        self.b, self.config = b, config
+    def __init__(self, b: Builder, config: ScoreConfig, index: Scalar = i64) -> None:
+        self.b, self.config, self.index = b, config, index
         self._known: dict[str, Value] = {}
 
     def number(self, name: str, type_: Scalar = i32) -> Value:
@@ -33,17 +33,25 @@ class Parameters:
         return self._known[key]
 
     def matrix(
-        self, name: str, batch: Value, head: Value, rows: Value, cols: int, unit: bool, access: Access = "read"
+        self,
+        name: str,
+        batch: Value,
+        head: Value,
+        rows: Value,
+        cols: int,
+        unit: bool,
+        access: Access = "read",
+        aligned: bool = False,
     ) -> Matrix:
         """One head of an operand of four axes."""
         buffer = self.buffer(name, SCALARS[self.config.dtype], access)
         base = self.strided(name, batch, head)
-        col_stride = None if unit else self.number(f"{name}_col_stride", i64)
-        return Matrix(buffer, base, rows, cols, self.number(f"{name}_row_stride", i64), col_stride, False)
+        col_stride = None if unit else self.number(f"{name}_col_stride", self.index)
+        return Matrix(buffer, base, rows, cols, self.number(f"{name}_row_stride", self.index), col_stride, aligned)
 
     def strided(self, name: str, *indices: Value) -> Value:
         """The offset of an operand, and indices times the strides of its leading axes."""
-        total = self.number(f"{name}_offset", i64)
+        total = self.number(f"{name}_offset", self.index)
         for axis, index in enumerate(indices):
-            total = total + self.b.cast(index, i64) * self.number(f"{name}_stride{axis}", i64)
+            total = total + self.b.cast(index, self.index) * self.number(f"{name}_stride{axis}", self.index)
         return total
