@@ -55,9 +55,11 @@ def need(name: str) -> Device:
         pytest.skip(f"{name}: {error.message}")
 
 
-def spare(device: Device, number: int) -> None:
-    """Skip two of three cases on a processor of fewer features, to spare time: compiling is most of it. All of them run
-    with ``AULE_FULL_GRID=1``, and did when this was written."""
+def spare(device: Device, number: int, software: bool = False) -> None:
+    """Skip two of three cases on a processor of fewer features, and on a software device where that is wanted, to spare
+    time: compiling is most of it. All of them run with ``AULE_FULL_GRID=1``."""
     lowered_cpu = device.target.backend == "cpu" and device is not registry.find("cpu")
-    if lowered_cpu and number % 3 and os.environ.get("AULE_FULL_GRID") != "1":
-        pytest.skip("one case in three is run with fewer features; AULE_FULL_GRID=1 runs all")
+    shimmed = device.target.backend == "metal" and device is shim() if software else False
+    slow = lowered_cpu or (software and (device.target.software or shimmed))
+    if slow and number % 3 and os.environ.get("AULE_FULL_GRID") != "1":
+        pytest.skip("one case in three is run here; AULE_FULL_GRID=1 runs all")

@@ -28,6 +28,14 @@ from aule.errors import (
     ShaderCompileError,
 )
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
+from aule.install import (
+    dispatch_stats,
+    install,
+    installed,
+    reset_dispatch_stats,
+    scaled_dot_product_attention,
+    uninstall,
+)
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
@@ -53,12 +61,18 @@ __all__ = [
     "__version__",
     "attention",
     "codegen",
+    "dispatch_stats",
     "flash_attention",
     "get_available_backends",
     "get_backend_errors",
     "get_backend_info",
+    "install",
+    "installed",
     "kernels",
     "print_backend_info",
+    "reset_dispatch_stats",
+    "scaled_dot_product_attention",
+    "uninstall",
 ]
 
 

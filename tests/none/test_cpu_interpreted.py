@@ -55,7 +55,7 @@ def run_plan(plan: CpuPlan, problem: AttentionProblem, memory: dict[str, Any], t
         kernel = step.build(step.config, target)
         verify(kernel)
         values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
-        interpret(kernel, (step.tasks, 1, 1), [values[p.name] for p in kernel.params])
+        interpret(kernel, step.grid, [values[p.name] for p in kernel.params])
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

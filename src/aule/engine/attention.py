@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from aule.engine.programs import program
 from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import ForwardPlan, plan_forward
+from aule.ops.attention.plan import ForwardPlan, Step, plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.runtime.base import Allocation, Device, Program
@@ -174,6 +175,39 @@ def _forward_on_cpu(
         lse[...] = kept
 
 
+@dataclass(frozen=True, eq=False)
+class BackwardLaunch:
+    """The gradients of q, k and v, ready to go: programs with their grids and scalars, and what they share."""
+
+    steps: tuple[tuple[Step, Program], ...]
+    workspace: Mapping[str, int]
+    """fp32 elements of each further buffer, by name."""
+
+
+def prepare_backward(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    device: Device,
+    aligned_base: dict[str, bool] | None = None,
+) -> BackwardLaunch:
+    """Plan the gradients on a GPU and build their kernels, or find both in memory. ``views`` as for `plan_backward`."""
+    check_device(problem, device, views)
+    plan = plan_backward(problem, views, device.target, aligned_base)
+    steps = []
+    for step in plan.steps:
+        loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
+        steps.append((step, loaded))
+    return BackwardLaunch(tuple(steps), plan.workspace)
+
+
+def backward_on_device(ready: BackwardLaunch, device: Device, memory: dict[str, Any]) -> None:
+    """Compute gradients in memory of the device, by buffer name; asynchronous."""
+    values = {f"{name}_ptr": buffer for name, buffer in memory.items()}
+    for step, loaded in ready.steps:
+        arguments = values | dict(step.scalars)
+        device.launch(loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params])
+
+
 def backward_on_host(
     problem: AttentionProblem, operands: Operands, device: Device, out: Array, lse: Array, dout: TensorView
 ) -> tuple[Array, Array, Array]:
@@ -181,8 +215,6 @@ def backward_on_host(
 
     Parameters
     ----------
-    device : Device
-        The CPU engine's.
     out, lse : ndarray
         Results of the forward pass, four and three axes; ``lse`` in the type that is computed in (`cpu.work_dtype`).
     dout : TensorView
@@ -193,14 +225,36 @@ def backward_on_host(
         name: np.empty(view.shape, STORED[dtype])
         for name, view in zip("qkv", (operands.q, operands.k, operands.v), strict=True)
     }
-    views = named(operands, host_view(dtype, out)) | {"do": dout}
-    views |= {f"d{name}": host_view(dtype, array) for name, array in grads.items()}
-    if problem.seq_kv == 0 or problem.seq_q == 0:
+    if out.size == 0 or operands.k.shape[2] == 0:
         for array in grads.values():
             array.fill(0)
-    else:
+    elif device.target.backend == "cpu":
+        views = named(operands, host_view(dtype, out)) | {"do": dout}
+        views |= {f"d{name}": host_view(dtype, array) for name, array in grads.items()}
         cpu.backward(problem, views, device, lse)
+    else:
+        _backward_through_device(problem, named(operands, host_view(dtype, out)) | {"do": dout}, device, lse, grads)
     return grads["q"], grads["k"], grads["v"]
+
+
+def _backward_through_device(
+    problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Array, grads: dict[str, Array]
+) -> None:
+    check_device(problem, device, views)
+    with _Arena(device) as arena:
+        views = {name: arena.bring(view) for name, view in views.items()}
+        for name, array in grads.items():
+            memory = arena.alloc(array.nbytes)
+            views[f"d{name}"] = TensorView(
+                problem.dtype, array.shape, contiguous_strides(array.shape), "device", memory
+            )
+        ready = prepare_backward(problem, views, device)
+        buffers = {name: view.storage for name, view in views.items()}
+        buffers["lse"] = arena.bring(host_view("f32", lse[None])).storage
+        buffers |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
+        backward_on_device(ready, device, buffers)
+        for name, array in grads.items():
+            device.download(buffers[f"d{name}"], array)
 
 
 def host_view(dtype: str, array: Array) -> TensorView:

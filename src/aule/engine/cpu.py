@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine.programs import program
-from aule.ops.attention.cpu.plan import CpuPlan, Step, plan_backward, plan_forward
+from aule.ops.attention.cpu.plan import CpuPlan, plan_backward, plan_forward
+from aule.ops.attention.plan import Step
 from aule.ops.attention.problem import AttentionProblem
 from aule.runtime.base import Allocation, Device
 from aule.view import TensorView

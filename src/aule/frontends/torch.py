@@ -15,10 +15,12 @@ from aule import settings
 from aule.backends import registry
 from aule.engine.attention import (
     backward_on_host,
+    contiguous_strides,
     forward_on_host,
     host_device,
     host_view,
     named,
+    prepare_backward,
     prepare_forward,
 )
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
@@ -79,7 +81,7 @@ def _needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
 
 
 def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """Attention whose result can be differentiated: on CPU tensors, with respect to q, k and v."""
+    """Attention whose result can be differentiated with respect to q, k and v: on CUDA and CPU tensors."""
     for name, tensor in {**options.arrays(), "out": options.out}.items():
         if getattr(tensor, "requires_grad", False):
             raise _no_gradient(f"one of {name}", f"gradients are those of q, k and v: detach {name}")
@@ -87,11 +89,12 @@ def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         _require_tensor(tensor, name)
     if options.out is not None:
         raise _no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
-    if q.device.type != "cpu":
-        raise _no_gradient(
-            f"tensors on {q.device}", "gradients are there on the CPU alone: call it under torch.no_grad() or move them"
-        )
-    out, lse = _HostAttention.apply(q, k, v, options)
+    if q.is_cuda and _CUDA_BUILD:
+        out, lse = _CudaAttention.apply(q, k, v, options)
+    elif q.device.type == "cpu":
+        out, lse = _HostAttention.apply(q, k, v, options)
+    else:
+        raise _no_gradient(f"tensors on {q.device}", "gradients are there for CUDA and CPU tensors: move them")
     return (out, lse) if options.return_lse else out
 
 
@@ -108,11 +111,7 @@ class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         problem, operands = _host_problem(q, k, v, options._replace(return_lse=True))
-        spec = options.backend or settings.backend() or "cpu"
-        if spec.partition(":")[0] != "cpu":
-            raise _no_gradient(f"backend {spec}", 'gradients need the CPU engine: backend="cpu"')
-        device = registry.find(spec)
-        assert device is not None
+        device = _gradient_device(options.backend or settings.backend())
         out = torch.empty(operands.out_shape, dtype=q.dtype)
         target = _host_view(out, "out").storage
         _, lse = forward_on_host(problem, operands, device, target[(None,) * (4 - target.ndim)], exact_lse=True)
@@ -135,6 +134,39 @@ class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
             results.append(host_view(problem.dtype, array[(None,) * (4 - array.ndim)]))
         grads = backward_on_host(problem, operands, device, results[0].storage, lse, results[1])
         return (*(_tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)), None)
+
+
+def _gradient_device(spec: str | None) -> Any:
+    """The device for CPU tensors that need a gradient: the CPU, unless there is only another or one is forced."""
+    try:
+        device = registry.find(spec or "cpu")
+    except AuleError:
+        if spec is not None:
+            raise
+        device = registry.choose(None)
+    if device is None:
+        raise _no_gradient(
+            "NumPy", 'NumPy alone computes none: pip install "aule-attention[cpu]", or choose a device with backend='
+        )
+    return device
+
+
+class _CudaAttention(torch.autograd.Function):  # type: ignore[misc]
+    """Attention on CUDA tensors, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+        out, lse = _on_cuda(q, k, v, options._replace(return_lse=True))
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse, *options.arrays().values())
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Any, _: Any) -> Any:
+        q, k, v, out, lse, *_ = ctx.saved_tensors
+        return (*_cuda_gradients(q, k, v, out, lse, dout, ctx.options), None)
 
 
 def _tensor_like(array: Any, like: Any) -> Any:
@@ -228,9 +260,7 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
         out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
     else:
         out = _device_view(_checked_out(options.out, operands.out_shape, q), "out", q)
-    lifted = 4 - len(out.shape)
-    out = TensorView(out.dtype, (1,) * lifted + out.shape, (0,) * lifted + out.strides, out.device, out.storage)
-    memory = named(operands, out)
+    memory = named(operands, _lifted(out))
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
         aligned["o"] = options.out.data_ptr() % 16 == 0
@@ -243,6 +273,64 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return _CudaLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
+
+
+_gradient_launches: dict[Any, Any] = {}
+
+
+def _cuda_gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions) -> Any:
+    """Gradients of q, k and v on the current stream."""
+    given = {"q": q, "k": k, "v": v, "o": out, "do": dout}
+    arrays = options.arrays()
+    # Planned once per signature, like the forward pass.
+    key = (
+        *(_signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
+        options.window if not isinstance(options.window, list) else tuple(options.window), options.softcap,
+        options.causal_align, options.backend,
+    )  # fmt: skip
+    ready = _gradient_launches.get(key)
+    if ready is None:
+        ready = _prepare_gradients(given, arrays, options)
+        if len(_gradient_launches) >= _MAX_LAUNCHES:
+            _gradient_launches.clear()
+        _gradient_launches[key] = ready
+    launches, workspace = ready
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    if not launches:
+        return [grad.zero_() for grad in grads]
+    memory = given | arrays | {"lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    memory |= {name: torch.empty(count, dtype=torch.float32, device=q.device) for name, count in workspace.items()}
+    if "alibi_slopes" in memory:
+        memory["alibi"] = memory["alibi_slopes"]
+    stream = _raw_stream(q.get_device())
+    for launch, buffers in launches:
+        launch([memory[name].data_ptr() for name in buffers], stream)
+    return grads
+
+
+def _prepare_gradients(given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions) -> Any:
+    q = given["q"]
+    views: dict[str, Any] = {name: _device_view(x, name, q) for name, x in (given | arrays).items()}
+    results = {name: _lifted(views.pop(name)) for name in ("o", "do")}
+    problem, operands = attention_problem(**views, **options.plain())
+    device: Any = registry.find(options.backend or f"cuda:{q.device.index}")
+    memory = named(operands, results["o"]) | {"do": results["do"]}
+    for name, view in (("dq", operands.q), ("dk", operands.k), ("dv", operands.v)):
+        memory[name] = TensorView(problem.dtype, view.shape, contiguous_strides(view.shape), "cuda", None)
+    aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()}
+    ready = prepare_backward(problem, memory, device, aligned)
+    launches = []
+    for step, loaded in ready.steps:
+        scalars = [step.scalars[p.name] for p in loaded.artifact.scalars]
+        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
+    return launches, ready.workspace
+
+
+def _lifted(view: TensorView) -> TensorView:
+    """The same view with four axes."""
+    lead = 4 - len(view.shape)
+    return TensorView(view.dtype, (1,) * lead + view.shape, (0,) * lead + view.strides, view.device, view.storage)
 
 
 def _require_tensor(tensor: Any, name: str) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, f32, i32
 from aule.target import Target
+from aule.tile.math import is_finite
 from aule.tile.matrix import QUAD, Matrix, divmod_const
 
 PAD = 4
@@ -199,10 +200,13 @@ class Chunk:
 class Simt:
     """The engine: thread coordinates, row reductions, staging and the two products."""
 
-    def __init__(self, b: Builder, target: Target, shape: SimtShape, head_dim: int, value_dim: int) -> None:
+    def __init__(
+        self, b: Builder, target: Target, shape: SimtShape, head_dim: int, value_dim: int, reduces: bool = True
+    ) -> None:
+        """``reduces`` is False for a kernel that never calls `reduce_rows` and needs no memory for it."""
         self.b = b
         self.shape = shape
-        self.subgroups = uses_subgroups(target, shape)
+        self.subgroups = uses_subgroups(target, shape) or not reduces
         self.thread = b.thread_id()
         pair, parity = divmod_const(b, self.thread, LANES_PER_COLUMN)
         row_pair, self.tx = divmod_const(b, pair, shape.threads_x)
@@ -220,7 +224,12 @@ class Simt:
         self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.q_stride, transposed=True)
         k_start = 0 if shape.resident_q else shape.chunk_k * self.q_stride
         self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride, transposed=True)
-        self.v_chunk = Chunk(shape.chunk_v, self.value_cols, 0, self.value_cols)
+        self.v_chunk = self.row_chunk(value_dim)
+
+    def row_chunk(self, value_dim: int) -> Chunk:
+        """What one step of a product of ``P V``'s form brings in: whole rows of a matrix of ``value_dim`` columns."""
+        cols = self.shape.value_cols(value_dim)
+        return Chunk(self.shape.chunk_v, cols, 0, cols)
 
     # -- tiles -----------------------------------------------------------------------------------------------------
 
@@ -236,9 +245,9 @@ class Simt:
         return RegisterTile(self, shape.rows, cols, strip, init)
 
     def output_tile(self, value_dim: int, init: Value) -> RegisterTile:
-        """O: one thread holds strips of consecutive columns."""
+        """O, or another result of ``P V``'s form: one thread holds strips of consecutive columns."""
         shape = self.shape
-        cols = self.value_cols // shape.threads_x
+        cols = shape.value_cols(value_dim) // shape.threads_x
         strip = shape.strip(value_dim)
         return RegisterTile(self, shape.rows, cols, strip if cols % strip == 0 else 1, init)
 
@@ -306,10 +315,11 @@ class Simt:
             stager.registers[first + i].value = source.load_quad(self.b, start, col + c, cols)
 
     def commit(
-        self, stager: Stager, first: int, chunk: Chunk, scale: Value | None = None
+        self, stager: Stager, first: int, chunk: Chunk, scale: Value | None = None, finite: bool = False
     ) -> list[tuple[Value, Value | None]]:
-        """Write a fetched chunk into the current stage, as fp32 and scaled. Returns the quads, each with the condition
-        under which it belongs to the chunk (None: always)."""
+        """Write a fetched chunk into the current stage, as fp32 and scaled, and with zeros for Inf and NaN where
+        ``finite`` asks for it. Returns the quads, each with the condition under which it belongs to the chunk (None:
+        always)."""
         b = self.b
         written: list[tuple[Value, Value | None]] = []
         for i in range(chunk.per_thread(self.shape.threads)):
@@ -317,6 +327,8 @@ class Simt:
             quad = b.cast(stager.registers[first + i].value, f32)
             if scale is not None:
                 quad = quad * scale
+            if finite:
+                quad = b.vector([b.select(is_finite(b, x), x, b.const(0.0, f32)) for x in b.unpack(quad)])
             place = c * chunk.stride + r if chunk.transposed else r * chunk.stride + c
             index = stager.offset.value + place + chunk.start
             if (i + 1) * self.shape.threads > chunk.quads:
@@ -353,7 +365,7 @@ class Simt:
     def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:
         """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``."""
         q, start = (self.stage, offset) if self.q is None else (self.q, chunk * (self.shape.chunk_k * self.q_stride))
-        self._multiply(S, q, start, offset + self.k_chunk.start, self.k_stride, self.shape.chunk_k)
+        self.multiply(S, q, start, offset + self.k_chunk.start, self.k_stride, self.shape.chunk_k)
 
     def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
         """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible."""
@@ -366,9 +378,9 @@ class Simt:
     def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
         """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
         start = chunk * (self.shape.chunk_v * self.q_stride)
-        self._multiply(O, self.p, start, offset, self.value_cols, self.shape.chunk_v)
+        self.multiply(O, self.p, start, offset, self.value_cols, self.shape.chunk_v)
 
-    def _multiply(
+    def multiply(
         self, tile: RegisterTile, left: Value, left_start: Value, right_start: Value, right_stride: int, depth: int
     ) -> None:
         """``tile += left^T @ right``: both have ``depth`` rows, ``left`` those of Q or P, the stage those of K or V."""

@@ -62,3 +62,39 @@ class ForwardConfig(ScoreConfig):
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig(ScoreConfig):
+    """A kernel of the gradients for GPUs.
+
+    Attributes
+    ----------
+    of : {"queries", "keys"}
+        dQ, or dK and dV.
+    unit, aligned : tuple of bool
+        For q, k, v and the gradient of o, as in `ForwardConfig`. The gradients that are made are contiguous.
+    """
+
+    of: Literal["queries", "keys"]
+    shape: SimtShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The kernel of ``delta = sum of dO * O`` along each row, for GPUs.
+
+    Attributes
+    ----------
+    unit, aligned : tuple of bool
+        For o and its gradient.
+    """
+
+    dtype: str
+    value_dim: int
+    threads: int
+    unit: tuple[bool, ...]
+    aligned: tuple[bool, ...]
+    index64: bool

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidShapeError
-from aule.ops.attention.config import ForwardConfig
+from aule.ir import KernelIR
+from aule.ops.attention.backward import build_backward, build_delta
+from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.tiles import choose_shape
+from aule.ops.attention.tiles import choose_backward_shape, choose_shape
 from aule.target import Target
-from aule.tile.math import LOG2E
+from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
@@ -38,6 +40,16 @@ class ForwardPlan:
     config: ForwardConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of several: its configuration and what traces it, its grid, and its scalars by name."""
+
+    config: Any
+    build: Callable[[Any, Target], KernelIR]
+    grid: tuple[int, int, int]
+    scalars: Mapping[str, int | float]
 
 
 def plan_forward(
@@ -73,6 +85,76 @@ def plan_forward(
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
     return ForwardPlan(config, _grid(blocks, target), scalars)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Launches in order, and the fp32 elements of each workspace, by buffer name, that they share."""
+
+    steps: tuple[Step, ...]
+    workspace: Mapping[str, int]
+
+
+_DELTA_THREADS = 64
+
+
+def plan_backward(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None = None,
+    shapes: tuple[SimtShape, SimtShape] | None = None,
+) -> BackwardPlan:
+    """Plan the gradients of q, k and v on a GPU.
+
+    Parameters
+    ----------
+    views : dict
+        As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``, the last three contiguous. The log-sum-exp of the
+        forward pass is the buffer ``lse``.
+    aligned_base : dict, optional
+        For q, k, v, o, do: whether the memory starts at a multiple of 16 bytes (default: it does).
+    shapes : pair of SimtShape, optional
+        Tiles of dQ and of dK and dV, to use instead of the table's.
+    """
+    rows, keys = problem.batch * problem.heads_q * problem.seq_q, problem.batch * problem.heads_kv * problem.seq_kv
+    if rows == 0 or keys == 0:
+        return BackwardPlan((), {})
+    base_ok = aligned_base or {}
+    names = ("q", "k", "v", "do")
+    aligned = {n: _aligned(views[n]) and base_ok.get(n, True) for n in (*names, "o")}
+    unit = {n: views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in (*names, "o")}
+    index64 = any(_extent(view) > 2**31 - 1 for view in views.values())
+    inner = max(problem.head_dim, problem.value_dim)
+    chosen = shapes or (
+        choose_backward_shape(target, inner, (problem.head_dim,)),
+        choose_backward_shape(target, inner, (problem.head_dim, problem.value_dim)),
+    )
+    numbers = problem_scalars(problem) | view_scalars(views) | {
+        "rows": rows,
+        "dq_factor": problem.scale,
+        # dK is made with Q', which holds the scale and log2(e), or the scale over the cap.
+        "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
+    }  # fmt: skip
+    units, alignments = (unit["o"], unit["do"]), (aligned["o"], aligned["do"])
+    delta = DeltaConfig(problem.dtype, problem.value_dim, _DELTA_THREADS, units, alignments, index64)
+    steps = [Step(delta, build_delta, _grid(-(-rows // _DELTA_THREADS), target), numbers)]
+    for of, shape, heads, length in (
+        ("queries", chosen[0], problem.batch * problem.heads_q, problem.seq_q),
+        ("keys", chosen[1], problem.batch * problem.heads_kv, problem.seq_kv),
+    ):
+        config = BackwardConfig(
+            **(score_options(problem) | {"lse": False}),
+            of=of,  # type: ignore[arg-type]
+            shape=shape,
+            unit=tuple(unit[n] for n in names),
+            aligned=tuple(aligned[n] for n in names),
+            index64=index64,
+        )
+        each = -(-length // shape.block_q)
+        scalars = numbers | {"blocks_each": each, "blocks": each * heads}
+        steps.append(Step(config, build_backward, _grid(each * heads, target), scalars))
+    return BackwardPlan(tuple(steps), {"delta": rows})
 
 
 def score_options(problem: AttentionProblem) -> dict[str, Any]:

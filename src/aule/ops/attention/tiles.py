@@ -98,6 +98,46 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f3
     return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
 
 
+BACKWARD: tuple[SimtShape, ...] = (
+    SimtShape(64, 64, 16, 8, 16, 16, False),
+    SimtShape(32, 64, 16, 8, 16, 16, False),
+    SimtShape(32, 64, 16, 8, 16, 8, False),
+    SimtShape(32, 32, 16, 8, 16, 8, False),
+    SimtShape(16, 64, 16, 8, 16, 8, False),
+    SimtShape(16, 32, 16, 8, 8, 4, False),
+    SimtShape(32, 32, 8, 8, 16, 8, False),
+    SimtShape(32, 32, 8, 8, 8, 4, False),
+    SimtShape(16, 16, 8, 8, 8, 4, False),
+)
+"""Tiles of the backward kernels, by rule, not measured: the first that fits a device and its registers is taken."""
+
+_BACKWARD_ACCUMULATORS = 136
+"""Registers of S, dP and the gradients that one thread may hold."""
+
+
+def choose_backward_shape(target: Target, inner: int, results: tuple[int, ...]) -> SimtShape:
+    """Tiles of a backward kernel.
+
+    Parameters
+    ----------
+    inner : int
+        The wider of the head dimensions.
+    results : tuple of int
+        Columns of each gradient that the kernel makes.
+    """
+    small = target.software and target.backend in ("opencl", "webgpu")
+    for entry in BACKWARD[6:] if small else BACKWARD:
+        shape = _narrowed(entry, inner)
+        held = shape.rows * (2 * shape.block_kv + sum(shape.value_cols(dim) for dim in results)) // shape.threads_x
+        fits = shape.threads <= target.max_threads and shape.shared_bytes(inner, inner, True) <= target.max_shared_bytes
+        if fits and (held <= _BACKWARD_ACCUMULATORS or entry is BACKWARD[-1]):
+            return shape
+    raise KernelError(
+        f"[flash_attention] expected a device with workgroups of 64 and 16 KiB of shared memory for gradients, got "
+        f"{target.max_shared_bytes} bytes and {target.max_threads} on {target.name}; use another backend"
+    )
+
+
 def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
     """Steps of 8 columns where 16 would compute on more padding (8 and 16 both keep rows off each other's banks)."""
     return replace(shape, chunk_k=8) if padded(head_dim, 8) < padded(head_dim, shape.chunk_k) else shape

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aule.errors import KernelError
-from aule.ir import KernelIR
 from aule.ir.types import SCALARS
 from aule.ops.attention.config import Columns
 from aule.ops.attention.cpu.backward import build_backward, build_delta, build_gather
@@ -24,7 +23,7 @@ from aule.ops.attention.cpu.config import (
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import problem_scalars, score_options, view_scalars
+from aule.ops.attention.plan import Step, problem_scalars, score_options, view_scalars
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
@@ -33,21 +32,6 @@ from aule.view import TensorView
 
 GROUPED_ROWS = 16
 """Up to so many query rows, the heads that share K and V are taken together, and the keys are shared by tasks."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch: its configuration and what traces it, the number of tasks, and its scalars by name."""
-
-    config: Any
-    build: Callable[[Any, Target], KernelIR]
-    tasks: int
-    scalars: Mapping[str, int | float]
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Workgroups: one for each task."""
-        return (self.tasks, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -98,12 +82,12 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     heads_kv = problem.batch * problem.heads_kv
     if grouped:
         numbers = scalars | {"splits": splits, "split_keys": split_keys}
-        steps = [Step(config, build_forward, heads_kv * splits, numbers)]
+        steps = [Step(config, build_forward, (heads_kv * splits, 1, 1), numbers)]
         if splits == 1:
             return CpuPlan(tuple(steps))
         combine = CombineConfig(problem.dtype, problem.value_dim, shape, problem.return_lse, unit_strides[3])
         rows = problem.batch * problem.heads_q * problem.seq_q
-        steps.append(Step(combine, build_combine, rows, numbers))
+        steps.append(Step(combine, build_combine, (rows, 1, 1), numbers))
         return CpuPlan(tuple(steps), {"partial": rows * splits * (shape.padded(problem.value_dim) + shape.lanes)})
 
     blocks_q, blocks_kv = -(-problem.seq_q // shape.block_q), -(-problem.seq_kv // shape.block_kv)
@@ -121,8 +105,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         not in_place,
         unit_strides[1:3],
     )
-    forward = Step(config, build_forward, problem.batch * problem.heads_q * blocks_q, numbers)
-    return CpuPlan((Step(pack, build_pack, heads_kv * blocks_kv, numbers), forward), workspace)
+    forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
+    return CpuPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
 
 
 def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Step:
@@ -178,9 +162,9 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     )
     delta = DeltaConfig(problem.dtype, problem.value_dim, shape, (strides["o"], strides["do"]))
     steps = (
-        Step(delta, build_delta, heads_q, numbers),
-        Step(config, build_backward, heads_kv * splits, numbers),
-        Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, heads_q, numbers),
+        Step(delta, build_delta, (heads_q, 1, 1), numbers),
+        Step(config, build_backward, (heads_kv * splits, 1, 1), numbers),
+        Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, (heads_q, 1, 1), numbers),
     )
     rows = heads_q * problem.seq_q
     return CpuPlan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})

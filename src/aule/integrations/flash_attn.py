@@ -1,0 +1,332 @@
+"""The functions of flash-attn 2, so that ``import aule.integrations.flash_attn as flash_attn`` serves.
+
+Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read where
+they lie: the layout is a matter of strides. Refused are dropout, ``return_attn_probs`` and a paged cache
+(``block_table``). ``deterministic`` is accepted and always true. float32 and float64 are served too.
+
+Gradients of q, k and v are there for CPU tensors. Where one is needed, the result is copied once, into the layout that
+flash-attn gives it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from aule.api import flash_attention
+from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.frontends.torch_sdpa import host_backend
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+
+class _Options(NamedTuple):
+    """What all six functions take."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Sequence[int]
+    softcap: float
+    alibi_slopes: Any
+    return_attn_probs: bool
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[batch, seq_q, heads, head_dim]``.
+    k, v : Tensor
+        ``[batch, seq_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
+    dropout_p : float
+        0.0: dropout is not there yet.
+    softmax_scale : float, optional
+        Default ``1 / sqrt(head_dim)``.
+    causal : bool
+        The last row attends to all keys (bottom-right).
+    window_size : (left, right)
+        Keys around a row's own position; -1 leaves a side open.
+    softcap : float
+        0.0 for none.
+    alibi_slopes : float32 Tensor, optional
+        ``[heads]`` or ``[batch, heads]``.
+    deterministic : bool
+        Always the case.
+    return_attn_probs : bool
+        False: the probabilities are never stored.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, seq_q, heads, head_dim]``, contiguous.
+    """
+    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _batched("flash_attn_func", q, k, v, options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` on ``qkv`` of ``[batch, seq, 3, heads, head_dim]``."""
+    op = "flash_attn_qkvpacked_func"
+    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    q, k, v = _unpacked(op, "qkv", qkv, 3, 5)
+    return _batched(op, q, k, v, options)
+
+
+def flash_attn_kvpacked_func(
+    q: Any,
+    kv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` on ``kv`` of ``[batch, seq_kv, 2, heads_kv, head_dim]``."""
+    op = "flash_attn_kvpacked_func"
+    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    k, v = _unpacked(op, "kv", kv, 2, 5)
+    return _batched(op, q, k, v, options)
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """Attention within each sequence of a packed batch: one launch per sequence, one after the other.
+
+    The offsets are read on the host, which for CUDA tensors waits for the device. Many short sequences are better
+    served as one padded batch.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[total_q, heads, head_dim]``, the sequences of the batch one behind the other.
+    k, v : Tensor
+        ``[total_k, heads_kv, head_dim]``.
+    cu_seqlens_q, cu_seqlens_k : integer Tensor
+        ``[batch + 1]``: where each sequence begins, and where the last one ends.
+    max_seqlen_q, max_seqlen_k : int
+        Not needed here.
+    block_table : None
+        A paged cache is not there yet.
+
+    Returns
+    -------
+    Tensor
+        ``[total_q, heads, head_dim]``, contiguous; rows that belong to no sequence are zero.
+
+    Other parameters are those of `flash_attn_func`.
+    """
+    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    op = "flash_attn_varlen_func"
+    if block_table is not None:
+        raise _unsupported(op, "block_table=None", "a paged cache", "gather k and v first")
+    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``: one launch per sequence."""
+    op = "flash_attn_varlen_qkvpacked_func"
+    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    q, k, v = _unpacked(op, "qkv", qkv, 3, 4)
+    return _packed(op, q, k, v, cu_seqlens, cu_seqlens, options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``: one launch per sequence."""
+    op = "flash_attn_varlen_kvpacked_func"
+    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    k, v = _unpacked(op, "kv", kv, 2, 4)
+    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
+
+
+def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
+    given = _keywords(op, options)
+    _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k=k, v=v)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    given["backend"] = host_backend(q)
+    if _needs_gradient(q, k, v):
+        return flash_attention(*turned, **given).transpose(1, 2).contiguous()
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    flash_attention(*turned, **given, out=out.transpose(1, 2))
+    return out
+
+
+def _packed(op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: _Options) -> Any:
+    given = _keywords(op, options)
+    _check(op, 3, "[total, heads, head_dim]", q=q, k=k, v=v)
+    if len(k) != len(v):
+        got = f"{len(k)} and {len(v)} rows"
+        raise InvalidShapeError(f"[{op}] expected k and v of one length, got {got}; every key needs its value")
+    given["backend"] = host_backend(q)
+    slopes = given.pop("alibi_slopes")
+    pieces_q = _offsets(op, "cu_seqlens_q", cu_seqlens_q, len(q))
+    pieces_k = _offsets(op, "cu_seqlens_k", cu_seqlens_k, len(k))
+    if len(pieces_q) != len(pieces_k):
+        got = f"{len(pieces_q) - 2} and {len(pieces_k) - 2}"
+        raise InvalidShapeError(f"[{op}] expected as many sequences of keys as of queries, got {got}; give both alike")
+    # Split, and not sliced one by one: the gradient of a slice is as large as the whole.
+    parts = zip(q.split(pieces_q), k.split(pieces_k), v.split(pieces_k), strict=True)
+    keeps_graph = _needs_gradient(q, k, v)
+    out = q.new_empty(len(q), q.shape[1], v.shape[2])
+    results = []
+    for i, (part_q, part_k, part_v, target) in enumerate(
+        (*part, target) for part, target in zip(parts, out.split(pieces_q), strict=True)
+    ):
+        if i in (0, len(pieces_q) - 1):  # rows before the first sequence and behind the last
+            target.zero_()
+            results.append(target)
+            continue
+        if slopes is not None:
+            given["alibi_slopes"] = slopes[i - 1] if slopes.dim() == 2 else slopes
+        turned = [x.transpose(0, 1) for x in (part_q, part_k, part_v)]
+        if keeps_graph:
+            results.append(flash_attention(*turned, **given).transpose(0, 1))
+        else:
+            flash_attention(*turned, **given, out=target.transpose(0, 1))
+    return torch.cat(results) if keeps_graph else out
+
+
+def _offsets(op: str, name: str, offsets: Any, total: int) -> list[int]:
+    """Lengths of the pieces that offsets cut ``total`` rows into, those before and behind all sequences included."""
+    integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
+    if not integers or offsets.dim() != 1 or len(offsets) < 1:
+        got = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
+        raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor [batch + 1], got {got}; convert it")
+    at: list[int] = [0, *offsets.tolist(), total]
+    lengths = [after - before for before, after in itertools.pairwise(at)]
+    if min(lengths) < 0:
+        raise InvalidShapeError(
+            f"[{op}] expected {name} to rise from 0 to at most {total}, got {at[1:-1]}; give the cumulated lengths"
+        )
+    return lengths
+
+
+def _keywords(op: str, options: _Options) -> dict[str, Any]:
+    """The options as `aule.flash_attention` takes them."""
+    if options.dropout_p:
+        raise _unsupported(op, "dropout_p=0.0", str(options.dropout_p), "dropout is not there yet")
+    if options.return_attn_probs:
+        remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
+        raise _unsupported(op, "return_attn_probs=False", "True", remedy)
+    if len(options.window_size) != 2:
+        raise InvalidArgumentError(
+            f"[{op}] expected window_size as (left, right), got {options.window_size}; pass -1 for an open side"
+        )
+    return {
+        "causal": options.causal,
+        "scale": options.softmax_scale,
+        "window": tuple(-1 if side < 0 else side for side in options.window_size),
+        "softcap": options.softcap,
+        "alibi_slopes": options.alibi_slopes,
+    }
+
+
+def _unsupported(op: str, expected: str, got: str, remedy: str) -> AuleError:
+    return AuleError("AULE_ERROR_UNSUPPORTED", f"[{op}] expected {expected}, got {got}; {remedy}")
+
+
+def _check(op: str, axes: int, layout: str, **tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} to be a torch tensor, got {type(tensor).__name__}; convert it first"
+            )
+        if tensor.dim() != axes:
+            raise InvalidShapeError(f"[{op}] expected {name} of {layout}, got {list(tensor.shape)}; reshape it")
+
+
+def _unpacked(op: str, name: str, packed: Any, count: int, axes: int) -> Any:
+    """The ``count`` tensors along the third axis from the end."""
+    if not isinstance(packed, torch.Tensor) or packed.dim() != axes or packed.shape[-3] != count:
+        got = list(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
+        raise InvalidShapeError(
+            f"[{op}] expected {name} with {axes} axes, the third from the end of length {count}, got {got}; stack it"
+        )
+    return packed.unbind(-3)
+
+
+def _needs_gradient(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,0 +1,111 @@
+"""Hugging Face transformers: after ``register()`` models take ``attn_implementation="aule"``.
+
+Two registrations are needed. Without the one for masks transformers would build none, and padding would be lost
+silently. Masks are boolean, those that transformers builds for PyTorch's attention: none where the causal flag says it
+all, else ``[batch, 1, seq_q, seq_kv]``, broadcast over heads and never repeated.
+
+Served are grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks (gpt-oss), position
+biases (T5), additive masks, padding on either side, dynamic and static caches. Refused with a clear error: dropout, a
+gradient of sinks or biases, and the paged cache of continuous batching.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from aule.api import flash_attention
+from aule.errors import AuleError
+from aule.frontends.torch_sdpa import host_backend
+
+__all__ = ["attention_forward", "register"]
+
+log = logging.getLogger("aule")
+
+
+def register(name: str = "aule") -> None:
+    """Make aule known to transformers, under a name for ``attn_implementation``.
+
+    It may be called again. No model uses it before it is asked for by that name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Any = None,
+    position_bias: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """The function that transformers calls in a model's attention layer.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The layer; its ``is_causal`` holds where none is given.
+    query, key, value : Tensor
+        ``[batch, heads, seq, head_dim]``; key and value with as many heads as they have.
+    attention_mask : Tensor, optional
+        Boolean or additive, ``[batch, 1 or heads, seq_q, seq_kv]``. The mask alone says who attends to whom;
+        without one, ``is_causal`` and ``sliding_window`` do.
+    s_aux : Tensor, optional
+        ``[heads]``: the logit of each head's sink.
+    position_bias : Tensor, optional
+        Added to the scores.
+
+    Returns
+    -------
+    out : Tensor
+        ``[batch, seq_q, heads, head_dim]``, contiguous.
+    weights : None
+        Probabilities are never stored.
+    """
+    if dropout:
+        raise _unsupported("dropout 0.0", str(dropout), "set the model's attention dropout to 0, or use 'sdpa'")
+    if kwargs.get("cache") is not None:
+        raise _unsupported("no paged cache", "continuous batching", "use 'sdpa' or 'flash_attention_2' for it")
+    if kwargs.get("output_attentions"):
+        log.warning("output_attentions: aule stores no attention weights; use attn_implementation='eager' for them")
+    seq_q, window, causal = query.shape[2], None, False
+    if attention_mask is None:
+        # One query is the last one and sees everything; several without a mask start at the first key, also where the
+        # rest of a static cache, still empty, lies behind.
+        causal = seq_q > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and sliding_window is not None:
+            window = (sliding_window - 1, 0)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "causal_align": "top-left",
+        "scale": scaling,
+        "window": window,
+        "softcap": softcap,
+        "mask": attention_mask,
+        "bias": position_bias,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "backend": host_backend(query),
+    }
+    tensors = (query, key, value, attention_mask, s_aux, position_bias)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return flash_attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    out = query.new_empty(query.shape[0], seq_q, query.shape[1], value.shape[3])
+    flash_attention(query, key, value, **options, out=out.transpose(1, 2))
+    return out, None
+
+
+def _unsupported(expected: str, got: str, remedy: str) -> AuleError:
+    return AuleError("AULE_ERROR_UNSUPPORTED", f"[transformers] expected {expected}, got {got}; {remedy}")

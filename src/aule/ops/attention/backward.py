@@ -1,0 +1,375 @@
+"""The backward kernels for GPUs: FlashAttention's gradients over tiles, without atomics.
+
+One kernel makes dQ: a workgroup has a block of query rows and passes over the keys. Another makes dK and dV: a
+workgroup has a block of keys and passes over the query rows of all heads that share them. Both make the scores again,
+in the base-2 log domain:
+
+    P = exp2(S - lse)    dS = P * (dO V^T - delta)    dQ = dS K    dV = P^T dO    dK = dS^T Q
+
+With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor. `build_delta` comes before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import SCALARS, Scalar, f32, i32, i64
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.config import BackwardConfig, DeltaConfig, ScoreConfig
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Scores
+from aule.target import Target
+from aule.tile.math import LOG2E
+from aule.tile.matrix import QUAD, Matrix
+from aule.tile.simt import RegisterTile, Simt, Stager, padded, wave_size
+
+
+def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
+    """Trace the kernel of dQ, or that of dK and dV."""
+    name = f"flash_attention_backward_{config.of}"
+    b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
+    kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One product of a tile, fed through the engine's stages chunk by chunk."""
+
+    chunks: int
+    fetch: Callable[[Value], None]
+    commit: Callable[[], None]
+    multiply: Callable[[Value], None]
+
+
+class _Kernel:
+    """What both kernels have: parameters, the engine, and products whose operands come in one chunk ahead."""
+
+    def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
+        self.b, self.config, self.shape = b, config, config.shape
+        self.index: Scalar = i64 if config.index64 else i32
+        self.p = Parameters(b, config, self.index)
+        number = self.p.number
+        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
+        self.scale = number("scale", f32)
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
+        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = self.task < number("blocks")
+        widest = max(config.head_dim, config.value_dim)
+        self.engine = Simt(b, target, self.shape, widest, widest, reduces=False)
+        engine, threads = self.engine, self.shape.threads
+        first = engine.q_chunk.per_thread(threads) + engine.k_chunk.per_thread(threads)
+        chunks = [engine.row_chunk(dim) for dim in (config.head_dim, config.value_dim)]
+        quads = max(first, *(chunk.per_thread(threads) for chunk in chunks))
+        self.stager = Stager(engine, SCALARS[config.dtype], quads, engine.stage, engine.stage_size)
+
+    def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
+        config = self.config
+        return self.p.matrix(
+            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number]
+        )
+
+    def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
+        aligned = cols % QUAD == 0
+        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned)
+
+    scores: Scores
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def outer(
+        self, tile: RegisterTile, left: Matrix, row: Value, right: Matrix, column: Value,
+        scales: tuple[Value | None, Value | None] = (None, None),
+    ) -> _Phase:  # fmt: skip
+        """``tile += left right^T``, of the rows from ``row`` and the rows from ``column`` on."""
+        engine, shape, stager = self.engine, self.shape, self.stager
+        cols = padded(left.cols, shape.chunk_k)
+        second = engine.q_chunk.per_thread(shape.threads)
+        left_starts = engine.row_starts(engine.q_chunk, left, row)
+        right_starts = engine.row_starts(engine.k_chunk, right, column)
+
+        def fetch(chunk: Value) -> None:
+            engine.fetch(stager, 0, engine.q_chunk, left, left_starts, chunk * shape.chunk_k, cols)
+            engine.fetch(stager, second, engine.k_chunk, right, right_starts, chunk * shape.chunk_k, cols)
+
+        def commit() -> None:
+            engine.commit(stager, 0, engine.q_chunk, scales[0])
+            engine.commit(stager, second, engine.k_chunk, scales[1])
+
+        def multiply(chunk: Value) -> None:
+            offset = stager.offset.value
+            engine.multiply(tile, engine.stage, offset, offset + engine.k_chunk.start, engine.k_stride, shape.chunk_k)
+
+        return _Phase(cols // shape.chunk_k, fetch, commit, multiply)
+
+    def inner(
+        self, tile: RegisterTile, right: Matrix, row: Value, scale: Value | None = None, finite: bool = False
+    ) -> _Phase:
+        """``tile += P right``, P what `Simt.store_p` left in shared memory, of the rows from ``row`` on."""
+        engine, shape, stager = self.engine, self.shape, self.stager
+        piece = engine.row_chunk(right.cols)
+
+        def fetch(chunk: Value) -> None:
+            starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
+            engine.fetch(stager, 0, piece, right, starts, self.b.const(0, i32), piece.cols)
+
+        def commit() -> None:
+            engine.commit(stager, 0, piece, scale, finite)
+
+        def multiply(chunk: Value) -> None:
+            left = chunk * (shape.chunk_v * engine.q_stride)
+            engine.multiply(tile, engine.p, left, stager.offset.value, piece.cols, shape.chunk_v)
+
+        return _Phase(shape.block_kv // shape.chunk_v, fetch, commit, multiply)
+
+    def run_phase(self, phase: _Phase, then: Callable[[], None]) -> None:
+        """All chunks of a product whose first has been fetched; ``then`` starts to fetch what comes next."""
+        b = self.b
+        with b.loop(0, phase.chunks, name="chunk") as chunk:
+            phase.commit()
+            b.barrier()
+            with b.if_(chunk + 1 < phase.chunks):
+                phase.fetch(chunk + 1)
+            with b.else_():
+                then()
+            phase.multiply(chunk)
+            self.stager.advance()
+
+    # -- scores --------------------------------------------------------------------------------------------------------
+
+    def weigh(
+        self,
+        S: RegisterTile,
+        head: Value,
+        place: Callable[[int, int], tuple[Value, Value]],
+        partial: Value,
+        lse: Callable[[int, int], Value],
+    ) -> RegisterTile | None:
+        """P in the place of S; ``place`` gives query row and key of a register, ``lse`` what to subtract. Returns the
+        derivative of the softcap where there is one."""
+        b, scores, config = self.b, self.scores, self.config
+        slope: RegisterTile | None = None
+        for number, modifier in enumerate(scores.modifiers(head, {"mask": "any", "bias": "any"})):
+
+            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
+                row, key = place(r, c)
+                return modifier.apply(b, s, mod.Site(scores.batch, head, row, key, row + scores.shift))
+
+            if modifier.everywhere:
+                S.map(apply)
+            else:
+                with b.if_(partial):
+                    S.map(apply)
+            if config.softcap and number == 0:
+                inverse = b.rcp(self.p.number("softcap", f32))
+                slope = self.engine.score_tile(b.const(0.0, f32))
+                bent = [[x * inverse for x in row] for row in S.values()]
+                slope.assign([[1.0 - x * x for x in row] for row in bent])
+        S.map(lambda s, r, c: b.exp2(s - lse(r, c)))
+        return slope
+
+    def differentiate(
+        self, P: RegisterTile, dP: RegisterTile, delta: Callable[[int, int], Value], slope: RegisterTile | None
+    ) -> None:
+        """dS in the place of dP. V of a dropped key may hold Inf or NaN, so its weight of zero decides."""
+        b = self.b
+        weights = P.values()
+        bends = None if slope is None else slope.values()
+
+        def apply(dp: Value, r: int, c: int) -> Value:
+            p = weights[r][c]
+            ds = p * (dp - delta(r, c))
+            if bends is not None:
+                ds = ds * bends[r][c]
+            return b.select(b.eq(p, 0.0), b.const(0.0, f32), ds)
+
+        dP.map(apply)
+
+    def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
+        """Log-sum-exp (base 2) and delta of a query row. A row past the end, or one that keeps nothing, has a
+        log-sum-exp of +inf: its weights are 0."""
+        b, scores = self.b, self.scores
+        number = b.cast(scores.batch * self.heads + head, self.index) * b.cast(scores.seq_q, self.index)
+        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
+        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
+        empty = (row >= scores.seq_q) | b.eq(lse, float("-inf"))
+        return b.select(empty, b.const(float("inf"), f32), lse * LOG2E), delta
+
+    def store(self, tile: RegisterTile, out: Matrix, row0: Value, factor: Value | None) -> None:
+        b = self.b
+        for r, row in enumerate(tile.values()):
+            at = row0 + tile.row(r)
+            with b.if_(at < out.rows):
+                for c in range(0, len(row), tile.strip):
+                    strip = [x if factor is None else x * factor for x in row[c : c + tile.strip]]
+                    out.store(b, at, tile.col(c), strip, self.shape.value_cols(out.cols))
+        # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree, unless a barrier
+        # comes after it.
+        b.barrier()
+
+
+class _Queries(_Kernel):
+    """dQ of a block of query rows."""
+
+    def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target)
+        blocks = self.p.number("blocks_each")
+        head_number = self.task // blocks
+        # The last blocks of rows come first: with a causal mask they have the most work.
+        self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
+        batch, self.head = head_number // self.heads, head_number % self.heads
+        self.scores = Scores(self.p, batch)
+        kv_head = self.head // self.group
+        scores = self.scores
+        self.q = self.matrix("q", self.head, scores.seq_q, config.head_dim, 0)
+        self.k = self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        self.do = self.matrix("do", self.head, scores.seq_q, config.value_dim, 3)
+        self.dq = self.gradient("dq", self.head, scores.seq_q, config.head_dim)
+
+    def run(self) -> None:
+        b, engine, shape, scores, row0 = self.b, self.engine, self.shape, self.scores, self.row0
+        zero = b.const(0.0, f32)
+        first_chunk = b.const(0, i32)
+        S, dP = engine.score_tile(zero), engine.score_tile(zero)
+        dQ = engine.output_tile(self.config.head_dim, zero)
+        numbers = [self.row_numbers(self.head, row0 + engine.row(r)) for r in range(shape.rows)]
+        last_row = b.min(row0 + shape.block_q, scores.seq_q) - 1
+        reach = scores.reach(row0 + scores.shift, last_row + scores.shift)
+        width = shape.block_kv
+        first, last = reach.first // width, (reach.end + (width - 1)) // width
+
+        def products(tile: Value) -> tuple[_Phase, _Phase, _Phase]:
+            key0 = tile * width
+            return (
+                self.outer(S, self.q, row0, self.k, key0, (self.scale, None)),
+                self.outer(dP, self.do, row0, self.v, key0),
+                self.inner(dQ, self.k, key0, finite=True),
+            )
+
+        with b.if_(first < last):
+            products(first)[0].fetch(first_chunk)
+        with b.loop(first, last, name="tile") as tile:
+            score, weight, result = products(tile)
+            key0 = tile * width
+            partial = (key0 < reach.full_first) | (key0 + width > reach.full_end)
+            b.comment("P = exp2(Q K^T - lse)")
+            S.fill(zero)
+            self.run_phase(score, lambda: weight.fetch(first_chunk))
+            slope = self.weigh(
+                S, self.head, lambda r, c: (row0 + S.row(r), key0 + S.col(c)), partial, lambda r, c: numbers[r][0]
+            )
+            b.comment("dS = P * (dO V^T - delta)")
+            dP.fill(zero)
+            self.run_phase(weight, lambda: result.fetch(first_chunk))
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope)
+            b.comment("dQ = dQ + dS K")
+            engine.store_p(S, dP.values())
+            self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
+        self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
+
+
+class _Keys(_Kernel):
+    """dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
+
+    def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target)
+        blocks = self.p.number("blocks_each")
+        head_number = self.task // blocks
+        self.key0 = (self.task % blocks) * self.shape.block_q
+        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
+        self.scores = Scores(self.p, batch)
+        scores = self.scores
+        self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
+        self.dk = self.gradient("dk", self.kv_head, scores.seq_kv, config.head_dim)
+        self.dv = self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim)
+
+    def run(self) -> None:
+        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.key0
+        zero = b.const(0.0, f32)
+        S, dP = engine.score_tile(zero), engine.score_tile(zero)
+        dK = engine.output_tile(self.config.head_dim, zero)
+        dV = engine.output_tile(self.config.value_dim, zero)
+        width = shape.block_kv
+        end = b.min(key0 + shape.block_q, scores.seq_kv)
+        low, high = scores.rows_reaching(key0, end)
+        first, last = low // width, (high + (width - 1)) // width
+        with b.loop(b.const(0, i32), self.group, name="member") as member:
+            self._pass(self.kv_head * self.group + member, first, last, end, S, dP, dK, dV)
+        self.store(dV, self.dv, key0, None)
+        self.store(dK, self.dk, key0, self.p.number("dk_factor", f32))
+
+    def _pass(
+        self, head: Value, first: Value, last: Value, end: Value,
+        S: RegisterTile, dP: RegisterTile, dK: RegisterTile, dV: RegisterTile,
+    ) -> None:  # fmt: skip
+        """What the rows of one query head bring to the block's dK and dV."""
+        b, engine, shape, scores, key0 = self.b, self.engine, self.shape, self.scores, self.key0
+        zero, first_chunk, width = b.const(0.0, f32), b.const(0, i32), shape.block_kv
+        q = self.matrix("q", head, scores.seq_q, self.config.head_dim, 0)
+        do = self.matrix("do", head, scores.seq_q, self.config.value_dim, 3)
+
+        def products(tile: Value) -> tuple[_Phase, _Phase, _Phase, _Phase]:
+            row0 = tile * width
+            return (
+                self.outer(S, self.k, key0, q, row0, (None, self.scale)),
+                self.outer(dP, self.v, key0, do, row0),
+                self.inner(dV, do, row0),
+                self.inner(dK, q, row0, self.scale),
+            )
+
+        with b.if_(first < last):
+            products(first)[0].fetch(first_chunk)
+        with b.loop(first, last, name="tile") as tile:
+            score, weight, values, keys = products(tile)
+            row0 = tile * width
+            reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
+            partial = (key0 < reach.full_first) | (end > reach.full_end)
+            b.comment("P^T = exp2(K Q^T - lse)")
+            S.fill(zero)
+            self.run_phase(score, lambda: weight.fetch(first_chunk))
+            columns = [row0 + S.col(c) for c in range(len(S.vars[0]))]
+            numbers = [self.row_numbers(head, row) for row in columns]
+            slope = self.weigh(S, head, lambda r, c: (columns[c], key0 + S.row(r)), partial, lambda r, c: numbers[c][0])
+            b.comment("dS^T = P^T * (V dO^T - delta)")
+            dP.fill(zero)
+            self.run_phase(weight, lambda: values.fetch(first_chunk))
+            self.differentiate(S, dP, lambda r, c: numbers[c][1], slope)
+            b.comment("dV = dV + P^T dO")
+            engine.store_p(S, S.values())
+            self.run_phase(values, lambda: keys.fetch(first_chunk))
+            b.comment("dK = dK + dS^T Q")
+            b.barrier()  # everyone has read P
+            engine.store_p(S, dP.values())
+            self.run_phase(keys, lambda: products(tile + 1)[0].fetch(first_chunk))
+
+
+def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
+    """Trace the kernel of delta: one thread for each row."""
+    b = Builder("attention_delta", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
+    heads, seq_q = p.number("heads_q"), p.number("seq_q")
+    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    with b.if_(number < p.number("rows")):
+        head_number, row = number // seq_q, number % seq_q
+        batch, head = head_number // heads, head_number % heads
+        names = zip(("o", "do"), config.unit, config.aligned, strict=True)
+        o, do = (
+            p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
+        )
+        cols = padded(config.value_dim, QUAD)
+        starts = o.row_start(b, row), do.row_start(b, row)
+        total = b.var(b.const(0.0, f32), "delta")
+        with b.loop(b.const(0, i32), cols, QUAD, name="col") as col:
+            x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
+            y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
+            for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
+                total.value = b.fma(a, c, total.value)
+        b.store(p.buffer("delta", f32, "write"), number, total.value)
+    return b.finish()
