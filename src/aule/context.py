@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.backends import registry
-from aule.engine.attention import STORED, contiguous_strides, forward_on_device
+from aule.engine.attention import STORED, contiguous_strides, forward_on_device, gradients_on_device, named
 from aule.errors import BackendUnavailableError, ClosedError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import Operands, attention_problem
 from aule.runtime.base import Allocation, Device
 from aule.view import ITEMSIZE, TensorView
 
@@ -170,13 +171,58 @@ class Aule:
         """The same, and the log-sum-exp into a float32 tensor ``[batch, heads_q, seq_q]``."""
         self._attention(q, k, v, out, lse, options)
 
+    def attention_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        **options: Any,
+    ) -> None:
+        """Gradients of q, k and v into tensors of their shapes: no host copy; asynchronous on a GPU.
+
+        ``out`` and ``lse`` are those of `attention_forward_with_lse` with the same options, ``dout`` the gradient of
+        ``out``. Scratch memory for one number to a row (on a CPU also for parts of dQ) is allocated and given back.
+        """
+        results = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        problem, operands = self._problem(q, k, v, results, options, True)
+        shapes = {"out": operands.out_shape, "dout": operands.out_shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        for name, shape in shapes.items():
+            self._require(name, results[name], shape, problem.dtype)
+        self._require("lse", lse, operands.lse_shape, "f32")
+        if problem.seq_q == 0 or problem.seq_kv == 0:
+            for tensor in (dq, dk, dv):
+                tensor.upload(np.zeros(tensor.shape, np.float32))
+            return
+        views = named(operands, _lifted(out.view()))
+        views |= {
+            "do" if name == "dout" else name: _lifted(results[name].view()) for name in ("dout", "dq", "dk", "dv")
+        }
+        gradients_on_device(problem, views, self._open(), lse._memory())
+
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: dict[str, Any]
     ) -> None:
+        results = {"out": out} if lse is None else {"out": out, "lse": lse}
+        problem, operands = self._problem(q, k, v, results, options, lse is not None)
+        self._require("out", out, operands.out_shape, problem.dtype)
+        if lse is not None:
+            self._require("lse", lse, operands.lse_shape, "f32")
+        memory = None if lse is None else lse._memory()
+        forward_on_device(problem, operands, self._open(), _lifted(out.view()), memory)
+
+    def _problem(
+        self, q: Tensor, k: Tensor, v: Tensor, results: dict[str, Tensor], options: dict[str, Any], return_lse: bool
+    ) -> tuple[AttentionProblem, Operands]:
+        """Validate a call on tensors of this context."""
         device = self._open()
         arrays = {name: options.pop(name) for name in _ARRAYS if options.get(name) is not None}
         given: dict[str, Tensor] = {"q": q, "k": k, "v": v, **arrays}
-        results = {"out": out} if lse is None else {"out": out, "lse": lse}
         for name, tensor in (given | results).items():
             if isinstance(tensor, Tensor):
                 tensor._memory()  # a closed one is refused as such
@@ -186,21 +232,15 @@ class Aule:
                     f"[attention_gpu] expected {name} to be a tensor of this context, got {got}; make it with .tensor()"
                 )
         views: dict[str, Any] = {name: tensor.view() for name, tensor in given.items()}
-        problem, operands = attention_problem(**views, **options, return_lse=lse is not None, op="attention_gpu")
-        if out.shape != operands.out_shape or out._elem != problem.dtype:
+        return attention_problem(**views, **options, return_lse=return_lse, op="attention_gpu")
+
+    def _require(self, name: str, tensor: Tensor, shape: tuple[int, ...], elem: str) -> None:
+        if tensor.shape != shape or tensor._elem != elem:
+            dtype = next(public for public, known in _DTYPES.items() if known == elem)
             raise InvalidShapeError(
-                f"[attention_gpu] expected out of shape {operands.out_shape} and dtype {q.dtype}, got {out.shape} and "
-                f"{out.dtype}"
+                f"[attention_gpu] expected {name} of shape {shape} and dtype {dtype}, got {tensor.shape} and "
+                f"{tensor.dtype}"
             )
-        if lse is not None and (lse.shape != operands.lse_shape or lse._elem != "f32"):
-            raise InvalidShapeError(
-                f"[attention_gpu] expected lse of shape {operands.lse_shape} and dtype float32, got {lse.shape} and "
-                f"{lse.dtype}"
-            )
-        target = out.view()
-        lifted = (1,) * (4 - len(target.shape)) + target.shape
-        o = TensorView(target.dtype, lifted, contiguous_strides(lifted), target.device, target.storage)
-        forward_on_device(problem, operands, device, o, None if lse is None else lse._memory())
 
     def synchronize(self) -> None:
         """Wait until all work on the device is done."""
@@ -225,6 +265,12 @@ class Aule:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _lifted(view: TensorView) -> TensorView:
+    """The same contiguous tensor with four axes."""
+    shape = (1,) * (4 - len(view.shape)) + view.shape
+    return TensorView(view.dtype, shape, contiguous_strides(shape), view.device, view.storage)
 
 
 def _bfloat16() -> Any:

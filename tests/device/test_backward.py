@@ -103,6 +103,27 @@ def test_rows_without_keys_have_no_gradient(device: Device) -> None:
     assert all(np.isfinite(found[name]).all() for name in found)
 
 
+@pytest.mark.parametrize("seqs", [(40, 50), (0, 5), (5, 0)])
+@pytest.mark.parametrize("name", ["cuda", "vulkan", "opencl", "webgpu", "cpu"])
+def test_tensors_of_a_context(name: str, seqs: tuple[int, int]) -> None:
+    devices.need(name)
+    import aule
+
+    seq_q, seq_kv = seqs
+    arrays, problem, _, dout = problem_of((1, 4, seq_q, 32), (1, 2, seq_kv, 32), (1, 2, seq_kv, 16), causal=True)
+    with aule.Aule(name) as gpu:
+        q, k, v, grad = (gpu.tensor(x.shape).upload(x) for x in (*arrays.values(), dout))
+        out, lse = gpu.tensor(dout.shape), gpu.tensor(dout.shape[:3])
+        found = {f"d{n}": gpu.tensor(x.shape) for n, x in arrays.items()}
+        gpu.attention_forward_with_lse(q, k, v, out, lse, causal=True)
+        gpu.attention_backward(q, k, v, out, lse, grad, **found, causal=True)
+        results = {n: x.download() for n, x in found.items()}
+        with pytest.raises(aule.InvalidShapeError, match="expected dq of shape"):
+            gpu.attention_backward(q, k, v, out, lse, grad, **(found | {"dq": out}), causal=True)
+    wrong = compare_gradients(problem, results, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
 def test_torch_autograd() -> None:
     torch = pytest.importorskip("torch")
     devices.need("cpu")
@@ -129,15 +150,46 @@ def test_torch_gradients_reach_transposed_and_3d_tensors() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu-baseline", "vulkan", "opencl"])
+@pytest.mark.parametrize("shape", [(1, 4, 33, 45), (2, 1, 33, 1), (33, 45)])
+def test_torch_gradients_of_bias_mask_and_sinks(name: str, shape: tuple[int, ...], monkeypatch: Any) -> None:
+    torch = pytest.importorskip("torch")
+    chosen = devices.need(name)
+    import aule
+    from aule.frontends import torch as front_end
+
+    monkeypatch.setattr(front_end, "_gradient_device", lambda spec: chosen)
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*size: int) -> Any:
+        return torch.randn(*size, generator=generator).requires_grad_()
+
+    q, k, v = made(2, 4, 33, 16), made(2, 2, 45, 16), made(2, 2, 45, 16)
+    bias, mask, sinks = made(*shape), made(2, 1, 1, 45), made(4)
+    dout = torch.randn(2, 4, 33, 16, generator=generator)
+    leaves = (q, k, v, bias, mask, sinks)
+    out = aule.flash_attention(q, k, v, causal=True, softcap=2.0, bias=bias, mask=mask, sinks=sinks)
+    found = torch.autograd.grad(out, leaves, dout)
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    q64, k64, v64, bias64, mask64, sinks64 = exact
+    s = 2.0 * torch.tanh(q64 @ k64.repeat_interleave(2, 1).transpose(-1, -2) / 4.0 / 2.0) + bias64 + mask64
+    s = s.masked_fill(~torch.ones(33, 45, dtype=torch.bool).tril(12), -torch.inf)
+    p = torch.softmax(torch.cat([s, sinks64[None, :, None, None].expand(2, 4, 33, 1)], -1), -1)[..., :-1]
+    wanted = torch.autograd.grad(p @ v64.repeat_interleave(2, 1), exact, dout.double())
+    for f, w in zip(found, wanted, strict=True):
+        torch.testing.assert_close(f.double(), w, rtol=2e-5, atol=2e-5 * float(w.abs().max()))
+
+
 def test_torch_refuses_what_has_no_gradient() -> None:
     torch = pytest.importorskip("torch")
     devices.need("cpu")
     import aule
 
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
-    bias = torch.zeros(1, 2, 8, 8, requires_grad=True)
-    with pytest.raises(aule.AuleError, match="bias"):
-        aule.flash_attention(q, q, q, bias=bias, backend="cpu")
+    slopes = torch.zeros(2, requires_grad=True)
+    with pytest.raises(aule.AuleError, match="detach alibi_slopes"):
+        aule.flash_attention(q, q, q, alibi_slopes=slopes, backend="cpu")
     with pytest.raises(aule.AuleError, match="out="):
         aule.flash_attention(q, q, q, out=torch.empty(1, 2, 8, 16), backend="cpu")
     with pytest.raises(aule.AuleError, match="NumPy alone computes none"):

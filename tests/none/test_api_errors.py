@@ -234,12 +234,12 @@ def test_mixed_kinds(position: str) -> None:
 
 
 @pytest.mark.skipif(torch is None, reason="no torch here")
-@pytest.mark.parametrize("position", ["q", "k", "v", "bias", "out"])
+@pytest.mark.parametrize("position", ["q", "k", "v", "alibi_slopes", "out"])
 def test_tensors_that_need_a_gradient_that_is_not_there(position: str) -> None:
     given = {name: torch.from_numpy(x) for name, x in arrays().items()}
-    given |= {"bias": torch.zeros(9, 9), "out": torch.empty(2, 4, 9, 16)}
+    given |= {"alibi_slopes": torch.zeros(4), "out": torch.empty(2, 4, 9, 16)}
     given[position].requires_grad_()
-    with pytest.raises(AuleError, match=r"detach bias|leave out= away|detach out") as caught:
+    with pytest.raises(AuleError, match=r"detach alibi_slopes|leave out= away|detach out") as caught:
         aule.flash_attention(**given)
     assert caught.value.code == "AULE_ERROR_NO_GRADIENT"
     with torch.no_grad():

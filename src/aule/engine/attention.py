@@ -208,8 +208,26 @@ def backward_on_device(ready: BackwardLaunch, device: Device, memory: dict[str, 
         device.launch(loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params])
 
 
+def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Any) -> None:
+    """Gradients of tensors that live on the device; ``views`` as for `plan_backward`, ``lse`` an Allocation."""
+    if device.target.backend == "cpu":
+        cpu.backward(problem, views, device, lse)
+        return
+    ready = prepare_backward(problem, views, device)
+    with _Arena(device) as arena:
+        memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
+        memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
+        backward_on_device(ready, device, memory)
+
+
 def backward_on_host(
-    problem: AttentionProblem, operands: Operands, device: Device, out: Array, lse: Array, dout: TensorView
+    problem: AttentionProblem,
+    operands: Operands,
+    device: Device,
+    out: Array,
+    lse: Array,
+    dout: TensorView,
+    ds: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v on host arrays.
 
@@ -219,6 +237,9 @@ def backward_on_host(
         Results of the forward pass, four and three axes; ``lse`` in the type that is computed in (`cpu.work_dtype`).
     dout : TensorView
         The gradient of ``out``, with four axes.
+    ds : ndarray, optional
+        Zeros ``[batch, heads_q, seq_q, seq_kv]`` of the type that is computed in: gets the gradient of what is added to
+        the scores.
     """
     dtype = problem.dtype
     grads = {
@@ -231,15 +252,25 @@ def backward_on_host(
     elif device.target.backend == "cpu":
         views = named(operands, host_view(dtype, out)) | {"do": dout}
         views |= {f"d{name}": host_view(dtype, array) for name, array in grads.items()}
+        if ds is not None:
+            views["ds"] = host_view("f64" if dtype == "f64" else "f32", ds)
         cpu.backward(problem, views, device, lse)
     else:
-        _backward_through_device(problem, named(operands, host_view(dtype, out)) | {"do": dout}, device, lse, grads)
+        views = named(operands, host_view(dtype, out)) | {"do": dout}
+        _backward_through_device(problem, views, device, lse, grads, ds)
     return grads["q"], grads["k"], grads["v"]
 
 
 def _backward_through_device(
-    problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Array, grads: dict[str, Array]
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    device: Device,
+    lse: Array,
+    grads: dict[str, Array],
+    ds: Array | None,
 ) -> None:
+    if ds is not None:
+        views["ds"] = host_view("f32", ds)
     check_device(problem, device, views)
     with _Arena(device) as arena:
         views = {name: arena.bring(view) for name, view in views.items()}
@@ -255,6 +286,8 @@ def _backward_through_device(
         backward_on_device(ready, device, buffers)
         for name, array in grads.items():
             device.download(buffers[f"d{name}"], array)
+        if ds is not None:
+            device.download(buffers["ds"], ds)
 
 
 def host_view(dtype: str, array: Array) -> TensorView:

@@ -81,21 +81,45 @@ def _needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
 
 
 def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """Attention whose result can be differentiated with respect to q, k and v: on CUDA and CPU tensors."""
-    for name, tensor in {**options.arrays(), "out": options.out}.items():
-        if getattr(tensor, "requires_grad", False):
-            raise _no_gradient(f"one of {name}", f"gradients are those of q, k and v: detach {name}")
+    """Attention whose result can be differentiated with respect to q, k, v, additive masks, bias and sinks."""
+    for name in ("alibi_slopes", "out"):
+        if getattr(getattr(options, name), "requires_grad", False):
+            raise _no_gradient(name, f"detach {name}, which has no gradient here")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require_tensor(tensor, name)
     if options.out is not None:
         raise _no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
     if q.is_cuda and _CUDA_BUILD:
-        out, lse = _CudaAttention.apply(q, k, v, options)
+        function = _CudaAttention
     elif q.device.type == "cpu":
-        out, lse = _HostAttention.apply(q, k, v, options)
+        function = _HostAttention
     else:
         raise _no_gradient(f"tensors on {q.device}", "gradients are there for CUDA and CPU tensors: move them")
+    # As arguments of their own, so that autograd sees them.
+    out, lse = function.apply(q, k, v, options.mask, options.bias, options.sinks, options)
     return (out, lse) if options.return_lse else out
+
+
+def _added_gradients(ctx: Any, dout: Any, out: Any, lse: Any, ds: Any, mask: Any, bias: Any, sinks: Any) -> list[Any]:
+    """Gradients of mask, bias and sinks, each where it is wanted, from dS and the log-sum-exp."""
+    result: list[Any] = []
+    for wanted, tensor in zip(ctx.needs_input_grad[3:5], (mask, bias), strict=True):
+        # What was broadcast is summed over.
+        result.append(ds.sum_to_size(tensor.shape).to(tensor.dtype) if wanted else None)
+    if not ctx.needs_input_grad[5]:
+        return [*result, None]
+    work = lse.dtype
+    delta = (dout.to(work) * out.to(work)).sum(-1)
+    weight = torch.exp(sinks.to(work)[:, None] - lse)  # of the sink, in every row
+    return [*result, -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype)]
+
+
+def _zero_scores(ctx: Any, problem: AttentionProblem, device: Any) -> Any:
+    """Where dS goes, when it is wanted."""
+    if not any(ctx.needs_input_grad[3:5]):
+        return None
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    return torch.zeros(shape, dtype=torch.float64 if problem.dtype == "f64" else torch.float32, device=device)
 
 
 def _no_gradient(got: str, remedy: str) -> AuleError:
@@ -109,15 +133,15 @@ class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
     """Attention on CPU tensors, with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
         problem, operands = _host_problem(q, k, v, options._replace(return_lse=True))
         device = _gradient_device(options.backend or settings.backend())
         out = torch.empty(operands.out_shape, dtype=q.dtype)
         target = _host_view(out, "out").storage
         _, lse = forward_on_host(problem, operands, device, target[(None,) * (4 - target.ndim)], exact_lse=True)
-        ctx.call = (problem, operands, device, lse)
-        ctx.save_for_backward(q, k, v, out, *options.arrays().values())
         assert lse is not None
+        ctx.call = (problem, operands, device, lse)
+        ctx.save_for_backward(q, k, v, out, mask, bias, sinks)
         shown = torch.from_numpy(lse.reshape(operands.lse_shape).astype("float32", copy=True))
         ctx.mark_non_differentiable(shown)
         return out, shown
@@ -127,13 +151,18 @@ class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
         problem, operands, device, lse = ctx.call
         # Raises when one of them was changed in place since: the operands are views of their memory.
-        q, k, v, out, *_ = ctx.saved_tensors
+        q, k, v, out, mask, bias, sinks = ctx.saved_tensors
         results = []
         for name, tensor in (("out", out), ("dout", dout)):
             array = _host_view(tensor, name).storage
             results.append(host_view(problem.dtype, array[(None,) * (4 - array.ndim)]))
-        grads = backward_on_host(problem, operands, device, results[0].storage, lse, results[1])
-        return (*(_tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)), None)
+        ds = _zero_scores(ctx, problem, "cpu")
+        stored = None if ds is None else ds.numpy()
+        grads = backward_on_host(problem, operands, device, results[0].storage, lse, results[1], stored)
+        added = _added_gradients(
+            ctx, dout, out, torch.from_numpy(lse.reshape(operands.lse_shape)), ds, mask, bias, sinks
+        )
+        return (*(_tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)), *added, None)
 
 
 def _gradient_device(spec: str | None) -> Any:
@@ -155,18 +184,21 @@ class _CudaAttention(torch.autograd.Function):  # type: ignore[misc]
     """Attention on CUDA tensors, with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
         out, lse = _on_cuda(q, k, v, options._replace(return_lse=True))
-        ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse, *options.arrays().values())
+        ctx.options = options._replace(mask=None, bias=None, sinks=None)  # kept as saved tensors
+        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        q, k, v, out, lse, *_ = ctx.saved_tensors
-        return (*_cuda_gradients(q, k, v, out, lse, dout, ctx.options), None)
+        q, k, v, out, lse, mask, bias, sinks = ctx.saved_tensors
+        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks)
+        want_scores = any(ctx.needs_input_grad[3:5])
+        grads, ds = _cuda_gradients(q, k, v, out, lse, dout, options, want_scores)
+        return (*grads, *_added_gradients(ctx, dout, out, lse, ds, mask, bias, sinks), None)
 
 
 def _tensor_like(array: Any, like: Any) -> Any:
@@ -278,37 +310,41 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
 _gradient_launches: dict[Any, Any] = {}
 
 
-def _cuda_gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions) -> Any:
-    """Gradients of q, k and v on the current stream."""
+def _cuda_gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool
+) -> tuple[list[Any], Any]:
+    """Gradients of q, k and v on the current stream, and of what is added to the scores where it is wanted."""
     given = {"q": q, "k": k, "v": v, "o": out, "do": dout}
     arrays = options.arrays()
     # Planned once per signature, like the forward pass.
     key = (
         *(_signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
         options.window if not isinstance(options.window, list) else tuple(options.window), options.softcap,
-        options.causal_align, options.backend,
+        options.causal_align, options.backend, want_scores,
     )  # fmt: skip
     ready = _gradient_launches.get(key)
     if ready is None:
-        ready = _prepare_gradients(given, arrays, options)
+        ready = _prepare_gradients(given, arrays, options, want_scores)
         if len(_gradient_launches) >= _MAX_LAUNCHES:
             _gradient_launches.clear()
         _gradient_launches[key] = ready
-    launches, workspace = ready
+    launches, workspace, score_shape = ready
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    ds = torch.zeros(score_shape, dtype=torch.float32, device=q.device) if want_scores else None
     if not launches:
-        return [grad.zero_() for grad in grads]
+        return [grad.zero_() for grad in grads], ds
     memory = given | arrays | {"lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
     memory |= {name: torch.empty(count, dtype=torch.float32, device=q.device) for name, count in workspace.items()}
-    if "alibi_slopes" in memory:
-        memory["alibi"] = memory["alibi_slopes"]
+    memory["alibi"], memory["ds"] = options.alibi_slopes, ds
     stream = _raw_stream(q.get_device())
     for launch, buffers in launches:
         launch([memory[name].data_ptr() for name in buffers], stream)
-    return grads
+    return grads, ds
 
 
-def _prepare_gradients(given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions) -> Any:
+def _prepare_gradients(
+    given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions, want_scores: bool
+) -> Any:
     q = given["q"]
     views: dict[str, Any] = {name: _device_view(x, name, q) for name, x in (given | arrays).items()}
     results = {name: _lifted(views.pop(name)) for name in ("o", "do")}
@@ -317,14 +353,17 @@ def _prepare_gradients(given: dict[str, Any], arrays: dict[str, Any], options: A
     memory = named(operands, results["o"]) | {"do": results["do"]}
     for name, view in (("dq", operands.q), ("dk", operands.k), ("dv", operands.v)):
         memory[name] = TensorView(problem.dtype, view.shape, contiguous_strides(view.shape), "cuda", None)
+    score_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    if want_scores:
+        memory["ds"] = TensorView("f32", score_shape, contiguous_strides(score_shape), "cuda", None)
     aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()}
     ready = prepare_backward(problem, memory, device, aligned)
     launches = []
     for step, loaded in ready.steps:
-        scalars = [step.scalars[p.name] for p in loaded.artifact.scalars]
+        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
         buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
         launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return launches, ready.workspace
+    return launches, ready.workspace, score_shape
 
 
 def _lifted(view: TensorView) -> TensorView:

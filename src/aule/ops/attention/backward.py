@@ -173,19 +173,25 @@ class _Kernel:
         return slope
 
     def differentiate(
-        self, P: RegisterTile, dP: RegisterTile, delta: Callable[[int, int], Value], slope: RegisterTile | None
+        self,
+        P: RegisterTile,
+        dP: RegisterTile,
+        delta: Callable[[int, int], Value],
+        slope: RegisterTile | None,
+        keep: Callable[[Value, int, int], None] | None = None,
     ) -> None:
-        """dS in the place of dP. V of a dropped key may hold Inf or NaN, so its weight of zero decides."""
+        """dS in the place of dP. V of a dropped key may hold Inf or NaN, so its weight of zero decides. ``keep`` sees
+        the gradient of the scores as softmax got them, behind the softcap."""
         b = self.b
         weights = P.values()
         bends = None if slope is None else slope.values()
 
         def apply(dp: Value, r: int, c: int) -> Value:
             p = weights[r][c]
-            ds = p * (dp - delta(r, c))
-            if bends is not None:
-                ds = ds * bends[r][c]
-            return b.select(b.eq(p, 0.0), b.const(0.0, f32), ds)
+            ds = b.select(b.eq(p, 0.0), b.const(0.0, f32), p * (dp - delta(r, c)))
+            if keep is not None:
+                keep(ds, r, c)
+            return ds if bends is None else ds * bends[r][c]
 
         dP.map(apply)
 
@@ -266,11 +272,26 @@ class _Queries(_Kernel):
             b.comment("dS = P * (dO V^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: result.fetch(first_chunk))
-            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope)
+            keep = self._keep_scores(S, key0) if self.config.scores else None
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, keep)
             b.comment("dQ = dQ + dS K")
             engine.store_p(S, dP.values())
             self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
         self.store(dQ, self.dq, row0, self.p.number("dq_factor", f32))
+
+    def _keep_scores(self, S: RegisterTile, key0: Value) -> Callable[[Value, int, int], None]:
+        """Stores dS of the rows and keys that exist."""
+        b, scores = self.b, self.scores
+        out = self.p.buffer("ds", f32, "write")
+        base = self.p.strided("ds", scores.batch, self.head)
+        step = self.p.number("ds_row_stride", self.index)
+
+        def keep(ds: Value, r: int, c: int) -> None:
+            row, key = self.row0 + S.row(r), key0 + S.col(c)
+            with b.if_((row < scores.seq_q) & (key < scores.seq_kv)):
+                b.store(out, base + b.cast(row, self.index) * step + b.cast(key, self.index), ds)
+
+        return keep
 
 
 class _Keys(_Kernel):

@@ -78,6 +78,8 @@ class BackwardConfig(ScoreConfig):
 
     of: Literal["queries", "keys"]
     shape: SimtShape
+    scores: bool = False
+    """The kernel of dQ also stores dS, the gradient of what is added to the scores."""
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
 

@@ -111,7 +111,8 @@ def plan_backward(
     ----------
     views : dict
         As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``, the last three contiguous. The log-sum-exp of the
-        forward pass is the buffer ``lse``.
+        forward pass is the buffer ``lse``. With ``ds``, fp32 ``[batch, heads_q, seq_q, seq_kv]`` and zero before, the
+        gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
         For q, k, v, o, do: whether the memory starts at a multiple of 16 bytes (default: it does).
     shapes : pair of SimtShape, optional
@@ -146,6 +147,7 @@ def plan_backward(
         config = BackwardConfig(
             **(score_options(problem) | {"lse": False}),
             of=of,  # type: ignore[arg-type]
+            scores=of == "queries" and "ds" in views,
             shape=shape,
             unit=tuple(unit[n] for n in names),
             aligned=tuple(aligned[n] for n in names),

@@ -206,11 +206,25 @@ class _Backward:
                 to = place + j * shape.lanes
                 p = b.load(self.p_scores, to, shape.lanes)
                 ds = p * (variable.value - delta)
-                if config.softcap:
-                    ds = ds * b.load(self.ds, to, shape.lanes)
                 if guarded:  # V of a dropped key may hold Inf or NaN
                     ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
+                if config.scores:
+                    self._keep_scores(head, at_row, key + j * shape.lanes, ds)
+                if config.softcap:
+                    ds = ds * b.load(self.ds, to, shape.lanes)
                 b.store(self.ds, to, ds)
+
+    def _keep_scores(self, head: Value, row: Value, key: Value, ds: Value) -> None:
+        """Store a vector of dS where its keys exist. Rows that repeat the last store the same again."""
+        b, engine, seq_kv = self.b, self.engine, self.scores.seq_kv
+        out = self.p.buffer("ds", self.config.work, "write")
+        start = self.p.strided("ds", self.batch, head) + engine.index(row) * self.p.number("ds_row_stride", i64)
+        with b.if_(key + engine.lanes <= seq_kv):
+            b.store(out, start + engine.index(key), ds, align=1)
+        with b.else_():
+            for i, x in enumerate(b.unpack(ds)):
+                with b.if_(key + i < seq_kv):
+                    b.store(out, start + engine.index(key + i), x)
 
     def _query_gradients(
         self, head: Value, row0: Value, row: Value, count: Value, k_rows: Operand, low: Value, high: Value,

@@ -127,9 +127,12 @@ class CpuBackwardConfig(ScoreConfig):
         For q, k, v, and the gradient of o: the head dimension has stride 1.
     direct_keys : bool
         K can be read in place as rows of whole vectors.
+    scores : bool
+        dS, the gradient of what is added to the scores, is stored too.
     """
 
     shape: CpuShape
+    scores: bool = False
     direct_keys: bool = True
     mask_columns: Columns = "any"
     bias_columns: Columns = "any"

@@ -126,7 +126,8 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     ----------
     views : dict
         As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``. The log-sum-exp of the forward pass is the buffer
-        ``lse``, in the type that is computed in.
+        ``lse``, in the type that is computed in; so is ``ds``, where the gradient of what is added to the scores is
+        wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before.
     """
     if problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv == 0:
         return CpuPlan(())
@@ -156,6 +157,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         **(score_options(problem) | {"lse": False}),
         unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
         shape=shape,
+        scores="ds" in views,
         direct_keys=problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
