@@ -109,7 +109,17 @@ BACKWARD: tuple[SimtShape, ...] = (
     SimtShape(32, 32, 8, 8, 8, 4, False),
     SimtShape(16, 16, 8, 8, 8, 4, False),
 )
-"""Tiles of the backward kernels, by rule, not measured: the first that fits a device and its registers is taken."""
+"""Tiles of the backward kernels; the first that fits a device and its registers is taken. The first was measured on an
+H200 (S 2048, full, fp32, TFLOPS of the kernel's own products), the others follow by rule. d64: dQ 39.4 through PTX and
+33.6 through Vulkan, dK and dV 39.8 and 35.0; beat 256 threads (35.4, 36.1), 128x64 (37.2, 37.7) and keys by 32 (35.6).
+d128: dQ 40.4 and 33.6; beat 256 threads (36.9) and 32x64 (34.7). 64x128 makes dQ at d64 2 to 4% faster and spills."""
+
+OWN_BACKWARD: dict[str, tuple[SimtShape, ...]] = {
+    # H200, d128, dK and dV: 37.9 through PTX; beat 32x64 (34.3), 64x64 over 256 threads (35.6). Through Vulkan with
+    # chunks of 8 31.6; beat 32x64 (29.2).
+    "nvidia": (BACKWARD[0], SimtShape(32, 128, 16, 8, 16, 16, False)),
+}
+"""What goes before `BACKWARD` on a vendor's devices."""
 
 _BACKWARD_ACCUMULATORS = 136
 """Registers of S, dP and the gradients that one thread may hold."""
@@ -126,7 +136,7 @@ def choose_backward_shape(target: Target, inner: int, results: tuple[int, ...]) 
         Columns of each gradient that the kernel makes.
     """
     small = target.software and target.backend in ("opencl", "webgpu")
-    for entry in BACKWARD[6:] if small else BACKWARD:
+    for entry in BACKWARD[6:] if small else (*OWN_BACKWARD.get(target.vendor, ()), *BACKWARD):
         shape = _narrowed(entry, inner)
         held = shape.rows * (2 * shape.block_kv + sum(shape.value_cols(dim) for dim in results)) // shape.threads_x
         fits = shape.threads <= target.max_threads and shape.shared_bytes(inner, inner, True) <= target.max_shared_bytes
