@@ -29,6 +29,8 @@ class _Installed:
 
 _lock = threading.RLock()
 _now: _Installed | None = None
+_made: dict[Any, Any] = {}
+"""Our function for each one whose place it took; never dropped, see `torch_sdpa.replacement`."""
 _served = 0
 _passed_on: Counter[str] = Counter()
 
@@ -69,8 +71,9 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    Gradients of query, key and value are there for CPU tensors, once: they cannot be differentiated again. Autocast
-    is followed. CPU tensors are computed by the CPU engine (extra ``cpu``), without it by NumPy, which has no gradients.
+    Gradients of query, key, value and a float mask are there for CPU and CUDA tensors, once: they cannot be
+    differentiated again. Autocast is followed. CPU tensors are computed by the CPU engine (extra ``cpu``) where there
+    is one.
     """
     function = _front_end("scaled_dot_product_attention").scaled_dot_product_attention
     return function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -101,7 +104,9 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
         if _now is not None and original is _now.ours:
             _now = _Installed(_now.original, _now.ours, backend, verbose)
             return
-        ours = front_end.replacement(original, _settings, _count)
+        ours = _made.get(original)
+        if ours is None:
+            ours = _made[original] = front_end.replacement(original, _settings, _count)
         _now = _Installed(original, ours, backend, verbose)
         front_end.set_function(ours)
 
@@ -131,6 +136,27 @@ def installed(backend: str | None = None, verbose: bool = False) -> Iterator[Non
             uninstall()
         else:
             install(before.backend, before.verbose)
+
+
+def register_flash_attention_impl(name: str = "aule") -> None:
+    """Offer aule through PyTorch's own registry of flash-attention implementations, for CPU tensors.
+
+    Nothing changes before ``torch.nn.attention.activate_flash_attention_impl(name)``. From then on, until
+    ``torch.nn.attention.restore_flash_attention_impl()``, what PyTorch sends to its flash kernel on the CPU (four axes,
+    no dropout, no gradient of a mask) is computed by aule, forward and backward, in compiled graphs too. Calls are
+    counted in `dispatch_stats`. CUDA tensors are not touched.
+
+    Needs a PyTorch with that registry (2.13 has it) and the CPU engine (extra ``cpu``).
+    """
+    _front_end("register_flash_attention_impl")
+    from aule.frontends import torch_flash
+
+    missing = torch_flash.available()
+    if missing is not None:
+        raise BackendUnavailableError(
+            "torch", f"[register_flash_attention_impl] expected PyTorch with {missing}, got none; update PyTorch"
+        )
+    torch_flash.register(name, _count)
 
 
 def dispatch_stats() -> dict[str, Any]:

@@ -181,6 +181,19 @@ def test_torch_gradients_of_bias_mask_and_sinks(name: str, shape: tuple[int, ...
         torch.testing.assert_close(f.double(), w, rtol=2e-5, atol=2e-5 * float(w.abs().max()))
 
 
+def test_torch_second_derivative_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    devices.need("cpu")
+    import aule
+
+    q = torch.randn(1, 1, 3, 8, dtype=torch.float64, requires_grad=True)
+    out = aule.flash_attention(q, q, q, backend="cpu").sum()
+    (grad,) = torch.autograd.grad(out, q, create_graph=True)
+    assert grad.requires_grad  # or a penalty on it would be lost without a word
+    with pytest.raises(aule.AuleError, match="expected one derivative"):
+        torch.autograd.grad(grad.square().sum(), q)
+
+
 def test_torch_refuses_what_has_no_gradient() -> None:
     torch = pytest.importorskip("torch")
     devices.need("cpu")

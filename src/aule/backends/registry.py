@@ -138,6 +138,8 @@ def choose(spec: str | None = None) -> Device | None:
     if spec is not None:
         return find(spec)
     for candidate in BACKENDS:
+        if candidate.name in _errors and os.getpid() == _pid:
+            continue  # raising its refusal again would cost more than a small call of attention
         try:
             real = [d for d in devices(candidate.name) if not d.target.software]
         except AuleError:

@@ -7,6 +7,7 @@ are staged through the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -129,6 +130,32 @@ def _no_gradient(got: str, remedy: str) -> AuleError:
     )
 
 
+def _once(ctx: Any, dout: Any, gradients: Callable[[Any, Any], Any]) -> Any:
+    """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
+    if not torch.is_grad_enabled():
+        return gradients(ctx, dout)
+    with torch.no_grad():
+        found = gradients(ctx, dout)
+    inputs = [x for x in (dout, *ctx.saved_tensors) if x is not None]
+    return tuple(None if grad is None else _Last.apply(grad, *inputs) for grad in found)
+
+
+class _Last(torch.autograd.Function):  # type: ignore[misc]
+    """A gradient on whose own gradient there is nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, *inputs: Any) -> Any:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AuleError(
+            "AULE_ERROR_NO_GRADIENT",
+            "[flash_attention] expected one derivative, got a second; use torch.nn.functional."
+            "scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need it",
+        )
+
+
 class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
     """Attention on CPU tensors, with its gradient."""
 
@@ -147,8 +174,11 @@ class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
         return out, shown
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
+        return _once(ctx, dout, _HostAttention._gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, dout: Any) -> Any:
         problem, operands, device, lse = ctx.call
         # Raises when one of them was changed in place since: the operands are views of their memory.
         q, k, v, out, mask, bias, sinks = ctx.saved_tensors
@@ -192,8 +222,11 @@ class _CudaAttention(torch.autograd.Function):  # type: ignore[misc]
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
+        return _once(ctx, dout, _CudaAttention._gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, dout: Any) -> Any:
         q, k, v, out, lse, mask, bias, sinks = ctx.saved_tensors
         options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks)
         want_scores = any(ctx.needs_input_grad[3:5])

@@ -95,6 +95,8 @@ def replacement(
 ) -> Callable[..., Any]:
     """A function to stand in the place of ``torch.nn.functional.scaled_dot_product_attention``.
 
+    It must be kept for ever: TorchScript knows it by its address.
+
     Parameters
     ----------
     original : callable
@@ -142,6 +144,8 @@ def replacement(
         return original(*arguments, **options)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
+    # TorchScript takes it for PyTorch's operator, as it does the builtin function.
+    torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
     return scaled_dot_product_attention
 
 
@@ -204,7 +208,6 @@ def prepare(
             "both",
             "put the causal band into the mask",
         )
-    _check_gradients(query, key, value, attn_mask)
     _check_sizes(query, key, value)
 
     key, value = _grouped(query, key, value) if enable_gqa else (key, value)
@@ -245,10 +248,6 @@ def _refuse(reason: str, kind: Any, expected: str, got: Any, remedy: str = "") -
 
 def _unsupported(message: str) -> AuleError:
     return AuleError("AULE_ERROR_UNSUPPORTED", message)
-
-
-def _no_gradient(message: str) -> AuleError:
-    return AuleError("AULE_ERROR_NO_GRADIENT", message)
 
 
 def _check_tensors(query: Any, key: Any, value: Any, mask: Any) -> None:
@@ -325,35 +324,24 @@ def _check_numbers(dropout_p: float, scale: float | None) -> None:
         _refuse("scale", InvalidArgumentError, "expected a finite scale or None", scale, remedy)
 
 
-def _check_gradients(query: Any, key: Any, value: Any, mask: Any) -> None:
-    if not torch.is_grad_enabled():
-        return
-    if mask is not None and mask.requires_grad:
-        _refuse(
-            "gradient of attn_mask",
-            _no_gradient,
-            "expected attn_mask that needs no gradient",
-            "requires_grad=True",
-            "gradients are those of query, key and value: detach the mask",
-        )
-    if query.device.type != "cpu" and any(x.requires_grad for x in (query, key, value)):
-        remedy = "gradients are there on the CPU alone: call it under torch.no_grad() or move the tensors"
-        expected = "expected tensors that need no gradient, or CPU tensors"
-        _refuse(f"gradient on {query.device.type}", _no_gradient, expected, f"tensors on {query.device}", remedy)
-
-
 def _check_sizes(query: Any, key: Any, value: Any) -> None:
-    shapes = f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
     if min(query.dim(), key.dim(), value.dim()) < 2:
-        _refuse("shapes", InvalidShapeError, "expected tensors [..., seq, head_dim]", shapes, "add the missing axes")
+        got = _shapes(query, key, value)
+        _refuse("shapes", InvalidShapeError, "expected tensors [..., seq, head_dim]", got, "add the missing axes")
     if query.shape[-1] != key.shape[-1]:
-        _refuse("shapes", InvalidShapeError, "expected query and key of one head_dim", shapes, "make them equal")
+        got = _shapes(query, key, value)
+        _refuse("shapes", InvalidShapeError, "expected query and key of one head_dim", got, "make them equal")
     if key.shape[-2] != value.shape[-2]:
-        _refuse("shapes", InvalidShapeError, "expected key and value of one length", shapes, "make them equal")
+        got = _shapes(query, key, value)
+        _refuse("shapes", InvalidShapeError, "expected key and value of one length", got, "make them equal")
     largest = max(query.shape[-1], value.shape[-1])
     if largest > MAX_HEAD_DIM:
         expected = f"expected a head_dim of at most {MAX_HEAD_DIM}"
         _refuse(f"head_dim above {MAX_HEAD_DIM}", InvalidShapeError, expected, largest)
+
+
+def _shapes(query: Any, key: Any, value: Any) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
 
 
 def _heads(tensor: Any) -> int:
@@ -393,13 +381,15 @@ def _leading(
     lead_q, lead_k, lead_v = (tuple(x.shape[:-2]) for x in (query, key, value))
     if grouped:  # key and value have fewer heads, but no axis that broadcasts there
         lead_k, lead_v = (*lead_k[:-1], heads), (*lead_v[:-1], heads)
+    if lead_q == lead_k == lead_v:  # as nearly always; to broadcast costs microseconds
+        return (lead_q[:-1], heads, lead_q) if lead_q else ((), 1, ())
     try:
         scores = tuple(torch.broadcast_shapes(lead_q, lead_k))
         lead = tuple(torch.broadcast_shapes(scores, lead_v))
     except RuntimeError:
-        shapes = f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
         remedy = "give each axis its full length or 1, or pass enable_gqa=True"
-        _refuse("shapes", InvalidShapeError, "expected leading axes that broadcast", shapes, remedy)
+        got = _shapes(query, key, value)
+        _refuse("shapes", InvalidShapeError, "expected leading axes that broadcast", got, remedy)
     return (lead[:-1], lead[-1], scores) if lead else ((), 1, scores)
 
 

@@ -4,8 +4,8 @@ Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of 
 they lie: the layout is a matter of strides. Refused are dropout, ``return_attn_probs`` and a paged cache
 (``block_table``). ``deterministic`` is accepted and always true. float32 and float64 are served too.
 
-Gradients of q, k and v are there for CPU tensors. Where one is needed, the result is copied once, into the layout that
-flash-attn gives it.
+Gradients of q, k and v are there for CPU and CUDA tensors. Where one is needed, the result is copied once, into the
+layout that flash-attn gives it.
 """
 
 from __future__ import annotations

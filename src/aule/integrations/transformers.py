@@ -5,8 +5,8 @@ silently. Masks are boolean, those that transformers builds for PyTorch's attent
 all, else ``[batch, 1, seq_q, seq_kv]``, broadcast over heads and never repeated.
 
 Served are grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks (gpt-oss), position
-biases (T5), additive masks, padding on either side, dynamic and static caches. Refused with a clear error: dropout, a
-gradient of sinks or biases, and the paged cache of continuous batching.
+biases (T5), additive masks, padding on either side, dynamic and static caches, with gradients of all of them. Refused
+with a clear error: dropout, and the paged cache of continuous batching.
 """
 
 from __future__ import annotations

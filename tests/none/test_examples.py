@@ -1,0 +1,32 @@
+"""The examples run, in miniature."""
+
+from __future__ import annotations
+
+import importlib.util
+import xml.dom.minidom
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("llvmlite", reason="training needs the CPU engine")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_train_tiny_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "curves.svg"
+    curves = load("train_tiny_gpt").main(["--steps", "4", "--plot", str(target)])
+    assert curves["aule"] == pytest.approx(curves["PyTorch"], rel=1e-4)
+    assert curves["aule"][-1] < curves["aule"][0]
+    assert "aule served 12 calls and passed on 0" in capsys.readouterr().out
+    assert len(xml.dom.minidom.parse(str(target)).getElementsByTagName("polyline")) == 5

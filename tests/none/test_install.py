@@ -1,0 +1,398 @@
+"""`aule.install`: PyTorch's modules keep working with aule in their attention, and every call is accounted for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import aule
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
+
+F = torch.nn.functional
+ORIGINAL = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    aule.reset_dispatch_stats()
+    yield
+    aule.uninstall()
+    aule.reset_dispatch_stats()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def served() -> int:
+    stats = aule.dispatch_stats()
+    assert stats["passed_on"] == 0, stats
+    return int(stats["served"])
+
+
+# -- in and out --------------------------------------------------------------------------------------------------------
+
+
+def test_importing_aule_neither_imports_torch_nor_replaces_anything() -> None:
+    code = """
+import sys, aule
+assert "torch" not in sys.modules
+aule.uninstall()
+assert aule.dispatch_stats() == {"served": 0, "passed_on": 0, "reasons": {}} and "torch" not in sys.modules
+import torch
+assert torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_without_torch_the_error_says_so() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import aule
+for function in (aule.install, lambda: aule.scaled_dot_product_attention(1, 2, 3)):
+    try:
+        function()
+    except aule.BackendUnavailableError as error:
+        assert "pip install torch" in str(error), error
+    else:
+        raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_install_and_uninstall() -> None:
+    aule.uninstall()
+    aule.install()
+    ours = F.scaled_dot_product_attention
+    assert ours is not ORIGINAL
+    aule.install()
+    assert F.scaled_dot_product_attention is ours
+    q, k, v = tensors((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8))
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), ORIGINAL(q, k, v))
+    assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}}
+    aule.uninstall()
+    aule.uninstall()
+    assert F.scaled_dot_product_attention is ORIGINAL
+    torch.testing.assert_close(ours(q, k, v), ORIGINAL(q, k, v))
+    assert served() == 1, "who kept our function is passed on, uncounted"
+
+
+def test_context_manager_leaves_things_as_they_were() -> None:
+    with aule.installed():
+        inner = F.scaled_dot_product_attention
+        assert inner is not ORIGINAL
+        with pytest.raises(KeyError), aule.installed(backend="numpy"):
+            F.scaled_dot_product_attention(*tensors((1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 8)))
+            raise KeyError
+        assert F.scaled_dot_product_attention is inner
+    assert F.scaled_dot_product_attention is ORIGINAL and served() == 1
+
+
+def test_a_function_put_over_ours_stays() -> None:
+    aule.install()
+    ours = F.scaled_dot_product_attention
+    try:
+        F.scaled_dot_product_attention = other = lambda *a, **k: ours(*a, **k)
+        aule.uninstall()
+        assert F.scaled_dot_product_attention is other
+        q, k, v = tensors((1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 8))
+        assert torch.equal(other(q, k, v), ORIGINAL(q, k, v)) and served() == 0
+    finally:
+        F.scaled_dot_product_attention = ORIGINAL
+
+
+def test_a_missing_backend_raises_at_once() -> None:
+    with pytest.raises(aule.BackendUnavailableError):
+        aule.install(backend="no such thing")
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_verbose_says_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = tensors((1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 8))
+    with aule.installed(verbose=True):
+        for _ in range(2):
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert capsys.readouterr().out == "aule: serving attention\naule: passed on to PyTorch: dropout\n"
+
+
+# -- what is passed on -------------------------------------------------------------------------------------------------
+
+
+def test_reasons() -> None:
+    q, k, v = tensors((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8))
+    big = tensors((1, 1, 2, 512))[0]
+    mask = torch.zeros(4, 4)
+    with aule.installed():
+        sdpa = F.scaled_dot_product_attention
+        assert sdpa(q, k, v, dropout_p=1.0).shape == q.shape
+        assert sdpa(big, big, big).shape == big.shape
+        assert sdpa(q, k, v, scale=float("nan")).shape == q.shape
+        assert sdpa(*(x.to("meta") for x in (q, k, v))).device.type == "meta"
+        torch.testing.assert_close(torch.vmap(sdpa)(q, k, v), ORIGINAL(q, k, v))
+        sdpa(q, k, v, mask, is_causal=True)  # PyTorch computes it or raises, as it likes
+        with pytest.raises(RuntimeError, match="same dtype"):
+            sdpa(q, k.half(), v)
+        with pytest.raises(RuntimeError):
+            sdpa(q, k, v[..., :2, :1, 1])
+    assert aule.dispatch_stats() == {
+        "served": 0,
+        "passed_on": 8,
+        "reasons": {
+            "dropout": 1,
+            "head_dim above 256": 1,
+            "scale": 1,
+            "device meta": 1,
+            "a functorch transform": 1,
+            "attn_mask with is_causal": 1,
+            "dtype": 1,
+            "shapes": 1,
+        },
+    }
+
+
+def test_a_backend_that_cannot_is_counted_by_its_code() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)))
+    with aule.installed(backend="numpy"):
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert q.grad is not None
+    assert aule.dispatch_stats()["reasons"] == {"AULE_ERROR_NO_GRADIENT": 1}
+
+
+def test_compiled_functions_see_pytorchs_own() -> None:
+    q, k, v = tensors((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8))
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) + 1
+
+    with aule.installed():
+        out = torch.compile(f, backend="aot_eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(out, f(q, k, v))
+    assert served() == 0
+
+
+def test_torchscript_sees_pytorchs_own() -> None:
+    module = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    (x,) = tensors((1, 3, 16))
+    with aule.installed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(module)
+        torch.testing.assert_close(scripted(x, x, x, need_weights=False), module(x, x, x, need_weights=False))
+        traced = torch.jit.trace(lambda x: F.scaled_dot_product_attention(x, x, x), x, check_trace=False)
+    torch.testing.assert_close(traced(x), ORIGINAL(x, x, x))
+    stats = aule.dispatch_stats()
+    assert stats["served"] == 1 and set(stats["reasons"]) == {"torch.jit.trace"}
+
+
+# -- PyTorch's modules -------------------------------------------------------------------------------------------------
+
+
+def agree(module: Any, *inputs: Any, calls: int, **options: Any) -> None:
+    """Output and all gradients of a module, with and without aule."""
+
+    def run() -> list[Any]:
+        given = [x.detach().clone().requires_grad_() for x in inputs]
+        module.zero_grad()
+        out = module(*given, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        out.square().sum().backward()
+        return [out.detach(), *(x.grad for x in given), *(p.grad.clone() for p in module.parameters())]
+
+    expected = run()
+    aule.reset_dispatch_stats()
+    with aule.installed():
+        found = run()
+    assert served() == calls
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("masks", ["none", "causal", "padding", "both"])
+def test_multihead_attention(train: bool, masks: str) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(16, 2, batch_first=True).train(train)
+    (x,) = tensors((2, 5, 16))
+    options: dict[str, Any] = {"need_weights": False}
+    if masks in ("causal", "both"):
+        options |= {"attn_mask": torch.nn.Transformer.generate_square_subsequent_mask(5), "is_causal": True}
+    if masks in ("padding", "both"):
+        padding = torch.zeros(2, 5)
+        padding[1, 3:] = -torch.inf
+        options["key_padding_mask"] = padding
+    agree(lambda_module(module, options), x, calls=1)
+
+
+def lambda_module(module: Any, options: dict[str, Any]) -> Any:
+    """Self-attention of one input, as a module."""
+
+    class Self(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x, x, x, **options)
+
+    return Self()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_transformer_encoder(train: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(train)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    agree(encoder, *tensors((2, 5, 16)), calls=2, src_key_padding_mask=padding)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    agree(encoder, *tensors((2, 5, 16)), calls=2, mask=mask, is_causal=True)
+
+
+def test_encoder_without_gradients() -> None:
+    """PyTorch has a fused layer of its own there, which calls no attention function; without that, ours is called."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    (x,) = tensors((2, 5, 16))
+    with torch.no_grad():
+        expected = layer(x)
+        with aule.installed():
+            torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+            assert served() == 0
+            fused = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+            try:
+                torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(fused)
+    assert served() == 1
+
+
+def test_dropout_in_training_goes_to_pytorch() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
+    with aule.installed():
+        layer(*tensors((2, 5, 16))).sum().backward()
+    assert aule.dispatch_stats() == {"served": 0, "passed_on": 1, "reasons": {"dropout": 1}}
+
+
+@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(4, 4), (3, 5)])
+def test_causal_bias(variant: str, seq_q: int, seq_kv: int) -> None:
+    from torch.nn.attention import bias
+
+    mask = getattr(bias, variant)(seq_q, seq_kv)
+    q, k, v = tensors((2, 2, seq_q, 8), (2, 2, seq_kv, 8), (2, 2, seq_kv, 8))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with aule.installed():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), expected)
+        assert served() == 1
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5)
+    stats = aule.dispatch_stats()
+    assert stats["served"] == 1 and set(stats["reasons"]) == {"dropout"}
+
+
+def test_subclasses_and_modes_see_the_call() -> None:
+    class Marked(torch.Tensor):  # type: ignore[misc]
+        pass
+
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+    with aule.installed():
+        out = F.scaled_dot_product_attention(q.as_subclass(Marked), k, v)
+        with Watch():
+            F.scaled_dot_product_attention(q, k, v)
+        with torch.device("cpu"):
+            F.scaled_dot_product_attention(q, k, v)
+        assert F.scaled_dot_product_attention in seen
+    assert type(out) is Marked and served() == 3
+
+
+# -- PyTorch's own registry --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash() -> Iterator[Any]:
+    attention = pytest.importorskip("torch.nn.attention")
+    if not hasattr(attention, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry of flash-attention implementations")
+    aule.register_flash_attention_impl()
+    assert "aule" in attention.list_flash_attention_impls() and attention.current_flash_attention_impl() is None
+    with warnings.catch_warnings():  # PyTorch warns of the first kernel in a process that is replaced
+        warnings.simplefilter("ignore")
+        attention.activate_flash_attention_impl("aule")
+    yield attention
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", ["plain", "causal", "mask", "grouped"])
+def test_registered_implementation(flash: Any, dtype: Any, options: str) -> None:
+    given: dict[str, Any] = {
+        "plain": {"scale": 0.3},
+        "causal": {"is_causal": True},
+        "mask": {"attn_mask": torch.ones(5, 6, dtype=torch.bool).tril()},
+        "grouped": {"enable_gqa": True},
+    }[options]
+    heads = 2 if options == "grouped" else 4
+    inputs = [x.to(dtype) for x in tensors((2, 5, 4, 8), (2, 6, heads, 8), (2, 6, heads, 8))]
+    results = []
+    for _ in range(2):
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **given)
+        out.square().sum().backward()
+        results.append((out.detach(), q.grad, k.grad, v.grad))
+        if flash.current_flash_attention_impl() is not None:
+            assert served() == 1
+            flash.restore_flash_attention_impl()
+    assert served() == 1, "PyTorch's kernel is back"
+    for mine, theirs in zip(*results, strict=True):
+        allowed = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype] * theirs.abs().max()
+        assert (mine - theirs).abs().max() <= allowed
+
+
+def test_registered_implementation_refuses(flash: Any) -> None:
+    (x,) = tensors((1, 1, 4, 512))
+    x.requires_grad_()
+    F.scaled_dot_product_attention(x, x, x).sum().backward()
+    assert x.grad is not None
+    assert aule.dispatch_stats()["reasons"] == {"AULE_ERROR_INVALID_SHAPE": 1}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_registered_implementation_in_compiled_graphs(flash: Any, backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    inputs = tensors((2, 4, 5, 8), (2, 4, 6, 8), (2, 4, 6, 8))
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) + 1
+
+    results = []
+    for function in (torch.compile(f, backend=backend, fullgraph=True), f):
+        given = [x.clone().requires_grad_() for x in inputs]
+        out = function(*given)
+        out.square().sum().backward()
+        results.append((out.detach(), *(x.grad for x in given)))
+        if function is not f:
+            assert served() == 1
+            flash.restore_flash_attention_impl()
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
