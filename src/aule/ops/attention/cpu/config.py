@@ -53,7 +53,27 @@ class CpuShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuConfig(ScoreConfig):
+class CpuScoreConfig(ScoreConfig):
+    """What the forward and the backward kernel both have.
+
+    Attributes
+    ----------
+    mask_columns, bias_columns : {"unit", "same", "any"}
+        How mask and bias run along a row.
+    """
+
+    shape: CpuShape
+    mask_columns: Columns = "any"
+    bias_columns: Columns = "any"
+
+    @property
+    def work(self) -> Scalar:
+        """The type that is computed in."""
+        return work_type(SCALARS[self.dtype])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuConfig(CpuScoreConfig):
     """A forward kernel for CPUs.
 
     Attributes
@@ -68,21 +88,12 @@ class CpuConfig(ScoreConfig):
         are multiplied with K as it is.
     values : {"direct", "workspace", "scratch"}
         Where V is read: in place, or converted and padded beforehand, or by each task for itself.
-    mask_columns, bias_columns : {"unit", "same", "any"}
     """
 
-    shape: CpuShape
     grouped: bool = False
     split: bool = False
     panels: Literal["workspace", "scratch", "none"] = "workspace"
     values: Literal["direct", "workspace", "scratch"] = "direct"
-    mask_columns: Columns = "any"
-    bias_columns: Columns = "any"
-
-    @property
-    def work(self) -> Scalar:
-        """The type that is computed in."""
-        return work_type(SCALARS[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class CombineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuBackwardConfig(ScoreConfig):
+class CpuBackwardConfig(CpuScoreConfig):
     """The kernel of the gradients of q, k and v.
 
     Attributes
@@ -131,16 +142,8 @@ class CpuBackwardConfig(ScoreConfig):
         dS, the gradient of what is added to the scores, is stored too.
     """
 
-    shape: CpuShape
     scores: bool = False
     direct_keys: bool = True
-    mask_columns: Columns = "any"
-    bias_columns: Columns = "any"
-
-    @property
-    def work(self) -> Scalar:
-        """The type that is computed in."""
-        return work_type(SCALARS[self.dtype])
 
 
 @dataclass(frozen=True)
