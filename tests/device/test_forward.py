@@ -111,6 +111,14 @@ def test_nan_score_makes_its_rows_nan(device: Device, where: str) -> None:
     assert np.isfinite(out[0, 0, calm]).all() and np.isfinite(lse[0, 0, calm]).all()
 
 
+@pytest.mark.parametrize("seq_q", [1, 17, 40])
+def test_no_keys_at_all(device: Device, seq_q: int) -> None:
+    q, k, v = (random(1, 2, n, 16, seed=i) for i, n in enumerate((seq_q, 0, 0)))
+    out, lse = run(device, {"q": q, "k": k, "v": v}, return_lse=True)
+    assert lse is not None
+    assert (out == 0).all() and np.isneginf(lse).all()
+
+
 def test_rows_without_keys_are_zero(device: Device) -> None:
     q, k, v = (random(1, 2, n, 16, seed=i) for i, n in enumerate((40, 10, 10)))
     out, lse = run(device, {"q": q, "k": k, "v": v}, causal=True, return_lse=True)

@@ -87,7 +87,8 @@ def _run(
 
 def _prepare(plan: CpuPlan, problem: AttentionProblem, device: Any) -> _Ready:
     size = np.dtype(work_dtype(problem)).itemsize
-    workspace = {name: -(-count * size // 64) * 64 for name, count in plan.workspace.items()}
+    # Never empty, so that every buffer has an address: without keys there is nothing to pack.
+    workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}
     return _Ready(tuple(_launch(step, device) for step in plan.steps), workspace)
 
 
