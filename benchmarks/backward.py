@@ -13,11 +13,11 @@ import argparse
 import csv
 import datetime
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from forward import timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -26,21 +26,6 @@ from aule.engine.attention import contiguous_strides, prepare_backward
 from aule.errors import AuleError
 from aule.ops.attention.problem import AttentionProblem
 from aule.view import TensorView
-
-
-def timed(call: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a call on the current CUDA stream."""
-    for _ in range(2):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(times)
 
 
 def error_of(found: Any, wanted: Any) -> float:

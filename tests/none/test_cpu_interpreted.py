@@ -12,7 +12,8 @@ import pytest
 from aule.engine.attention import STORED, contiguous_strides, named
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
-from aule.ops.attention.cpu.plan import CpuPlan, plan_backward, plan_forward
+from aule.ops.attention.cpu.plan import plan_backward, plan_forward
+from aule.ops.attention.plan import StepPlan
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
@@ -49,7 +50,7 @@ def work(problem: AttentionProblem) -> Any:
     return np.float64 if problem.dtype == "f64" else np.float32
 
 
-def run_plan(plan: CpuPlan, problem: AttentionProblem, memory: dict[str, Any], target: Target) -> None:
+def run_plan(plan: StepPlan, problem: AttentionProblem, memory: dict[str, Any], target: Target) -> None:
     memory |= {name: np.full(size, np.nan, work(problem)) for name, size in plan.workspace.items()}
     for step in plan.steps:
         kernel = step.build(step.config, target)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine.programs import program
-from aule.ops.attention.cpu.plan import CpuPlan, plan_backward, plan_forward
-from aule.ops.attention.plan import Step
+from aule.ops.attention.cpu.plan import plan_backward, plan_forward
+from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.attention.problem import AttentionProblem
 from aule.runtime.base import Allocation, Device
 from aule.view import TensorView
@@ -58,7 +58,7 @@ def _run(
     problem: AttentionProblem,
     views: dict[str, TensorView],
     device: Device,
-    planner: Callable[[AttentionProblem, dict[str, TensorView], Any], CpuPlan],
+    planner: Callable[[AttentionProblem, dict[str, TensorView], Any], StepPlan],
     extra: dict[str, Memory],
 ) -> None:
     known: dict[Any, _Ready] = vars(device).setdefault("_ready_attention", {})
@@ -85,7 +85,7 @@ def _run(
             _give(device, block)
 
 
-def _prepare(plan: CpuPlan, problem: AttentionProblem, device: Any) -> _Ready:
+def _prepare(plan: StepPlan, problem: AttentionProblem, device: Any) -> _Ready:
     size = np.dtype(work_dtype(problem)).itemsize
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}

@@ -54,11 +54,16 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on torch tensors."""
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, options):
         return _with_gradient(q, k, v, options)
-    if q.is_cuda and _CUDA_BUILD and (options.backend is None or options.backend.startswith("cuda")):
+    if _drives(q, options):
         return _on_cuda(q, k, v, options)
     if q.device.type == "cpu":
         return _on_host(q, k, v, options)
     return _staged(q, k, v, options)
+
+
+def _drives(q: Any, options: AttentionOptions) -> bool:
+    """Whether a tensor is one of CUDA's that is to be computed on where it lies."""
+    return q.is_cuda and _CUDA_BUILD and (options.backend is None or options.backend.startswith("cuda"))
 
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -90,12 +95,17 @@ def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         _require_tensor(tensor, name)
     if options.out is not None:
         raise _no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
-    if q.is_cuda and _CUDA_BUILD:
+    if isinstance(options.scale, torch.Tensor) or isinstance(options.window, list):  # keyed by value, not by identity
+        scale = None if options.scale is None else float(options.scale)
+        window = tuple(options.window) if isinstance(options.window, list) else options.window
+        options = options._replace(scale=scale, window=window)
+    if _drives(q, options):
         function = _CudaAttention
     elif q.device.type == "cpu":
         function = _HostAttention
     else:
-        raise _no_gradient(f"tensors on {q.device}", "gradients are there for CUDA and CPU tensors: move them")
+        where = f"tensors on {q.device}" + (f" and backend {options.backend}" if options.backend else "")
+        raise _no_gradient(where, "gradients are there for CUDA tensors on cuda, and for CPU tensors: move them")
     # As arguments of their own, so that autograd sees them.
     out, lse = function.apply(q, k, v, options.mask, options.bias, options.sinks, options)
     return (out, lse) if options.return_lse else out
@@ -352,8 +362,7 @@ def _cuda_gradients(
     # Planned once per signature, like the forward pass.
     key = (
         *(_signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
-        options.window if not isinstance(options.window, list) else tuple(options.window), options.softcap,
-        options.causal_align, options.backend, want_scores,
+        options.window, options.softcap, options.causal_align, options.backend, want_scores,
     )  # fmt: skip
     ready = _gradient_launches.get(key)
     if ready is None:

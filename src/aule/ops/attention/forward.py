@@ -207,7 +207,7 @@ class _Block:
     """The parameters of the kernel, and the place of this workgroup's block in the problem.
 
     Parameters are declared in this order: buffers q, k, v, o, then mask, bias, alibi, sinks, lse where present; then
-    for each of them its strides and offset; then lengths and numbers. `arguments.py` fills them in the same order.
+    for each of them its strides and offset; then lengths and numbers. `plan.py` fills them in by name.
     """
 
     def __init__(self, b: Builder, config: ForwardConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aule.errors import InvalidShapeError
@@ -52,6 +52,15 @@ class Step:
     scalars: Mapping[str, int | float]
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """Launches in order, and the elements of each workspace, by buffer name, that they share; of the type that is
+    computed in."""
+
+    steps: tuple[Step, ...]
+    workspace: Mapping[str, int] = field(default_factory=dict)
+
+
 def plan_forward(
     problem: AttentionProblem,
     views: dict[str, TensorView],
@@ -87,14 +96,6 @@ def plan_forward(
     return ForwardPlan(config, _grid(blocks, target), scalars)
 
 
-@dataclass(frozen=True)
-class BackwardPlan:
-    """Launches in order, and the fp32 elements of each workspace, by buffer name, that they share."""
-
-    steps: tuple[Step, ...]
-    workspace: Mapping[str, int]
-
-
 _DELTA_THREADS = 64
 
 
@@ -104,7 +105,7 @@ def plan_backward(
     target: Target,
     aligned_base: dict[str, bool] | None = None,
     shapes: tuple[SimtShape, SimtShape] | None = None,
-) -> BackwardPlan:
+) -> StepPlan:
     """Plan the gradients of q, k and v on a GPU.
 
     Parameters
@@ -120,7 +121,7 @@ def plan_backward(
     """
     rows, keys = problem.batch * problem.heads_q * problem.seq_q, problem.batch * problem.heads_kv * problem.seq_kv
     if rows == 0 or keys == 0:
-        return BackwardPlan((), {})
+        return StepPlan(())
     base_ok = aligned_base or {}
     names = ("q", "k", "v", "do")
     aligned = {n: _aligned(views[n]) and base_ok.get(n, True) for n in (*names, "o")}
@@ -156,7 +157,7 @@ def plan_backward(
         each = -(-length // shape.block_q)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
         steps.append(Step(config, build_backward, _grid(each * heads, target), scalars))
-    return BackwardPlan(tuple(steps), {"delta": rows})
+    return StepPlan(tuple(steps), {"delta": rows})
 
 
 def score_options(problem: AttentionProblem) -> dict[str, Any]:

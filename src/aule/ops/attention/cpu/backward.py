@@ -16,7 +16,7 @@ from __future__ import annotations
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, i32, i64
 from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.cpu.config import CpuBackwardConfig, DeltaConfig, GatherConfig
+from aule.ops.attention.cpu.config import CpuBackwardConfig, CpuDeltaConfig, GatherConfig
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
@@ -37,7 +37,7 @@ class _Backward:
     def __init__(self, b: Builder, config: CpuBackwardConfig) -> None:
         self.b, self.config, self.shape = b, config, config.shape
         shape, work = config.shape, config.work
-        self.engine = engine = Vectors(b, work, shape.lanes)
+        self.engine = Vectors(b, work, shape.lanes)
         self.p = Parameters(b, config)
         number = self.p.number
         self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
@@ -59,7 +59,6 @@ class _Backward:
         self.ds = b.private("ds", work, shape.block_q * shape.block_kv)
         self.zero = b.const(0, i64)
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
-        assert engine.lanes == shape.lanes
 
     def _matrix(self, name: str, head: Value, rows: Value, cols: int, unit: bool) -> Matrix:
         return self.p.matrix(name, self.batch, head, rows, cols, unit)
@@ -123,14 +122,13 @@ class _Backward:
 
     def _bring_rows(self, head: Value, row0: Value, count: Value) -> None:
         """Q', scaled, and dO of a block of rows; rows up to a whole group repeat the last."""
-        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        config, engine, shape = self.config, self.engine, self.shape
         padded = (count + (shape.rows - 1)) // shape.rows * shape.rows
         q = self._matrix("q", head, self.scores.seq_q, config.head_dim, config.unit[0])
         do = self._matrix("do", head, self.scores.seq_q, config.value_dim, config.unit[3])
         scale = self.p.number("scale", config.work)
         engine.copy_rows(q, row0, padded, self.q, self.zero, self.head_cols, scale)
         engine.copy_rows(do, row0, padded, self.do, self.zero, self.value_cols)
-        assert b is engine.b
 
     def _score_gradients(
         self, head: Value, row0: Value, count: Value, key0: Value, k_rows: Operand, wild: Value | None
@@ -291,7 +289,7 @@ class _Backward:
                     engine.write(out, start, col, x * factor if name == "dk" else x, width)
 
 
-def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
+def build_delta(config: CpuDeltaConfig, target: Target) -> KernelIR:
     """Trace the kernel: one task for each query head."""
     b = Builder("attention_delta", workgroup=1)
     work = work_type(SCALARS[config.dtype])

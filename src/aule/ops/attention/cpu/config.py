@@ -102,8 +102,8 @@ class PackConfig:
 
     Attributes
     ----------
-    keys, values : bool
-        Pack K into panels; convert V into padded rows.
+    values : bool
+        Convert V into padded rows too, beside packing K into panels.
     unit : tuple of bool
         For k and v: the head dimension has stride 1.
     """
@@ -112,7 +112,6 @@ class PackConfig:
     head_dim: int
     value_dim: int
     shape: CpuShape
-    keys: bool
     values: bool
     unit: tuple[bool, ...]
 
@@ -147,7 +146,7 @@ class CpuBackwardConfig(CpuScoreConfig):
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class CpuDeltaConfig:
     """The kernel of ``delta = sum of dO * O`` along each row."""
 
     dtype: str

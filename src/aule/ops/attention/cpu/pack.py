@@ -26,12 +26,11 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     key0 = block * shape.block_kv
     first = engine.index(number) * engine.index(blocks * shape.block_kv) + engine.index(key0)
     count = b.min(shape.block_kv, seq - key0)
-    if config.keys:
-        k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0])
-        panels = p.buffer("panels", work, "write")
-        with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
-            to = (first + engine.index(panel)) * config.head_dim
-            engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
+    k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0])
+    panels = p.buffer("panels", work, "write")
+    with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
+        to = (first + engine.index(panel)) * config.head_dim
+        engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
     if config.values:
         padded = shape.padded(config.value_dim)
         v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1])

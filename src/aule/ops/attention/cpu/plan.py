@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from aule.errors import KernelError
@@ -16,14 +15,14 @@ from aule.ops.attention.cpu.config import (
     CombineConfig,
     CpuBackwardConfig,
     CpuConfig,
+    CpuDeltaConfig,
     CpuShape,
-    DeltaConfig,
     GatherConfig,
     PackConfig,
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import Step, problem_scalars, score_options, view_scalars
+from aule.ops.attention.plan import Step, StepPlan, problem_scalars, score_options, view_scalars
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
@@ -34,15 +33,7 @@ GROUPED_ROWS = 16
 """Up to so many query rows, the heads that share K and V are taken together, and the keys are shared by tasks."""
 
 
-@dataclass(frozen=True)
-class CpuPlan:
-    """Launches in order, and the elements of each workspace, by buffer name, that they share."""
-
-    steps: tuple[Step, ...]
-    workspace: Mapping[str, int] = field(default_factory=dict)
-
-
-def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> CpuPlan:
+def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
     """Plan a forward pass over host arrays.
 
     Parameters
@@ -51,7 +42,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
     """
     if problem.batch * problem.heads_q * problem.seq_q == 0:
-        return CpuPlan(())
+        return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
     unit = vector_unit(target, work)
     grouped = problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
@@ -84,11 +75,11 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         numbers = scalars | {"splits": splits, "split_keys": split_keys}
         steps = [Step(config, build_forward, (heads_kv * splits, 1, 1), numbers)]
         if splits == 1:
-            return CpuPlan(tuple(steps))
+            return StepPlan(tuple(steps))
         combine = CombineConfig(problem.dtype, problem.value_dim, shape, problem.return_lse, unit_strides[3])
         rows = problem.batch * problem.heads_q * problem.seq_q
         steps.append(Step(combine, build_combine, (rows, 1, 1), numbers))
-        return CpuPlan(tuple(steps), {"partial": rows * splits * (shape.padded(problem.value_dim) + shape.lanes)})
+        return StepPlan(tuple(steps), {"partial": rows * splits * (shape.padded(problem.value_dim) + shape.lanes)})
 
     blocks_q, blocks_kv = -(-problem.seq_q // shape.block_q), -(-problem.seq_kv // shape.block_kv)
     numbers = scalars | {"blocks_q": blocks_q, "blocks_kv": blocks_kv}
@@ -101,12 +92,11 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         problem.head_dim,
         problem.value_dim,
         shape,
-        True,
         not in_place,
         unit_strides[1:3],
     )
     forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
-    return CpuPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
+    return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
 
 
 def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Step:
@@ -119,7 +109,7 @@ def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: 
     return replace(step, config=replace(step.config, panels="scratch", values=values))
 
 
-def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> CpuPlan:
+def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
     """Plan the gradients of q, k and v.
 
     Parameters
@@ -130,7 +120,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before.
     """
     if problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv == 0:
-        return CpuPlan(())
+        return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
     unit = vector_unit(target, work)
     strides = {
@@ -162,14 +152,14 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
-    delta = DeltaConfig(problem.dtype, problem.value_dim, shape, (strides["o"], strides["do"]))
+    delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, (strides["o"], strides["do"]))
     steps = (
         Step(delta, build_delta, (heads_q, 1, 1), numbers),
         Step(config, build_backward, (heads_kv * splits, 1, 1), numbers),
         Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, (heads_q, 1, 1), numbers),
     )
     rows = heads_q * problem.seq_q
-    return CpuPlan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
+    return StepPlan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
 
 
 def _columns(view: TensorView | None) -> Columns:
