@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 
 Columns = Literal["unit", "same", "any"]
@@ -62,6 +63,26 @@ class ForwardConfig(ScoreConfig):
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentConfig(ScoreConfig):
+    """A forward kernel for matrix units.
+
+    Attributes
+    ----------
+    aligned : tuple of bool
+        For q, k, v, o: rows can be read or written as vectors of eight.
+    index64 : bool
+        Element indices need 64 bits.
+    folded : bool
+        The scale is part of the exponent. It must be positive, and nothing may be added to scores.
+    """
+
+    shape: FragmentShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import ForwardConfig
+from aule.ops.attention.config import ForwardConfig, FragmentConfig
+from aule.ops.attention.forward_fragment import build_forward_fragment
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
 from aule.tile.matrix import Matrix
@@ -20,8 +21,10 @@ from aule.tile.simt import RegisterTile, Simt, wave_size
 KERNEL_NAME = "flash_attention"
 
 
-def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
+    if isinstance(config, FragmentConfig):
+        return build_forward_fragment(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):

@@ -10,10 +10,11 @@ from typing import Any
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward, build_delta
-from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig
+from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig, FragmentConfig
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import choose_backward_shape, choose_shape
 from aule.target import Target
+from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
@@ -29,7 +30,7 @@ class ForwardPlan:
 
     Attributes
     ----------
-    config : ForwardConfig
+    config : ForwardConfig or FragmentConfig
         The kernel.
     grid : tuple of int
         Workgroups; (0, 0, 0) when there is nothing to compute.
@@ -37,7 +38,7 @@ class ForwardPlan:
         Every scalar parameter of the kernel, by name.
     """
 
-    config: ForwardConfig
+    config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
 
@@ -66,7 +67,7 @@ def plan_forward(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shape: SimtShape | None = None,
+    shape: SimtShape | FragmentShape | None = None,
 ) -> ForwardPlan:
     """Plan a forward pass.
 
@@ -77,19 +78,27 @@ def plan_forward(
         ``sinks``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shape : SimtShape, optional
+    shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
     shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.dtype, problem.modifiers)
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
-    config = ForwardConfig(
-        **score_options(problem),
-        shape=shape,
-        aligned=tuple(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
-        unit=tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
-        index64=any(_extent(v) > 2**31 - 1 for v in views.values()),
-    )
+    run = RUN if isinstance(shape, FragmentShape) else QUAD
+    memory: dict[str, Any] = {
+        "aligned": tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
+        "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
+    }
+    config: ForwardConfig | FragmentConfig
+    if isinstance(shape, FragmentShape):
+        added = (
+            problem.softcap > 0 or problem.bias or problem.alibi or problem.sinks or problem.mask not in (None, "bool")
+        )
+        folded = problem.scale > 0 and not added
+        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=folded)
+    else:
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
@@ -209,10 +218,10 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     return scalars
 
 
-def _aligned(view: TensorView) -> bool:
-    """Rows can be read in whole quads that start at multiples of four elements."""
+def _aligned(view: TensorView, run: int = QUAD) -> bool:
+    """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
-    return view.strides[3] == 1 and view.shape[3] % QUAD == 0 and all(s % QUAD == 0 for s in [*steps, view.offset])
+    return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
 
 
 def _extent(view: TensorView) -> int:

@@ -1,0 +1,358 @@
+"""The forward kernel for matrix units: the same algorithm as `forward.py` in the schedule that they want.
+
+A subgroup keeps its rows of S, P and O in registers; only K and V pass through shared memory. Three things differ from
+the kernel for plain arithmetic:
+
+* The scale is not multiplied into Q, which would be rounded again, but into the exponent,
+  ``exp2(scale * S - scale * m)``, where it costs nothing. Modifiers that add to scores want them scaled before
+  (``config.folded``).
+* m follows the running maximum only when that has grown by more than `LAG` powers of two. P stays below 2^LAG, far from
+  the limits of fp16, and O is multiplied through a few times in all instead of with every tile.
+* Inf and NaN of dropped keys are searched for where keys are dropped; a tile that has any takes a slow product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.config import FragmentConfig
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Scores
+from aule.target import Target
+from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
+from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
+from aule.tile.matrix import Matrix
+from aule.tile.simt import padded
+
+LAG = 8.0
+"""How far, in powers of two, the maximum that is subtracted may lag behind."""
+
+
+def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
+    """Trace the forward kernel of a configuration for a target with matrix units."""
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
+    kernel = _Forward(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+class _Forward:
+    """The parameters of the kernel, the place of this workgroup's block, and the passage over the keys."""
+
+    def __init__(self, b: Builder, config: FragmentConfig, target: Target) -> None:
+        self.b, self.config, shape = b, config, config.shape
+        self.shape = shape
+        self.index: Scalar = i64 if config.index64 else i32
+        p = self.p = Parameters(b, config, self.index)
+        heads, blocks = p.number("heads_q"), p.number("blocks_q")
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis. The last
+        # blocks of rows come first: with a causal mask they have the most work.
+        number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = number < p.number("blocks")
+        self.head_number = number // blocks
+        self.row0 = (blocks - 1 - number % blocks) * shape.block_q
+        batch, self.head = self.head_number // heads, self.head_number % heads
+        kv_head = self.head // p.number("group")
+        scores = self.scores = Scores(p, batch)
+        self.scale = p.number("scale", f32)
+
+        def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
+            access = "write" if name == "o" else "read"
+            return p.matrix(name, batch, head, rows, cols, config.unit[number], access, config.aligned[number])  # type: ignore[arg-type]
+
+        self.q = matrix("q", self.head, scores.seq_q, config.head_dim, 0)
+        self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        self.o = matrix("o", self.head, scores.seq_q, config.value_dim, 3)
+        self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
+
+        self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
+        self.subgroup_row = engine.subgroup * shape.rows
+        q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
+        self.memory = b.shared("tiles", engine.elem, shape.shared_bytes(config.head_dim, config.value_dim) // 2)
+        self.k_start = b.const(0 if shape.resident_q else q, i32)
+        self.v_start = self.k_start + shape.stages * k
+        self.k_size, self.v_size = k, v
+        self.k_stride, self.v_stride = row_stride(config.head_dim), row_stride(config.value_dim)
+        self.k_depth = padded(config.head_dim, SIZE) // SIZE
+        self.keys = engine.transfer(self.k, shape.block_kv, self.memory)
+        self.values = engine.transfer(self.v, shape.block_kv, self.memory)
+
+        last_row = b.min(self.row0 + shape.block_q, scores.seq_q) - 1
+        self.reach = scores.reach(self.row0 + scores.shift, last_row + scores.shift)
+        width = shape.block_kv
+        self.first, self.last = self.reach.first // width, (self.reach.end + (width - 1)) // width
+
+    # -- the algorithm ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        b, engine, config = self.b, self.engine, self.config
+        zero = b.const(0.0, f32)
+        m, l = engine.row_vars(b.const(LOWEST, f32)), engine.row_vars(zero)
+        S = engine.tile(self.shape.rows, self.shape.block_kv)
+        O = engine.tile(self.shape.rows, config.value_dim)
+        if config.sinks:
+            self._start_from_sink(m, l)
+        q = self._load_q()
+        with b.if_(self.first < self.last):
+            self._start_tile(self.first)
+
+        with b.loop(self.first, self.last, name="tile") as tile:
+            key0 = tile * self.shape.block_kv
+            partial = (key0 < self.reach.full_first) | (key0 + self.shape.block_kv > self.reach.full_end)
+            k_at, v_at = self._stage(tile)
+            wild = b.var(b.const(False, _BOOL), "wild")
+            self._arrive_keys(tile, partial, wild)
+            b.comment("S = Q K^T")
+            zeros = b.fragment_fill(engine.accumulator, 0.0)
+            for row in S.vars:
+                for variable in row:
+                    variable.value = zeros
+            engine.multiply(
+                S,
+                q,
+                lambda i, j: engine.load_right(self.memory, k_at, self.k_stride, i * SIZE, j * SIZE, transposed=True),
+                self.k_depth,
+            )
+            self._arrive_values(tile, partial, wild)
+            self._modify(S, key0, partial)
+            b.comment("online softmax: P = exp2(S - m), l = l + sum P")
+            p = self._softmax(S, O, m, l)
+            b.comment("O = O + P V")
+            factors = engine.pack(p, engine.left)
+            with b.if_(wild.value):
+                self._multiply_guarded(O, factors, key0, v_at)
+            with b.else_():
+                self._multiply_values(O, factors, v_at)
+        self._finish(O, m, l)
+
+    def _softmax(self, S: FragmentTile, O: FragmentTile, m: list[Var], l: list[Var]) -> list[list[Value]]:
+        b, engine = self.b, self.engine
+        scale = self.scale if self.config.folded else None
+        s = S.values()
+        highest = engine.reduce_rows("max", [fold(b, "max", row) for row in s])
+        lag = b.const(LAG, f32) if scale is None else b.rcp(scale) * LAG
+        grown = [high > variable.value + lag for high, variable in zip(highest, m, strict=True)]
+        with b.if_(b.subgroup_any(fold(b, "or", grown))):
+            alphas = []
+            for high, variable, total in zip(highest, m, l, strict=True):
+                new = b.max(variable.value, high)
+                gap = variable.value - new
+                alpha = b.exp2(gap if scale is None else gap * scale)
+                variable.value = new
+                total.value = total.value * alpha
+                alphas.append(alpha)
+            O.map(lambda x, r, c: x * alphas[r])
+        p: list[list[Value]] = []
+        for row, variable, total in zip(s, m, l, strict=True):
+            if scale is None:
+                p.append([b.exp2(x - variable.value) for x in row])
+            else:
+                # Bounded, so that a score of -inf gives 0 also before anything was kept.
+                offset = b.min(-variable.value * scale, -LOWEST)
+                p.append([b.exp2(b.fma(x, scale, offset)) for x in row])
+            total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
+        return p
+
+    def _modify(self, S: FragmentTile, key0: Value, partial: Value) -> None:
+        b, scores, config = self.b, self.scores, self.config
+        if not config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
+        columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
+
+        def apply(modifier: mod.Modifier) -> None:
+            def at(r: int, c: int) -> mod.Site:
+                return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
+
+            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
+
+        for modifier in self.modifiers:
+            if modifier.everywhere:
+                apply(modifier)
+            else:
+                with b.if_(partial):
+                    apply(modifier)
+
+    def _finish(self, O: FragmentTile, m: list[Var], l: list[Var]) -> None:
+        b, engine, config = self.b, self.engine, self.config
+        zero = b.const(0.0, f32)
+        b.comment("O / l, and the log-sum-exp")
+        totals = engine.reduce_rows("add", [x.value for x in l])
+        lse_base = b.cast(self.head_number, self.index) * b.cast(self.scores.seq_q, self.index)
+        run = 2 if engine.part_cols[1] == 1 else 1
+        for r, row in enumerate(O.values()):
+            nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
+            inverse = b.select(nothing, zero, b.rcp(totals[r]))
+            at = self.row0 + self.subgroup_row + O.row(r)
+            with b.if_(at < self.scores.seq_q):
+                for c in range(0, len(row), run):
+                    parts = [x * inverse for x in row[c : c + run]]
+                    self.o.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
+                if config.lse:
+                    top = m[r].value * self.scale if config.folded else m[r].value
+                    lse = b.select(nothing, b.const(NEG_INF, f32), (top + b.log2(totals[r])) * LN2)
+                    with b.if_(b.eq(engine.lane_col, 0)):
+                        b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+
+    def _start_from_sink(self, m: list[Var], l: list[Var]) -> None:
+        """The sink is a key without a value: it is in m and l before the first tile. One lane of a row counts it."""
+        b = self.b
+        sink = b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", self.head)) * LOG2E
+        start = b.max(sink, LOWEST)
+        weight = b.select(b.eq(self.engine.lane_col, 0), b.exp2(sink - start), b.const(0.0, f32))
+        for m_row, l_row in zip(m, l, strict=True):
+            m_row.value = start
+            l_row.value = weight
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _load_q(self) -> Callable[[int, int], Value]:
+        """Bring in the block's rows of Q; returns what gives their fragments."""
+        b, engine, shape = self.b, self.engine, self.shape
+        start = b.const(0, i32)
+        transfer = engine.transfer(self.q, shape.block_q, self.memory)
+        transfer.clear_padding(start, 1)
+        transfer.start(self.row0, start)
+        transfer.finish(start)
+        own = self.subgroup_row * self.k_stride
+
+        def load(i: int, k: int) -> Value:
+            return engine.load_left(self.memory, own, self.k_stride, i * SIZE, k * SIZE)
+
+        if not shape.resident_q:
+            self._clear_padding()  # the first barrier of the loop shows Q, too
+            return load
+        b.barrier()
+        fragments = [[load(i, k) for k in range(self.k_depth)] for i in range(shape.rows // SIZE)]
+        b.barrier()  # everyone has read Q: its memory is K's and V's from here on
+        self._clear_padding()
+        return lambda i, k: fragments[i][k]
+
+    def _clear_padding(self) -> None:
+        self.keys.clear_padding(self.k_start, self.shape.stages)
+        self.values.clear_padding(self.v_start, self.shape.stages)
+
+    def _stage(self, tile: Value) -> tuple[Value, Value]:
+        """Where K and V of a tile lie."""
+        if self.shape.stages == 1:
+            return self.k_start, self.v_start
+        return self.k_start + (tile & 1) * self.k_size, self.v_start + (tile & 1) * self.v_size
+
+    def _start_tile(self, tile: Value) -> None:
+        """Begin to fetch what the first product of a tile needs, and with two stages all of it."""
+        k_at, v_at = self._stage(tile)
+        self.keys.start(tile * self.shape.block_kv, k_at)
+        if self.shape.stages == 2:
+            self.values.start(tile * self.shape.block_kv, v_at)
+
+    def _arrive_keys(self, tile: Value, partial: Value, wild: Var) -> None:
+        """K of the tile is there for all; the next thing is on its way."""
+        b = self.b
+        k_at, v_at = self._stage(tile)
+        self.keys.finish(k_at)
+        if self.shape.stages == 2:
+            self.values.finish(v_at)
+            self._look_for_wild(v_at, partial, wild)
+        b.barrier()
+        if self.shape.stages == 1:
+            self.values.start(tile * self.shape.block_kv, v_at)
+        else:
+            with b.if_(tile + 1 < self.last):
+                self._start_tile(tile + 1)
+
+    def _arrive_values(self, tile: Value, partial: Value, wild: Var) -> None:
+        if self.shape.stages == 2:
+            return
+        b = self.b
+        _, v_at = self._stage(tile)
+        self.values.finish(v_at)
+        self._look_for_wild(v_at, partial, wild)
+        b.barrier()
+        with b.if_(tile + 1 < self.last):
+            self._start_tile(tile + 1)
+
+    # -- products with V -------------------------------------------------------------------------------------------
+
+    def _multiply_values(self, O: FragmentTile, factors: list[list[Value]], v_at: Value) -> None:
+        engine = self.engine
+        engine.multiply(
+            O,
+            lambda i, k: factors[i][k],
+            lambda k, j: engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE),
+            self.shape.block_kv // SIZE,
+        )
+
+    def _look_for_wild(self, v_at: Value, partial: Value, wild: Var) -> None:
+        """Whether V of a tile that may have dropped keys holds Inf or NaN: 0 times either is NaN."""
+        b = self.b
+
+        def look() -> None:
+            exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
+            lowest = exponent & -exponent
+            found = b.var(b.const(0, u32), "found")
+
+            def check(run: Value) -> None:
+                # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+                for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
+                    found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
+
+            self.values.own_runs(v_at, check)
+            wild.value = b.workgroup_any(b.ne(found.value & 0x80008000, 0))
+
+        if self.config.everywhere:
+            look()
+        else:
+            with b.if_(partial):
+                look()
+
+    def _multiply_guarded(self, O: FragmentTile, factors: list[list[Value]], key0: Value, v_at: Value) -> None:
+        """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
+        values first, then what is infinite in either direction, as ones. NaN counts for both, and Inf - Inf is NaN."""
+        b, engine = self.b, self.engine
+        exponent, one = (0x7F80, 0x3F80) if engine.elem == bf16 else (0x7C00, 0x3C00)
+        with b.loop(0, 3, name="kind") as kind:
+
+            def rewritten(run: Value, kind: Value = kind) -> Value:
+                return b.vector([b.bitcast(self._sorted(b.bitcast(x, u16), kind, exponent, one), engine.elem)
+                                 for x in b.unpack(run)])  # fmt: skip
+
+            b.barrier()
+            self.values.rewrite(key0, v_at, rewritten)
+            b.barrier()
+            infinite = b.select(b.eq(kind, 1), b.const(float("inf"), f32), b.const(NEG_INF, f32))
+            for j in range(len(O.vars[0])):
+                columns = range(j, j + 1)
+                part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
+                for k in range(self.shape.block_kv // SIZE):
+                    right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE)
+                    part = [b.fragment_mma(factors[i][k], right, x) for i, x in enumerate(part)]
+                for i, x in enumerate(part):
+                    for column in columns:
+                        O.vars[i][column].value = self._added(O.vars[i][column].value, x, kind, infinite)
+
+    def _added(self, o: Value, part: Value, kind: Value, infinite: Value) -> Value:
+        b, engine = self.b, self.engine
+        parts = []
+        for c in range(len(engine.part_rows) * len(engine.part_cols)):
+            x = b.fragment_get(part, c)
+            added = b.select(b.eq(kind, 0), x, b.select(x > 0.0, infinite, b.const(0.0, f32)))
+            parts.append(b.fragment_get(o, c) + added)
+        return b.fragment_pack(engine.accumulator, parts)
+
+    def _sorted(self, bits: Value, kind: Value, exponent: int, one: int) -> Value:
+        """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""
+        b = self.b
+        word = b.cast(bits, u32)
+        size = word & 0x7FFF
+        finite, nan = size < exponent, size > exponent
+        wanted = nan | b.eq(word >> 15, b.cast(kind - 1, u32))
+        bad = b.select(~finite & wanted, b.const(one, u32), b.const(0, u32))
+        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), u16)
+
+
+_BOOL = SCALARS["bool"]
