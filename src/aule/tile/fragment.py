@@ -210,15 +210,16 @@ class Fragments:
     def multiply(
         self,
         tile: FragmentTile,
-        left: Callable[[int, int], Value],
+        left: Callable[[int], list[Value]],
         right: Callable[[int, int], Value],
         depth: int,
     ) -> None:
-        """``tile += left @ right``; both give the fragment at a row and a column of fragments."""
+        """``tile += left @ right``; ``left`` gives a column of fragments, ``right`` the fragment at a row and a
+        column."""
         b = self.b
         acc = [[variable.value for variable in row] for row in tile.vars]
         for k in range(depth):
-            a = [left(i, k) for i in range(len(acc))]
+            a = left(k)
             for j in range(len(acc[0])):
                 factor = right(k, j)
                 for i, row in enumerate(acc):
@@ -250,12 +251,21 @@ class Transfer:
         self.runs = rows * self.cols // RUN
         b, threads = self.b, engine.shape.threads
         self.count = -(-self.runs // threads)
+        # Where a round of the workgroup is some whole rows, all of a thread's runs lie in one column.
+        self.step, rest = divmod(threads * RUN, self.cols)
+        self.regular = rest == 0 and self.runs % threads == 0
+        self.row, run = divmod_const(b, engine.thread, self.cols // RUN)
+        self.col = run * RUN
+        self.own = self.row * self.stride + self.col
+        self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
         zero = b.splat(b.const(0, engine.elem), RUN)
         self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
         """Row and column of this thread's ``i``-th run, and its number."""
         number = self.engine.thread + i * self.engine.shape.threads
+        if self.regular:
+            return self.row + i * self.step, self.col, number
         row, run = divmod_const(self.b, number, self.cols // RUN)
         return row, run * RUN, number
 
@@ -271,18 +281,26 @@ class Transfer:
             with b.if_(row < self.rows * times):
                 b.store(self.memory, target + row * self.stride + self.cols, zero)
 
-    def start(self, first: Value, target: Value) -> None:
-        """Fetch the rows from ``first`` on; ``target`` is where their memory starts."""
-        b = self.b
+    def start(self, first: Value, target: Value, whole: bool = False) -> None:
+        """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
+        them exist; otherwise those past the end are replaced by the last one."""
+        b, source = self.b, self.source
+        whole = whole and self.regular and self.direct
+        base = source.base + source.index(b, first) * source.row_stride + self.offset if whole else None
+        own = target + self.own
         for i in range(self.count):
 
             def fetch(row: Value, col: Value, i: int = i) -> None:
-                start = self.source.row_start(b, first + row)
-                if self.direct:
-                    index = start + self.source.index(b, col)
-                    b.async_copy(self.memory, target + row * self.stride + col, self.source.buffer, index, RUN)
+                if base is not None:
+                    index = base + source.row_stride * (i * self.step)
                 else:
-                    self.registers[i].value = self.source.load_quad(b, start, col, self.cols, RUN)
+                    index = source.row_start(b, first + row)
+                if not self.direct:
+                    self.registers[i].value = source.load_quad(b, index, col, self.cols, RUN)
+                    return
+                index = index if base is not None else index + source.index(b, col)
+                to = own + i * self.step * self.stride if self.regular else target + row * self.stride + col
+                b.async_copy(self.memory, to, source.buffer, index, RUN)
 
             self._each(i, fetch)
         if self.direct:

@@ -82,10 +82,32 @@ class _Forward:
         self.keys = engine.transfer(self.k, shape.block_kv, self.memory)
         self.values = engine.transfer(self.v, shape.block_kv, self.memory)
 
-        last_row = b.min(self.row0 + shape.block_q, scores.seq_q) - 1
-        self.reach = scores.reach(self.row0 + scores.shift, last_row + scores.shift)
-        width = shape.block_kv
-        self.first, self.last = self.reach.first // width, (self.reach.end + (width - 1)) // width
+        self.lag = b.rcp(self.scale) * LAG if config.folded else b.const(LAG, f32)
+        self._order_tiles()
+
+    def _order_tiles(self) -> None:
+        """Tiles with keys that some row drops come first, on both sides of the band; then those without, whose loop has
+        no code for them."""
+        b, width = self.b, self.shape.block_kv
+        shift = self.scores.shift
+        last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
+        reach = self.scores.reach(self.row0 + shift, last_row + shift)
+        self.first, last = reach.first // width, (reach.end + (width - 1)) // width
+        self.count = b.max(last - self.first, 0)
+        if self.config.everywhere:
+            self.edges = self.left = self.count
+            return
+        full_first = b.min(b.max((reach.full_first + (width - 1)) // width, self.first), last)
+        full_last = b.max(reach.full_end // width, full_first)
+        self.left = full_first - self.first
+        self.edges = self.count - (full_last - full_first)
+
+    def _tile(self, i: Value) -> Value:
+        """The tile that is ``i``-th in order."""
+        b = self.b
+        inner = self.count - self.edges
+        behind = b.select(i < self.edges, self.first + inner + i, self.first + self.left + (i - self.edges))
+        return b.select(i < self.left, self.first + i, behind)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
@@ -93,50 +115,58 @@ class _Forward:
         b, engine, config = self.b, self.engine, self.config
         zero = b.const(0.0, f32)
         m, l = engine.row_vars(b.const(LOWEST, f32)), engine.row_vars(zero)
-        S = engine.tile(self.shape.rows, self.shape.block_kv)
         O = engine.tile(self.shape.rows, config.value_dim)
         if config.sinks:
             self._start_from_sink(m, l)
         q = self._load_q()
-        with b.if_(self.first < self.last):
-            self._start_tile(self.first)
-
-        with b.loop(self.first, self.last, name="tile") as tile:
-            key0 = tile * self.shape.block_kv
-            partial = (key0 < self.reach.full_first) | (key0 + self.shape.block_kv > self.reach.full_end)
-            k_at, v_at = self._stage(tile)
-            wild = b.var(b.const(False, _BOOL), "wild")
-            self._arrive_keys(tile, partial, wild)
-            b.comment("S = Q K^T")
-            zeros = b.fragment_fill(engine.accumulator, 0.0)
-            for row in S.vars:
-                for variable in row:
-                    variable.value = zeros
-            engine.multiply(
-                S,
-                q,
-                lambda i, j: engine.load_right(self.memory, k_at, self.k_stride, i * SIZE, j * SIZE, transposed=True),
-                self.k_depth,
-            )
-            self._arrive_values(tile, partial, wild)
-            self._modify(S, key0, partial)
-            b.comment("online softmax: P = exp2(S - m), l = l + sum P")
-            p = self._softmax(S, O, m, l)
-            b.comment("O = O + P V")
-            factors = engine.pack(p, engine.left)
-            with b.if_(wild.value):
-                self._multiply_guarded(O, factors, key0, v_at)
-            with b.else_():
-                self._multiply_values(O, factors, v_at)
+        with b.if_(self.count > 0):
+            self._start_tile(b.const(0, i32), whole=False)
+        with b.loop(0, self.edges, name="edge") as i:
+            self._pass(i, q, O, m, l, whole=False)
+        if not config.everywhere:
+            with b.loop(self.edges, self.count, name="inner") as i:
+                self._pass(i, q, O, m, l, whole=True)
         self._finish(O, m, l)
 
-    def _softmax(self, S: FragmentTile, O: FragmentTile, m: list[Var], l: list[Var]) -> list[list[Value]]:
+    def _pass(
+        self, i: Value, q: Callable[[int], list[Value]], O: FragmentTile, m: list[Var], l: list[Var], whole: bool
+    ) -> None:
+        """One tile of keys; ``whole`` when no row drops any of them."""
+        b, engine = self.b, self.engine
+        key0 = self._tile(i) * self.shape.block_kv
+        k_at, v_at = self._stage(i)
+        wild = self._arrive_keys(i, whole)
+        b.comment("S = Q K^T")
+        S = engine.tile(self.shape.rows, self.shape.block_kv)
+        engine.multiply(
+            S,
+            q,
+            lambda k, j: engine.load_right(self.memory, k_at, self.k_stride, k * SIZE, j * SIZE, transposed=True),
+            self.k_depth,
+        )
+        if self.shape.stages == 1:
+            wild = self._arrive_values(i, whole)
+        self._modify(S, key0, whole)
+        b.comment("online softmax: P = exp2(S - m), l = l + sum P")
+        s = S.values()
+        self._follow_maximum(s, O, m, l)
+        b.comment("O = O + P V")
+        if whole:
+            self._multiply_values(O, lambda k: self._weights(s, m, l, k), v_at)
+            return
+        factors = [self._weights(s, m, l, k) for k in range(self.shape.block_kv // SIZE)]
+        assert wild is not None
+        with b.if_(wild):
+            self._multiply_guarded(O, factors, key0, v_at)
+        with b.else_():
+            self._multiply_values(O, lambda k: factors[k], v_at)
+
+    def _follow_maximum(self, s: list[list[Value]], O: FragmentTile, m: list[Var], l: list[Var]) -> None:
+        """Where the maximum of a row has grown by too much, m follows it, and what was summed up shrinks."""
         b, engine = self.b, self.engine
         scale = self.scale if self.config.folded else None
-        s = S.values()
         highest = engine.reduce_rows("max", [fold(b, "max", row) for row in s])
-        lag = b.const(LAG, f32) if scale is None else b.rcp(scale) * LAG
-        grown = [high > variable.value + lag for high, variable in zip(highest, m, strict=True)]
+        grown = [high > variable.value + self.lag for high, variable in zip(highest, m, strict=True)]
         with b.if_(b.subgroup_any(fold(b, "or", grown))):
             alphas = []
             for high, variable, total in zip(highest, m, l, strict=True):
@@ -147,20 +177,25 @@ class _Forward:
                 total.value = total.value * alpha
                 alphas.append(alpha)
             O.map(lambda x, r, c: x * alphas[r])
+
+    def _weights(self, s: list[list[Value]], m: list[Var], l: list[Var], k: int) -> list[Value]:
+        """P of the ``k``-th 16 keys as left factors, one for each 16 rows; their sum goes into l."""
+        b, width = self.b, len(self.engine.part_cols)
         p: list[list[Value]] = []
         for row, variable, total in zip(s, m, l, strict=True):
-            if scale is None:
-                p.append([b.exp2(x - variable.value) for x in row])
-            else:
+            part = row[k * width : (k + 1) * width]
+            if self.config.folded:
                 # Bounded, so that a score of -inf gives 0 also before anything was kept.
-                offset = b.min(-variable.value * scale, -LOWEST)
-                p.append([b.exp2(b.fma(x, scale, offset)) for x in row])
+                offset = b.min(-variable.value * self.scale, -LOWEST)
+                p.append([b.exp2(b.fma(x, self.scale, offset)) for x in part])
+            else:
+                p.append([b.exp2(x - variable.value) for x in part])
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
-        return p
+        return [blocks[0] for blocks in self.engine.pack(p, self.engine.left)]
 
-    def _modify(self, S: FragmentTile, key0: Value, partial: Value) -> None:
-        b, scores, config = self.b, self.scores, self.config
-        if not config.folded:
+    def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
+        b, scores = self.b, self.scores
+        if not self.config.folded:
             S.map(lambda s, r, c: s * self.scale)
         rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
         columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
@@ -172,11 +207,8 @@ class _Forward:
             S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
 
         for modifier in self.modifiers:
-            if modifier.everywhere:
+            if modifier.everywhere or not whole:
                 apply(modifier)
-            else:
-                with b.if_(partial):
-                    apply(modifier)
 
     def _finish(self, O: FragmentTile, m: list[Var], l: list[Var]) -> None:
         b, engine, config = self.b, self.engine, self.config
@@ -211,8 +243,8 @@ class _Forward:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _load_q(self) -> Callable[[int, int], Value]:
-        """Bring in the block's rows of Q; returns what gives their fragments."""
+    def _load_q(self) -> Callable[[int], list[Value]]:
+        """Bring in the block's rows of Q; returns what gives the fragments of 16 columns, one for each 16 rows."""
         b, engine, shape = self.b, self.engine, self.shape
         start = b.const(0, i32)
         transfer = engine.transfer(self.q, shape.block_q, self.memory)
@@ -221,94 +253,91 @@ class _Forward:
         transfer.finish(start)
         own = self.subgroup_row * self.k_stride
 
-        def load(i: int, k: int) -> Value:
-            return engine.load_left(self.memory, own, self.k_stride, i * SIZE, k * SIZE)
+        def load(k: int) -> list[Value]:
+            blocks = range(shape.rows // SIZE)
+            return [engine.load_left(self.memory, own, self.k_stride, i * SIZE, k * SIZE) for i in blocks]
 
         if not shape.resident_q:
             self._clear_padding()  # the first barrier of the loop shows Q, too
             return load
         b.barrier()
-        fragments = [[load(i, k) for k in range(self.k_depth)] for i in range(shape.rows // SIZE)]
+        fragments = [load(k) for k in range(self.k_depth)]
         b.barrier()  # everyone has read Q: its memory is K's and V's from here on
         self._clear_padding()
-        return lambda i, k: fragments[i][k]
+        return lambda k: fragments[k]
 
     def _clear_padding(self) -> None:
         self.keys.clear_padding(self.k_start, self.shape.stages)
         self.values.clear_padding(self.v_start, self.shape.stages)
 
-    def _stage(self, tile: Value) -> tuple[Value, Value]:
-        """Where K and V of a tile lie."""
+    def _stage(self, i: Value) -> tuple[Value, Value]:
+        """Where K and V of the ``i``-th tile lie."""
         if self.shape.stages == 1:
             return self.k_start, self.v_start
-        return self.k_start + (tile & 1) * self.k_size, self.v_start + (tile & 1) * self.v_size
+        return self.k_start + (i & 1) * self.k_size, self.v_start + (i & 1) * self.v_size
 
-    def _start_tile(self, tile: Value) -> None:
+    def _start_tile(self, i: Value, whole: bool) -> None:
         """Begin to fetch what the first product of a tile needs, and with two stages all of it."""
-        k_at, v_at = self._stage(tile)
-        self.keys.start(tile * self.shape.block_kv, k_at)
+        k_at, v_at = self._stage(i)
+        key0 = self._tile(i) * self.shape.block_kv
+        self.keys.start(key0, k_at, whole)
         if self.shape.stages == 2:
-            self.values.start(tile * self.shape.block_kv, v_at)
+            self.values.start(key0, v_at, whole)
 
-    def _arrive_keys(self, tile: Value, partial: Value, wild: Var) -> None:
-        """K of the tile is there for all; the next thing is on its way."""
+    def _arrive_keys(self, i: Value, whole: bool) -> Value | None:
+        """K of the tile is there for all; the next thing is on its way. Returns whether V is wild where it is known."""
         b = self.b
-        k_at, v_at = self._stage(tile)
+        k_at, v_at = self._stage(i)
         self.keys.finish(k_at)
-        if self.shape.stages == 2:
-            self.values.finish(v_at)
-            self._look_for_wild(v_at, partial, wild)
-        b.barrier()
+        wild = None
         if self.shape.stages == 1:
-            self.values.start(tile * self.shape.block_kv, v_at)
-        else:
-            with b.if_(tile + 1 < self.last):
-                self._start_tile(tile + 1)
-
-    def _arrive_values(self, tile: Value, partial: Value, wild: Var) -> None:
-        if self.shape.stages == 2:
-            return
-        b = self.b
-        _, v_at = self._stage(tile)
+            b.barrier()
+            self.values.start(self._tile(i) * self.shape.block_kv, v_at, whole)
+            return None
         self.values.finish(v_at)
-        self._look_for_wild(v_at, partial, wild)
-        b.barrier()
-        with b.if_(tile + 1 < self.last):
-            self._start_tile(tile + 1)
+        wild = self._barrier(v_at, whole)
+        with b.if_(i + 1 < self.count):
+            self._start_tile(i + 1, whole)
+        return wild
+
+    def _arrive_values(self, i: Value, whole: bool) -> Value | None:
+        """The same for V, with one stage."""
+        _, v_at = self._stage(i)
+        self.values.finish(v_at)
+        wild = self._barrier(v_at, whole)
+        with self.b.if_(i + 1 < self.count):
+            self._start_tile(i + 1, whole)
+        return wild
+
+    def _barrier(self, v_at: Value, whole: bool) -> Value | None:
+        """Wait for all; find out whether V of a tile that may have dropped keys holds Inf or NaN: 0 times either is
+        NaN."""
+        b = self.b
+        if whole:
+            b.barrier()
+            return None
+        exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
+        lowest = exponent & -exponent
+        found = b.var(b.const(0, u32), "found")
+
+        def check(run: Value) -> None:
+            # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+            for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
+                found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
+
+        self.values.own_runs(v_at, check)
+        return b.workgroup_any(b.ne(found.value & 0x80008000, 0))
 
     # -- products with V -------------------------------------------------------------------------------------------
 
-    def _multiply_values(self, O: FragmentTile, factors: list[list[Value]], v_at: Value) -> None:
+    def _multiply_values(self, O: FragmentTile, factors: Callable[[int], list[Value]], v_at: Value) -> None:
         engine = self.engine
         engine.multiply(
             O,
-            lambda i, k: factors[i][k],
+            factors,
             lambda k, j: engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE),
             self.shape.block_kv // SIZE,
         )
-
-    def _look_for_wild(self, v_at: Value, partial: Value, wild: Var) -> None:
-        """Whether V of a tile that may have dropped keys holds Inf or NaN: 0 times either is NaN."""
-        b = self.b
-
-        def look() -> None:
-            exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
-            lowest = exponent & -exponent
-            found = b.var(b.const(0, u32), "found")
-
-            def check(run: Value) -> None:
-                # An exponent of ones carries into the bit of the sign, which the mask has cleared.
-                for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
-                    found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
-
-            self.values.own_runs(v_at, check)
-            wild.value = b.workgroup_any(b.ne(found.value & 0x80008000, 0))
-
-        if self.config.everywhere:
-            look()
-        else:
-            with b.if_(partial):
-                look()
 
     def _multiply_guarded(self, O: FragmentTile, factors: list[list[Value]], key0: Value, v_at: Value) -> None:
         """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
@@ -326,14 +355,12 @@ class _Forward:
             b.barrier()
             infinite = b.select(b.eq(kind, 1), b.const(float("inf"), f32), b.const(NEG_INF, f32))
             for j in range(len(O.vars[0])):
-                columns = range(j, j + 1)
                 part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
                 for k in range(self.shape.block_kv // SIZE):
                     right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE)
-                    part = [b.fragment_mma(factors[i][k], right, x) for i, x in enumerate(part)]
-                for i, x in enumerate(part):
-                    for column in columns:
-                        O.vars[i][column].value = self._added(O.vars[i][column].value, x, kind, infinite)
+                    part = [b.fragment_mma(factors[k][i], right, x) for i, x in enumerate(part)]
+                for row, x in zip(O.vars, part, strict=True):
+                    row[j].value = self._added(row[j].value, x, kind, infinite)
 
     def _added(self, o: Value, part: Value, kind: Value, infinite: Value) -> Value:
         b, engine = self.b, self.engine
@@ -353,6 +380,3 @@ class _Forward:
         wanted = nan | b.eq(word >> 15, b.cast(kind - 1, u32))
         bad = b.select(~finite & wanted, b.const(one, u32), b.const(0, u32))
         return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), u16)
-
-
-_BOOL = SCALARS["bool"]
