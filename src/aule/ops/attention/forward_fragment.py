@@ -4,16 +4,18 @@ A subgroup keeps its rows of S, P and O in registers; only K and V pass through 
 the kernel for plain arithmetic:
 
 * The scale is not multiplied into Q, which would be rounded again, but into the exponent,
-  ``exp2(scale * S - scale * m)``, where it costs nothing. Modifiers that add to scores want them scaled before
+  ``exp2(scale * S + base)``, where it costs nothing. Modifiers that add to scores want them scaled before
   (``config.folded``).
-* m follows the running maximum only when that has grown by more than `LAG` powers of two. P stays below 2^LAG, far from
-  the limits of fp16, and O is multiplied through a few times in all instead of with every tile.
+* The base, minus the largest score, follows the running maximum only when that has grown by more than `LAG` powers of
+  two. P stays below 2^LAG, far from the limits of fp16, and O is multiplied through a few times in all instead of with
+  every tile.
 * Inf and NaN of dropped keys are searched for where keys are dropped; a tile that has any takes a slow product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
@@ -40,6 +42,16 @@ def build_forward_fragment(config: FragmentConfig, target: Target, name: str) ->
     return b.finish()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A tile, the stage it lies in, the tile that comes next, and whether one does."""
+
+    tile: Value
+    stage: Value
+    next: Value
+    more: Value
+
+
 class _Forward:
     """The parameters of the kernel, the place of this workgroup's block, and the passage over the keys."""
 
@@ -61,13 +73,12 @@ class _Forward:
         self.scale = p.number("scale", f32)
 
         def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-            access = "write" if name == "o" else "read"
-            return p.matrix(name, batch, head, rows, cols, config.unit[number], access, config.aligned[number])  # type: ignore[arg-type]
+            unit, aligned = config.unit[number], config.aligned[number]
+            return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned)
 
         self.q = matrix("q", self.head, scores.seq_q, config.head_dim, 0)
         self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
-        self.o = matrix("o", self.head, scores.seq_q, config.value_dim, 3)
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
 
         self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
@@ -82,7 +93,6 @@ class _Forward:
         self.keys = engine.transfer(self.k, shape.block_kv, self.memory)
         self.values = engine.transfer(self.v, shape.block_kv, self.memory)
 
-        self.lag = b.rcp(self.scale) * LAG if config.folded else b.const(LAG, f32)
         self._order_tiles()
 
     def _order_tiles(self) -> None:
@@ -92,50 +102,57 @@ class _Forward:
         shift = self.scores.shift
         last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
         reach = self.scores.reach(self.row0 + shift, last_row + shift)
-        self.first, last = reach.first // width, (reach.end + (width - 1)) // width
-        self.count = b.max(last - self.first, 0)
-        if self.config.everywhere:
-            self.edges = self.left = self.count
-            return
-        full_first = b.min(b.max((reach.full_first + (width - 1)) // width, self.first), last)
-        full_last = b.max(reach.full_end // width, full_first)
-        self.left = full_first - self.first
-        self.edges = self.count - (full_last - full_first)
+        self.first = reach.first // width
+        last = b.max((reach.end + (width - 1)) // width, self.first)
+        self.inner_first = self.inner_last = last
+        if not self.config.everywhere:
+            self.inner_first = b.min(b.max((reach.full_first + (width - 1)) // width, self.first), last)
+            self.inner_last = b.max(reach.full_end // width, self.inner_first)
+        self.edges = last - self.first - (self.inner_last - self.inner_first)
 
-    def _tile(self, i: Value) -> Value:
-        """The tile that is ``i``-th in order."""
+    def _edge(self, i: Value) -> _Place:
+        """The ``i``-th of the tiles at the edges; after them come the inner ones."""
         b = self.b
-        inner = self.count - self.edges
-        behind = b.select(i < self.edges, self.first + inner + i, self.first + self.left + (i - self.edges))
-        return b.select(i < self.left, self.first + i, behind)
+
+        def tile(i: Value) -> Value:
+            left = self.first + i
+            right = b.select(i < self.edges, left + (self.inner_last - self.inner_first), self.inner_first)
+            return b.select(left < self.inner_first, left, right)
+
+        more = (i + 1 < self.edges) | (self.inner_first < self.inner_last)
+        return _Place(tile(i), i & 1, tile(i + 1), more)
+
+    def _inner(self, tile: Value) -> _Place:
+        return _Place(tile, (tile + (self.edges - self.inner_first)) & 1, tile + 1, tile + 1 < self.inner_last)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         b, engine, config = self.b, self.engine, self.config
         zero = b.const(0.0, f32)
-        m, l = engine.row_vars(b.const(LOWEST, f32)), engine.row_vars(zero)
+        base, l = engine.row_vars(b.const(-LOWEST, f32)), engine.row_vars(zero)
         O = engine.tile(self.shape.rows, config.value_dim)
         if config.sinks:
-            self._start_from_sink(m, l)
+            self._start_from_sink(base, l)
         q = self._load_q()
-        with b.if_(self.count > 0):
-            self._start_tile(b.const(0, i32), whole=False)
+        start = self._edge(b.const(-1, i32))
+        with b.if_(start.more):
+            self._start_tile(start.next, b.const(0, i32), whole=False)
         with b.loop(0, self.edges, name="edge") as i:
-            self._pass(i, q, O, m, l, whole=False)
+            self._pass(self._edge(i), q, O, base, l, whole=False)
         if not config.everywhere:
-            with b.loop(self.edges, self.count, name="inner") as i:
-                self._pass(i, q, O, m, l, whole=True)
-        self._finish(O, m, l)
+            with b.loop(self.inner_first, self.inner_last, name="tile") as tile:
+                self._pass(self._inner(tile), q, O, base, l, whole=True)
+        self._finish(O, base, l)
 
     def _pass(
-        self, i: Value, q: Callable[[int], list[Value]], O: FragmentTile, m: list[Var], l: list[Var], whole: bool
+        self, at: _Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
     ) -> None:
         """One tile of keys; ``whole`` when no row drops any of them."""
         b, engine = self.b, self.engine
-        key0 = self._tile(i) * self.shape.block_kv
-        k_at, v_at = self._stage(i)
-        wild = self._arrive_keys(i, whole)
+        key0 = at.tile * self.shape.block_kv
+        k_at, v_at = self._memory_of(at.stage)
+        wild = self._arrive_keys(at, whole)
         b.comment("S = Q K^T")
         S = engine.tile(self.shape.rows, self.shape.block_kv)
         engine.multiply(
@@ -145,51 +162,49 @@ class _Forward:
             self.k_depth,
         )
         if self.shape.stages == 1:
-            wild = self._arrive_values(i, whole)
+            wild = self._arrive_values(at, whole)
         self._modify(S, key0, whole)
-        b.comment("online softmax: P = exp2(S - m), l = l + sum P")
+        b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
-        self._follow_maximum(s, O, m, l)
+        self._follow_maximum(s, O, base, l)
         b.comment("O = O + P V")
         if whole:
-            self._multiply_values(O, lambda k: self._weights(s, m, l, k), v_at)
+            self._multiply_values(O, lambda k: self._weights(s, base, l, k), v_at)
             return
-        factors = [self._weights(s, m, l, k) for k in range(self.shape.block_kv // SIZE)]
+        factors = [self._weights(s, base, l, k) for k in range(self.shape.block_kv // SIZE)]
         assert wild is not None
         with b.if_(wild):
             self._multiply_guarded(O, factors, key0, v_at)
         with b.else_():
             self._multiply_values(O, lambda k: factors[k], v_at)
 
-    def _follow_maximum(self, s: list[list[Value]], O: FragmentTile, m: list[Var], l: list[Var]) -> None:
-        """Where the maximum of a row has grown by too much, m follows it, and what was summed up shrinks."""
-        b, engine = self.b, self.engine
-        scale = self.scale if self.config.folded else None
-        highest = engine.reduce_rows("max", [fold(b, "max", row) for row in s])
-        grown = [high > variable.value + self.lag for high, variable in zip(highest, m, strict=True)]
+    def _follow_maximum(self, s: list[list[Value]], O: FragmentTile, base: list[Var], l: list[Var]) -> None:
+        """Where the maximum of a row has grown by too much, the base follows it, and what was summed up shrinks."""
+        b = self.b
+        highest = [fold(b, "max", row) for row in s]  # of this lane's columns alone until it matters
+        if self.config.folded:
+            highest = [x * self.scale for x in highest]
+        grown = [high + low.value > LAG for high, low in zip(highest, base, strict=True)]
         with b.if_(b.subgroup_any(fold(b, "or", grown))):
             alphas = []
-            for high, variable, total in zip(highest, m, l, strict=True):
-                new = b.max(variable.value, high)
-                gap = variable.value - new
-                alpha = b.exp2(gap if scale is None else gap * scale)
-                variable.value = new
+            for high, low, total in zip(self.engine.reduce_rows("max", highest), base, l, strict=True):
+                new = b.min(low.value, -high)
+                alpha = b.exp2(new - low.value)
+                low.value = new
                 total.value = total.value * alpha
                 alphas.append(alpha)
             O.map(lambda x, r, c: x * alphas[r])
 
-    def _weights(self, s: list[list[Value]], m: list[Var], l: list[Var], k: int) -> list[Value]:
+    def _weights(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[Value]:
         """P of the ``k``-th 16 keys as left factors, one for each 16 rows; their sum goes into l."""
         b, width = self.b, len(self.engine.part_cols)
         p: list[list[Value]] = []
-        for row, variable, total in zip(s, m, l, strict=True):
+        for row, low, total in zip(s, base, l, strict=True):
             part = row[k * width : (k + 1) * width]
             if self.config.folded:
-                # Bounded, so that a score of -inf gives 0 also before anything was kept.
-                offset = b.min(-variable.value * self.scale, -LOWEST)
-                p.append([b.exp2(b.fma(x, self.scale, offset)) for x in part])
+                p.append([b.exp2(b.fma(x, self.scale, low.value)) for x in part])
             else:
-                p.append([b.exp2(x - variable.value) for x in part])
+                p.append([b.exp2(x + low.value) for x in part])
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
         return [blocks[0] for blocks in self.engine.pack(p, self.engine.left)]
 
@@ -210,10 +225,13 @@ class _Forward:
             if modifier.everywhere or not whole:
                 apply(modifier)
 
-    def _finish(self, O: FragmentTile, m: list[Var], l: list[Var]) -> None:
+    def _finish(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
         b, engine, config = self.b, self.engine, self.config
         zero = b.const(0.0, f32)
         b.comment("O / l, and the log-sum-exp")
+        batch, head = self.scores.batch, self.head
+        unit, aligned = config.unit[3], config.aligned[3]
+        out = self.p.matrix("o", batch, head, self.scores.seq_q, config.value_dim, unit, "write", aligned)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = b.cast(self.head_number, self.index) * b.cast(self.scores.seq_q, self.index)
         run = 2 if engine.part_cols[1] == 1 else 1
@@ -224,22 +242,21 @@ class _Forward:
             with b.if_(at < self.scores.seq_q):
                 for c in range(0, len(row), run):
                     parts = [x * inverse for x in row[c : c + run]]
-                    self.o.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
+                    out.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
                 if config.lse:
-                    top = m[r].value * self.scale if config.folded else m[r].value
-                    lse = b.select(nothing, b.const(NEG_INF, f32), (top + b.log2(totals[r])) * LN2)
+                    lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
                     with b.if_(b.eq(engine.lane_col, 0)):
                         b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
 
-    def _start_from_sink(self, m: list[Var], l: list[Var]) -> None:
-        """The sink is a key without a value: it is in m and l before the first tile. One lane of a row counts it."""
+    def _start_from_sink(self, base: list[Var], l: list[Var]) -> None:
+        """The sink is a key without a value: it is counted before the first tile, by one lane of a row."""
         b = self.b
         sink = b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", self.head)) * LOG2E
         start = b.max(sink, LOWEST)
         weight = b.select(b.eq(self.engine.lane_col, 0), b.exp2(sink - start), b.const(0.0, f32))
-        for m_row, l_row in zip(m, l, strict=True):
-            m_row.value = start
-            l_row.value = weight
+        for low, total in zip(base, l, strict=True):
+            low.value = -start
+            total.value = weight
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -270,43 +287,41 @@ class _Forward:
         self.keys.clear_padding(self.k_start, self.shape.stages)
         self.values.clear_padding(self.v_start, self.shape.stages)
 
-    def _stage(self, i: Value) -> tuple[Value, Value]:
-        """Where K and V of the ``i``-th tile lie."""
+    def _memory_of(self, stage: Value) -> tuple[Value, Value]:
+        """Where K and V of a stage lie."""
         if self.shape.stages == 1:
             return self.k_start, self.v_start
-        return self.k_start + (i & 1) * self.k_size, self.v_start + (i & 1) * self.v_size
+        return self.k_start + stage * self.k_size, self.v_start + stage * self.v_size
 
-    def _start_tile(self, i: Value, whole: bool) -> None:
+    def _start_tile(self, tile: Value, stage: Value, whole: bool) -> None:
         """Begin to fetch what the first product of a tile needs, and with two stages all of it."""
-        k_at, v_at = self._stage(i)
-        key0 = self._tile(i) * self.shape.block_kv
-        self.keys.start(key0, k_at, whole)
+        k_at, v_at = self._memory_of(stage)
+        self.keys.start(tile * self.shape.block_kv, k_at, whole)
         if self.shape.stages == 2:
-            self.values.start(key0, v_at, whole)
+            self.values.start(tile * self.shape.block_kv, v_at, whole)
 
-    def _arrive_keys(self, i: Value, whole: bool) -> Value | None:
+    def _arrive_keys(self, at: _Place, whole: bool) -> Value | None:
         """K of the tile is there for all; the next thing is on its way. Returns whether V is wild where it is known."""
         b = self.b
-        k_at, v_at = self._stage(i)
+        k_at, v_at = self._memory_of(at.stage)
         self.keys.finish(k_at)
-        wild = None
         if self.shape.stages == 1:
             b.barrier()
-            self.values.start(self._tile(i) * self.shape.block_kv, v_at, whole)
+            self.values.start(at.tile * self.shape.block_kv, v_at, whole)
             return None
         self.values.finish(v_at)
         wild = self._barrier(v_at, whole)
-        with b.if_(i + 1 < self.count):
-            self._start_tile(i + 1, whole)
+        with b.if_(at.more):
+            self._start_tile(at.next, at.stage ^ 1, whole)
         return wild
 
-    def _arrive_values(self, i: Value, whole: bool) -> Value | None:
+    def _arrive_values(self, at: _Place, whole: bool) -> Value | None:
         """The same for V, with one stage."""
-        _, v_at = self._stage(i)
+        _, v_at = self._memory_of(at.stage)
         self.values.finish(v_at)
         wild = self._barrier(v_at, whole)
-        with self.b.if_(i + 1 < self.count):
-            self._start_tile(i + 1, whole)
+        with self.b.if_(at.more):
+            self._start_tile(at.next, at.stage, whole)
         return wild
 
     def _barrier(self, v_at: Value, whole: bool) -> Value | None:
