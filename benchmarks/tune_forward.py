@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides
+from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError
 from aule.ops.attention.forward import build_forward
@@ -111,6 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     device = registry.find(args.device)
     assert device is not None
+    find_layout(device)
     for text in args.cases.split(","):
         head_dim, seq, kind = text.split(":")
         case = Case(device, args.dtype, int(head_dim), int(seq), kind == "causal")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Fragment, Scalar, f32, i32
+from aule.ir.types import Fragment, Scalar, Vector, bf16, f32, i32, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
@@ -133,6 +133,7 @@ class Fragments:
         assert target.matrix_layout is not None
         self.b, self.shape, self.elem = b, shape, elem
         self.layout: FragmentLayout = target.matrix_layout
+        self.converts = target.backend == "cuda"
         self.copies = target.backend == "cuda" and target.arch != "sm_75"
         self.accumulator = Fragment(f32, SIZE, SIZE, "accumulator")
         self.left, self.right = Fragment(elem, SIZE, SIZE, "a"), Fragment(elem, SIZE, SIZE, "b")
@@ -189,7 +190,14 @@ class Fragments:
         if elem == f32:
             return parts
         b = self.b
-        pairs = [b.cast(b.vector([x, y]), elem) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        pairs = []
+        for x, y in zip(parts[::2], parts[1::2], strict=True):
+            if elem == bf16 and not self.converts:
+                # Half a unit upwards: right but for ties, and for weights nothing else is needed.
+                low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
+                pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
+            else:
+                pairs.append(b.cast(b.vector([x, y]), elem))
         return [half for pair in pairs for half in b.unpack(pair)]
 
     # -- products ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward, build_delta
 from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig, FragmentConfig
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.tiles import choose_backward_shape, choose_shape
+from aule.ops.attention.tiles import choose_backward_shape, choose_fragments, choose_shape
 from aule.target import Target
 from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
@@ -81,12 +81,18 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
-    shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.dtype, problem.modifiers)
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
-    run = RUN if isinstance(shape, FragmentShape) else QUAD
+
+    def aligned(run: int) -> tuple[bool, ...]:
+        return tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+
+    dims = problem.head_dim, problem.value_dim
+    masked = problem.mask is not None or problem.bias is not None
+    shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+    shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
     memory: dict[str, Any] = {
-        "aligned": tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
+        "aligned": aligned(RUN if isinstance(shape, FragmentShape) else QUAD),
         "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
     }
