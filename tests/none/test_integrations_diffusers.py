@@ -266,7 +266,7 @@ def test_unregister_puts_everything_back() -> None:
     assert REGISTRY._active_backend.value == "aule"
     model.reset_attention_backend()
     integration.unregister()
-    assert state() == before
+    assert state() == before and "AULE" not in vars(dispatch.AttentionBackendName)
     with torch.no_grad():
         model(**flux_inputs())
     served(0)
