@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -254,6 +255,7 @@ def state() -> list[Any]:
         list(names),
         dict(names.__members__),
         dict(names._value2member_map_),
+        list(getattr(names, "_hashable_values_", [])),
         set(vars(names)),
     ]
 
@@ -290,6 +292,8 @@ def test_the_new_member(registered: None) -> None:
     assert (member.name, member.value, str.__str__(member)) == ("AULE", "aule", "aule")
     assert list(names)[-1] is member and member in names and len(names) == len(set(names))
     assert copy.deepcopy(member) is member and "aule" in repr(member)
+    if sys.version_info >= (3, 12):  # before, only members may be asked for
+        assert "aule" in names and "abacus" not in names
     before = state()
     integration.register()
     assert [type(part) for part in before] == [type(part) for part in state()] and state()[5:] == before[5:]

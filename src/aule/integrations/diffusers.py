@@ -218,13 +218,22 @@ def _add_member(names: Any, value: str) -> None:
     names._member_names_.append(member._name_)
     names._member_map_[member._name_] = member
     names._value2member_map_[value] = member
+    _values(names).append(value)
     type.__setattr__(names, member._name_, member)
 
 
 def _remove_member(names: Any, member: Any) -> None:
     names._member_names_.remove(member._name_)
     del names._member_map_[member._name_], names._value2member_map_[member._value_]
+    if member._value_ in _values(names):
+        _values(names).remove(member._value_)
     type.__delattr__(names, member._name_)
+
+
+def _values(names: Any) -> list[str]:
+    """The values of all members, which ``in`` asks in newer versions of Python; older ones have no such list."""
+    values: list[str] = getattr(names, "_hashable_values_", [])
+    return values
 
 
 # -- layers of a UNet --------------------------------------------------------------------------------------------------
