@@ -55,7 +55,8 @@ def scaled_dot_product_attention(
         Boolean (True attends) or added to the scores (float32, or the dtype of ``query``); two axes or more,
         broadcastable to the scores. Not together with ``is_causal``.
     dropout_p : float
-        0.0: dropout is not there yet.
+        Chance of each weight to be dropped, applied whenever it is above 0. `torch.manual_seed` makes it repeatable;
+        which weights are dropped is not what PyTorch's own function would choose.
     is_causal : bool
         Row ``i`` attends to keys up to ``i``, counted from the first of each.
     scale : float, optional

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, i32, with_element
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, i32, u32, with_element
 
 if TYPE_CHECKING:
     from aule.ir.verify import Verifier
@@ -21,6 +21,7 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("eq", "ne", "select"), ("bool", "int", "uint", "float")),
     **dict.fromkeys(("not", "and", "or", "xor"), ("bool", "int", "uint")),
     **dict.fromkeys(("rem", "shl", "shr"), ("int", "uint")),
+    "mulhi": ("uint",),
     **dict.fromkeys(("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor", "sin", "cos", "fma"), ("float",)),
 }
 """Kinds of element that an arithmetic operation takes."""
@@ -91,6 +92,7 @@ def _same(v: Verifier, op: Op) -> None:
     v.require(op, isinstance(type_, Scalar | Vector) and all(arg.type == type_ for arg in op.args),
               "scalars or vectors of one type")  # fmt: skip
     v.require(op, element(type_).kind in kinds, f"elements of kind {', '.join(kinds)}")
+    v.require(op, op.opcode != "mulhi" or element(type_) == u32, "elements of type u32")
 
 
 def _compare(v: Verifier, op: Op) -> None:

@@ -206,6 +206,10 @@ class Builder:
     def max(self, left: Any, right: Any) -> Value:
         return self.binary("max", left, right)
 
+    def mulhi(self, left: Any, right: Any) -> Value:
+        """The high 32 bits of the product of two u32."""
+        return self.binary("mulhi", left, right)
+
     def fma(self, a: Value, b: Any, c: Any) -> Value:
         """``a * b + c``."""
         return self.emit("fma", (a, self._like(b, a), self._like(c, a)), a.type)

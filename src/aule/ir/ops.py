@@ -78,6 +78,7 @@ OPS: dict[str, OpInfo] = {
     "add": OpInfo("binary", 2, "same; ints and floats"),
     "sub": OpInfo("binary", 2, "same; ints and floats"),
     "mul": OpInfo("binary", 2, "same; ints and floats"),
+    "mulhi": OpInfo("binary", 2, "same; u32; the high word of the product of 64 bits"),
     "div": OpInfo("binary", 2, "same; truncating for ints; floats within 2.5 ulp"),
     "rem": OpInfo("binary", 2, "same; ints; sign of the dividend"),
     "min": OpInfo("binary", 2, "same; ints and floats; with one NaN operand either may come out"),

@@ -148,6 +148,8 @@ class Fragments:
         ]
         self.part_rows = sorted({row for row, _ in self._places})
         self.part_cols = sorted({col for _, col in self._places})
+        self.run = 2 if self.part_cols[1:2] == [1] else 1
+        """Neighbouring columns that a lane holds."""
         # Lanes that share their rows differ in these bits.
         self._across = [1 << i for i, weight in enumerate(self.layout.lane_rows) if weight == 0]
 

@@ -40,6 +40,7 @@ class ScoreConfig:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
+    dropout: bool = False
     unit: tuple[bool, ...] = (True, True, True, True)
 
     @property

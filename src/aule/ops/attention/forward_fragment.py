@@ -21,6 +21,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
+from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
@@ -81,6 +82,7 @@ class _Forward:
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
 
+        self.dropout = scores.dropout()
         self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
         self.subgroup_row = engine.subgroup * shape.rows
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
@@ -168,10 +170,17 @@ class _Forward:
         s = S.values()
         self._follow_maximum(s, O, base, l)
         b.comment("O = O + P V")
+
+        def weights(k: int) -> list[Value]:
+            p = self._weigh(s, base, l, k)
+            if self.dropout is not None:
+                p = self._drop(self.dropout, p, S, key0, k)
+            return [blocks[0] for blocks in engine.pack(p, engine.left)]
+
         if whole:
-            self._multiply_values(O, lambda k: self._weights(s, base, l, k), v_at)
+            self._multiply_values(O, weights, v_at)
             return
-        factors = [self._weights(s, base, l, k) for k in range(self.shape.block_kv // SIZE)]
+        factors = [weights(k) for k in range(self.shape.block_kv // SIZE)]
         assert wild is not None
         with b.if_(wild):
             self._multiply_guarded(O, factors, key0, v_at)
@@ -195,8 +204,8 @@ class _Forward:
                 alphas.append(alpha)
             O.map(lambda x, r, c: x * alphas[r])
 
-    def _weights(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[Value]:
-        """P of the ``k``-th 16 keys as left factors, one for each 16 rows; their sum goes into l."""
+    def _weigh(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[list[Value]]:
+        """P of the ``k``-th 16 keys; their sum goes into l."""
         b, width = self.b, len(self.engine.part_cols)
         p: list[list[Value]] = []
         for row, low, total in zip(s, base, l, strict=True):
@@ -206,7 +215,19 @@ class _Forward:
             else:
                 p.append([b.exp2(x + low.value) for x in part])
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
-        return [blocks[0] for blocks in self.engine.pack(p, self.engine.left)]
+        return p
+
+    def _drop(self, dropout: Dropout, p: list[list[Value]], S: FragmentTile, key0: Value, k: int) -> list[list[Value]]:
+        """Zeros in the place of dropped weights."""
+        b, width, run = self.b, len(self.engine.part_cols), self.engine.run
+        result: list[list[Value]] = []
+        for r, weights in enumerate(p):
+            keep: list[Value] = []
+            for c in range(0, width, run):
+                row, column = self.row0 + self.subgroup_row + S.row(r), key0 + S.col(k * width + c)
+                keep += dropout.strip(self.head_number, row, column, run)
+            result.append([b.select(kept, x, b.const(0.0, f32)) for kept, x in zip(keep, weights, strict=True)])
+        return result
 
     def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
         b, scores = self.b, self.scores
@@ -234,10 +255,12 @@ class _Forward:
         out = self.p.matrix("o", batch, head, self.scores.seq_q, config.value_dim, unit, "write", aligned)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = b.cast(self.head_number, self.index) * b.cast(self.scores.seq_q, self.index)
-        run = 2 if engine.part_cols[1] == 1 else 1
+        run = engine.run
         for r, row in enumerate(O.values()):
             nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
             inverse = b.select(nothing, zero, b.rcp(totals[r]))
+            if config.dropout:
+                inverse = inverse * self.p.number("keep_scale", f32)
             at = self.row0 + self.subgroup_row + O.row(r)
             with b.if_(at < self.scores.seq_q):
                 for c in range(0, len(row), run):

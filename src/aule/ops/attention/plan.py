@@ -11,6 +11,7 @@ from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward, build_delta
 from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig, FragmentConfig
+from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import choose_backward_shape, choose_fragments, choose_shape
 from aule.target import Target
@@ -75,7 +76,7 @@ def plan_forward(
     ----------
     views : dict
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
-        ``sinks``): four-dimensional, with device strides and offsets.
+        ``sinks``, ``seed``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
     shape : SimtShape or FragmentShape, optional
@@ -98,9 +99,7 @@ def plan_forward(
     }
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
-        added = (
-            problem.softcap > 0 or problem.bias or problem.alibi or problem.sinks or problem.mask not in (None, "bool")
-        )
+        added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
         folded = problem.scale > 0 and not added
         config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=folded)
     else:
@@ -191,6 +190,7 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "alibi": problem.alibi,
         "sinks": problem.sinks,
         "lse": problem.return_lse,
+        "dropout": problem.dropout_p > 0,
     }
 
 
@@ -209,6 +209,8 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
         "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
         "softcap": problem.softcap * LOG2E,
+        "dropout_limit": threshold(problem.dropout_p),
+        "keep_scale": keep_scale(problem.dropout_p),
     }
 
 

@@ -17,6 +17,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, i32, i64
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import CpuBackwardConfig, CpuDeltaConfig, GatherConfig
+from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
@@ -57,6 +58,10 @@ class _Backward:
         self.do = b.private("do", work, shape.block_q * self.value_cols)
         self.p_scores = b.private("p", work, shape.block_q * shape.block_kv)
         self.ds = b.private("ds", work, shape.block_q * shape.block_kv)
+        self.keep: Keep | None = None
+        dropout = self.scores.dropout()
+        if dropout is not None:
+            self.keep = Keep(b, config, self.engine, dropout, number("keep_scale", work))
         self.zero = b.const(0, i64)
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
 
@@ -144,6 +149,12 @@ class _Backward:
             end = b.max((high + (shape.panel - 1)) // shape.panel * shape.panel, first)
             self._clear_scores(row, b.const(0, i32), first)
             self._clear_scores(row, end, b.const(shape.block_kv, i32))
+            if self.keep is not None:
+
+                def place(r: Value, row: Value = row) -> tuple[Value, Value]:
+                    return self.batch * self.heads + head, b.min(row0 + row + r, scores.seq_q - 1)
+
+                self.keep.fill(place, key0, first, end)
             with b.loop(first, end, shape.panel, name="panel") as panel:
                 self._panel(head, row0, row, key0, panel, reach)
             with b.if_(low < high):
@@ -198,12 +209,17 @@ class _Backward:
         engine.multiply(c, do, v, 0, config.value_dim, unroll=4)
         delta_all = self.p.buffer("delta", config.work)
         guarded = config.everywhere or config.left or config.right
-        for at_row, place, variables in zip(rows, places, c, strict=True):
+        for r, (at_row, place, variables) in enumerate(zip(rows, places, c, strict=True)):
             delta = b.load(delta_all, number + engine.index(at_row))
             for j, variable in enumerate(variables):
                 to = place + j * shape.lanes
                 p = b.load(self.p_scores, to, shape.lanes)
-                ds = p * (variable.value - delta)
+                dp = variable.value
+                if self.keep is not None:
+                    factor = self.keep.load(r, width + j * shape.lanes)
+                    dp = dp * factor
+                    b.store(self.p_scores, to, p * factor)
+                ds = p * (dp - delta)
                 if guarded:  # V of a dropped key may hold Inf or NaN
                     ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
                 if config.scores:

@@ -7,9 +7,12 @@ block by block. Within a block it takes a few rows at a time: their scores with 
 
 from __future__ import annotations
 
+import functools
+
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64
 from aule.ops.attention.cpu.config import CpuConfig
+from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
@@ -44,6 +47,10 @@ class _Forward:
         self.m = b.private("m", work, shape.block_q)
         self.l = b.private("l", work, shape.block_q)
         self.alpha = b.private("alpha", work, shape.rows)
+        self.keep: Keep | None = None
+        dropout = self.scores.dropout()
+        if dropout is not None:
+            self.keep = Keep(b, config, self.engine, dropout, self.p.number("keep_scale", work))
 
     # -- place ---------------------------------------------------------------------------------------------------------
 
@@ -87,6 +94,11 @@ class _Forward:
         seq_q = self.scores.seq_q
         return self.first_head + row // seq_q, row % seq_q
 
+    def _numbered(self, row: Value, r: Value) -> tuple[Value, Value]:
+        """The same of row ``row + r``, the head counted over all batches; rows past the last repeat it."""
+        head, at = self.place(self.b.min(row + r, self.count - 1))
+        return self.batch * self.heads + head, at
+
     def reach(self, row: Value, rows: int) -> Reach:
         """Keys of some consecutive rows of this task."""
         b, shift = self.b, self.scores.shift
@@ -116,6 +128,8 @@ class _Forward:
                     first_panel = low // shape.panel * shape.panel
                     last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
                     self._multiply_scores(row, key0, panels, first_panel, last_panel, reach)
+                    if self.keep is not None:
+                        self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
                     self._softmax(row, first_panel, last_panel)
                     self._multiply_values(row, values, low, high, wild)
         self._finish()
@@ -238,7 +252,7 @@ class _Forward:
                 for j, variable in enumerate(sums):
                     place = base + panel + j * shape.lanes
                     p = b.exp2(b.load(self.s, place, shape.lanes) - m)
-                    b.store(self.s, place, p)
+                    b.store(self.s, place, p if self.keep is None else p * self.keep.load(r, panel + j * shape.lanes))
                     variable.value = variable.value + p
             total = sums[0].value
             for variable in sums[1:]:
