@@ -1,5 +1,5 @@
-"""The forward kernel for matrix units on the interpreter with the sanitizer on, in the interpreter's own layout of
-fragments and in layouts that no device has."""
+"""The kernels for matrix units on the interpreter with the sanitizer on, in its own layout of fragments, which is no
+device's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
+from test_backward_interpreted import run as backward
 
 from aule.engine.attention import contiguous_strides, named
 from aule.ir.interpret import interpret
@@ -17,14 +18,14 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
+from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.target import FragmentLayout, Target
 from aule.tile.fragment import FragmentShape
 from aule.view import TensorView
 
-INTERPRETED = FragmentLayout((8, 1, 2, 4, 8), (0, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
-"""Lane L holds elements 8 L ... 8 L + 7: row L / 2, and the left or right half of it."""
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
+"""Of the interpreter: lane L holds elements 8 L ... 8 L + 7, which is half of row L / 2."""
 
 SHAPES = {
     "two-stages": FragmentShape(32, 32, 2, 2, True),
@@ -106,6 +107,24 @@ def test_dropped_infinities_do_not_leak(shape: str, bad: float) -> None:
     assert np.isfinite(lse).all() and np.isfinite(out[:, :, :20]).all()
     assert np.isfinite(np.delete(out[:, :, 20:], 3, axis=3)).all()
     np.testing.assert_array_equal(out[0, 0, 20:, 3], np.full(20, bad, np.float16))
+
+
+BACKWARD = {
+    "two-stages": FragmentShape(32, 32, 2, 2, False),
+    "one-stage": FragmentShape(32, 16, 2, 1, False),
+    "two-blocks-of-rows": FragmentShape(32, 32, 1, 2, False),
+}
+
+
+@pytest.mark.parametrize("shape", BACKWARD)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: grid.Case, shape: str) -> None:
+    inputs = grid.make_inputs(case, seed=3)
+    problem, operands = grid.case_problem(case, inputs)
+    found, dout = backward(problem, operands, inputs, BACKWARD[shape], case.seq_q % 2 == 0, target())
+    arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
 
 
 def test_a_negative_scale() -> None:

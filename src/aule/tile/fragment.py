@@ -74,6 +74,10 @@ class FragmentShape:
         stages = self.stages * (k + v)
         return 2 * (max(q, stages) if self.resident_q else q + stages)
 
+    def backward_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each."""
+        return 2 * (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
+
 
 def row_stride(dim: int) -> int:
     """Elements from one row to the next in shared memory."""
@@ -153,6 +157,11 @@ class Fragments:
         # Lanes that share their rows differ in these bits.
         self._across = [1 << i for i, weight in enumerate(self.layout.lane_rows) if weight == 0]
 
+    @property
+    def rows_held(self) -> int:
+        """Rows of a tile that this lane works on."""
+        return self.shape.rows // SIZE * len(self.part_rows)
+
     def component(self, row: int, col: int) -> int:
         """The component that holds a lane's element of a part's row and column."""
         return self._places.index((row, col))
@@ -165,7 +174,7 @@ class Fragments:
 
     def row_vars(self, init: Value) -> list[Var]:
         """A variable for each row this lane works on."""
-        return [self.b.var(init) for _ in range(self.shape.rows // SIZE * len(self.part_rows))]
+        return [self.b.var(init) for _ in range(self.rows_held)]
 
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """Combine the lanes of each row; every one of them gets the result."""
@@ -240,9 +249,10 @@ class Fragments:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def transfer(self, source: Matrix, rows: int, memory: Value) -> Transfer:
-        """Brings ``rows`` rows of a matrix at a time into shared memory."""
-        return Transfer(self, source, rows, memory)
+    def transfer(self, source: Matrix, rows: int, memory: Value, copies: bool = True) -> Transfer:
+        """Brings ``rows`` rows of a matrix at a time into shared memory; by asynchronous copies where they are allowed
+        and there are any."""
+        return Transfer(self, source, rows, memory, copies and self.copies)
 
 
 class Transfer:
@@ -253,10 +263,10 @@ class Transfer:
     registers until ``finish`` stores them.
     """
 
-    def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value) -> None:
+    def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
         self.stride = row_stride(source.cols)
-        self.direct = engine.copies and source.aligned and source.col_stride is None
+        self.direct = copies and source.aligned and source.col_stride is None
         self.cols = source.cols if self.direct else padded(source.cols, SIZE)
         self.runs = rows * self.cols // RUN
         b, threads = self.b, engine.shape.threads
@@ -330,6 +340,17 @@ class Transfer:
         """Call ``f`` with each run of elements in shared memory that this thread brought in."""
         for i in range(self.count):
             self._each(i, lambda row, col: f(self.b.load(self.memory, target + row * self.stride + col, RUN)))
+
+    def rewrite_own(self, target: Value, f: Callable[[Value], Value]) -> None:
+        """Replace each run of elements in shared memory that this thread brought in by what ``f`` makes of it."""
+        b = self.b
+
+        def each(row: Value, col: Value) -> None:
+            at = target + row * self.stride + col
+            b.store(self.memory, at, f(b.load(self.memory, at, RUN)))
+
+        for i in range(self.count):
+            self._each(i, each)
 
     def rewrite(self, first: Value, target: Value, f: Callable[[Value], Value]) -> None:
         """Fetch the rows from ``first`` on again and store what ``f`` makes of each run. Slow."""

@@ -106,6 +106,27 @@ class BackwardConfig(ScoreConfig):
     index64: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class FragmentBackwardConfig(ScoreConfig):
+    """A kernel of the gradients for matrix units.
+
+    Attributes
+    ----------
+    of : {"queries", "keys"}
+        dQ, or dK and dV.
+    shape : FragmentShape
+        ``block_q`` are the rows that a workgroup owns, ``block_kv`` those of a tile that it passes over.
+    unit, aligned, folded
+        As in `FragmentConfig`, for q, k, v and the gradient of o.
+    """
+
+    of: Literal["queries", "keys"]
+    shape: FragmentShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+    folded: bool = False
+
+
 @dataclass(frozen=True)
 class DeltaConfig:
     """The kernel of ``delta = sum of dO * O`` along each row, for GPUs.

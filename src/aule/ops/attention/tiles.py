@@ -166,6 +166,37 @@ def choose_fragments(
     return None
 
 
+@dataclass(frozen=True)
+class FragmentBackwardEntry:
+    """Tiles of the two backward kernels on matrix units, for head dimensions up to ``dim``."""
+
+    dim: int
+    queries: FragmentShape
+    keys: FragmentShape
+
+
+FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
+    "cuda": (
+        FragmentBackwardEntry(64, FragmentShape(128, 64, 4, 2, False), FragmentShape(128, 32, 4, 2, False)),
+        FragmentBackwardEntry(128, FragmentShape(128, 32, 4, 2, False), FragmentShape(64, 64, 4, 2, False)),
+    ),
+}
+
+
+def choose_backward_fragments(
+    target: Target, dtype: str, head_dim: int, value_dim: int, of: str
+) -> FragmentShape | None:
+    """Tiles of a backward kernel on matrix units; None where there are none."""
+    if not multiplies(target, dtype):
+        return None
+    for entry in FRAGMENTS_BACKWARD.get(target.backend, ()):
+        shape = entry.queries if of == "queries" else entry.keys
+        fits = shape.threads <= target.max_threads and shape.lanes == target.subgroup_size
+        if max(head_dim, value_dim) <= entry.dim and fits:
+            return shape if shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes else None
+    return None
+
+
 BACKWARD: tuple[SimtShape, ...] = (
     SimtShape(64, 64, 16, 8, 16, 16, False),
     SimtShape(32, 64, 16, 8, 16, 16, False),
