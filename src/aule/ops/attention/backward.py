@@ -22,7 +22,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
-from aule.tile.matrix import QUAD, Matrix
+from aule.tile.matrix import QUAD, Matrix, divmod_const
 from aule.tile.simt import RegisterTile, Simt, Stager, padded, wave_size
 
 
@@ -402,26 +402,35 @@ class _Keys(_Kernel):
 
 
 def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
-    """Trace the kernel of delta: one thread for each row."""
+    """Trace the kernel of delta: some lanes of a subgroup, or one thread, for each row."""
     b = Builder("attention_delta", config.threads)
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
-    heads, seq_q = p.number("heads_q"), p.number("seq_q")
-    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
-    with b.if_(number < p.number("rows")):
-        head_number, row = number // seq_q, number % seq_q
-        batch, head = head_number // heads, head_number % heads
-        names = zip(("o", "do"), config.unit, config.aligned, strict=True)
-        o, do = (
-            p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
-        )
-        cols = padded(config.value_dim, QUAD)
-        starts = o.row_start(b, row), do.row_start(b, row)
-        total = b.var(b.const(0.0, f32), "delta")
-        with b.loop(b.const(0, i32), cols, QUAD, name="col") as col:
-            x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
-            y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
-            for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
-                total.value = b.fma(a, c, total.value)
-        b.store(p.buffer("delta", f32, "write"), number, total.value)
+    heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
+    thread = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    number, lane = divmod_const(b, thread, config.lanes)
+    inside = b.min(number, rows - 1)  # all lanes take part in a shuffle
+    head_number, row = inside // seq_q, inside % seq_q
+    batch, head = head_number // heads, head_number % heads
+    names = zip(("o", "do"), config.unit, config.aligned, strict=True)
+    o, do = (
+        p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
+    )
+    cols = padded(config.value_dim, QUAD)
+    starts = o.row_start(b, row), do.row_start(b, row)
+    total = b.var(b.const(0.0, f32), "delta")
+    with b.loop(lane * QUAD, cols, config.lanes * QUAD, name="col") as col:
+        x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
+        y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
+        for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
+            total.value = b.fma(a, c, total.value)
+    result = total.value
+    step = 1
+    while step < config.lanes:
+        result = result + b.shuffle_xor(result, step)
+        step *= 2
+    with b.if_((number < rows) & b.eq(lane, 0)):
+        b.store(p.buffer("delta", f32, "write"), number, result)
+    # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree.
+    b.barrier()
     return b.finish()

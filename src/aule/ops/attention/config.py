@@ -133,6 +133,8 @@ class DeltaConfig:
 
     Attributes
     ----------
+    lanes : int
+        Threads that share a row: lanes of a subgroup, or 1.
     unit, aligned : tuple of bool
         For o and its gradient.
     """
@@ -140,6 +142,7 @@ class DeltaConfig:
     dtype: str
     value_dim: int
     threads: int
+    lanes: int
     unit: tuple[bool, ...]
     aligned: tuple[bool, ...]
     index64: bool

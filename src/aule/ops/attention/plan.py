@@ -121,6 +121,8 @@ def plan_forward(
 
 
 _DELTA_THREADS = 64
+_DELTA_LANES = 8
+"""Lanes that read a row together where there are subgroups: neighbours then read neighbouring memory."""
 
 
 def plan_backward(
@@ -162,8 +164,11 @@ def plan_backward(
         "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
     }  # fmt: skip
     units = (unit["o"], unit["do"])
-    delta = DeltaConfig(problem.dtype, problem.value_dim, _DELTA_THREADS, units, aligned(QUAD, ("o", "do")), index64)
-    steps = [Step(delta, build_delta, _grid(-(-rows // _DELTA_THREADS), target), numbers)]
+    lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
+    delta = DeltaConfig(
+        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64
+    )
+    steps = [Step(delta, build_delta, _grid(-(-rows * lanes // _DELTA_THREADS), target), numbers)]
     of: Literal["queries", "keys"]
     for of, number, heads, length in (
         ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
