@@ -116,11 +116,13 @@ BACKWARD = {
 }
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
 @pytest.mark.parametrize("shape", BACKWARD)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients(case: grid.Case, shape: str) -> None:
+def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
     inputs = grid.make_inputs(case, seed=3)
     problem, operands = grid.case_problem(case, inputs)
+    problem = replace(problem, deterministic=deterministic)
     found, dout = backward(problem, operands, inputs, BACKWARD[shape], case.seq_q % 2 == 0, target())
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))

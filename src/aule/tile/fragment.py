@@ -74,9 +74,11 @@ class FragmentShape:
         stages = self.stages * (k + v)
         return 2 * (max(q, stages) if self.resident_q else q + stages)
 
-    def backward_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each."""
-        return 2 * (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
+    def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
+        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; and
+        dS where it also adds up dQ."""
+        rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
+        return 2 * (rows + (self.block_q * row_stride(self.block_kv) if sums else 0))
 
 
 def row_stride(dim: int) -> int:
@@ -213,8 +215,12 @@ class Fragments:
 
     # -- products ------------------------------------------------------------------------------------------------------
 
-    def load_left(self, memory: Value, start: Value, stride: int, row: int, col: int) -> Value:
-        """16 x 16 of a matrix in shared memory, as a left factor."""
+    def load_left(
+        self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
+    ) -> Value:
+        """16 x 16 of a matrix in shared memory, as a left factor; or of its transpose, as in `load_right`."""
+        if transposed:
+            return self.b.fragment_load(self.left, memory, start + (col * stride + row), stride, "column")
         return self.b.fragment_load(self.left, memory, start + (row * stride + col), stride, "row")
 
     def load_right(

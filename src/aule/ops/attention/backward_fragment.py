@@ -6,12 +6,14 @@ Both are one kernel. A workgroup *owns* rows of two matrices and passes over the
     dK, dV    owns K and V, passes over Q and dO:     S = K Q^T     dP = V dO^T     dK = dS Q     dV = P dO
 
 A subgroup has its own rows of S and dP, which go on as left factors without leaving registers. Nothing is added up
-between workgroups, so the results are the same every time.
+between workgroups, so the results are the same every time. That costs seven products; where it need not be so
+(``config.sums``), the second kernel adds what its keys bring to dQ to sums in memory, and five are enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, bf16, f32, i32, i64, u16, u32
@@ -22,7 +24,7 @@ from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, row_stride
 from aule.tile.math import LOG2E, NEG_INF
-from aule.tile.matrix import Matrix
+from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 
 
@@ -63,7 +65,8 @@ class _Kernel:
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
         self.other_start = rows * sum(self.strides)
         self.stage_size = width * sum(self.strides)
-        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims) // 2)
+        self.ds_start = self.other_start + self.shape.stages * self.stage_size
+        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         config = self.config
@@ -87,6 +90,19 @@ class _Kernel:
             transfer.clear_padding(start, 1)
             transfer.start(self.row0, start)
             transfer.finish(start)
+            if self.config.sums and start is self.own_start[0]:
+                transfer.rewrite_own(start, self.finite)
+
+    def finite(self, run: Value) -> Value:
+        """Zeros for Inf and NaN. dS is 0 where a key is dropped, and 0 times either is NaN; where it is not dropped,
+        the log-sum-exp has been NaN since the forward pass."""
+        b, elem = self.b, self.engine.elem
+        exponent = 0x7F80 if elem == bf16 else 0x7C00
+        parts = []
+        for x in b.unpack(run):
+            word = b.cast(b.bitcast(x, u16), u32)
+            parts.append(b.select((word & 0x7FFF) < exponent, x, b.const(0, elem)))
+        return b.vector(parts)
 
     def stage(self, i: Value) -> tuple[Value, Value]:
         """Where the two other matrices lie for tile number ``i``."""
@@ -298,13 +314,11 @@ class _Queries(_Kernel):
             return (tile * width < reach.full_first) | (tile * width + width > reach.full_end)
 
         def arrive(tile: Value, at: tuple[Value, Value]) -> None:
-            # dS is 0 where a key is dropped, and 0 times Inf or NaN is NaN. Where it is not dropped, the log-sum-exp
-            # has been NaN since the forward pass.
             if self.config.everywhere:
-                keys.rewrite_own(at[0], self._finite)
+                keys.rewrite_own(at[0], self.finite)
             else:
                 with b.if_(partial(tile)):
-                    keys.rewrite_own(at[0], self._finite)
+                    keys.rewrite_own(at[0], self.finite)
 
         def body(tile: Value, at: tuple[Value, Value]) -> None:
             b.comment("P = exp2(Q K^T - lse)")
@@ -325,16 +339,6 @@ class _Queries(_Kernel):
         self.passage((keys, values), first, last, body, arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
         self.store(dQ, out, self.p.number("dq_factor", f32))
-
-    def _finite(self, run: Value) -> Value:
-        """Zeros for Inf and NaN."""
-        b, elem = self.b, self.engine.elem
-        exponent = 0x7F80 if elem == bf16 else 0x7C00
-        parts = []
-        for x in b.unpack(run):
-            word = b.cast(b.bitcast(x, u16), u32)
-            parts.append(b.select((word & 0x7FFF) < exponent, x, b.const(0, elem)))
-        return b.vector(parts)
 
 
 class _Keys(_Kernel):
@@ -394,7 +398,9 @@ class _Keys(_Kernel):
         def body(tile: Value, at: tuple[Value, Value]) -> None:
             row0 = tile * width
             reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
-            partial = (self.row0 < reach.full_first) | (end > reach.full_end)
+            # Keys past the end are in nobody's way until they are added up.
+            past = self.row0 + shape.block_q if config.sums else end
+            partial = (self.row0 < reach.full_first) | (past > reach.full_end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
             base, delta = self._columns(S, numbers_at(tile)), self._columns(S, numbers_at(tile) + width)
@@ -415,12 +421,62 @@ class _Keys(_Kernel):
                 p = [
                     [b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)
                 ]
+            if config.sums:
+                self._keep_ds(S, ds)
             b.comment("dV = dV + P^T dO")
             self.accumulate(dV, engine.pack(p, engine.left), 1, at[1])
             b.comment("dK = dK + dS^T Q")
             self.accumulate(dK, engine.pack(ds, engine.left), 0, at[0])
+            if config.sums:
+                b.barrier()
+                self._add_to_sums(head, row0)
 
         self.passage((queries, results), first, last, body, arrive, start)
+
+    def _keep_ds(self, S: FragmentTile, ds: list[list[Value]]) -> None:
+        """dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last readers."""
+        b, engine, run = self.b, self.engine, self.engine.run
+        stride = row_stride(self.shape.block_kv)
+        for r, row in enumerate(ds):
+            start = self.ds_start + (self.subgroup_row + S.row(r)) * stride
+            for c in range(0, len(row), run):
+                strip = b.cast(b.vector(row[c : c + run]), engine.elem)
+                b.store(self.memory, start + S.col(c), strip)
+
+    def _add_to_sums(self, head: Value, row0: Value) -> None:
+        """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows, and then its columns."""
+        b, shape = self.b, self.shape
+        blocks = shape.block_kv // SIZE
+        down = min(blocks, shape.subgroups)
+        across = next(n for n in range(shape.subgroups // down, 0, -1) if self.depths[0] % n == 0)
+        part, block = divmod_const(b, self.engine.subgroup, down)
+        with b.if_(part < across):
+            for step in range(blocks // down):
+                row, col = (block + step * down) * SIZE, part * (self.depths[0] // across * SIZE)
+                self._add_block(head, row0, row, col, self.depths[0] // across)
+
+    def _add_block(self, head: Value, row0: Value, row: Value, col: Value, blocks: int) -> None:
+        """The 16 rows of the tile from ``row`` and ``blocks`` times 16 columns from ``col`` on."""
+        b, engine, scores, dim = self.b, self.engine, self.scores, self.config.head_dim
+        ds_start, k_start = self.ds_start + row, self.own_start[0] + col
+        ds_stride = row_stride(self.shape.block_kv)
+        tile = engine.tile(SIZE, blocks * SIZE)
+        engine.multiply(
+            tile,
+            lambda k: [engine.load_left(self.memory, ds_start, ds_stride, 0, k * SIZE, transposed=True)],
+            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * SIZE),
+            self.shape.block_q // SIZE,
+        )
+        sums = self.p.buffer("dq_sum", f32, "readwrite")
+        head_start = b.cast(scores.batch * self.heads + head, self.index) * b.cast(scores.seq_q, self.index)
+        for r, values in enumerate(tile.values()):
+            at = row0 + row + tile.row(r)
+            start = (head_start + b.cast(at, self.index)) * dim
+            with b.if_(at < scores.seq_q):
+                for c, x in enumerate(values):
+                    column = col + tile.col(c)
+                    with b.if_(column < dim) if self.depths[0] * SIZE != dim else nullcontext():
+                        b.atomic("add", sums, start + b.cast(column, self.index), x)
 
     def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
         """What belongs to this lane's columns, out of shared memory."""

@@ -116,12 +116,16 @@ class FragmentBackwardConfig(ScoreConfig):
         dQ, or dK and dV.
     shape : FragmentShape
         ``block_q`` are the rows that a workgroup owns, ``block_kv`` those of a tile that it passes over.
+    sums : bool
+        The kernel of dK and dV also adds what its keys bring to dQ to sums in fp32. Which workgroup comes first is
+        chance, so the last bits of dQ may differ from run to run.
     unit, aligned, folded
         As in `FragmentConfig`, for q, k, v and the gradient of o.
     """
 
     of: Literal["queries", "keys"]
     shape: FragmentShape
+    sums: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
     folded: bool = False
@@ -145,4 +149,15 @@ class DeltaConfig:
     lanes: int
     unit: tuple[bool, ...]
     aligned: tuple[bool, ...]
+    index64: bool
+    clear: int = 0
+    """Elements of each row of dQ's sums that are set to zero."""
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """The kernel that brings dQ's sums, scaled, into the type of the result, for GPUs."""
+
+    dtype: str
+    threads: int
     index64: bool

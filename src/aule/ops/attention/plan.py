@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.attention.backward import build_backward, build_delta
+from aule.ops.attention.backward import build_backward, build_delta, build_round
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.config import (
     BackwardConfig,
@@ -17,6 +17,7 @@ from aule.ops.attention.config import (
     ForwardConfig,
     FragmentBackwardConfig,
     FragmentConfig,
+    RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
@@ -121,6 +122,7 @@ def plan_forward(
 
 
 _DELTA_THREADS = 64
+_ROUND_THREADS = 256
 _DELTA_LANES = 8
 """Lanes that read a row together where there are subgroups: neighbours then read neighbouring memory."""
 
@@ -164,9 +166,12 @@ def plan_backward(
         "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
     }  # fmt: skip
     units = (unit["o"], unit["do"])
+    keys_shape = shapes[1] if shapes else choose_backward_fragments(target, problem.dtype, *dims, "keys")
+    sums = "ds" not in views and not problem.deterministic and _can_sum(problem, target, keys_shape)
+    clear = problem.head_dim if sums else 0
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     delta = DeltaConfig(
-        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64
+        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, clear
     )
     steps = [Step(delta, build_delta, _grid(-(-rows * lanes // _DELTA_THREADS), target), numbers)]
     of: Literal["queries", "keys"]
@@ -174,6 +179,8 @@ def plan_backward(
         ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
         ("keys", 1, problem.batch * problem.heads_kv, problem.seq_kv),
     ):
+        if sums and of == "queries":
+            continue
         store_scores = of == "queries" and "ds" in views
         shape: SimtShape | FragmentShape | None = shapes[number] if shapes else None
         if shape is None and not store_scores:
@@ -185,12 +192,26 @@ def plan_backward(
         each = -(-length // shape.block_q)
         grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
-            config = FragmentBackwardConfig(**common, aligned=aligned(RUN, names), folded=_folded(problem))
+            wide = aligned(RUN, names)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
             steps.append(Step(config, build_backward_fragment, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores)
             steps.append(Step(plain, build_backward, grid, scalars))
-    return StepPlan(tuple(steps), {"delta": rows})
+    if not sums:
+        return StepPlan(tuple(steps), {"delta": rows})
+    quads = rows * problem.head_dim // QUAD
+    finish = RoundConfig(problem.dtype, _ROUND_THREADS, index64)
+    steps.append(Step(finish, build_round, _grid(-(-quads // _ROUND_THREADS), target), numbers | {"quads": quads}))
+    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": rows * problem.head_dim})
+
+
+def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape | None) -> bool:
+    """Whether dQ can be added up by the kernel of dK and dV."""
+    adds = target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
+    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % QUAD:
+        return False
+    return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
 
 
 def _folded(problem: AttentionProblem) -> bool:

@@ -45,6 +45,8 @@ class AttentionProblem:
     alibi: bool = False
     sinks: bool = False
     return_lse: bool = False
+    deterministic: bool = False
+    """Gradients are the same bits every time. Without it dQ may be added up in any order where that is faster."""
     dropout_p: float = 0.0
     """Chance of a weight to be dropped after softmax (`dropout.py`); the seed is an operand."""
 
