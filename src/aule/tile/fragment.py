@@ -394,5 +394,17 @@ def weigh_bits(b: Builder, x: Value, weights: Sequence[int]) -> Value:
     return total
 
 
+def place_of(b: Builder, layout: FragmentLayout, row: Value, col: Value) -> tuple[Value, Value]:
+    """Lane and component of an element of a fragment."""
+    places = []
+    for rows, cols in ((layout.lane_rows, layout.lane_cols), (layout.part_rows, layout.part_cols)):
+        # Every bit of row and column is a bit of either lane or component.
+        weights = [
+            [1 << table.index(1 << bit) if 1 << bit in table else 0 for bit in range(4)] for table in (rows, cols)
+        ]
+        places.append(weigh_bits(b, row, weights[0]) + weigh_bits(b, col, weights[1]))
+    return places[0], places[1]
+
+
 def _sum_bits(x: int, weights: Sequence[int]) -> int:
     return sum(weight for i, weight in enumerate(weights) if x >> i & 1)

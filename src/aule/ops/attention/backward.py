@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import BackwardConfig, DeltaConfig, RoundConfig, ScoreConfig
+from aule.ops.attention.config import BackwardConfig, DeltaConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
@@ -418,13 +418,13 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     )
     cols = padded(config.value_dim, QUAD)
     starts = o.row_start(b, row), do.row_start(b, row)
-    total = b.var(b.const(0.0, f32), "delta")
+    partial = b.var(b.const(0.0, f32), "delta")
     with b.loop(lane * QUAD, cols, config.lanes * QUAD, name="col") as col:
         x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
         y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
         for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
-            total.value = b.fma(a, c, total.value)
-    result = total.value
+            partial.value = b.fma(a, c, partial.value)
+    result = partial.value
     step = 1
     while step < config.lanes:
         result = result + b.shuffle_xor(result, step)
@@ -432,24 +432,11 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     with b.if_((number < rows) & b.eq(lane, 0)):
         b.store(p.buffer("delta", f32, "write"), number, result)
     if config.clear:
-        sums = p.buffer("dq_sum", f32, "write")
-        start = b.cast(number, index) * config.clear
-        with b.if_(number < rows), b.loop(lane, config.clear, config.lanes, name="col") as col:
-            b.store(sums, start + b.cast(col, index), b.const(0.0, f32))
+        total = p.number("clear", index)
+        first = b.cast(thread, index)
+        threads = b.cast(b.group_count(0) * b.group_count(1) * config.threads, index)
+        with b.loop(first, total, threads, name="at") as at:
+            b.store(p.buffer("dq_sum", f32, "write"), at, b.const(0.0, f32))
     # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree.
     b.barrier()
-    return b.finish()
-
-
-def build_round(config: RoundConfig, target: Target) -> KernelIR:
-    """Trace the kernel that makes dQ of its sums: one thread for four elements."""
-    b = Builder("attention_round", config.threads)
-    index: Scalar = i64 if config.index64 else i32
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=1), index)
-    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
-    at = b.cast(number, index) * QUAD
-    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", SCALARS[config.dtype], "write")
-    with b.if_(number < p.number("quads")):
-        b.store(out, at, b.cast(b.load(sums, at, QUAD) * p.number("dq_factor", f32), SCALARS[config.dtype]))
-    b.barrier()  # see `build_delta`
     return b.finish()

@@ -13,16 +13,15 @@ between workgroups, so the results are the same every time. That costs seven pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.config import FragmentBackwardConfig, RoundConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
-from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, row_stride
+from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, place_of, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
@@ -35,6 +34,30 @@ def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> K
     kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
+    return b.finish()
+
+
+def build_round(config: RoundConfig, target: Target) -> KernelIR:
+    """Trace the kernel that makes dQ of its sums: one thread for two neighbouring elements of a row."""
+    assert target.matrix_layout is not None
+    b = Builder("attention_round", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    elem, dim = SCALARS[config.dtype], config.head_dim
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
+    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
+    factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
+    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    line, pair = divmod_const(b, number, dim // 2)
+    with b.if_(line < p.number("rows")):
+        head_number, row = line // seq_q, line % seq_q
+        col = pair * 2
+        block = (head_number * p.number("row_blocks") + (row >> 4)) * -(-dim // SIZE) + (col >> 4)
+        start = b.cast(block, index) * (SIZE * SIZE)
+        values = []
+        for i in range(2):
+            lane, part = place_of(b, target.matrix_layout, row & 15, (col + i) & 15)
+            values.append(b.load(sums, start + b.cast(part * target.subgroup_size + lane, index)) * factor)
+        b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
     return b.finish()
 
 
@@ -457,7 +480,7 @@ class _Keys(_Kernel):
 
     def _add_block(self, head: Value, row0: Value, row: Value, col: Value, blocks: int) -> None:
         """The 16 rows of the tile from ``row`` and ``blocks`` times 16 columns from ``col`` on."""
-        b, engine, scores, dim = self.b, self.engine, self.scores, self.config.head_dim
+        b, engine, scores = self.b, self.engine, self.scores
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
         ds_stride = row_stride(self.shape.block_kv)
         tile = engine.tile(SIZE, blocks * SIZE)
@@ -467,16 +490,16 @@ class _Keys(_Kernel):
             lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * SIZE),
             self.shape.block_q // SIZE,
         )
-        sums = self.p.buffer("dq_sum", f32, "readwrite")
-        head_start = b.cast(scores.batch * self.heads + head, self.index) * b.cast(scores.seq_q, self.index)
-        for r, values in enumerate(tile.values()):
-            at = row0 + row + tile.row(r)
-            start = (head_start + b.cast(at, self.index)) * dim
-            with b.if_(at < scores.seq_q):
-                for c, x in enumerate(values):
-                    column = col + tile.col(c)
-                    with b.if_(column < dim) if self.depths[0] * SIZE != dim else nullcontext():
-                        b.atomic("add", sums, start + b.cast(column, self.index), x)
+        # Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts
+        # them. Rows past the end have their place there, too, and add nothing.
+        sums, size = self.p.buffer("dq_sum", f32, "readwrite"), self.shape.lanes
+        above = (scores.batch * self.heads + head) * self.p.number("row_blocks") + (row0 + row) // SIZE
+        block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
+        start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
+        for j, variable in enumerate(tile.vars[0]):
+            fragment = variable.value
+            for part in range(SIZE * SIZE // size):
+                b.atomic("add", sums, start + (j * SIZE * SIZE + part * size), b.fragment_get(fragment, part))
 
     def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
         """What belongs to this lane's columns, out of shared memory."""

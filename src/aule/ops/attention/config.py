@@ -150,8 +150,8 @@ class DeltaConfig:
     unit: tuple[bool, ...]
     aligned: tuple[bool, ...]
     index64: bool
-    clear: int = 0
-    """Elements of each row of dQ's sums that are set to zero."""
+    clear: bool = False
+    """dQ's sums are set to zero."""
 
 
 @dataclass(frozen=True)
@@ -159,5 +159,6 @@ class RoundConfig:
     """The kernel that brings dQ's sums, scaled, into the type of the result, for GPUs."""
 
     dtype: str
+    head_dim: int
     threads: int
     index64: bool

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.attention.backward import build_backward, build_delta, build_round
-from aule.ops.attention.backward_fragment import build_backward_fragment
+from aule.ops.attention.backward import build_backward, build_delta
+from aule.ops.attention.backward_fragment import build_backward_fragment, build_round
 from aule.ops.attention.config import (
     BackwardConfig,
     DeltaConfig,
@@ -28,7 +28,7 @@ from aule.ops.attention.tiles import (
     choose_shape,
 )
 from aule.target import Target
-from aule.tile.fragment import RUN, FragmentShape
+from aule.tile.fragment import RUN, SIZE, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
@@ -168,12 +168,16 @@ def plan_backward(
     units = (unit["o"], unit["do"])
     keys_shape = shapes[1] if shapes else choose_backward_fragments(target, problem.dtype, *dims, "keys")
     sums = "ds" not in views and not problem.deterministic and _can_sum(problem, target, keys_shape)
-    clear = problem.head_dim if sums else 0
+    width = keys_shape.block_kv if keys_shape else SIZE  # tiles of query rows are whole in the sums
+    row_blocks, depth = -(-problem.seq_q // width) * width // SIZE, -(-problem.head_dim // SIZE)
+    clear = problem.batch * problem.heads_q * row_blocks * depth * SIZE * SIZE
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     delta = DeltaConfig(
-        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, clear
+        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, sums
     )
-    steps = [Step(delta, build_delta, _grid(-(-rows * lanes // _DELTA_THREADS), target), numbers)]
+    blocks = -(-rows * lanes // _DELTA_THREADS)
+    numbers |= {"row_blocks": row_blocks, "clear": clear}
+    steps = [Step(delta, build_delta, _grid(blocks, target), numbers)]
     of: Literal["queries", "keys"]
     for of, number, heads, length in (
         ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
@@ -200,16 +204,16 @@ def plan_backward(
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
         return StepPlan(tuple(steps), {"delta": rows})
-    quads = rows * problem.head_dim // QUAD
-    finish = RoundConfig(problem.dtype, _ROUND_THREADS, index64)
-    steps.append(Step(finish, build_round, _grid(-(-quads // _ROUND_THREADS), target), numbers | {"quads": quads}))
-    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": rows * problem.head_dim})
+    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64)
+    pairs = rows * problem.head_dim // 2
+    steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
+    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
 
 
 def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape | None) -> bool:
     """Whether dQ can be added up by the kernel of dK and dV."""
     adds = target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
-    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % QUAD:
+    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % 2:
         return False
     return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
 
