@@ -45,6 +45,9 @@ class Operands:
         f32 ``[heads_q]``.
     seed : TensorView or None
         Two words of 32 bits, low word first, where weights are dropped.
+    cu_q, cu_k : TensorView or None
+        i32 ``[batch + 1]``, where sequences are packed: the rows of q, and of k and v, at which they begin, and where
+        the last one ends. q, k and v then have a batch axis of length 1.
     rank : int
         Number of axes the caller gave q, k and v; results are returned with as many.
     """
@@ -57,6 +60,8 @@ class Operands:
     alibi: TensorView | None = None
     sinks: TensorView | None = None
     seed: TensorView | None = None
+    cu_q: TensorView | None = None
+    cu_k: TensorView | None = None
     rank: int = 4
 
     @property
