@@ -261,9 +261,9 @@ def _softcap(op: str, softcap: float | None) -> float:
 
 def checked_dropout(op: str, dropout_p: Any) -> float:
     """A chance to drop weights, or a clear error."""
-    value = _number(op, "dropout_p", dropout_p)
+    value = math.nan if dropout_p is None else _number(op, "dropout_p", dropout_p)
     if not 0.0 <= value <= 1.0:
-        raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {value}; pass 0.0 for no dropout")
+        raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {dropout_p}; pass 0.0 for no dropout")
     return value
 
 

@@ -103,9 +103,8 @@ class _Backward:
         first_q = self.scores.extent.first_q
         if first_q is not None:
             total = self.p.number("total_q", i64)
-            return ((engine.index(head * self.splits + self.split)) * total + engine.index(first_q + row)) * (
-                self.head_cols
-            )
+            number = engine.index(head * self.splits + self.split)
+            return (number * total + engine.index(first_q + row)) * self.head_cols
         number = (self.batch * self.heads + head) * self.splits + self.split
         return (engine.index(number) * engine.index(seq_q) + engine.index(row)) * self.head_cols
 

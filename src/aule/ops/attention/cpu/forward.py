@@ -66,7 +66,7 @@ class _Forward:
         self.heads, self.heads_kv, group = number("heads_q"), number("heads_kv"), number("group")
         self.task = b.group_id(0)
         if not config.packed:
-            number("seq_q"), number("seq_kv")
+            self._lengths()  # declared first
         zero = b.const(0, i32)
         if config.grouped:
             splits = number("splits")
@@ -83,7 +83,7 @@ class _Forward:
             blocks = number("blocks_q")
             head_number = self.task // blocks
             self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
-            if config.packed:
+            if config.packed:  # lengths depend on it
                 self.batch = head_number // self.heads
             seq_q, seq_kv = self._lengths()
             self.split_first, self.split_end = zero, seq_kv
