@@ -5,7 +5,7 @@ The forward pass is one launch for all sequences, the backward pass as many as f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from aule.frontends.torch import (
     _once,
     _raw_stream,
     _require_tensor,
+    _signature,
     _tensor_like,
 )
 from aule.ops.attention.problem import AttentionProblem
@@ -83,9 +84,6 @@ class _Call:
     max_k: int | None
     options: AttentionOptions
 
-    def problem(self, views: dict[str, Any], op_options: dict[str, Any]) -> tuple[AttentionProblem, Operands]:
-        return varlen_problem(**views, max_q=self.max_q, max_k=self.max_k, **op_options)
-
 
 Gradients = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 """From out, log-sum-exp and the gradient of out to those of q, k and v."""
@@ -124,9 +122,9 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[Any, Any, Gradients]:
     options = call.options
     tensors = {"q": q, "k": k, "v": v, **options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
-    views = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
     plain = options.plain() | ({"return_lse": True} if wants_gradient else {})
-    problem, operands = call.problem(views, plain)
+    problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
     if wants_gradient:
         device = _gradient_device(options.backend or settings.backend())
     else:
@@ -166,9 +164,23 @@ def _staged(q: Any, k: Any, v: Any, call: _Call) -> Any:
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """One signature planned and built: launches, each with the names of its buffers, and what they share."""
+
+    problem: AttentionProblem
+    operands: Operands
+    device: Any
+    launches: tuple[tuple[Any, tuple[str, ...]], ...]
+    workspace: Mapping[str, int]
+
+
+_ready: dict[Any, _Ready] = {}
+_MAX_READY = 4096
+
+
 def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[Any, Any, Gradients]:
-    """On the current stream. Totals and longest lengths change from call to call: a launch is planned for each, and
-    only kernels are remembered."""
+    """On the current stream. A launch is planned once for each signature, to which the longest lengths belong."""
     options = call.options
     max_q, max_k = (
         int(offsets.diff().max()) if longest is None and len(offsets) > 1 else longest or 0
@@ -176,48 +188,90 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     )
     call = replace(call, max_q=max_q, max_k=max_k)
     arrays = {**options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
-    views = {name: _device_view(x, name, q) for name, x in {"q": q, "k": k, "v": v, **arrays}.items()}
-    plain = options.plain() | ({"return_lse": True} if wants_gradient else {})
-    problem, operands = call.problem(views, plain)
-    device: Any = registry.find(options.backend or f"cuda:{q.device.index}")
-    if device is None or device.index != q.device.index:
-        raise DeviceMismatchError(
-            f"[{OP}] expected tensors on {options.backend}, got {q.device}; move them or drop backend="
-        )
-    _, heads, rows, dim = problem.out_shape
+    plain = options.plain() | {"return_lse": wants_gradient or options.return_lse}
+    given = {"q": q, "k": k, "v": v}
+    rows, heads, dim = len(q), q.shape[1] if q.dim() > 1 else 0, v.shape[-1] if v.dim() else 0
     out = options.out
     if out is None:  # rows that no sequence has are zero
         out = q.new_zeros((rows, heads, dim))
     else:
         _checked_out(out, (rows, heads, dim), q)
-    lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if problem.return_lse else None
-    memory = {"q": q, "k": k, "v": v, "o": out, **arrays, "alibi": options.alibi_slopes, "lse": lse}
-    layout = named(operands, _turned_view(out, q))
-    aligned = {name: memory[name].data_ptr() % 16 == 0 for name in "qkvo"}
-    launch = prepare_forward(problem, layout, device, aligned)
-    if launch.plan.grid[0]:
-        scalars = launch.arguments(dict.fromkeys((*layout, "lse")))
-        start = device.prepare(launch.program, launch.plan.grid, scalars).launch
-        start([memory[name].data_ptr() for name in launch.buffers], _raw_stream(q.get_device()))
+    lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
+    numbers = (*_keyed(plain), max_q, max_k, options.backend)
+    key = (*(_signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
+    ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
+    memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
+    _launch(ready, memory, q)
 
     def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
-        made = {f"d{n}": x.new_zeros((x.shape[1], x.shape[0], x.shape[2])) for n, x in (("q", q), ("k", k), ("v", v))}
-        views = named(operands, _turned_view(out, q)) | {"do": _turned_view(dout, q)}
-        for name, grad in made.items():
-            shape = (1, *grad.shape)
-            views[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), str(q.device), None)
+        made = {f"d{n}": x.new_zeros((x.shape[1], x.shape[0], x.shape[2])) for n, x in given.items()}
         used = memory | made | {"o": out, "do": dout, "lse": lse}
-        aligned = {name: used[name].data_ptr() % 16 == 0 for name in ("q", "k", "v", "o", "do")}
-        ready = prepare_backward(problem, views, device, aligned)
-        used |= {n: torch.empty(count, dtype=torch.float32, device=q.device) for n, count in ready.workspace.items()}
-        stream = _raw_stream(q.get_device())
-        for step, loaded in ready.steps:
-            scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-            pointers = [used[p.name.removesuffix("_ptr")].data_ptr() for p in loaded.artifact.buffers]
-            device.prepare(loaded, step.grid, scalars).launch(pointers, stream)
+        backward = _remembered((*key, _signature(out), _signature(dout)), lambda: _plan_backward(ready, used, q))
+        _launch(backward, used, q)
         return made["dq"].transpose(0, 1), made["dk"].transpose(0, 1), made["dv"].transpose(0, 1)
 
     return out, lse, gradients
+
+
+def _keyed(plain: dict[str, Any]) -> tuple[Any, ...]:
+    """Options by value: a list is no key, and a tensor would be one by identity."""
+    values = (
+        float(x) if isinstance(x, torch.Tensor) else tuple(x) if isinstance(x, list) else x for x in plain.values()
+    )
+    return tuple(values)
+
+
+def _remembered(key: Any, plan: Callable[[], _Ready]) -> _Ready:
+    found = _ready.get(key)
+    if found is None:
+        if len(_ready) >= _MAX_READY:
+            _ready.clear()
+        found = _ready[key] = plan()
+    return found
+
+
+def _launch(ready: _Ready, memory: dict[str, Any], q: Any) -> None:
+    stream = _raw_stream(q.get_device())
+    memory = memory | {
+        name: torch.empty(count, dtype=torch.float32, device=q.device) for name, count in ready.workspace.items()
+    }
+    for launch, buffers in ready.launches:
+        launch([memory[name].data_ptr() for name in buffers], stream)
+
+
+def _plan_forward(
+    given: dict[str, Any], arrays: dict[str, Any], out: Any, call: _Call, plain: dict[str, Any]
+) -> _Ready:
+    q, backend = given["q"], call.options.backend
+    views: dict[str, Any] = {name: _device_view(x, name, q) for name, x in (given | arrays).items()}
+    problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
+    device: Any = registry.find(backend or f"cuda:{q.device.index}")
+    if device is None or device.index != q.device.index:
+        raise DeviceMismatchError(f"[{OP}] expected tensors on {backend}, got {q.device}; move them or drop backend=")
+    layout = named(operands, _turned_view(out, q))
+    aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))}
+    launch = prepare_forward(problem, layout, device, aligned)
+    launches: tuple[tuple[Any, tuple[str, ...]], ...] = ()
+    if launch.plan.grid[0]:
+        scalars = launch.arguments(dict.fromkeys((*layout, "lse")))
+        launches = ((device.prepare(launch.program, launch.plan.grid, scalars).launch, launch.buffers),)
+    return _Ready(problem, operands, device, launches, {})
+
+
+def _plan_backward(forward: _Ready, memory: dict[str, Any], q: Any) -> _Ready:
+    problem, operands, device = forward.problem, forward.operands, forward.device
+    views = named(operands, _turned_view(memory["o"], q)) | {"do": _turned_view(memory["do"], q)}
+    for name in ("dq", "dk", "dv"):
+        shape = (1, *memory[name].shape)
+        views[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), str(q.device), None)
+    aligned = {name: memory[name].data_ptr() % 16 == 0 for name in ("q", "k", "v", "o", "do")}
+    ready = prepare_backward(problem, views, device, aligned)
+    launches = []
+    for step, loaded in ready.steps:
+        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
+        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
+    return _Ready(problem, operands, device, tuple(launches), ready.workspace)
 
 
 def _turned_view(tensor: Any, q: Any) -> TensorView:
