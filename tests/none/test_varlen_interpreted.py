@@ -1,11 +1,13 @@
-"""Packed batches on the interpreter with the sanitizer on: the kernels of GPUs and of CPUs."""
+"""Packed batches on the interpreter with the sanitizer on: the kernels of GPUs, of matrix units and of CPUs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import test_fragment_interpreted as fragments
 import varlen_cases
 from test_backward_interpreted import SHAPES, TARGET
 from test_cpu_interpreted import TARGETS, brought, run_plan
@@ -56,16 +58,27 @@ def test_on_cpus(case: varlen_cases.Case, target: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_gpus(case: varlen_cases.Case) -> None:
+    for name in ("streamed", "resident"):
+        check(case, TARGET, SMALL_SHAPES[name], (SHAPES["tall"], SHAPES["wide"]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_matrix_units(case: varlen_cases.Case) -> None:
+    case = replace(case, dtype="f16") if case.dtype == "f32" else case
+    backward = fragments.BACKWARD["two-stages"], fragments.BACKWARD["one-stage"]
+    check(case, fragments.target(), fragments.SHAPES["two-stages"], backward)
+
+
+def check(case: varlen_cases.Case, target: Any, shape: Any, backward: Any) -> None:
+    """Forward and backward with given tiles."""
     problem, operands = varlen_cases.problem_of(varlen_cases.make(case))
     views, memory = brought(problem, operands)
-    for name in ("streamed", "resident"):
-        plan = plan_forward(problem, views, TARGET, shape=SMALL_SHAPES[name])
-        if plan.grid[0]:
-            run_plan(StepPlan((Step(plan.config, build_forward, plan.grid, plan.scalars),)), problem, memory, TARGET)
-        verdict = compare(problem, memory["o"], memory["lse"], expect_varlen(problem, operands))
-        assert verdict, verdict.message
+    plan = plan_forward(problem, views, target, shape=shape)
+    if plan.grid[0]:
+        run_plan(StepPlan((Step(plan.config, build_forward, plan.grid, plan.scalars),)), problem, memory, target)
+    verdict = compare(problem, memory["o"], memory["lse"], expect_varlen(problem, operands))
+    assert verdict, verdict.message
     dout = with_gradients(problem, views, memory)
-    plans = plan_backward(problem, views, TARGET, shapes=(SHAPES["tall"], SHAPES["wide"]))
-    run_plan(plans, problem, memory, TARGET)
+    run_plan(plan_backward(problem, views, target, shapes=backward), problem, memory, target)
     wrong = compare_gradients(problem, memory, expect_varlen_gradients(problem, operands, dout))
     assert not wrong, wrong

@@ -11,6 +11,7 @@ from aule.ir.passes.multiply_high import multiply_high
 from aule.ir.passes.narrow_vectors import narrow_vectors
 from aule.ir.passes.pack_memory import pack_memory
 from aule.ir.passes.soft_half import Convert, soft_half
+from aule.ir.passes.votes import votes
 from aule.ir.passes.widen_int import widen_int
 from aule.ir.types import Scalar, element, i64, u64
 
@@ -23,6 +24,7 @@ __all__ = [
     "narrow_vectors",
     "pack_memory",
     "soft_half",
+    "votes",
     "widen_int",
 ]
 
@@ -51,6 +53,7 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
     # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
+    kernel = votes(kernel)
     if legal.soft & _elements(kernel):
         kernel = soft_half(kernel, legal.soft, legal.half_to_float)
     if legal.packed & _elements(kernel):

@@ -68,19 +68,15 @@ class _Kernel:
         self.stager = Stager(engine, SCALARS[config.dtype], quads, engine.stage, engine.stage_size)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, first = self.config, self._first(name)
+        config, first = self.config, self.scores.extent.first(name)
         return self.p.matrix(
             name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
         )
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
         aligned = cols % QUAD == 0
-        first = self._first(name)
+        first = self.scores.extent.first(name)
         return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
-
-    def _first(self, name: str) -> Value | None:
-        extent = self.scores.extent
-        return extent.first_kv if name in ("k", "v", "dk", "dv") else extent.first_q
 
     scores: Scores
 
@@ -225,7 +221,7 @@ class _Kernel:
         """Log-sum-exp (base 2) and delta of a query row. A row past the end, or one that keeps nothing, has a
         log-sum-exp of +inf: its weights are 0."""
         b, scores = self.b, self.scores
-        number = scores.extent.row_base(self.p, scores.batch, self.heads, head)
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
         at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
         lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
         empty = (row >= scores.seq_q) | b.eq(lse, float("-inf"))

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import ForwardConfig
+from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
+from aule.ops.attention.forward_fragment import build_forward_fragment
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Extent
 from aule.target import Target
@@ -23,8 +24,10 @@ from aule.tile.simt import RegisterTile, Simt, wave_size
 KERNEL_NAME = "flash_attention"
 
 
-def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
+    if isinstance(config, FragmentConfig):
+        return build_forward_fragment(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):
@@ -262,7 +265,7 @@ class _Block:
         self.v = self._matrix("v", v, kv_head, self.seq_kv, config.value_dim, 2)
         self.o = self._matrix("o", o, self.head, self.seq_q, config.value_dim, 3)
         if self.extent is not None:
-            self.lse_base = self.extent.row_base(parameters, self.batch, heads, self.head)
+            self.lse_base = self.extent.row_base(parameters, head_number, self.head)
         else:
             self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
 
@@ -294,7 +297,7 @@ class _Block:
         base = b.scalar(f"{name}_offset", self.index) + self._strided(name, batch, head)
         row_stride = b.scalar(f"{name}_row_stride", self.index)
         if self.extent is not None:
-            first = self.extent.first_q if name in "qo" else self.extent.first_kv
+            first = self.extent.first(name)
             assert first is not None
             base = base + b.cast(first, self.index) * row_stride
         col_stride = None if self.config.unit[number] else b.scalar(f"{name}_col_stride", self.index)

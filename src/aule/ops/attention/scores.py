@@ -48,14 +48,18 @@ class Extent:
         seq_q, seq_kv = end_q - first_q, end_kv - first_kv
         return Extent(seq_q, seq_kv, (seq_kv - seq_q) * number("bottom_right"), first_q, first_kv)
 
-    def row_base(self, p: Parameters, batch: Value, heads: Value, head: Value) -> Value:
+    def first(self, name: str) -> Value | None:
+        """The first row of an operand, by its name."""
+        return self.first_kv if name in ("k", "v", "dk", "dv") else self.first_q
+
+    def row_base(self, p: Parameters, head_number: Value, head: Value) -> Value:
         """The place of query row 0 in what has one number for each row: ``[batch, heads, rows]``, or ``[heads, rows]``
-        where sequences are packed."""
+        where sequences are packed. ``head_number`` is ``batch * heads + head``."""
         b, index = p.b, p.index
         if self.first_q is not None:
             total = p.number("total_q", index)
             return b.cast(head, index) * total + b.cast(self.first_q, index)
-        return b.cast(batch * heads + head, index) * b.cast(self.seq_q, index)
+        return b.cast(head_number, index) * b.cast(self.seq_q, index)
 
 
 class Scores:

@@ -66,11 +66,7 @@ class _Backward:
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _matrix(self, name: str, head: Value, rows: Value, cols: int, unit: bool) -> Matrix:
-        return self.p.matrix(name, self.batch, head, rows, cols, unit, first=self._first(name))
-
-    def _first(self, name: str) -> Value | None:
-        extent = self.scores.extent
-        return extent.first_kv if name in ("k", "v", "dk", "dv") else extent.first_q
+        return self.p.matrix(name, self.batch, head, rows, cols, unit, first=self.scores.extent.first(name))
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -205,7 +201,7 @@ class _Backward:
 
         kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
         modify(self.scores, engine, c, [(head, at_row) for at_row in rows], key, partial, kinds, keep_slope)
-        number = self.scores.extent.row_base(self.p, self.batch, self.heads, head)
+        number = self.scores.extent.row_base(self.p, self.batch * self.heads + head, head)
         lse_all = self.p.buffer("lse", config.work)
         for at_row, place, variables in zip(rows, places, c, strict=True):
             lse = b.load(lse_all, number + engine.index(at_row))
@@ -309,7 +305,7 @@ class _Backward:
             ("dk", self.dk, self.head_cols, config.head_dim),
             ("dv", self.dv, self.value_cols, config.value_dim),
         ):
-            seq_kv, first = self.scores.seq_kv, self._first(name)
+            seq_kv, first = self.scores.seq_kv, self.scores.extent.first(name)
             out = self.p.matrix(name, self.batch, self.kv_head, seq_kv, dim, True, "write", first=first)
             with b.loop(b.const(0, i32), keys, name="key") as key:
                 start = out.row_start(b, key0 + key)

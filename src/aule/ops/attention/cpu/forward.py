@@ -340,7 +340,8 @@ class _Forward:
         ]
         lse = store_row(b, engine, o, at, columns, b.load(self.m, row), b.load(self.l, row))
         if config.lse:
-            to = self.scores.extent.row_base(self.p, self.batch, self.heads, head) + engine.index(at)
+            base = self.scores.extent.row_base(self.p, self.batch * self.heads + head, head)
+            to = base + engine.index(at)
             b.store(self.p.buffer("lse", config.work, "write"), to, lse)
 
 
