@@ -61,7 +61,8 @@ def flash_attention(
         Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
     seed : int, optional
         0 to 2**64 - 1: says which weights are dropped, the same ones on every backend. None takes a new one each time,
-        for torch tensors from PyTorch's generator of their device, which `torch.manual_seed` sets.
+        for torch tensors from PyTorch's generator of their device, which `torch.manual_seed` sets. A CUDA graph replays
+        a given seed, and so the same mask, each time.
     causal_align : {"bottom-right", "top-left"}
         Where the diagonal ends when ``seq_q != seq_kv``: FlashAttention's choice or PyTorch's.
     return_lse : bool
@@ -82,6 +83,65 @@ def flash_attention(
         backend,
     )  # fmt: skip
     return front_end(q).flash_attention(q, k, v, options)
+
+
+def flash_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    mask: None = None,
+    bias: None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    causal_align: str = "bottom-right",
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention within each sequence of a packed batch, all of them in one launch.
+
+    Parameters
+    ----------
+    q : array
+        ``[total_q, heads_q, head_dim]``: the sequences of the batch one behind the other.
+    k, v : array
+        ``[total_k, heads_kv, head_dim]``.
+    cu_seqlens_q, cu_seqlens_k : int32 array
+        ``[batch + 1]``: where each sequence begins, and where the last one ends; from 0 up to ``total_q`` and
+        ``total_k``. A sequence may be empty, and have another length in k than in q. In host memory they are checked;
+        on a GPU they are taken as they are.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Lengths of the longest sequences. Where they are not given and the offsets are on a GPU, the call waits for it
+        to read them.
+    mask, bias : None
+        Not for packed batches.
+    alibi_slopes : float32 array, optional
+        ``[heads_q]`` or ``[batch, heads_q]``.
+    causal, scale, window, softcap, sinks, dropout_p, seed, causal_align, return_lse, out, backend
+        As in `flash_attention`. Positions count within each sequence; for dropout sequence ``i`` is batch ``i``.
+
+    Returns
+    -------
+    array or (array, array)
+        ``[total_q, heads_q, value_dim]`` and, with ``return_lse``, float32 ``[heads_q, total_q]``.
+    """
+    options = AttentionOptions(
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse, out,
+        backend,
+    )  # fmt: skip
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return front_end(q).flash_attention_varlen(q, k, v, *offsets, options)
 
 
 _PRECISIONS = ("fp16", "bf16", "fp32")

@@ -22,6 +22,7 @@ CASES = (
     ("f32", 128, "causal"),
     ("f16", 256, "plain"),
     ("f32", 64, "dropout"),
+    ("f16", 128, "packed"),
     ("bf16", 40, "all"),
 )
 
@@ -51,7 +52,7 @@ def kernels(fields: tuple[Any, ...], target: Target) -> list[KernelIR]:
 @pytest.mark.parametrize("arch", table.SHARED_LIMITS)
 def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
     target = table.nvidia_target(arch)
-    for fields in CASES[:4]:
+    for fields in CASES[:5]:
         for kernel in kernels(fields, target):
             artifact = ptx.render(kernel, target)
             assert artifact.shared_bytes <= table.SHARED_LIMITS[arch]

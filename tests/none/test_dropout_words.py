@@ -143,6 +143,7 @@ def test_chances_out_of_range(p: float) -> None:
     ("options", "message"),
     [
         ({"dropout_p": "much"}, "expected dropout_p to be a number"),
+        ({"dropout_p": None}, r"expected dropout_p in 0\.\.1, got None"),
         ({"dropout_p": 0.1, "seed": 1.5}, "expected seed to be an int or None, got 1.5; pass an int, or None"),
         ({"dropout_p": 0.1, "seed": True}, "expected seed to be an int or None, got True"),
         ({"dropout_p": 0.1, "seed": "x"}, "expected seed to be an int or None, got 'x'"),

@@ -183,7 +183,9 @@ def test_refusals() -> None:
     with pytest.raises(aule.InvalidDtypeError, match="cu_seqlens_q as an int32 tensor"):
         varlen(rows, rows, rows, [0, 6], at, 6, 6)
     with pytest.raises(aule.InvalidShapeError, match="rise from 0 to at most 6"):
-        varlen(rows, rows, rows, torch.tensor([0, 4, 2]), at, 6, 6)
+        varlen(rows, rows, rows, torch.tensor([0, 4, 7]), at, 6, 6)
+    with pytest.raises(aule.InvalidShapeError, match="cu_seqlens_q to rise from 0 to 6"):
+        varlen(rows, rows, rows, torch.tensor([0, 4, 2, 6]), torch.tensor([0, 1, 2, 6]), 6, 6)
     with pytest.raises(aule.InvalidShapeError, match="as many sequences"):
         varlen(rows, rows, rows, torch.tensor([0, 2, 6]), at, 6, 6)
     with pytest.raises(aule.InvalidShapeError, match="k and v of one length"):

@@ -28,6 +28,22 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 
 
+def flash_attention_varlen(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+) -> Any:
+    """Attention on packed batches of DLPack arrays; the result comes from the namespace of ``q``."""
+    if options.out is not None:
+        raise InvalidDtypeError(
+            "[flash_attention_varlen] expected no out with DLPack arrays, got one; use the return value"
+        )
+    options = numpy_front_end.seeded(options)
+    changed = options._replace(**{name: _host(array, name) for name, array in options.arrays().items()})
+    cu_q, cu_k = (_host(x, "cu_seqlens") if accepts(x) else x for x in (cu_q, cu_k))
+    given = (_host(q, "q"), _host(k, "k"), _host(v, "v"), cu_q, cu_k, max_q, max_k)
+    result = numpy_front_end.flash_attention_varlen(*given, changed)
+    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+
+
 def to_precision(array: Any, precision: str) -> Any:
     """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; the result comes from the array's namespace."""
     return _back(numpy_front_end.to_precision(_host(array, "array"), precision), array)

@@ -63,6 +63,17 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     return _staged(q, k, v, options)
 
 
+def flash_attention_varlen(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+) -> Any:
+    """Attention on packed batches of torch tensors."""
+    from aule.frontends import torch_varlen
+
+    if options.dropout_p != 0.0 or options.seed is not None:
+        options = _seeded(q, options)
+    return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
+
+
 def _seeded(q: Any, options: AttentionOptions) -> AttentionOptions:
     """The options with a seed on the device of ``q`` where weights are dropped: the given one, or one drawn there from
     PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for the device, and a CUDA graph can hold it."""

@@ -10,13 +10,12 @@ layout that flash-attn gives it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from aule.api import flash_attention
+from aule.api import flash_attention, flash_attention_varlen
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch_sdpa import host_backend
 
@@ -144,10 +143,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """Attention within each sequence of a packed batch: one launch per sequence, one after the other.
-
-    The offsets are read on the host, which for CUDA tensors waits for the device. Many short sequences are better
-    served as one padded batch.
+    """Attention within each sequence of a packed batch: one launch for all of them.
 
     Parameters
     ----------
@@ -158,7 +154,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : integer Tensor
         ``[batch + 1]``: where each sequence begins, and where the last one ends.
     max_seqlen_q, max_seqlen_k : int
-        Not needed here.
+        Lengths of the longest sequences; for CPU tensors they are not needed.
     block_table : None
         A paged cache is not there yet.
 
@@ -173,7 +169,7 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     if block_table is not None:
         raise _unsupported(op, "block_table=None", "a paged cache", "gather k and v first")
-    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -189,11 +185,11 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``: one launch per sequence."""
+    """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``."""
     op = "flash_attn_varlen_qkvpacked_func"
     options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     q, k, v = _unpacked(op, "qkv", qkv, 3, 4)
-    return _packed(op, q, k, v, cu_seqlens, cu_seqlens, options)
+    return _packed(op, q, k, v, cu_seqlens, cu_seqlens, (max_seqlen, max_seqlen), options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -212,11 +208,11 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``: one launch per sequence."""
+    """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``."""
     op = "flash_attn_varlen_kvpacked_func"
     options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     k, v = _unpacked(op, "kv", kv, 2, 4)
-    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------
@@ -234,54 +230,38 @@ def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
     return out
 
 
-def _packed(op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: _Options) -> Any:
+def _packed(op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest: tuple[int, int], options: _Options) -> Any:
     given = _keywords(op, options)
     _check(op, 3, "[total, heads, head_dim]", q=q, k=k, v=v)
     if len(k) != len(v):
         got = f"{len(k)} and {len(v)} rows"
         raise InvalidShapeError(f"[{op}] expected k and v of one length, got {got}; every key needs its value")
     given["backend"] = host_backend(q)
-    slopes = given.pop("alibi_slopes")
-    pieces_q = _offsets(op, "cu_seqlens_q", cu_seqlens_q, len(q))
-    pieces_k = _offsets(op, "cu_seqlens_k", cu_seqlens_k, len(k))
-    if len(pieces_q) != len(pieces_k):
-        got = f"{len(pieces_q) - 2} and {len(pieces_k) - 2}"
-        raise InvalidShapeError(f"[{op}] expected as many sequences of keys as of queries, got {got}; give both alike")
-    # Split, and not sliced one by one: the gradient of a slice is as large as the whole.
-    parts = zip(q.split(pieces_q), k.split(pieces_k), v.split(pieces_k), strict=True)
-    keeps_graph = _needs_gradient(q, k, v)
-    out = q.new_empty(len(q), q.shape[1], v.shape[2])
-    results = []
-    for i, (part_q, part_k, part_v, target) in enumerate(
-        (*part, target) for part, target in zip(parts, out.split(pieces_q), strict=True)
-    ):
-        if i in (0, len(pieces_q) - 1):  # rows before the first sequence and behind the last
-            target.zero_()
-            results.append(target)
-            continue
-        if slopes is not None:
-            given["alibi_slopes"] = slopes[i - 1] if slopes.dim() == 2 else slopes
-        turned = [x.transpose(0, 1) for x in (part_q, part_k, part_v)]
-        if keeps_graph:
-            results.append(flash_attention(*turned, **given).transpose(0, 1))
-        else:
-            flash_attention(*turned, **given, out=target.transpose(0, 1))
-    return torch.cat(results) if keeps_graph else out
+    if q.device.type != "cpu":
+        return flash_attention_varlen(q, k, v, at_q, at_k, *longest, **given)
+    # Offsets in host memory are read in no time, and rows before the first sequence and behind the last left out.
+    first_q, end_q = _bounds(op, "cu_seqlens_q", at_q, len(q))
+    first_k, end_k = _bounds(op, "cu_seqlens_k", at_k, len(k))
+    parts = (q[first_q:end_q], k[first_k:end_k], v[first_k:end_k])
+    out = flash_attention_varlen(*parts, at_q - first_q, at_k - first_k, **given)
+    if len(out) == len(q):
+        return out
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, first_q, len(q) - end_q))
 
 
-def _offsets(op: str, name: str, offsets: Any, total: int) -> list[int]:
-    """Lengths of the pieces that offsets cut ``total`` rows into, those before and behind all sequences included."""
+def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
+    """The rows at which the first sequence begins and the last one ends."""
     integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
     if not integers or offsets.dim() != 1 or len(offsets) < 1:
         got = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
         raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor [batch + 1], got {got}; convert it")
-    at: list[int] = [0, *offsets.tolist(), total]
-    lengths = [after - before for before, after in itertools.pairwise(at)]
-    if min(lengths) < 0:
+    first, end = int(offsets[0]), int(offsets[-1])
+    if not 0 <= first <= end <= total:
         raise InvalidShapeError(
-            f"[{op}] expected {name} to rise from 0 to at most {total}, got {at[1:-1]}; give the cumulated lengths"
+            f"[{op}] expected {name} to rise from 0 to at most {total}, got {offsets.tolist()}; "
+            "give the cumulated lengths"
         )
-    return lengths
+    return first, end
 
 
 def _keywords(op: str, options: _Options) -> dict[str, Any]:

@@ -68,14 +68,15 @@ class _Kernel:
         self.stager = Stager(engine, SCALARS[config.dtype], quads, engine.stage, engine.stage_size)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config = self.config
+        config, first = self.config, self.scores.extent.first(name)
         return self.p.matrix(
-            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number]
+            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
         )
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
         aligned = cols % QUAD == 0
-        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned)
+        first = self.scores.extent.first(name)
+        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
 
     scores: Scores
 
@@ -220,7 +221,7 @@ class _Kernel:
         """Log-sum-exp (base 2) and delta of a query row. A row past the end, or one that keeps nothing, has a
         log-sum-exp of +inf: its weights are 0."""
         b, scores = self.b, self.scores
-        number = b.cast(scores.batch * self.heads + head, self.index) * b.cast(scores.seq_q, self.index)
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
         at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
         lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
         empty = (row >= scores.seq_q) | b.eq(lse, float("-inf"))
@@ -250,6 +251,8 @@ class _Queries(_Kernel):
         self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
         batch, self.head = head_number // self.heads, head_number % self.heads
         self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < self.scores.seq_q)
         kv_head = self.head // self.group
         scores = self.scores
         self.q = self.matrix("q", self.head, scores.seq_q, config.head_dim, 0)
@@ -328,6 +331,8 @@ class _Keys(_Kernel):
         self.key0 = (self.task % blocks) * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.key0 < self.scores.seq_kv)
         scores = self.scores
         self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)

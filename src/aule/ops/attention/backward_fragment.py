@@ -92,13 +92,14 @@ class _Kernel:
         self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config = self.config
+        config, first = self.config, self.scores.extent.first(name)
         return self.p.matrix(
-            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number]
+            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
         )
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=cols % RUN == 0)
+        first, aligned = self.scores.extent.first(name), cols % RUN == 0
+        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """The way of the others' rows. With one stage they must wait in registers until everyone is done."""
@@ -243,7 +244,7 @@ class _Kernel:
         """What is added to the scaled scores of a query row, and its delta. For a row past the end, or one that keeps
         nothing, that is -inf: its weights are 0."""
         b, scores = self.b, self.scores
-        number = b.cast(scores.batch * self.heads + head, self.index) * b.cast(scores.seq_q, self.index)
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
         at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
         lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
         empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
@@ -310,6 +311,8 @@ class _Queries(_Kernel):
         self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
         batch, self.head = head_number // self.heads, head_number % self.heads
         scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_q)
         kv_head = self.head // self.group
         self.own = (
             self.matrix("q", self.head, scores.seq_q, config.head_dim, 0),
@@ -374,6 +377,8 @@ class _Keys(_Kernel):
         self.row0 = (self.task % blocks) * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_kv)
         self.own = (
             self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
             self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),

@@ -25,6 +25,8 @@ class ScoreConfig:
         The band of kept keys has this side.
     mask, bias : str or None
         Element type.
+    packed : bool
+        Sequences of different lengths lie one behind the other; where each begins is in buffers.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
     """
@@ -41,6 +43,7 @@ class ScoreConfig:
     sinks: bool = False
     lse: bool = False
     dropout: bool = False
+    packed: bool = False
     unit: tuple[bool, ...] = (True, True, True, True)
 
     @property

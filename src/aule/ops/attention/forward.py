@@ -14,6 +14,8 @@ from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.forward_fragment import build_forward_fragment
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Extent
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
 from aule.tile.matrix import Matrix
@@ -232,10 +234,12 @@ class _Block:
         seed = b.buffer("seed_ptr", u32) if config.dropout else None
         self.lse = b.buffer("lse_ptr", f32, "write") if config.lse else None
 
-        self.seq_q, self.seq_kv = b.scalar("seq_q", i32), b.scalar("seq_kv", i32)
+        if not config.packed:
+            self.seq_q, self.seq_kv = b.scalar("seq_q", i32), b.scalar("seq_kv", i32)
         heads, group = b.scalar("heads_q", i32), b.scalar("group", i32)
         blocks, total = b.scalar("blocks_q", i32), b.scalar("blocks", i32)
-        shift = b.scalar("shift", i32)
+        if not config.packed:
+            self.shift = b.scalar("shift", i32)
         left = b.scalar("left", i32) if config.left else None
         right = b.scalar("right", i32) if config.right else None
         self.scale = b.scalar("scale", f32)
@@ -249,14 +253,22 @@ class _Block:
         self.row0 = (blocks - 1 - in_head) * config.shape.block_q
         self.batch, self.head = head_number // heads, head_number % heads
         kv_head = self.head // group
+        self.extent: Extent | None = None
+        if config.packed:
+            parameters = Parameters(b, config, self.index)
+            self.extent = Extent.of(parameters, self.batch)
+            self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
+            self.exists = self.exists & (self.row0 < self.seq_q)
 
         self.q = self._matrix("q", q, self.head, self.seq_q, config.head_dim, 0)
         self.k = self._matrix("k", k, kv_head, self.seq_kv, config.head_dim, 1)
         self.v = self._matrix("v", v, kv_head, self.seq_kv, config.value_dim, 2)
         self.o = self._matrix("o", o, self.head, self.seq_q, config.value_dim, 3)
-        self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
+        if self.extent is not None:
+            self.lse_base = self.extent.row_base(parameters, head_number, self.head)
+        else:
+            self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
 
-        self.shift = shift
         self.modifiers: list[mod.Modifier] = []
         if cap is not None:
             self.modifiers.append(mod.softcap(cap))
@@ -281,9 +293,13 @@ class _Block:
         self._find_tiles(left, right)
 
     def _matrix(self, name: str, buffer: Value, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        b = self.b
-        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, self.batch, head)
+        b, batch = self.b, self.batch if self.extent is None else self.b.const(0, i32)
+        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, batch, head)
         row_stride = b.scalar(f"{name}_row_stride", self.index)
+        if self.extent is not None:
+            first = self.extent.first(name)
+            assert first is not None
+            base = base + b.cast(first, self.index) * row_stride
         col_stride = None if self.config.unit[number] else b.scalar(f"{name}_col_stride", self.index)
         return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number])
 

@@ -71,11 +71,14 @@ class _Forward:
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
         scores = self.scores = Scores(p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_q)
         self.scale = p.number("scale", f32)
 
         def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
             unit, aligned = config.unit[number], config.aligned[number]
-            return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned)
+            first = scores.extent.first(name)
+            return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned, first=first)
 
         self.q = matrix("q", self.head, scores.seq_q, config.head_dim, 0)
         self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
@@ -252,9 +255,11 @@ class _Forward:
         b.comment("O / l, and the log-sum-exp")
         batch, head = self.scores.batch, self.head
         unit, aligned = config.unit[3], config.aligned[3]
-        out = self.p.matrix("o", batch, head, self.scores.seq_q, config.value_dim, unit, "write", aligned)
+        extent = self.scores.extent
+        seq_q, first = self.scores.seq_q, extent.first("o")
+        out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
         totals = engine.reduce_rows("add", [x.value for x in l])
-        lse_base = b.cast(self.head_number, self.index) * b.cast(self.scores.seq_q, self.index)
+        lse_base = extent.row_base(self.p, self.head_number, head)
         run = engine.run
         for r, row in enumerate(O.values()):
             nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN

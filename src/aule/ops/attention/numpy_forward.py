@@ -27,7 +27,7 @@ _BANDS = 8
 """Bands remembered: more than a diagonal meets, few enough to stay small."""
 
 
-def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int = 0) -> None:
     """Compute attention into given arrays.
 
     Parameters
@@ -40,6 +40,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         leading axes of length 1 may be missing.
     lse : ndarray or None
         ``[batch, heads_q, seq_q]`` for the log-sum-exp, float32 or float64, likewise.
+    first_batch : int
+        What dropout takes the first batch to be the number of.
     """
     out = _lift(out.view(np.uint16) if problem.dtype == "bf16" else out, 4)
     lse = None if lse is None else _lift(lse, 3)
@@ -47,14 +49,17 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         return
     # Non-finite inputs and fully masked rows take part in the arithmetic on purpose; nothing of it is a mistake.
     with np.errstate(all="ignore"):
-        _Forward(problem, operands, out, lse).run()
+        _Forward(problem, operands, out, lse, first_batch).run()
 
 
 class _Forward:
     """One call: its arrays with the heads split into ``[heads_kv, group]``, and its tile sizes."""
 
-    def __init__(self, problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    def __init__(
+        self, problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int
+    ) -> None:
         self.problem = problem
+        self.first_batch = first_batch
         self.work: type[np.floating[Any]] = np.float64 if problem.dtype == "f64" else np.float32
         self.q = _split_heads(operands.q.storage, problem)
         self.k: Array = operands.k.storage
@@ -178,7 +183,7 @@ class _Forward:
         p = self.problem
         assert self.seed is not None
         batches, heads, members = np.ogrid[b, h, : p.group]
-        numbers = batches * p.heads_q + heads * p.group + members
+        numbers = (batches + self.first_batch) * p.heads_q + heads * p.group + members
         weights *= kept(p.dropout_p, self.seed, numbers, rows, keys)
         weights *= self.work(keep_scale(p.dropout_p))
 

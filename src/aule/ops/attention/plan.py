@@ -147,8 +147,8 @@ def plan_backward(
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
-    rows, keys = problem.batch * problem.heads_q * problem.seq_q, problem.batch * problem.heads_kv * problem.seq_kv
-    if rows == 0 or keys == 0:
+    rows = math.prod(problem.out_shape[:3])
+    if rows == 0 or problem.key_rows == 0:
         return StepPlan(())
     base_ok = aligned_base or {}
     names = ("q", "k", "v", "do")
@@ -177,7 +177,7 @@ def plan_backward(
     )
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_blocks": row_blocks, "clear": clear}
-    steps = [Step(delta, build_delta, _grid(blocks, target), numbers)]
+    steps = [Step(delta, build_delta, _grid(blocks, target), numbers | row_scalars(problem))]
     of: Literal["queries", "keys"]
     for of, number, heads, length in (
         ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
@@ -213,7 +213,7 @@ def plan_backward(
 def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape | None) -> bool:
     """Whether dQ can be added up by the kernel of dK and dV."""
     adds = target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
-    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % 2:
+    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % 2 or problem.packed is not None:
         return False
     return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
 
@@ -227,13 +227,15 @@ def _folded(problem: AttentionProblem) -> bool:
 def score_options(problem: AttentionProblem) -> dict[str, Any]:
     """The fields of a `ScoreConfig` that the problem alone decides."""
     left, right = problem.limits
+    packed = problem.packed is not None
     return {
         "dtype": problem.dtype,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
         # The band may reach beyond all keys (decoding has right = 0 at the last key): then no tile needs its mask code.
-        "left": left != UNBOUNDED and problem.seq_q - 1 + problem.shift - left > 0,
-        "right": right != UNBOUNDED and problem.shift + right + 1 < problem.seq_kv,
+        # Of packed sequences that is not known here.
+        "left": left != UNBOUNDED and (packed or problem.seq_q - 1 + problem.shift - left > 0),
+        "right": right != UNBOUNDED and (packed or problem.shift + right + 1 < problem.seq_kv),
         "softcap": problem.softcap > 0,
         "mask": problem.mask,
         "bias": problem.bias,
@@ -241,12 +243,14 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "sinks": problem.sinks,
         "lse": problem.return_lse,
         "dropout": problem.dropout_p > 0,
+        "packed": packed,
     }
 
 
 def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
     """Scalar parameters of kernels that the problem alone decides."""
     left, right = problem.limits
+    total_q, total_kv = problem.packed or (0, 0)
     return {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
@@ -261,7 +265,16 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         "softcap": problem.softcap * LOG2E,
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),
+        "batches": problem.batch,
+        "total_q": total_q,
+        "total_kv": total_kv,
+        "bottom_right": int(problem.causal_align == "bottom-right"),
     }
+
+
+def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:
+    """What kernels that go over rows without regard to sequences are told instead: packed ones are one sequence."""
+    return {} if problem.packed is None else {"seq_q": problem.packed[0]}
 
 
 def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:

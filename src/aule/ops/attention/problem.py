@@ -49,11 +49,26 @@ class AttentionProblem:
     """Gradients are the same bits every time. Without it dQ may be added up in any order where that is faster."""
     dropout_p: float = 0.0
     """Chance of a weight to be dropped after softmax (`dropout.py`); the seed is an operand."""
+    packed: tuple[int, int] | None = None
+    """Sequences of different lengths one behind the other (`varlen.py`): how many query rows and keys there are in all.
+    ``batch`` then counts sequences, and ``seq_q`` and ``seq_kv`` are the longest; which is how long is an operand."""
 
     @property
     def shift(self) -> int:
         """Key position of query row 0."""
         return self.seq_kv - self.seq_q if self.causal_align == "bottom-right" else 0
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """``[batch, heads_q, seq_q, value_dim]``, or ``[1, heads_q, rows of all sequences, value_dim]``."""
+        if self.packed is not None:
+            return 1, self.heads_q, self.packed[0], self.value_dim
+        return self.batch, self.heads_q, self.seq_q, self.value_dim
+
+    @property
+    def key_rows(self) -> int:
+        """Keys of all batches and heads."""
+        return self.heads_kv * (self.batch * self.seq_kv if self.packed is None else self.packed[1])
 
     @property
     def limits(self) -> tuple[int, int]:

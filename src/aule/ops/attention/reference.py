@@ -53,6 +53,7 @@ def attention_reference(
     alibi: Array | None = None,
     sinks: Array | None = None,
     seed: Array | None = None,
+    first_batch: int = 0,
 ) -> tuple[F64, F64]:
     """Attention as `AttentionProblem` defines it, in fp64.
 
@@ -69,6 +70,8 @@ def attention_reference(
         ``[heads_q]``.
     seed : ndarray, optional
         The words of the seed (`aule.ops.attention.dropout.seed_words`), where the problem drops weights.
+    first_batch : int
+        What dropout takes the first batch to be the number of.
 
     Returns
     -------
@@ -81,7 +84,7 @@ def attention_reference(
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
     lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch=first_batch):
             s = (part.q @ part.k.T) * problem.scale
             if problem.softcap > 0:
                 s = problem.softcap * np.tanh(s / problem.softcap)
@@ -109,6 +112,7 @@ def attention_twin(
     alibi: Array | None = None,
     sinks: Array | None = None,
     seed: Array | None = None,
+    first_batch: int = 0,
 ) -> F64:
     """The same attention, naive and in the problem's own precision: the measuring rod for `tolerance`.
 
@@ -118,7 +122,7 @@ def attention_twin(
 
     Parameters
     ----------
-    problem, q, k, v, mask, bias, alibi, sinks, seed
+    problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch
         As in `attention_reference`.
 
     Returns
@@ -134,7 +138,7 @@ def attention_twin(
         return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch=first_batch):
             s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
@@ -306,6 +310,8 @@ def parts(
     alibi: Array | None,
     sinks: Array | None,
     seed: Array | None,
+    *,
+    first_batch: int,
 ) -> Iterator[Part]:
     p = problem
     scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
@@ -341,7 +347,7 @@ def parts(
             if p.dropout_p > 0:
                 if seed is None:
                     raise ValueError("[attention_reference] expected the words of a seed with dropout_p > 0, got None")
-                mine = kept(p.dropout_p, seed, b * p.heads_q + h, rows, slice(0, p.seq_kv))
+                mine = kept(p.dropout_p, seed, (first_batch + b) * p.heads_q + h, rows, slice(0, p.seq_kv))
                 factor = np.where(mine, keep_scale(p.dropout_p), 0.0)
             yield Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink, factor)
 

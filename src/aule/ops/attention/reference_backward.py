@@ -35,7 +35,7 @@ class ExpectedGradients:
 
 
 def expect_gradients(
-    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, **extra: Array
+    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array
 ) -> ExpectedGradients:
     """Gradients of ``sum(dout * attention(q, k, v))``.
 
@@ -43,13 +43,13 @@ def expect_gradients(
     ----------
     dout : ndarray
         ``[batch, heads_q, seq_q, value_dim]``, of the problem's dtype.
-    q, k, v, **extra
+    q, k, v, first_batch, **extra
         As in `aule.ops.attention.reference.attention_reference`.
     """
     magnitude = dict.fromkeys(NAMES, 0.0)
-    reference = _gradients(problem, dout, q, k, v, extra, True, magnitude)
+    reference = _gradients(problem, dout, q, k, v, extra, first_batch, True, magnitude)
     half = problem.dtype in ("f16", "bf16")
-    twin = _gradients(problem, dout, q, k, v, extra, False, {}) if half else None
+    twin = _gradients(problem, dout, q, k, v, extra, first_batch, False, {}) if half else None
     return ExpectedGradients(reference, twin, magnitude)
 
 
@@ -60,6 +60,7 @@ def _gradients(
     k: Array,
     v: Array,
     extra: dict[str, Array],
+    first_batch: int,
     exact: bool,
     magnitude: dict[str, float],
 ) -> dict[str, F64]:
@@ -78,7 +79,7 @@ def _gradients(
 
     with np.errstate(all="ignore"):
         arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks", "seed")]
-        for part in parts(p, q, k, v, *arrays):
+        for part in parts(p, q, k, v, *arrays, first_batch=first_batch):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))

@@ -25,13 +25,51 @@ class Reach:
     full_end: Value
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Lengths of the sequences of one batch, the key position of query row 0, and, where sequences are packed, the
+    rows of Q and of K at which they begin."""
+
+    seq_q: Value
+    seq_kv: Value
+    shift: Value
+    first_q: Value | None
+    first_kv: Value | None
+
+    @staticmethod
+    def of(p: Parameters, batch: Value) -> Extent:
+        b, number = p.b, p.number
+        if not p.config.packed:
+            return Extent(number("seq_q"), number("seq_kv"), number("shift"), None, None)
+        at = b.min(batch, number("batches") - 1)  # there may be more workgroups than work
+        first_q, end_q, first_kv, end_kv = (
+            b.load(p.buffer(name, i32), p.strided(name, at + i)) for name in ("cu_q", "cu_k") for i in (0, 1)
+        )
+        seq_q, seq_kv = end_q - first_q, end_kv - first_kv
+        return Extent(seq_q, seq_kv, (seq_kv - seq_q) * number("bottom_right"), first_q, first_kv)
+
+    def first(self, name: str) -> Value | None:
+        """The first row of an operand, by its name."""
+        return self.first_kv if name in ("k", "v", "dk", "dv") else self.first_q
+
+    def row_base(self, p: Parameters, head_number: Value, head: Value) -> Value:
+        """The place of query row 0 in what has one number for each row: ``[batch, heads, rows]``, or ``[heads, rows]``
+        where sequences are packed. ``head_number`` is ``batch * heads + head``."""
+        b, index = p.b, p.index
+        if self.first_q is not None:
+            total = p.number("total_q", index)
+            return b.cast(head, index) * total + b.cast(self.first_q, index)
+        return b.cast(head_number, index) * b.cast(self.seq_q, index)
+
+
 class Scores:
     """What happens to scores between the product and softmax, for one batch."""
 
     def __init__(self, parameters: Parameters, batch: Value) -> None:
         self.p, self.b, self.config, self.batch = parameters, parameters.b, parameters.config, batch
         number = parameters.number
-        self.seq_q, self.seq_kv, self.shift = number("seq_q"), number("seq_kv"), number("shift")
+        self.extent = Extent.of(parameters, batch)
+        self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
         self.left = number("left") if self.config.left else None
         self.right = number("right") if self.config.right else None
 

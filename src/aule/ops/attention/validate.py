@@ -45,6 +45,9 @@ class Operands:
         f32 ``[heads_q]``.
     seed : TensorView or None
         Two words of 32 bits, low word first, where weights are dropped.
+    cu_q, cu_k : TensorView or None
+        i32 ``[batch + 1]``, where sequences are packed: the rows of q, and of k and v, at which they begin, and where
+        the last one ends. q, k and v then have a batch axis of length 1.
     rank : int
         Number of axes the caller gave q, k and v; results are returned with as many.
     """
@@ -57,6 +60,8 @@ class Operands:
     alibi: TensorView | None = None
     sinks: TensorView | None = None
     seed: TensorView | None = None
+    cu_q: TensorView | None = None
+    cu_k: TensorView | None = None
     rank: int = 4
 
     @property
@@ -256,9 +261,9 @@ def _softcap(op: str, softcap: float | None) -> float:
 
 def checked_dropout(op: str, dropout_p: Any) -> float:
     """A chance to drop weights, or a clear error."""
-    value = _number(op, "dropout_p", dropout_p)
+    value = math.nan if dropout_p is None else _number(op, "dropout_p", dropout_p)
     if not 0.0 <= value <= 1.0:
-        raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {value}; pass 0.0 for no dropout")
+        raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {dropout_p}; pass 0.0 for no dropout")
     return value
 
 

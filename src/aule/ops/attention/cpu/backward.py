@@ -66,7 +66,7 @@ class _Backward:
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _matrix(self, name: str, head: Value, rows: Value, cols: int, unit: bool) -> Matrix:
-        return self.p.matrix(name, self.batch, head, rows, cols, unit)
+        return self.p.matrix(name, self.batch, head, rows, cols, unit, first=self.scores.extent.first(name))
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,10 @@ class _Backward:
         b, shape = self.b, self.shape
         self._clear_parts()
         # Every so-manieth block, not a range: with a causal mask the first blocks have the most rows.
-        with b.loop(self.split, self.p.number("blocks_kv"), self.splits, name="block") as block:
+        blocks = self.p.number("blocks_kv")
+        if self.config.packed:
+            blocks = (self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv
+        with b.loop(self.split, blocks, self.splits, name="block") as block:
             key0 = block * shape.block_kv
             keys = b.min(shape.block_kv, self.scores.seq_kv - key0)
             k_rows, wild = self._bring(key0, keys)
@@ -93,6 +96,11 @@ class _Backward:
     def _part(self, head: Value, row: Value) -> Value:
         """Where a row of this task's part of dQ begins."""
         engine, seq_q = self.engine, self.scores.seq_q
+        first_q = self.scores.extent.first_q
+        if first_q is not None:
+            total = self.p.number("total_q", i64)
+            number = engine.index(head * self.splits + self.split)
+            return (number * total + engine.index(first_q + row)) * self.head_cols
         number = (self.batch * self.heads + head) * self.splits + self.split
         return (engine.index(number) * engine.index(seq_q) + engine.index(row)) * self.head_cols
 
@@ -193,7 +201,7 @@ class _Backward:
 
         kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
         modify(self.scores, engine, c, [(head, at_row) for at_row in rows], key, partial, kinds, keep_slope)
-        number = engine.index(self.batch * self.heads + head) * engine.index(self.scores.seq_q)
+        number = self.scores.extent.row_base(self.p, self.batch * self.heads + head, head)
         lse_all = self.p.buffer("lse", config.work)
         for at_row, place, variables in zip(rows, places, c, strict=True):
             lse = b.load(lse_all, number + engine.index(at_row))
@@ -297,7 +305,8 @@ class _Backward:
             ("dk", self.dk, self.head_cols, config.head_dim),
             ("dv", self.dv, self.value_cols, config.value_dim),
         ):
-            out = self.p.matrix(name, self.batch, self.kv_head, self.scores.seq_kv, dim, True, "write")
+            seq_kv, first = self.scores.seq_kv, self.scores.extent.first(name)
+            out = self.p.matrix(name, self.batch, self.kv_head, seq_kv, dim, True, "write", first=first)
             with b.loop(b.const(0, i32), keys, name="key") as key:
                 start = out.row_start(b, key0 + key)
                 for col, width in engine.columns(dim):
