@@ -159,8 +159,8 @@ def _permute(v: Verifier, op: Op) -> None:
     if len(op.args) not in (1, 2):
         v.fail(op, "1 or 2 operands", f"{len(op.args)}")
     type_, lanes = op.args[0].type, op.attrs["lanes"]
-    if not isinstance(lanes, tuple) or not lanes or not all(is_int(lane, 0) for lane in lanes):
-        v.fail(op, "a tuple of lanes", repr(lanes))
+    if not isinstance(lanes, tuple) or not all(is_int(lane, 0) for lane in lanes):
+        v.fail(op, "lanes to be a tuple of lanes", repr(lanes))
     v.require(op, isinstance(type_, Vector) and all(arg.type == type_ for arg in op.args), "vectors of one type")
     assert isinstance(type_, Vector)
     wanted = type_.elem if len(lanes) == 1 else Vector(type_.elem, len(lanes))
