@@ -143,6 +143,7 @@ class _Body:
             "set": self._set,
             "loop": self._loop,
             "if": self._if,
+            "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
             "comment": self._comment,
         }
@@ -362,6 +363,9 @@ class _Body:
 
     def _fragment(self, op: Op) -> None:
         raise refuse(op, "no matrix fragments", op.opcode, "use the mma engine: ptx intrinsics on vectors of registers")
+
+    def _dot_pairs(self, op: Op) -> None:
+        raise refuse(op, "no products of packed pairs", op.opcode, "multiply in f32, or use the mma engine")
 
     def _comment(self, op: Op) -> None:
         for text in str(op.attrs["text"]).splitlines():

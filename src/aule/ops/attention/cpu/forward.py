@@ -8,7 +8,7 @@ block by block. Within a block it takes a few rows at a time: their scores with 
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import f32, i32, i64
+from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
@@ -37,9 +37,12 @@ class _Forward:
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
         self.groups = (self.count + (shape.rows - 1)) // shape.rows
-        self.head_cols = shape.padded(config.head_dim)
-        self.q = b.private("q", work, shape.block_q * self.head_cols)
+        self.head_cols = shape.padded(config.head_dim) // config.step
+        self.head_steps = -(-config.head_dim // config.step)
+        self.q = b.private("q", config.factor, shape.block_q * self.head_cols)
         self.s = b.private("s", work, shape.rows * shape.block_kv)
+        # P replaces S, except where it is rounded to pairs.
+        self.weights = b.private("p", u32, shape.rows * shape.block_kv // 2) if config.pairs else self.s
         self.o = b.private("o", work, shape.block_q * self.padded)
         self.m = b.private("m", work, shape.block_q)
         self.l = b.private("l", work, shape.block_q)
@@ -129,8 +132,11 @@ class _Forward:
             q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0])
             start = q.row_start(b, at)
             for col, width in engine.columns(config.head_dim):
-                x = engine.read(q, start, col, width) * scale
-                b.store(self.q, engine.index(row) * self.head_cols + col, x)
+                if config.pairs:  # exact; scores are scaled instead
+                    x = engine.pairs(engine.read_raw(q, start, col, width))
+                else:
+                    x = engine.read(q, start, col, width) * scale
+                b.store(self.q, engine.index(row) * self.head_cols + col // config.step, x)
             for col, _ in engine.columns(config.value_dim):
                 b.store(self.o, engine.index(row) * self.padded + col, engine.const(0.0), align=1)
             m, l = b.const(lowest(config.work), config.work), b.const(0.0, config.work)
@@ -152,23 +158,24 @@ class _Forward:
         padded_keys = engine.index((self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv * shape.block_kv)
         panels: Operand | None = None
         if self.k is None:
-            base = (engine.index(self.kv_number) * padded_keys + at) * config.head_dim
-            panels = Operand(self.p.buffer("panels", config.work), base, 0, shape.panel)
+            base = (engine.index(self.kv_number) * padded_keys + at) * self.head_steps
+            panels = Operand(self.p.buffer("panels", config.factor), base, 0, shape.panel)
         elif config.panels == "scratch":
-            scratch = b.private("panels", config.work, shape.block_kv * config.head_dim)
+            scratch = b.private("panels", config.factor, shape.block_kv * self.head_steps)
             with b.loop(
                 b.const(0, i32), b.min(shape.block_kv, self.scores.seq_kv - key0), shape.panel, name="panel"
             ) as panel:
-                engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * config.head_dim)
+                engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * self.head_steps)
             panels = Operand(scratch, zero, 0, shape.panel)
         if self.v is None:
-            base = (engine.index(self.kv_number) * padded_keys + at) * self.padded
-            return panels, Operand(self.p.buffer("values", config.work), base, 0, self.padded)
+            base = (engine.index(self.kv_number) * padded_keys + at) // config.step * self.padded
+            return panels, Operand(self.p.buffer("values", config.factor), base, 0, self.padded)
         if config.values == "direct":
             return panels, Operand(self.v.buffer, self.v.base + at * self.v.row_stride, 0, self.v.row_stride)
-        scratch = b.private("values", config.work, shape.block_kv * self.padded)
+        scratch = b.private("values", config.factor, shape.block_kv // config.step * self.padded)
         count = b.min(shape.block_kv, self.scores.seq_kv - key0)
-        engine.copy_rows(self.v, key0, count, scratch, zero, self.padded)
+        bring = engine.pair_rows if config.pairs else engine.copy_rows
+        bring(self.v, key0, count, scratch, zero, self.padded)
         return panels, Operand(scratch, zero, 0, self.padded)
 
     def _wild(self, mine: Reach, key0: Value, values: Operand) -> Value | None:
@@ -182,10 +189,15 @@ class _Forward:
         if config.everywhere:
             dropped = b.eq(key0, key0)
         with b.if_(dropped):
-            count = self.engine.index(b.min(shape.block_kv, self.scores.seq_kv - key0))
+            count = self._steps(b.min(shape.block_kv, self.scores.seq_kv - key0))
             found = self.engine.has_wild(values, shape.vectors(config.value_dim), b.const(0, i64), count)
             flag.value = b.select(found, b.const(1, i32), b.const(0, i32))
         return b.ne(flag.value, 0)
+
+    def _steps(self, keys: Value) -> Value:
+        """So many keys as steps of a product, the last perhaps not whole."""
+        step = self.config.step
+        return self.engine.index(keys if step == 1 else (keys + (step - 1)) // step)
 
     def _multiply_scores(
         self, row: Value, key0: Value, panels: Operand | None, first: Value, last: Value, reach: Reach
@@ -202,9 +214,13 @@ class _Forward:
                     for variables, x in zip(c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes), strict=True):
                         variables[j].value = x
             else:
-                dim = config.head_dim
-                at = Operand(panels.pointer, panels.base + engine.index(panel) * dim, 0, shape.panel)
-                engine.multiply(c, q, at, 0, dim, unroll=4)
+                steps = self.head_steps
+                at = Operand(panels.pointer, panels.base + engine.index(panel) * steps, 0, shape.panel)
+                engine.multiply(c, q, at, 0, steps, unroll=4)
+            if config.pairs:
+                scale = b.splat(self.p.number("scale", config.work), shape.lanes)
+                for variable in (variable for variables in c for variable in variables):
+                    variable.value = variable.value * scale
             partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
             places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
             kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
@@ -238,7 +254,10 @@ class _Forward:
                 for j, variable in enumerate(sums):
                     place = base + panel + j * shape.lanes
                     p = b.exp2(b.load(self.s, place, shape.lanes) - m)
-                    b.store(self.s, place, p)
+                    if self.config.pairs:
+                        b.store(self.weights, place // 2, engine.pairs(p))
+                    else:
+                        b.store(self.weights, place, p)
                     variable.value = variable.value + p
             total = sums[0].value
             for variable in sums[1:]:
@@ -250,7 +269,8 @@ class _Forward:
         b, engine, shape = self.b, self.engine, self.shape
         vectors = shape.vectors(self.config.value_dim)
         rows, width = shape.unit.tile(shape.rows, vectors)
-        begin, end = engine.index(low), engine.index(high)
+        step = self.config.step
+        begin, end = engine.index(low if step == 1 else low // step), self._steps(high)
         with b.loop(b.const(0, i64), shape.rows, rows, name="r") as r:
             for first in range(0, vectors, width):
                 count = min(width, vectors - first)
@@ -260,7 +280,7 @@ class _Forward:
                     alpha = b.splat(b.load(self.alpha, r + i), shape.lanes)
                     places = [at + (i * self.padded + j * shape.lanes) for j in range(count)]
                     c.append([b.var(b.load(self.o, place, shape.lanes) * alpha) for place in places])
-                p = Operand(self.s, r * shape.block_kv, shape.block_kv, 1)
+                p = Operand(self.weights, r * (shape.block_kv // step), shape.block_kv // step, 1)
                 v = Operand(values.pointer, values.base + first * shape.lanes, 0, values.step)
                 engine.multiply_guarding(c, p, v, begin, end, wild)
                 for i, variables in enumerate(c):

@@ -26,7 +26,7 @@ from aule.ops.attention.plan import Step, StepPlan, problem_scalars, score_optio
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
-from aule.tile.vector import VectorUnit, vector_unit, work_type
+from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type
 from aule.view import TensorView
 
 GROUPED_ROWS = 16
@@ -47,6 +47,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     unit = vector_unit(target, work)
     grouped = problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
     unit_strides = tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in (views[n] for n in "qkvo"))
+    pairs = not grouped and has_pairs(target, SCALARS[problem.dtype])
     in_place = problem.dtype == work.name and unit_strides[2] and problem.value_dim % unit.lanes == 0
     threads = max(target.compute_units, 1)
     scalars = problem_scalars(problem) | view_scalars(views)
@@ -67,6 +68,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         split=splits > 1,
         panels=("none" if _dotted(shape, unit_strides) else "scratch") if grouped else "workspace",
         values=values,
+        pairs=pairs,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
@@ -84,9 +86,9 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     blocks_q, blocks_kv = -(-problem.seq_q // shape.block_q), -(-problem.seq_kv // shape.block_kv)
     numbers = scalars | {"blocks_q": blocks_q, "blocks_kv": blocks_kv}
     keys = heads_kv * blocks_kv * shape.block_kv
-    workspace = {"panels": keys * problem.head_dim}
+    workspace = {"panels": keys * -(-problem.head_dim // config.step)}
     if not in_place:
-        workspace["values"] = keys * shape.padded(problem.value_dim)
+        workspace["values"] = keys // config.step * shape.padded(problem.value_dim)
     pack = PackConfig(
         problem.dtype,
         problem.head_dim,
@@ -94,6 +96,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         shape,
         not in_place,
         unit_strides[1:3],
+        pairs,
     )
     forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
     return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
@@ -127,6 +130,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         name: view.strides[3] == 1 or view.shape[3] == 1 for name, view in views.items() if len(view.strides) == 4
     }
     heads_kv, heads_q = problem.batch * problem.heads_kv, problem.batch * problem.heads_q
+    pairs = has_pairs(target, SCALARS[problem.dtype])
     shape = _backward_shape(problem, unit)
     blocks_kv = -(-problem.seq_kv // shape.block_kv)
     threads = max(target.compute_units, 1)
@@ -139,8 +143,8 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
             "splits": splits,
             "blocks_kv": blocks_kv,
             "dq_factor": problem.scale,
-            # dK is made with Q', which holds the scale and log2(e), or the scale over the cap.
-            "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
+            # dK is made with Q', which holds the scale and log2(e), or the scale over the cap; with pairs, with Q.
+            "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
         }
     )
     config = CpuBackwardConfig(
@@ -148,6 +152,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
         shape=shape,
         scores="ds" in views,
+        pairs=pairs,
         direct_keys=problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
