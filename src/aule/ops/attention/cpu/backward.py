@@ -10,9 +10,9 @@ which `build_gather` sums in a fixed order. So nothing depends on who comes firs
 
 Scores are in the base-2 log domain. With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor.
 
-With pairs of bf16 a product takes two steps of its sum at a time, so its operands are paired along that dimension: Q, K,
-V and dO along the head dimension for the scores, Q and dO by rows and K by keys for the gradients, P and dS by rows, and
-dS once more by keys. Q is not scaled then (that would round it), but the scores are.
+With pairs of bf16 a product takes two steps of its sum at a time, so its operands are paired along that dimension: Q,
+K, V and dO along the head dimension for the scores, Q and dO by rows and K by keys for the gradients, P and dS by rows,
+and dS once more by keys. Q is not scaled then (that would round it), but the scores are.
 """
 
 from __future__ import annotations
