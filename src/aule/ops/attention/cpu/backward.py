@@ -287,21 +287,20 @@ class _Backward:
         b, engine, shape = self.b, self.engine, self.shape
         config, step = self.config, self.config.step
         begin, end = engine.index(low if step == 1 else low // step), self._steps(high)
-        vectors = shape.vectors(config.head_dim)
-        rows, width = shape.unit.tile(shape.rows, vectors)
+        rows, pieces = engine.pieces(shape.unit, shape.rows, config.head_dim, config.pairs)
         with b.loop(b.const(0, i32), shape.rows, rows, name="r") as r, b.if_(row + r < count):
             starts = [self._part(head, b.min(row0 + row + r + i, self.scores.seq_q - 1)) for i in range(rows)]
             stride = shape.block_kv // step
             ds = Operand(self.ds_rows, engine.index(r if config.pairs else row + r) * stride, stride, 1)
-            for first in range(0, vectors, width):
-                c = engine.accumulators(rows, min(width, vectors - first))
+            for first, widths in pieces:
+                c = engine.accumulators(rows, widths)
                 k = Operand(k_rows.pointer, k_rows.base + first * shape.lanes, 0, k_rows.step)
                 engine.multiply_guarding(c, ds, k, begin, end, wild)
                 for i, (start, variables) in enumerate(zip(starts, c, strict=True)):
                     with b.if_(row + r + i < count):
-                        for j, variable in enumerate(variables):
+                        for j, (variable, lanes) in enumerate(zip(variables, widths, strict=True)):
                             at = start + (first + j) * shape.lanes
-                            old = b.load(self.parts, at, shape.lanes, align=1)
+                            old = b.load(self.parts, at, lanes, align=1)
                             b.store(self.parts, at, old + variable.value, align=1)
 
     def _key_gradients(self, row0: Value, count: Value, key0: Value, keys: Value) -> None:
@@ -312,18 +311,17 @@ class _Backward:
             (self.dk, self.ds, self.q, self.head_cols, config.head_dim),
         )
         for target, left, right, cols, dim in products:
-            vectors = shape.vectors(dim)
-            piece, width = shape.unit.tile(shape.rows, vectors)
+            piece, pieces = engine.pieces(shape.unit, shape.rows, dim, config.pairs)
             with b.loop(b.const(0, i32), keys, piece, name="key") as key:
                 first, end = scores.rows_reaching(key0 + key, key0 + key + piece)
                 begin = b.max(first - row0, 0)
                 begin = engine.index(begin if config.step == 1 else begin // config.step)
                 stop = self._steps(b.min(end - row0, count))
                 at = engine.index(key)
-                for start in range(0, vectors, width):
-                    span = range(min(width, vectors - start))
+                for start, widths in pieces:
+                    span = range(len(widths))
                     places = [[at * cols + (i * cols + (start + j) * shape.lanes) for j in span] for i in range(piece)]
-                    c = [[b.var(b.load(target, place, shape.lanes)) for place in row] for row in places]
+                    c = [[b.var(b.load(target, row[j], widths[j])) for j in span] for row in places]
                     a = Operand(left, at, 1, shape.block_kv)
                     x = Operand(right, b.const(start * shape.lanes, i64), 0, cols)
                     engine.multiply(c, a, x, begin, stop)

@@ -180,7 +180,8 @@ def _shape(problem: AttentionProblem, unit: VectorUnit, threads: int) -> CpuShap
     block_kv = panel * max(1, (256 if problem.head_dim <= 128 else 128) // panel)
     # Few tasks: smaller blocks, so that no thread waits long for the last.
     heads = problem.batch * problem.heads_q
-    block_q = next((n for n in (96, 48, 24) if heads * -(-problem.seq_q // n) >= 8 * threads), 24)
+    least = {192: 32, 96: 8, 48: 8} if problem.head_dim <= 128 else {96: 8, 48: 8}
+    block_q = next((n for n in least if heads * -(-problem.seq_q // n) >= least[n] * threads), 24)
     return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
