@@ -131,9 +131,9 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     }
     heads_kv, heads_q = problem.batch * problem.heads_kv, problem.batch * problem.heads_q
     pairs = has_pairs(target, SCALARS[problem.dtype])
-    shape = _backward_shape(problem, unit, pairs)
-    blocks_kv = -(-problem.seq_kv // shape.block_kv)
     threads = max(target.compute_units, 1)
+    shape = _backward_shape(problem, unit, threads, pairs)
+    blocks_kv = -(-problem.seq_kv // shape.block_kv)
     # Each further task to a head costs a part of dQ; as many as keep every thread busy to the end are enough.
     splits = 1 if heads_kv >= 4 * threads or threads == 1 else min(blocks_kv, -(-4 * threads // heads_kv))
     numbers = (
@@ -185,7 +185,7 @@ def _shape(problem: AttentionProblem, unit: VectorUnit, threads: int) -> CpuShap
     return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
-def _backward_shape(problem: AttentionProblem, unit: VectorUnit, pairs: bool) -> CpuShape:
+def _backward_shape(problem: AttentionProblem, unit: VectorUnit, threads: int, pairs: bool) -> CpuShape:
     """Blocks of keys are whole panels and whole groups of rows both: dK and dV are cut like rows."""
     rows = 12 if unit.registers >= 32 else 6
     panel = 2 * unit.lanes
@@ -193,9 +193,11 @@ def _backward_shape(problem: AttentionProblem, unit: VectorUnit, pairs: bool) ->
     narrow = max(problem.head_dim, problem.value_dim) <= 128
     block_kv = step * max(1, (96 if narrow else 48) // step)
     block_q = 4 * rows if unit.registers >= 32 else 8 * rows
-    if pairs and narrow and problem.batch * problem.heads_kv * problem.seq_kv >= 4096:
-        # Half the bytes, so twice the numbers (Zen 4: 2% over 48 x 96; with few keys, tasks would be too few).
-        block_q, block_kv = 2 * block_q, 2 * block_kv
+    # Larger blocks, unless they were too few for the threads (Zen 4: 1% in fp32; more rows lose there, but pairs take
+    # half the bytes and gain 2% with both).
+    blocks = problem.batch * problem.heads_kv * -(-problem.seq_kv // (2 * block_kv))
+    if narrow and unit.lanes * unit.registers >= 512 and blocks >= 8 * threads:
+        block_q, block_kv = (2 if pairs else 1) * block_q, 2 * block_kv
     return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
