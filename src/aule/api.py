@@ -24,6 +24,8 @@ def flash_attention(
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
     out: Any = None,
@@ -55,6 +57,11 @@ def flash_attention(
         ``[heads_q]`` or ``[batch, heads_q]``: ``-slope * |i - j|`` is added.
     sinks : float32 array, optional
         ``[heads_q]``: one further logit per head that takes part in softmax and has no value.
+    dropout_p : float
+        Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
+    seed : int, optional
+        0 to 2**64 - 1: says which weights are dropped, the same ones on every backend. None takes a new one each time,
+        for torch tensors from PyTorch's generator of their device, which `torch.manual_seed` sets.
     causal_align : {"bottom-right", "top-left"}
         Where the diagonal ends when ``seq_q != seq_kv``: FlashAttention's choice or PyTorch's.
     return_lse : bool
@@ -71,8 +78,9 @@ def flash_attention(
         come back finished; on a GPU the result is ordered after the call like any other work on the stream.
     """
     options = AttentionOptions(
-        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, causal_align, return_lse, out, backend
-    )
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse, out,
+        backend,
+    )  # fmt: skip
     return front_end(q).flash_attention(q, k, v, options)
 
 

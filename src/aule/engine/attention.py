@@ -12,6 +12,7 @@ import numpy.typing as npt
 from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
+from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
@@ -56,6 +57,8 @@ def prepare_forward(
 ) -> Launch:
     """Plan a forward pass on a device and build its kernel, or find both in memory."""
     check_device(problem, device, views)
+    if problem.dtype in ("f16", "bf16"):
+        find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base)
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
     return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers))
@@ -82,7 +85,7 @@ def check_device(problem: AttentionProblem, device: Device, views: dict[str, Ten
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
     """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
     views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
-    for name in ("mask", "bias", "alibi", "sinks"):
+    for name in ("mask", "bias", "alibi", "sinks", "seed"):
         view = getattr(operands, name)
         if view is not None:
             views[name] = view

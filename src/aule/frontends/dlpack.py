@@ -21,6 +21,7 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on DLPack arrays; the result comes from the namespace of ``q``."""
     if options.out is not None:
         raise InvalidDtypeError("[flash_attention] expected no out with DLPack arrays, got one; use the return value")
+    options = numpy_front_end.seeded(options)
     arrays = {name: _host(array, name) for name, array in options.arrays().items()}
     changed = options._replace(**arrays)
     result = numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed)

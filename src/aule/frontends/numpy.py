@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy.typing as npt
 
 from aule.engine.attention import STORED, forward_on_host, host_device
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem
+from aule.ops.attention.dropout import seed_words
+from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -79,8 +81,20 @@ def to_precision(array: Array, precision: str) -> Array:
         return array.astype(dtype, copy=False)
 
 
+def seeded(options: AttentionOptions) -> AttentionOptions:
+    """The options with the words of a seed where weights are dropped: the given one, or a new one."""
+    p = checked_dropout("flash_attention", options.dropout_p)
+    if isinstance(options.seed, np.ndarray):
+        return options
+    seed = checked_seed("flash_attention", options.seed)
+    words = None if p == 0.0 else seed_words(secrets.randbits(64) if seed is None else seed)
+    return options._replace(dropout_p=p, seed=words)
+
+
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
     """Attention on NumPy arrays; the result is finished on return."""
+    if options.dropout_p != 0.0 or options.seed is not None:
+        options = seeded(options)
     views: dict[str, Any] = {
         name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()
     }

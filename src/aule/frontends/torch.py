@@ -26,7 +26,7 @@ from aule.engine.attention import (
 )
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.attention.validate import Operands, attention_problem, checked_dropout, checked_seed
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -52,6 +52,8 @@ def accepts(array: object) -> bool:
 
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on torch tensors."""
+    if options.dropout_p != 0.0 or options.seed is not None:
+        options = _seeded(q, options)
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, options):
         return _with_gradient(q, k, v, options)
     if _drives(q, options):
@@ -59,6 +61,21 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     if q.device.type == "cpu":
         return _on_host(q, k, v, options)
     return _staged(q, k, v, options)
+
+
+def _seeded(q: Any, options: AttentionOptions) -> AttentionOptions:
+    """The options with a seed on the device of ``q`` where weights are dropped: the given one, or one drawn there from
+    PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for the device, and a CUDA graph can hold it."""
+    p = checked_dropout("flash_attention", options.dropout_p)
+    number = checked_seed("flash_attention", options.seed)
+    if p == 0.0:
+        return options._replace(dropout_p=p, seed=None)
+    if number is None:
+        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    else:
+        signed = number - 2**64 if number >= 2**63 else number
+        drawn = torch.full((1,), signed, dtype=torch.int64, device=q.device)
+    return options._replace(dropout_p=p, seed=drawn.view(torch.int32))
 
 
 def _drives(q: Any, options: AttentionOptions) -> bool:
@@ -267,7 +284,7 @@ class _CudaLaunch:
 
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
-    causal, scale, window, softcap, mask, bias, alibi, sinks, align, want_lse, out, backend = options
+    causal, scale, window, softcap, mask, bias, alibi, sinks, dropout_p, _, align, want_lse, out, backend = options
     if isinstance(scale, torch.Tensor):
         return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
     try:
@@ -275,6 +292,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         key: Any = (
             q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
             v.dtype, v.get_device(), (qp | kp | vp) & 15, causal, scale, window, softcap, align, want_lse, backend,
+            dropout_p,
         )  # fmt: skip
         if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
             key += tuple(_signature(x) for x in (mask, bias, alibi, sinks, out))
@@ -344,7 +362,7 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
     if launch.plan.grid[0]:
         scalars = launch.arguments(dict.fromkeys((*memory, "lse")))
         start = device.prepare(launch.program, launch.plan.grid, scalars).launch
-    fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks"}
+    fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return _CudaLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
@@ -362,7 +380,7 @@ def _cuda_gradients(
     # Planned once per signature, like the forward pass.
     key = (
         *(_signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
-        options.window, options.softcap, options.causal_align, options.backend, want_scores,
+        options.window, options.softcap, options.causal_align, options.backend, want_scores, options.dropout_p,
     )  # fmt: skip
     ready = _gradient_launches.get(key)
     if ready is None:

@@ -229,6 +229,7 @@ def prepare(
         causal=bool(is_causal),
         scale=scale,
         mask=mask,
+        dropout_p=float(dropout_p),
         causal_align=align,
         backend=backend or host_backend(query),
     )
@@ -317,8 +318,6 @@ def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
 def _check_numbers(dropout_p: float, scale: float | None) -> None:
     if not 0.0 <= dropout_p <= 1.0:
         _refuse("dropout_p", InvalidArgumentError, "expected dropout_p in 0..1", dropout_p, "pass 0.0 for none")
-    if dropout_p > 0.0:
-        _refuse("dropout", _unsupported, "expected dropout_p=0.0", dropout_p, "dropout is not there yet: pass 0.0")
     if scale is not None and not math.isfinite(scale):
         remedy = "pass None for 1/sqrt(head_dim)"
         _refuse("scale", InvalidArgumentError, "expected a finite scale or None", scale, remedy)

@@ -1,8 +1,8 @@
 """The functions of flash-attn 2, so that ``import aule.integrations.flash_attn as flash_attn`` serves.
 
 Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read where
-they lie: the layout is a matter of strides. Refused are dropout, ``return_attn_probs`` and a paged cache
-(``block_table``). ``deterministic`` is accepted and always true. float32 and float64 are served too.
+they lie: the layout is a matter of strides. Refused are ``return_attn_probs`` and a paged cache (``block_table``).
+``deterministic`` is accepted and always true. float32 and float64 are served too.
 
 Gradients of q, k and v are there for CPU and CUDA tensors. Where one is needed, the result is copied once, into the
 layout that flash-attn gives it.
@@ -64,7 +64,7 @@ def flash_attn_func(
     k, v : Tensor
         ``[batch, seq_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
     dropout_p : float
-        0.0: dropout is not there yet.
+        Chance of each weight to be dropped; the seed comes from PyTorch's generator of the tensors' device.
     softmax_scale : float, optional
         Default ``1 / sqrt(head_dim)``.
     causal : bool
@@ -286,8 +286,6 @@ def _offsets(op: str, name: str, offsets: Any, total: int) -> list[int]:
 
 def _keywords(op: str, options: _Options) -> dict[str, Any]:
     """The options as `aule.flash_attention` takes them."""
-    if options.dropout_p:
-        raise _unsupported(op, "dropout_p=0.0", str(options.dropout_p), "dropout is not there yet")
     if options.return_attn_probs:
         remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
         raise _unsupported(op, "return_attn_probs=False", "True", remedy)
@@ -301,6 +299,7 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
         "window": tuple(-1 if side < 0 else side for side in options.window_size),
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
+        "dropout_p": options.dropout_p,
     }
 
 

@@ -164,8 +164,8 @@ class Memory:
         """Elements of the view through which an operation on viewed memory goes."""
         if op.opcode.startswith("fragment") and self._blocks and self._is_shared(op.args[0]):
             # Matrices of vectors tell the driver how they are aligned.
-            widest = access_unit(element(op.args[0].type), 4, 4)
-            return next(width for width in (4, 2, 1) if width <= widest and self._divisible(op, width))
+            widest = access_unit(element(op.args[0].type), 8, 8)
+            return next(width for width in (8, 4, 2, 1) if width <= widest and self._divisible(op, width))
         if op.opcode not in ("load", "store"):
             return 1
         type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None

@@ -172,17 +172,38 @@ class _Kernel:
         S.map(lambda s, r, c: b.exp2(s - lse(r, c)))
         return slope
 
+    def kept(
+        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], strip: int, transposed: bool
+    ) -> list[list[Value]] | None:
+        """Which weights of a tile dropout keeps; None when all. ``place`` as for `weigh`; ``strip`` keys that follow
+        each other are in registers that do, along a column of the tile where it is ``transposed``."""
+        dropout = self.scores.dropout()
+        if dropout is None:
+            return None
+        rows, cols = range(self.shape.rows), range(self.shape.block_kv // self.shape.threads_x)
+        head_number = self.scores.batch * self.heads + head
+        result: list[list[Value]] = [[] for _ in (cols if transposed else rows)]
+        for i, found in enumerate(result):
+            for first in range(0, len(rows) if transposed else len(cols), strip):
+                row, key = place(first, i) if transposed else place(i, first)
+                found += dropout.strip(head_number, row, key, strip)
+        return [[result[c][r] for c in cols] for r in rows] if transposed else result
+
     def differentiate(
         self,
         P: RegisterTile,
         dP: RegisterTile,
         delta: Callable[[int, int], Value],
         slope: RegisterTile | None,
+        kept: list[list[Value]] | None,
         keep: Callable[[Value, int, int], None] | None = None,
     ) -> None:
         """dS in the place of dP. V of a dropped key may hold Inf or NaN, so its weight of zero decides. ``keep`` sees
-        the gradient of the scores as softmax got them, behind the softcap."""
+        the gradient of the scores as softmax got them, behind the softcap. ``kept`` is what dropout keeps."""
         b = self.b
+        if kept is not None:
+            scale = self.p.number("keep_scale", f32)
+            dP.map(lambda dp, r, c: b.select(kept[r][c], dp * scale, b.const(0.0, f32)))
         weights = P.values()
         bends = None if slope is None else slope.values()
 
@@ -266,14 +287,17 @@ class _Queries(_Kernel):
             b.comment("P = exp2(Q K^T - lse)")
             S.fill(zero)
             self.run_phase(score, lambda: weight.fetch(first_chunk))
-            slope = self.weigh(
-                S, self.head, lambda r, c: (row0 + S.row(r), key0 + S.col(c)), partial, lambda r, c: numbers[r][0]
-            )
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return row0 + S.row(r), key0 + S.col(c)
+
+            slope = self.weigh(S, self.head, place, partial, lambda r, c: numbers[r][0])
             b.comment("dS = P * (dO V^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: result.fetch(first_chunk))
             keep = self._keep_scores(S, key0) if self.config.scores else None
-            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, keep)
+            kept = self.kept(self.head, place, S.strip, transposed=False)
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, keep)
             b.comment("dQ = dQ + dS K")
             engine.store_p(S, dP.values())
             self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
@@ -322,7 +346,7 @@ class _Keys(_Kernel):
         first, last = low // width, (high + (width - 1)) // width
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, S, dP, dK, dV)
-        self.store(dV, self.dv, key0, None)
+        self.store(dV, self.dv, key0, self.p.number("keep_scale", f32) if self.config.dropout else None)
         self.store(dK, self.dk, key0, self.p.number("dk_factor", f32))
 
     def _pass(
@@ -356,11 +380,18 @@ class _Keys(_Kernel):
             self.run_phase(score, lambda: weight.fetch(first_chunk))
             columns = [row0 + S.col(c) for c in range(len(S.vars[0]))]
             numbers = [self.row_numbers(head, row) for row in columns]
-            slope = self.weigh(S, head, lambda r, c: (columns[c], key0 + S.row(r)), partial, lambda r, c: numbers[c][0])
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return columns[c], key0 + S.row(r)
+
+            slope = self.weigh(S, head, place, partial, lambda r, c: numbers[c][0])
             b.comment("dS^T = P^T * (V dO^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: values.fetch(first_chunk))
-            self.differentiate(S, dP, lambda r, c: numbers[c][1], slope)
+            kept = self.kept(head, place, shape.row_strip, transposed=True)
+            self.differentiate(S, dP, lambda r, c: numbers[c][1], slope, kept)
+            if kept is not None:
+                S.map(lambda p, r, c: b.select(kept[r][c], p, zero))
             b.comment("dV = dV + P^T dO")
             engine.store_p(S, S.values())
             self.run_phase(values, lambda: keys.fetch(first_chunk))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 
 Columns = Literal["unit", "same", "any"]
@@ -39,6 +40,7 @@ class ScoreConfig:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
+    dropout: bool = False
     unit: tuple[bool, ...] = (True, True, True, True)
 
     @property
@@ -65,6 +67,26 @@ class ForwardConfig(ScoreConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FragmentConfig(ScoreConfig):
+    """A forward kernel for matrix units.
+
+    Attributes
+    ----------
+    aligned : tuple of bool
+        For q, k, v, o: rows can be read or written as vectors of eight.
+    index64 : bool
+        Element indices need 64 bits.
+    folded : bool
+        The scale is part of the exponent. It must be positive, and nothing may be added to scores.
+    """
+
+    shape: FragmentShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+    folded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardConfig(ScoreConfig):
     """A kernel of the gradients for GPUs.
 
@@ -82,6 +104,27 @@ class BackwardConfig(ScoreConfig):
     """The kernel of dQ also stores dS, the gradient of what is added to the scores."""
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentBackwardConfig(ScoreConfig):
+    """A kernel of the gradients for matrix units.
+
+    Attributes
+    ----------
+    of : {"queries", "keys"}
+        dQ, or dK and dV.
+    shape : FragmentShape
+        ``block_q`` are the rows that a workgroup owns, ``block_kv`` those of a tile that it passes over.
+    unit, aligned, folded
+        As in `FragmentConfig`, for q, k, v and the gradient of o.
+    """
+
+    of: Literal["queries", "keys"]
+    shape: FragmentShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.view import TensorView
@@ -64,6 +65,8 @@ class _Forward:
         self.bias = _score_operand(operands.bias, problem)
         self.slopes = None if operands.alibi is None else _split_heads(operands.alibi.storage, problem)
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
+
+        self.seed = None if operands.seed is None else operands.seed.storage.view(np.uint32)
 
         # Query heads that share K and V are rows of one product. Small heads are batched until a tile is full.
         self.rows = max(1, min(problem.seq_q, _TILE_ROWS // problem.group))
@@ -130,6 +133,8 @@ class _Forward:
             total *= decay
             total += s.sum(axis=-1, keepdims=True)
             acc *= decay
+            if self.seed is not None:
+                self._drop(s.reshape(*s.shape[:2], p.group, count, -1), b, h, rows, keys)
             acc += self._product(s, v[:, :, near], keep, count)
             m = highest
         return acc, m, total
@@ -167,6 +172,15 @@ class _Forward:
             if found.any():
                 part[np.matmul(kept, found.astype(self.work)) > 0] += special
         return part
+
+    def _drop(self, weights: Array, b: slice, h: slice, rows: slice, keys: slice) -> None:
+        """Dropout, in place, of weights with a tile's heads apart."""
+        p = self.problem
+        assert self.seed is not None
+        batches, heads, members = np.ogrid[b, h, : p.group]
+        numbers = batches * p.heads_q + heads * p.group + members
+        weights *= kept(p.dropout_p, self.seed, numbers, rows, keys)
+        weights *= self.work(keep_scale(p.dropout_p))
 
     def _modifiers(self, b: slice, h: slice, rows: slice, keys: slice) -> tuple[Array | None, list[Array]]:
         """What is kept (None: everything) and what is added to the scores of a tile; both broadcast over it."""

@@ -5,15 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward, build_delta
-from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig
+from aule.ops.attention.backward_fragment import build_backward_fragment
+from aule.ops.attention.config import (
+    BackwardConfig,
+    DeltaConfig,
+    ForwardConfig,
+    FragmentBackwardConfig,
+    FragmentConfig,
+)
+from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.tiles import choose_backward_shape, choose_shape
+from aule.ops.attention.tiles import (
+    choose_backward_fragments,
+    choose_backward_shape,
+    choose_fragments,
+    choose_shape,
+)
 from aule.target import Target
+from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
@@ -29,7 +43,7 @@ class ForwardPlan:
 
     Attributes
     ----------
-    config : ForwardConfig
+    config : ForwardConfig or FragmentConfig
         The kernel.
     grid : tuple of int
         Workgroups; (0, 0, 0) when there is nothing to compute.
@@ -37,7 +51,7 @@ class ForwardPlan:
         Every scalar parameter of the kernel, by name.
     """
 
-    config: ForwardConfig
+    config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
 
@@ -66,7 +80,7 @@ def plan_forward(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shape: SimtShape | None = None,
+    shape: SimtShape | FragmentShape | None = None,
 ) -> ForwardPlan:
     """Plan a forward pass.
 
@@ -74,22 +88,32 @@ def plan_forward(
     ----------
     views : dict
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
-        ``sinks``): four-dimensional, with device strides and offsets.
+        ``sinks``, ``seed``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shape : SimtShape, optional
+    shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
-    shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.dtype, problem.modifiers)
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
-    config = ForwardConfig(
-        **score_options(problem),
-        shape=shape,
-        aligned=tuple(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
-        unit=tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
-        index64=any(_extent(v) > 2**31 - 1 for v in views.values()),
-    )
+
+    def aligned(run: int) -> tuple[bool, ...]:
+        return tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+
+    dims = problem.head_dim, problem.value_dim
+    masked = problem.mask is not None or problem.bias is not None
+    shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+    shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
+    memory: dict[str, Any] = {
+        "aligned": aligned(RUN if isinstance(shape, FragmentShape) else QUAD),
+        "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
+    }
+    config: ForwardConfig | FragmentConfig
+    if isinstance(shape, FragmentShape):
+        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=_folded(problem))
+    else:
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
@@ -104,7 +128,7 @@ def plan_backward(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shapes: tuple[SimtShape, SimtShape] | None = None,
+    shapes: tuple[SimtShape | FragmentShape | None, SimtShape | FragmentShape | None] | None = None,
 ) -> StepPlan:
     """Plan the gradients of q, k and v on a GPU.
 
@@ -116,7 +140,7 @@ def plan_backward(
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
         For q, k, v, o, do: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shapes : pair of SimtShape, optional
+    shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
     rows, keys = problem.batch * problem.heads_q * problem.seq_q, problem.batch * problem.heads_kv * problem.seq_kv
@@ -124,40 +148,50 @@ def plan_backward(
         return StepPlan(())
     base_ok = aligned_base or {}
     names = ("q", "k", "v", "do")
-    aligned = {n: _aligned(views[n]) and base_ok.get(n, True) for n in (*names, "o")}
+
+    def aligned(run: int, of: tuple[str, ...]) -> tuple[bool, ...]:
+        return tuple(_aligned(views[n], run) and base_ok.get(n, True) for n in of)
+
     unit = {n: views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in (*names, "o")}
     index64 = any(_extent(view) > 2**31 - 1 for view in views.values())
-    inner = max(problem.head_dim, problem.value_dim)
-    chosen = shapes or (
-        choose_backward_shape(target, inner, (problem.head_dim,)),
-        choose_backward_shape(target, inner, (problem.head_dim, problem.value_dim)),
-    )
+    dims = problem.head_dim, problem.value_dim
     numbers = problem_scalars(problem) | view_scalars(views) | {
         "rows": rows,
         "dq_factor": problem.scale,
         # dK is made with Q', which holds the scale and log2(e), or the scale over the cap.
         "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
     }  # fmt: skip
-    units, alignments = (unit["o"], unit["do"]), (aligned["o"], aligned["do"])
-    delta = DeltaConfig(problem.dtype, problem.value_dim, _DELTA_THREADS, units, alignments, index64)
+    units = (unit["o"], unit["do"])
+    delta = DeltaConfig(problem.dtype, problem.value_dim, _DELTA_THREADS, units, aligned(QUAD, ("o", "do")), index64)
     steps = [Step(delta, build_delta, _grid(-(-rows // _DELTA_THREADS), target), numbers)]
-    for of, shape, heads, length in (
-        ("queries", chosen[0], problem.batch * problem.heads_q, problem.seq_q),
-        ("keys", chosen[1], problem.batch * problem.heads_kv, problem.seq_kv),
+    of: Literal["queries", "keys"]
+    for of, number, heads, length in (
+        ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
+        ("keys", 1, problem.batch * problem.heads_kv, problem.seq_kv),
     ):
-        config = BackwardConfig(
-            **(score_options(problem) | {"lse": False}),
-            of=of,  # type: ignore[arg-type]
-            scores=of == "queries" and "ds" in views,
-            shape=shape,
-            unit=tuple(unit[n] for n in names),
-            aligned=tuple(aligned[n] for n in names),
-            index64=index64,
-        )
+        store_scores = of == "queries" and "ds" in views
+        shape: SimtShape | FragmentShape | None = shapes[number] if shapes else None
+        if shape is None and not store_scores:
+            shape = choose_backward_fragments(target, problem.dtype, *dims, of)
+        shape = shape or choose_backward_shape(target, max(dims), dims[:1] if of == "queries" else dims)
+        common = score_options(problem) | {
+            "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
+        }  # fmt: skip
         each = -(-length // shape.block_q)
-        scalars = numbers | {"blocks_each": each, "blocks": each * heads}
-        steps.append(Step(config, build_backward, _grid(each * heads, target), scalars))
+        grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
+        if isinstance(shape, FragmentShape):
+            config = FragmentBackwardConfig(**common, aligned=aligned(RUN, names), folded=_folded(problem))
+            steps.append(Step(config, build_backward_fragment, grid, scalars))
+        else:
+            plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores)
+            steps.append(Step(plain, build_backward, grid, scalars))
     return StepPlan(tuple(steps), {"delta": rows})
+
+
+def _folded(problem: AttentionProblem) -> bool:
+    """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
+    added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
+    return problem.scale > 0 and not added
 
 
 def score_options(problem: AttentionProblem) -> dict[str, Any]:
@@ -176,6 +210,7 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "alibi": problem.alibi,
         "sinks": problem.sinks,
         "lse": problem.return_lse,
+        "dropout": problem.dropout_p > 0,
     }
 
 
@@ -194,6 +229,8 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
         "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
         "softcap": problem.softcap * LOG2E,
+        "dropout_limit": threshold(problem.dropout_p),
+        "keep_scale": keep_scale(problem.dropout_p),
     }
 
 
@@ -209,10 +246,10 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     return scalars
 
 
-def _aligned(view: TensorView) -> bool:
-    """Rows can be read in whole quads that start at multiples of four elements."""
+def _aligned(view: TensorView, run: int = QUAD) -> bool:
+    """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
-    return view.strides[3] == 1 and view.shape[3] % QUAD == 0 and all(s % QUAD == 0 for s in [*steps, view.offset])
+    return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
 
 
 def _extent(view: TensorView) -> int:

@@ -22,6 +22,7 @@ class AttentionProblem:
     4. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window) and ``mask[i, j]`` (boolean);
        an additive mask or bias of exactly -inf also drops the key
     5. softmax over the kept keys and, where ``sinks``, one further logit per head that has no value
+    6. weights are dropped where ``dropout_p > 0``, the others multiplied by ``1 / (1 - dropout_p)``
     """
 
     batch: int
@@ -44,6 +45,8 @@ class AttentionProblem:
     alibi: bool = False
     sinks: bool = False
     return_lse: bool = False
+    dropout_p: float = 0.0
+    """Chance of a weight to be dropped after softmax (`dropout.py`); the seed is an operand."""
 
     @property
     def shift(self) -> int:
@@ -60,8 +63,8 @@ class AttentionProblem:
 
     @property
     def modifiers(self) -> int:
-        """Steps between scores and softmax, the band apart: each costs a kernel registers."""
-        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap)))
+        """Steps between scores and the second product, band and softmax apart: each costs a kernel registers."""
+        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap, self.dropout_p)))
 
     @property
     def group(self) -> int:

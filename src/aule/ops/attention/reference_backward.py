@@ -77,7 +77,7 @@ def _gradients(
         return np.asarray(values) if exact else rounded_to(values.astype(work), p.dtype)
 
     with np.errstate(all="ignore"):
-        arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks")]
+        arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks", "seed")]
         for part in parts(p, q, k, v, *arrays):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
@@ -93,18 +93,19 @@ def _gradients(
             total = weights.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
             weights = rounded(np.divide(weights, total, out=np.zeros_like(weights), where=total != 0))
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
-            dp = rounded(do @ v_kept.T)
+            dropped = rounded(weights * part.factor)
+            dp = rounded(rounded(do @ v_kept.T) * part.factor)
             # As in every flash attention, delta comes from the output, which is there in the problem's precision only.
             # In fp64 that is the same as the sum over weights * dp.
-            delta = (do * rounded(weights @ v_kept)).sum(axis=1, keepdims=True)
+            delta = (do * rounded(dropped @ v_kept)).sum(axis=1, keepdims=True)
             ds = rounded(weights * (dp - delta) * (1 - bend * bend))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
             result["dq"][b, h, rows] = rounded(rounded(ds @ k_kept) * work(p.scale))
             result["dk"][b, h // p.group] += rounded(rounded(ds.T @ part.q.astype(work)) * work(p.scale))
-            result["dv"][b, h // p.group] += rounded(weights.T @ do)
+            result["dv"][b, h // p.group] += rounded(dropped.T @ do)
             if magnitude:
                 terms = weights * (np.abs(dp) + np.abs(delta)) * abs(p.scale)
-                sums = {"dq": terms @ np.abs(k_kept), "dk": terms.T @ np.abs(part.q), "dv": weights.T @ np.abs(do)}
+                sums = {"dq": terms @ np.abs(k_kept), "dk": terms.T @ np.abs(part.q), "dv": dropped.T @ np.abs(do)}
                 for name, array in sums.items():
                     magnitude[name] = max(magnitude[name], p.group * float(np.max(array, initial=0.0)))
     return {name: rounded(array).astype(np.float64) for name, array in result.items()}

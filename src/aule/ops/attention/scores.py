@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Value
-from aule.ir.types import SCALARS, Vector, f32, i32, u8
+from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import Columns
+from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.parameters import Parameters
 from aule.tile.math import LOG2E
 
@@ -74,6 +75,13 @@ class Scores:
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
         result.append(mod.band(self.seq_kv, self.left, self.right))
         return result
+
+    def dropout(self) -> Dropout | None:
+        """Which weights are kept; None when all are."""
+        if not self.config.dropout:
+            return None
+        p = self.p
+        return Dropout(self.b, p.number("dropout_limit", u32), p.buffer("seed", u32), p.strided("seed"))
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
         """Reads an element of a mask or bias, or a vector of them; rows and columns past the end read the last."""

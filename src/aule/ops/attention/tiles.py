@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
+from aule.tile.fragment import FragmentShape, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -96,6 +97,104 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f3
     shuffling = (shape for shape in fitting if uses_subgroups(target, shape) and target.vendor != "intel")
     chosen = next(shuffling, fitting[0])
     return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
+
+
+@dataclass(frozen=True)
+class FragmentEntry:
+    """Tiles on matrix units, for head dimensions up to ``dim``.
+
+    Attributes
+    ----------
+    plain : FragmentShape
+        Where a row is whole runs of eight and tiles without dropped keys have no mask or bias to read.
+    masked : FragmentShape
+        With a mask or a bias, whose indices take registers.
+    strided : FragmentShape
+        Where rows pass through registers on their way, element by element.
+    """
+
+    dim: int
+    plain: FragmentShape
+    masked: FragmentShape
+    strided: FragmentShape
+
+
+#                        block_q, block_kv, subgroups, stages, resident_q
+FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
+    # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 / 8192 full / 8192 causal (docs/performance.md).
+    "cuda": (
+        # 323 / 333 / 306; beat one stage (308 / 321 / 307), keys by 96 (326 / 306 / 300) and 128 (293 / 306 / 269), Q
+        # in memory (315 / 318 / 299), 16 rows a subgroup (268 / 255 / 208), eight subgroups (294 / 304 / 273).
+        FragmentEntry(
+            64,
+            FragmentShape(128, 64, 4, 2, True),
+            FragmentShape(128, 32, 4, 2, True),
+            FragmentShape(128, 32, 4, 2, True),
+        ),
+        # 365 / 359 / 322; beat two stages (356 / 345 / 292), keys by 48 (350 / 358 / 302) and 32 (350 / 343 / 311), Q
+        # in registers (307 / 303 / 268), eight subgroups (339 / 357 / 303), 16 rows a subgroup (272 / 251 / 247).
+        FragmentEntry(
+            128,
+            FragmentShape(128, 64, 4, 1, False),
+            FragmentShape(64, 64, 4, 1, False),
+            FragmentShape(64, 32, 4, 1, False),
+        ),
+        # 287 / - / 267; beat eight subgroups (283 / - / 258), keys by 48 (278 / - / 266) and 32 in two stages (250 / -
+        # / 232), Q in registers (244 / - / 238).
+        FragmentEntry(
+            256,
+            FragmentShape(64, 64, 4, 1, False),
+            FragmentShape(64, 64, 4, 1, False),
+            FragmentShape(64, 16, 4, 1, False),
+        ),
+    ),
+}
+"""Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
+
+
+def choose_fragments(
+    target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool, strided: bool
+) -> FragmentShape | None:
+    """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix."""
+    if not multiplies(target, dtype):
+        return None
+    for entry in FRAGMENTS.get(target.backend, ()):
+        shape = entry.strided if strided else entry.masked if masked else entry.plain
+        fits = shape.threads <= target.max_threads and shape.lanes == target.subgroup_size
+        if max(head_dim, value_dim) <= entry.dim and fits:
+            return shape if shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes else None
+    return None
+
+
+@dataclass(frozen=True)
+class FragmentBackwardEntry:
+    """Tiles of the two backward kernels on matrix units, for head dimensions up to ``dim``."""
+
+    dim: int
+    queries: FragmentShape
+    keys: FragmentShape
+
+
+FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
+    "cuda": (
+        FragmentBackwardEntry(64, FragmentShape(128, 64, 4, 2, False), FragmentShape(128, 32, 4, 2, False)),
+        FragmentBackwardEntry(128, FragmentShape(128, 32, 4, 2, False), FragmentShape(64, 64, 4, 2, False)),
+    ),
+}
+
+
+def choose_backward_fragments(
+    target: Target, dtype: str, head_dim: int, value_dim: int, of: str
+) -> FragmentShape | None:
+    """Tiles of a backward kernel on matrix units; None where there are none."""
+    if not multiplies(target, dtype):
+        return None
+    for entry in FRAGMENTS_BACKWARD.get(target.backend, ()):
+        shape = entry.queries if of == "queries" else entry.keys
+        fits = shape.threads <= target.max_threads and shape.lanes == target.subgroup_size
+        if max(head_dim, value_dim) <= entry.dim and fits:
+            return shape if shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes else None
+    return None
 
 
 BACKWARD: tuple[SimtShape, ...] = (

@@ -21,6 +21,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, i32, i64
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import CpuBackwardConfig, CpuDeltaConfig, GatherConfig
+from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
@@ -72,6 +73,10 @@ class _Backward:
             self.p_panel = b.private("p_panel", work, shape.rows * shape.panel)
             self.ds_panel = b.private("ds_panel", work, shape.rows * shape.panel)
             self.ds_rows = b.private("ds_rows", factor, shape.rows * shape.block_kv // step)
+        self.keep: Keep | None = None
+        dropout = self.scores.dropout()
+        if dropout is not None:
+            self.keep = Keep(b, config, self.engine, dropout, number("keep_scale", work))
         self.zero = b.const(0, i64)
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
 
@@ -174,6 +179,12 @@ class _Backward:
             end = b.max((high + (shape.panel - 1)) // shape.panel * shape.panel, first)
             self._clear_scores(row, b.const(0, i32), first)
             self._clear_scores(row, end, b.const(shape.block_kv, i32))
+            if self.keep is not None:
+
+                def place(r: Value, row: Value = row) -> tuple[Value, Value]:
+                    return self.batch * self.heads + head, b.min(row0 + row + r, scores.seq_q - 1)
+
+                self.keep.fill(place, key0, first, end)
             with b.loop(first, end, shape.panel, name="panel") as panel:
                 self._panel(head, row0, row, key0, panel, reach)
             with b.if_(low < high):
@@ -229,8 +240,6 @@ class _Backward:
             lse = b.select(nothing, b.const(float("inf"), config.work), lse * LOG2E)
             for j, variable in enumerate(variables):
                 b.store(self.p_panel, place + j * shape.lanes, b.exp2(variable.value - lse))
-        if config.pairs:
-            self._pair_by_rows(self.p_panel, self.p_scores, row, panel)
 
         do = Operand(self.do_rows, at * value_stride, value_stride, 1)
         v = Operand(self.v_panels, width * self.value_steps, 0, shape.panel)
@@ -243,7 +252,12 @@ class _Backward:
             for j, variable in enumerate(variables):
                 to = place + j * shape.lanes
                 p = b.load(self.p_panel, to, shape.lanes)
-                ds = p * (variable.value - delta)
+                dp = variable.value
+                if self.keep is not None:
+                    factor = self.keep.load(r, width + j * shape.lanes)
+                    dp = dp * factor
+                    b.store(self.p_panel, to, p * factor)
+                ds = p * (dp - delta)
                 if guarded:  # V of a dropped key may hold Inf or NaN
                     ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
                 if config.scores:
@@ -252,16 +266,17 @@ class _Backward:
                     ds = ds * b.load(self.ds_panel, to, shape.lanes)
                 b.store(self.ds_panel, to, ds)
                 if config.pairs:
-                    by_keys = (width + (r * shape.block_kv + j * shape.lanes)) // 2
+                    by_keys = (width >> 1) + (r * shape.block_kv + j * shape.lanes) // 2
                     b.store(self.ds_rows, by_keys, engine.pairs(ds))
         if config.pairs:
+            self._pair_by_rows(self.p_panel, self.p_scores, row, panel)
             self._pair_by_rows(self.ds_panel, self.ds, row, panel)
 
     def _pair_by_rows(self, source: Value, target: Value, row: Value, panel: Value) -> None:
-        """Round a panel of a few rows; rows are paired. Rows past the last have no part in the sums over rows: they
-        are zero where a product reads them with the last."""
+        """Round a panel of a few rows, rows paired. What a row past the last has here does not count: in the pairs of
+        Q and dO it is zero."""
         b, engine, shape = self.b, self.engine, self.shape
-        base = engine.index(row) // 2 * shape.block_kv + engine.index(panel)
+        base = (engine.index(row) >> 1) * shape.block_kv + engine.index(panel)
         for r in range(0, shape.rows, 2):
             for j in range(shape.panel_vectors):
                 pair = [b.load(source, (r + i) * shape.panel + j * shape.lanes, shape.lanes) for i in range(2)]

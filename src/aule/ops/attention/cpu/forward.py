@@ -13,6 +13,7 @@ import operator
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
+from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
@@ -53,6 +54,10 @@ class _Forward:
         self.m = b.private("m", work, shape.block_q)
         self.l = b.private("l", work, shape.block_q)
         self.alpha = b.private("alpha", work, shape.rows)
+        self.keep: Keep | None = None
+        dropout = self.scores.dropout()
+        if dropout is not None:
+            self.keep = Keep(b, config, self.engine, dropout, self.p.number("keep_scale", work))
 
     # -- place ---------------------------------------------------------------------------------------------------------
 
@@ -96,6 +101,11 @@ class _Forward:
         seq_q = self.scores.seq_q
         return self.first_head + row // seq_q, row % seq_q
 
+    def _numbered(self, row: Value, r: Value) -> tuple[Value, Value]:
+        """The same of row ``row + r``, the head counted over all batches; rows past the last repeat it."""
+        head, at = self.place(self.b.min(row + r, self.count - 1))
+        return self.batch * self.heads + head, at
+
     def reach(self, row: Value, rows: int) -> Reach:
         """Keys of some consecutive rows of this task."""
         b, shift = self.b, self.scores.shift
@@ -125,6 +135,8 @@ class _Forward:
                     first_panel = low // shape.panel * shape.panel
                     last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
                     self._multiply_scores(row, key0, panels, first_panel, last_panel, reach)
+                    if self.keep is not None:
+                        self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
                     self._softmax(row, first_panel, last_panel)
                     self._multiply_values(row, values, low, high, wild)
         self._finish()
@@ -259,15 +271,17 @@ class _Forward:
                 maxima.append(m)
             sums = [[b.var(engine.const(0.0)) for _ in offsets] for _ in bases]
             with b.loop(begin, end, shape.panel, name="panel") as panel:
-                for base, m, variables in zip(bases, maxima, sums, strict=True):
+                for i, (base, m, variables) in enumerate(zip(bases, maxima, sums, strict=True)):
                     for j, variable in zip(offsets, variables, strict=True):
                         place = base + panel + j
                         p = b.exp2(b.load(self.s, place, shape.lanes) - m)
+                        variable.value = variable.value + p
+                        if self.keep is not None:
+                            p = p * self.keep.load(r + i, panel + j)
                         if self.config.pairs:
-                            b.store(self.weights, place // 2, engine.pairs(p))
+                            b.store(self.weights, place >> 1, engine.pairs(p))
                         else:
                             b.store(self.weights, place, p)
-                        variable.value = variable.value + p
             for i, variables in enumerate(sums):
                 total = engine.reduce("add", functools.reduce(operator.add, [x.value for x in variables]))
                 at = engine.index(row) + r + i
