@@ -240,6 +240,8 @@ class _Backward:
             lse = b.select(nothing, b.const(float("inf"), config.work), lse * LOG2E)
             for j, variable in enumerate(variables):
                 b.store(self.p_panel, place + j * shape.lanes, b.exp2(variable.value - lse))
+        if config.pairs and self.keep is None:  # still in registers; dropout changes it below
+            self._pair_by_rows(self.p_panel, self.p_scores, row, panel)
 
         do = Operand(self.do_rows, at * value_stride, value_stride, 1)
         v = Operand(self.v_panels, width * self.value_steps, 0, shape.panel)
@@ -268,8 +270,9 @@ class _Backward:
                 if config.pairs:
                     by_keys = (width >> 1) + (r * shape.block_kv + j * shape.lanes) // 2
                     b.store(self.ds_rows, by_keys, engine.pairs(ds))
-        if config.pairs:
+        if config.pairs and self.keep is not None:
             self._pair_by_rows(self.p_panel, self.p_scores, row, panel)
+        if config.pairs:
             self._pair_by_rows(self.ds_panel, self.ds, row, panel)
 
     def _pair_by_rows(self, source: Value, target: Value, row: Value, panel: Value) -> None:
