@@ -466,6 +466,7 @@ def _accumulator(b: Builder) -> Value:
         (lambda b: b.exp2(b.const(1.0, f64)), "cast to f32"),
         (lambda b: b.intrinsic("msl", "x", (), None), "an intrinsic of ptx"),
         (lambda b: b.intrinsic("ptx", "{3}", (), None), "double literal braces"),
+        (lambda b: b.dot_pairs(b.const(0, u32), b.const(0, u32), b.const(1.0, f32)), "multiply in f32"),
         (lambda b: b.shuffle_xor(b.const(1.0, f16), 1), "32 bits"),
         (lambda b: b.subgroup_reduce("mul", b.const(1.0, f32)), "add, min or max"),
         (lambda b: b.atomic("max", b.shared("s", f32, 4), 0, 1.0), "an atomic of ir.ops"),

@@ -146,6 +146,7 @@ class _Body:
             "set": self._set,
             "loop": self._loop,
             "if": self._if,
+            "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
             "comment": self._comment,
         }
@@ -363,6 +364,9 @@ class _Body:
         lanes = self.emitter.registers(value)
         one = isinstance(value.type.target if isinstance(value.type, Ref) else value.type, Scalar)
         return lanes[0] if one else lanes
+
+    def _dot_pairs(self, op: Op) -> None:
+        raise refuse(op, "no products of packed pairs", op.opcode, "multiply in f32, or use the mma engine")
 
     def _comment(self, op: Op) -> None:
         for text in str(op.attrs["text"]).splitlines():
