@@ -68,7 +68,10 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     body = _Body(kernel, arch)
     body.run()
     dynamic = kernel.shared_bytes > _ptx_memory.STATIC_SHARED_BYTES
-    lines = [f".version {arch.version}", f".target {arch.name}", ".address_size 64", ""]
+    version = arch.version
+    if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
+        version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
+    lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
     if dynamic:  # aligned for what the largest swizzle of a bulk copy wants
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]
     elif kernel.shared:
