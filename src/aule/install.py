@@ -82,8 +82,10 @@ def scaled_dot_product_attention(
 def install(backend: str | None = None, verbose: bool = False) -> None:
     """Put aule in the place of ``torch.nn.functional.scaled_dot_product_attention``.
 
-    What aule cannot serve goes to PyTorch's own function and is counted with its reason: see `dispatch_stats`. Calls
-    inside of ``torch.compile`` go there uncounted. Whoever imported PyTorch's function by name before keeps that one,
+    What aule cannot serve goes to PyTorch's own function and is counted with its reason: see `dispatch_stats`. A call in
+    code that ``torch.compile`` or ``torch.export`` trace becomes the operator ``aule::attention``, and is counted when
+    it is traced, not when it runs. Under functorch transforms and dispatch modes PyTorch's own is called, since it has
+    second derivatives and forward mode, which aule has not. Whoever imported PyTorch's function by name before keeps that one,
     and modules in evaluation mode with gradients switched off may use PyTorch's fused encoder instead of any attention
     function (``torch.backends.mha.set_fastpath_enabled(False)`` prevents it).
 

@@ -191,7 +191,7 @@ def test_out_of_torch(dtype: str, rank: int) -> None:
 
 def test_torch_cpu_memory_is_used_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the engine are views of the tensors' own memory, the result's included."""
-    from aule.frontends import torch as front_end
+    from aule.frontends import torch_host as front_end
 
     seen: dict[str, Any] = {}
     compute = front_end.forward_on_host

@@ -170,18 +170,6 @@ def test_a_backend_that_cannot_is_counted_by_its_code() -> None:
     assert aule.dispatch_stats()["reasons"] == {"AULE_ERROR_NO_GRADIENT": 1}
 
 
-def test_compiled_functions_see_pytorchs_own() -> None:
-    q, k, v = tensors((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8))
-
-    def f(q: Any, k: Any, v: Any) -> Any:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True) + 1
-
-    with aule.installed():
-        out = torch.compile(f, backend="aot_eager", fullgraph=True)(q, k, v)
-    torch.testing.assert_close(out, f(q, k, v))
-    assert served() == 0
-
-
 def test_torchscript_sees_pytorchs_own() -> None:
     module = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     (x,) = tensors((1, 3, 16))
@@ -193,6 +181,19 @@ def test_torchscript_sees_pytorchs_own() -> None:
     torch.testing.assert_close(traced(x), ORIGINAL(x, x, x))
     stats = aule.dispatch_stats()
     assert stats["served"] == 1 and set(stats["reasons"]) == {"torch.jit.trace"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_reaches_the_installed_function(dtype: Any) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8)))
+    with torch.autocast("cpu", dtype):
+        expected = F.scaled_dot_product_attention(q, k, v)
+        with aule.installed():
+            out = F.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == expected.dtype == dtype and served() == 1
+    assert torch.equal(out, aule.scaled_dot_product_attention(*(x.to(dtype) for x in (q, k, v))))
+    (grad,) = torch.autograd.grad(out.float().sum(), q)
+    assert grad.dtype == torch.float32
 
 
 # -- PyTorch's modules -------------------------------------------------------------------------------------------------

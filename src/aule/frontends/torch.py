@@ -2,12 +2,14 @@
 
 CPU tensors are used in place. CUDA tensors are used in place on the current stream: the first call of a signature
 plans and builds, every further one goes from one dictionary look-up to the launch. Tensors elsewhere (ROCm, XPU, MPS)
-are staged through the host.
+are staged through the host. All that holds for calls which compute at once; where PyTorch traces, transforms or
+intercepts operators, the call becomes the operator of `aule.frontends.torch_ops`, which comes back to `with_lse` and
+`gradients` here when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,32 +17,20 @@ import torch
 from aule import settings
 from aule.backends import registry
 from aule.engine.attention import (
-    backward_on_host,
     contiguous_strides,
-    forward_on_host,
-    host_device,
-    host_view,
     named,
     prepare_backward,
     prepare_forward,
 )
-from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.validate import Operands, attention_problem
+from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
+from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
+from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
+from aule.frontends.torch_views import checked_out, dtype_name, require_tensor
+from aule.ops.attention.validate import attention_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
-_NAMES = {
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float64: "f64",
-    torch.bool: "bool",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _CUDA_BUILD = torch.version.cuda is not None
 _launches: dict[Any, _CudaLaunch] = {}
 _MAX_LAUNCHES = 4096
@@ -52,13 +42,69 @@ def accepts(array: object) -> bool:
 
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on torch tensors."""
+    if torch.compiler.is_compiling():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.flash_attention(q, k, v, *options)
+    return compute(q, k, v, options)
+
+
+def compute(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    """Attention on torch tensors, unless PyTorch's compiler reads along."""
+    if as_operator(q, k, v):
+        return _operator(q, k, v, options)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = autocast(q, k, v)
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, options):
         return _with_gradient(q, k, v, options)
     if _drives(q, options):
         return _on_cuda(q, k, v, options)
     if q.device.type == "cpu":
-        return _on_host(q, k, v, options)
-    return _staged(q, k, v, options)
+        return on_host(q, k, v, options)
+    if q.is_meta and k.is_meta and v.is_meta:
+        return _operator(q, k, v, options)
+    return staged(q, k, v, options)
+
+
+def _operator(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    from aule.frontends import torch_ops  # which needs this module
+
+    return torch_ops.flash_attention(q, k, v, options)
+
+
+def as_operator(q: Any, k: Any, v: Any) -> bool:
+    """Whether PyTorch must see an operator, because the elements are not simply in memory or others watch the call.
+
+    That is so inside of dispatch modes (fake tensors, with which graphs are traced, among them), functorch transforms,
+    forward-mode differentiation and TorchScript's tracing, and for subclasses with ``__torch_dispatch__``. An operator
+    costs tens of microseconds, this question a third of one.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or (type(q) is not torch.Tensor and dispatches(q))
+        or (type(k) is not torch.Tensor and dispatches(k))
+        or (type(v) is not torch.Tensor and dispatches(v))
+    )
+
+
+def dispatches(x: Any) -> bool:
+    """Whether it is a tensor that handles operators itself."""
+    return isinstance(x, torch.Tensor) and type(x).__torch_dispatch__ is not _PLAIN_DISPATCH
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """What autocast does to tensors, the first of which says where: floats but float64 become the chosen type."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
 
 
 def _drives(q: Any, options: AttentionOptions) -> bool:
@@ -83,71 +129,111 @@ def to_precision(tensor: Any, precision: str) -> Any:
 
 
 def _needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
-    return any(getattr(x, "requires_grad", False) for x in (q, k, v, options.out, *options.arrays().values()))
+    """Asked on every call: a loop over all of them would cost more than the rest of a repeated one."""
+    if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
+        return True
+    given = (options.mask, options.bias, options.alibi_slopes, options.sinks, options.out)
+    return any(x is not None and getattr(x, "requires_grad", False) for x in given)
+
+
+def check_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
+    """Refuse what has no gradient but wants one."""
+    for name in ("alibi_slopes", "out"):
+        if getattr(getattr(options, name), "requires_grad", False):
+            raise no_gradient(name, f"detach {name}, which has no gradient here")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        require_tensor(tensor, name)
+    if options.out is not None:
+        raise no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
 
 
 def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention whose result can be differentiated with respect to q, k, v, additive masks, bias and sinks."""
-    for name in ("alibi_slopes", "out"):
-        if getattr(getattr(options, name), "requires_grad", False):
-            raise _no_gradient(name, f"detach {name}, which has no gradient here")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _require_tensor(tensor, name)
-    if options.out is not None:
-        raise _no_gradient("out=", "leave out= away, or call it under torch.no_grad()")
+    check_gradients(q, k, v, options)
     if isinstance(options.scale, torch.Tensor) or isinstance(options.window, list):  # keyed by value, not by identity
         scale = None if options.scale is None else float(options.scale)
         window = tuple(options.window) if isinstance(options.window, list) else options.window
         options = options._replace(scale=scale, window=window)
-    if _drives(q, options):
-        function = _CudaAttention
-    elif q.device.type == "cpu":
-        function = _HostAttention
-    else:
-        where = f"tensors on {q.device}" + (f" and backend {options.backend}" if options.backend else "")
-        raise _no_gradient(where, "gradients are there for CUDA tensors on cuda, and for CPU tensors: move them")
     # As arguments of their own, so that autograd sees them.
-    out, lse = function.apply(q, k, v, options.mask, options.bias, options.sinks, options)
+    out, lse = _Attention.apply(q, k, v, options.mask, options.bias, options.sinks, options)
     return (out, lse) if options.return_lse else out
 
 
-def _added_gradients(ctx: Any, dout: Any, out: Any, lse: Any, ds: Any, mask: Any, bias: Any, sinks: Any) -> list[Any]:
-    """Gradients of mask, bias and sinks, each where it is wanted, from dS and the log-sum-exp."""
-    result: list[Any] = []
-    for wanted, tensor in zip(ctx.needs_input_grad[3:5], (mask, bias), strict=True):
+def with_lse(q: Any, k: Any, v: Any, options: AttentionOptions, *, training: bool) -> tuple[Any, Any]:
+    """Attention and its log-sum-exp in the type that is computed in, both fresh and contiguous, for `gradients`.
+
+    Where nothing but NumPy is there, which has no gradients, ``training`` refuses.
+    """
+    options = options._replace(return_lse=True, out=None)
+    if _drives(q, options):
+        return _on_cuda(q, k, v, options)  # type: ignore[no-any-return]
+    if q.device.type == "cpu":
+        return host_with_lse(q, k, v, options, training=training)
+    return staged_with_lse(q, k, v, options, training=training)
+
+
+def gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, wanted: Sequence[bool]
+) -> tuple[Any, ...]:
+    """Gradients of q, k and v, and of mask, bias and sinks where they are wanted, else None, from what `with_lse` gave.
+
+    Parameters
+    ----------
+    wanted : sequence of bool
+        Whether for mask, bias and sinks.
+    """
+    scores = any(wanted[:2])
+    if _drives(q, options):
+        grads, ds = _cuda_gradients(q, k, v, out, lse, dout, options, scores)
+    elif q.device.type == "cpu":
+        grads, ds = host_gradients(q, k, v, out, lse, dout, options, scores)
+    else:
+        grads, ds = staged_gradients(q, k, v, out, lse, dout, options, scores)
+    added: list[Any] = []
+    for want, tensor in zip(wanted, (options.mask, options.bias), strict=False):
         # What was broadcast is summed over.
-        result.append(ds.sum_to_size(tensor.shape).to(tensor.dtype) if wanted else None)
-    if not ctx.needs_input_grad[5]:
-        return [*result, None]
-    work = lse.dtype
+        added.append(ds.sum_to_size(tensor.shape).to(tensor.dtype) if want else None)
+    if not wanted[2]:
+        return (*grads, *added, None)
+    work, sinks = lse.dtype, options.sinks
     delta = (dout.to(work) * out.to(work)).sum(-1)
     weight = torch.exp(sinks.to(work)[:, None] - lse)  # of the sink, in every row
-    return [*result, -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype)]
+    return (*grads, *added, -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype))
 
 
-def _zero_scores(ctx: Any, problem: AttentionProblem, device: Any) -> Any:
-    """Where dS goes, when it is wanted."""
-    if not any(ctx.needs_input_grad[3:5]):
-        return None
-    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-    return torch.zeros(shape, dtype=torch.float64 if problem.dtype == "f64" else torch.float32, device=device)
-
-
-def _no_gradient(got: str, remedy: str) -> AuleError:
+def no_second_derivative() -> AuleError:
+    """The error for a gradient of a gradient."""
     return AuleError(
         "AULE_ERROR_NO_GRADIENT",
-        f"[flash_attention] expected tensors that need no gradient, got requires_grad=True with {got}; {remedy}",
+        "[flash_attention] expected one derivative, got a second; use torch.nn.functional."
+        "scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need it",
     )
 
 
-def _once(ctx: Any, dout: Any, gradients: Callable[[Any, Any], Any]) -> Any:
-    """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
-    if not torch.is_grad_enabled():
-        return gradients(ctx, dout)
-    with torch.no_grad():
-        found = gradients(ctx, dout)
-    inputs = [x for x in (dout, *ctx.saved_tensors) if x is not None]
-    return tuple(None if grad is None else _Last.apply(grad, *inputs) for grad in found)
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """Attention with its gradient, on whatever device."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
+        out, lse = with_lse(q, k, v, options, training=True)
+        ctx.options = options._replace(mask=None, bias=None, sinks=None)  # kept as saved tensors
+        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks)
+        shown = lse.to(torch.float32)
+        ctx.mark_non_differentiable(shown)
+        return out, shown
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, _: Any) -> Any:
+        """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
+        # Raises when one of them was changed in place since.
+        q, k, v, out, lse, mask, bias, sinks = ctx.saved_tensors
+        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks)
+        with torch.no_grad():
+            found = gradients(q, k, v, out, lse, dout, options, ctx.needs_input_grad[3:6])
+        if torch.is_grad_enabled():
+            inputs = [x for x in (dout, *ctx.saved_tensors) if x is not None]
+            found = tuple(None if grad is None else _Last.apply(grad, *inputs) for grad in found)
+        return (*found, None)
 
 
 class _Last(torch.autograd.Function):  # type: ignore[misc]
@@ -159,94 +245,7 @@ class _Last(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise AuleError(
-            "AULE_ERROR_NO_GRADIENT",
-            "[flash_attention] expected one derivative, got a second; use torch.nn.functional."
-            "scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need it",
-        )
-
-
-class _HostAttention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention on CPU tensors, with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
-        problem, operands = _host_problem(q, k, v, options._replace(return_lse=True))
-        device = _gradient_device(options.backend or settings.backend())
-        out = torch.empty(operands.out_shape, dtype=q.dtype)
-        target = _host_view(out, "out").storage
-        _, lse = forward_on_host(problem, operands, device, target[(None,) * (4 - target.ndim)], exact_lse=True)
-        assert lse is not None
-        ctx.call = (problem, operands, device, lse)
-        ctx.save_for_backward(q, k, v, out, mask, bias, sinks)
-        shown = torch.from_numpy(lse.reshape(operands.lse_shape).astype("float32", copy=True))
-        ctx.mark_non_differentiable(shown)
-        return out, shown
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        return _once(ctx, dout, _HostAttention._gradients)
-
-    @staticmethod
-    def _gradients(ctx: Any, dout: Any) -> Any:
-        problem, operands, device, lse = ctx.call
-        # Raises when one of them was changed in place since: the operands are views of their memory.
-        q, k, v, out, mask, bias, sinks = ctx.saved_tensors
-        results = []
-        for name, tensor in (("out", out), ("dout", dout)):
-            array = _host_view(tensor, name).storage
-            results.append(host_view(problem.dtype, array[(None,) * (4 - array.ndim)]))
-        ds = _zero_scores(ctx, problem, "cpu")
-        stored = None if ds is None else ds.numpy()
-        grads = backward_on_host(problem, operands, device, results[0].storage, lse, results[1], stored)
-        added = _added_gradients(
-            ctx, dout, out, torch.from_numpy(lse.reshape(operands.lse_shape)), ds, mask, bias, sinks
-        )
-        return (*(_tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)), *added, None)
-
-
-def _gradient_device(spec: str | None) -> Any:
-    """The device for CPU tensors that need a gradient: the CPU, unless there is only another or one is forced."""
-    try:
-        device = registry.find(spec or "cpu")
-    except AuleError:
-        if spec is not None:
-            raise
-        device = registry.choose(None)
-    if device is None:
-        raise _no_gradient(
-            "NumPy", 'NumPy alone computes none: pip install "aule-attention[cpu]", or choose a device with backend='
-        )
-    return device
-
-
-class _CudaAttention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention on CUDA tensors, with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
-        out, lse = _on_cuda(q, k, v, options._replace(return_lse=True))
-        ctx.options = options._replace(mask=None, bias=None, sinks=None)  # kept as saved tensors
-        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        return _once(ctx, dout, _CudaAttention._gradients)
-
-    @staticmethod
-    def _gradients(ctx: Any, dout: Any) -> Any:
-        q, k, v, out, lse, mask, bias, sinks = ctx.saved_tensors
-        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks)
-        want_scores = any(ctx.needs_input_grad[3:5])
-        grads, ds = _cuda_gradients(q, k, v, out, lse, dout, options, want_scores)
-        return (*grads, *_added_gradients(ctx, dout, out, lse, ds, mask, bias, sinks), None)
-
-
-def _tensor_like(array: Any, like: Any) -> Any:
-    """An array of stored elements as a tensor of another's dtype and shape."""
-    return torch.from_numpy(array).view(like.dtype).reshape(like.shape)
+        raise no_second_derivative()
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------
@@ -280,15 +279,15 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
             key += tuple(_signature(x) for x in (mask, bias, alibi, sinks, out))
         found = _launches.get(key)
     except AttributeError:
-        _require_tensor(k, "k")
-        _require_tensor(v, "v")
+        require_tensor(k, "k")
+        require_tensor(v, "v")
         raise
     except TypeError:  # a window given as a list
         return _on_cuda(q, k, v, options._replace(window=tuple(window)))  # type: ignore[arg-type]
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
-            return _staged(q, k, v, options)
+            return staged(q, k, v, options)
         found = _prepare(q, k, v, options)
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
@@ -334,7 +333,7 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
         strides = torch.empty(operands.out_shape, device="meta").stride()
         out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
     else:
-        out = _device_view(_checked_out(options.out, operands.out_shape, q), "out", q)
+        out = _device_view(checked_out(options.out, operands.out_shape, q), "out", q)
     memory = named(operands, _lifted(out))
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
@@ -414,94 +413,8 @@ def _lifted(view: TensorView) -> TensorView:
     return TensorView(view.dtype, (1,) * lead + view.shape, (0,) * lead + view.strides, view.device, view.storage)
 
 
-def _require_tensor(tensor: Any, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a torch tensor like q, got {type(tensor).__name__}; "
-            "convert it first"
-        )
-
-
 def _device_view(tensor: Any, name: str, q: Any) -> TensorView:
-    _require_tensor(tensor, name)
-    return TensorView(_dtype(tensor, name), tuple(tensor.shape), tensor.stride(), str(tensor.device), tensor.data_ptr())
-
-
-def _dtype(tensor: Any, name: str) -> str:
-    dtype = _NAMES.get(tensor.dtype)
-    if dtype is None:
-        raise InvalidDtypeError(
-            f"[flash_attention] expected {name} of float32, float16, bfloat16 or float64, got {tensor.dtype}; "
-            "convert with .to"
-        )
-    return dtype
-
-
-def _checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
-    if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape:
-        got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise InvalidShapeError(f"[flash_attention] expected out of shape {shape}, got {got}; allocate it like q")
-    if out.dtype != q.dtype:
-        raise InvalidDtypeError(f"[flash_attention] expected out of q's dtype, got {out.dtype}; allocate it like q")
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
-        raise InvalidShapeError(
-            "[flash_attention] expected out with memory for every element, got an expanded tensor; clone it first"
-        )
-    if out.device != q.device:
-        raise DeviceMismatchError(f"[flash_attention] expected out on {q.device}, got {out.device}; allocate it like q")
-    return out
-
-
-# -- host ------------------------------------------------------------------------------------------------------------
-
-
-def _on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """CPU tensors are NumPy arrays over the same memory; bfloat16 goes by its bits."""
-    problem, operands = _host_problem(q, k, v, options)
-    out = options.out
-    if out is None:
-        out = torch.empty(operands.out_shape, dtype=q.dtype)
-    else:
-        _checked_out(out, operands.out_shape, q)
-    target = _host_view(out, "out").storage
-    lifted = target[(None,) * (4 - target.ndim)]
-    _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), lifted)
-    if not options.return_lse:
-        return out
-    assert lse is not None
-    return out, torch.from_numpy(lse.reshape(operands.lse_shape))
-
-
-def _host_problem(q: Any, k: Any, v: Any, options: AttentionOptions) -> tuple[AttentionProblem, Operands]:
-    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views: dict[str, Any] = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
-    return attention_problem(**views, **options.plain())
-
-
-def _host_view(tensor: Any, name: str) -> TensorView:
-    _require_tensor(tensor, name)
-    if tensor.device.type != "cpu":
-        raise DeviceMismatchError(
-            f"[flash_attention] expected {name} on the CPU like q, got {tensor.device}; move it with .to"
-        )
-    dtype = _dtype(tensor, name)
-    plain = tensor.detach()
-    array = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
-    return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", array)
-
-
-def _staged(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """Tensors on a device that aule does not drive directly go through the host and come back."""
-    for name, tensor in {"k": k, "v": v, **options.arrays()}.items():
-        _require_tensor(tensor, name)
-        if tensor.device != q.device:
-            raise DeviceMismatchError(
-                f"[flash_attention] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
-            )
-    moved = {name: array.cpu() for name, array in options.arrays().items()}
-    result = _on_host(q.cpu(), k.cpu(), v.cpu(), options._replace(out=None, **moved))
-    out, lse = result if options.return_lse else (result, result)
-    if options.out is not None:
-        out = _checked_out(options.out, tuple(out.shape), q).copy_(out)
-    out = out.to(q.device)
-    return (out, lse.to(q.device)) if options.return_lse else out
+    require_tensor(tensor, name)
+    return TensorView(
+        dtype_name(tensor, name), tuple(tensor.shape), tensor.stride(), str(tensor.device), tensor.data_ptr()
+    )

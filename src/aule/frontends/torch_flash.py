@@ -17,7 +17,7 @@ import torch
 from aule.backends import registry
 from aule.engine.attention import backward_on_host, forward_on_host, host_view
 from aule.errors import AuleError
-from aule.frontends.torch import _host_problem, _host_view, _tensor_like
+from aule.frontends.torch_host import host_problem, host_view_of, tensor_like
 from aule.options import AttentionOptions
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -63,9 +63,9 @@ class _Active:
         scale: float | None = None,
     ) -> Any:
         try:
-            problem, operands = _host_problem(query, key, value, _options(is_causal, attn_mask, scale))
+            problem, operands = host_problem(query, key, value, _options(is_causal, attn_mask, scale))
             out = torch.empty_like(query)
-            target = _host_view(out, "out").storage
+            target = host_view_of(out, "out").storage
             _, lse = forward_on_host(problem, operands, self.device, target, exact_lse=True)
         except AuleError as error:
             self.count(error.code)
@@ -94,8 +94,8 @@ class _Active:
         scale: float | None = None,
     ) -> Any:
         try:
-            problem, operands = _host_problem(query, key, value, _options(is_causal, attn_mask, scale))
-            results = [_host_view(x, name).storage for name, x in (("out", out), ("dout", grad_out))]
+            problem, operands = host_problem(query, key, value, _options(is_causal, attn_mask, scale))
+            results = [host_view_of(x, name).storage for name, x in (("out", out), ("dout", grad_out))]
             dout = host_view(problem.dtype, results[1])
             lse = logsumexp.contiguous().numpy()
             grads = backward_on_host(problem, operands, self.device, results[0], lse, dout)
@@ -105,7 +105,7 @@ class _Active:
                 keys, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal,
                 attn_mask=attn_mask, scale=scale,
             )  # fmt: skip
-        return tuple(_laid_out(_tensor_like(g, x)) for g, x in zip(grads, (query, key, value), strict=True))
+        return tuple(_laid_out(tensor_like(g, x)) for g, x in zip(grads, (query, key, value), strict=True))
 
 
 def _options(is_causal: bool, mask: Any, scale: float | None) -> AttentionOptions:

@@ -132,7 +132,7 @@ def attention_problem(
         scale=_scale(op, scale, head_dim),
         causal=bool(causal),
         causal_align=_causal_align(op, causal_align),
-        window=_window(op, window, bool(causal)),
+        window=window_sides(op, window, bool(causal)),
         softcap=_softcap(op, softcap),
         mask=None if mask is None else mask.dtype,
         bias=None if bias is None else bias.dtype,
@@ -262,7 +262,8 @@ def _causal_align(op: str, causal_align: str) -> Literal["bottom-right", "top-le
     return cast("Literal['bottom-right', 'top-left']", causal_align)
 
 
-def _window(op: str, window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+def window_sides(op: str, window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+    """A window as the user gave it, as (left, right) with `UNBOUNDED` for an open side."""
     if window is None:
         return UNBOUNDED, UNBOUNDED
     if isinstance(window, (tuple, list)):
