@@ -1,15 +1,16 @@
 """PyTorch tensors. Imported only when torch is loaded already.
 
 CPU tensors are used in place. CUDA tensors are used in place on the current stream: the first call of a signature
-plans and builds, every further one goes from one dictionary look-up to the launch. Tensors elsewhere (ROCm, XPU, MPS)
-are staged through the host. All that holds for calls which compute at once; where PyTorch traces, transforms or
-intercepts operators, the call becomes the operator of `aule.frontends.torch_ops`, which comes back to `with_lse` and
-`gradients` here when it runs.
+plans and builds, every further one goes from one dictionary look-up to the launch. MPS tensors are used in place too
+(`torch_mps`), and tensors elsewhere (ROCm, XPU) are staged through the host (`torch_stage`).
+
+All that holds for calls which compute at once. Where PyTorch traces, transforms or intercepts operators, the call
+becomes the operator of `torch_ops`, which comes back to `with_lse` and `gradients` here when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from aule.view import TensorView
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _CUDA_BUILD = torch.version.cuda is not None
-_launches: dict[Any, _CudaLaunch] = {}
+_launches: dict[Any, PreparedLaunch] = {}
 _MAX_LAUNCHES = 4096
 
 
@@ -57,10 +58,13 @@ def compute(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         q, k, v = autocast(q, k, v)
     if torch.is_grad_enabled() and _needs_gradient(q, k, v, options):
         return _with_gradient(q, k, v, options)
-    if _drives(q, options):
+    where = route(q, options)
+    if where == "cuda":
         return _on_cuda(q, k, v, options)
-    if q.device.type == "cpu":
+    if where == "host":
         return on_host(q, k, v, options)
+    if where == "mps":
+        return _mps().on_mps(q, k, v, options)
     if q.is_meta and k.is_meta and v.is_meta:
         return _operator(q, k, v, options)
     return staged(q, k, v, options)
@@ -107,9 +111,30 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     )
 
 
-def _drives(q: Any, options: AttentionOptions) -> bool:
-    """Whether a tensor is one of CUDA's that is to be computed on where it lies."""
-    return q.is_cuda and _CUDA_BUILD and (options.backend is None or options.backend.startswith("cuda"))
+def route(q: Any, options: AttentionOptions) -> str:
+    """Where a tensor is computed on: in place as ``"cuda"``, ``"host"`` or ``"mps"``, or ``"staged"`` through the host.
+
+    ``backend=`` may take a tensor of a GPU elsewhere.
+    """
+    backend = options.backend
+    if q.is_cuda:
+        return "cuda" if _CUDA_BUILD and (backend is None or backend.startswith("cuda")) else "staged"
+    kind = q.device.type
+    if kind == "cpu":
+        return "host"
+    wanted = backend or settings.backend() or "metal"
+    return "mps" if kind == "mps" and wanted.startswith("metal") and _mps().available() else "staged"
+
+
+def in_place(q: Any) -> bool:
+    """Whether a tensor is computed on where it lies, when nothing is forced."""
+    return route(q, AttentionOptions()) != "staged"
+
+
+def _mps() -> Any:
+    from aule.frontends import torch_mps  # which needs this module
+
+    return torch_mps
 
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -150,13 +175,19 @@ def check_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
 def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention whose result can be differentiated with respect to q, k, v, additive masks, bias and sinks."""
     check_gradients(q, k, v, options)
-    if isinstance(options.scale, torch.Tensor) or isinstance(options.window, list):  # keyed by value, not by identity
-        scale = None if options.scale is None else float(options.scale)
-        window = tuple(options.window) if isinstance(options.window, list) else options.window
-        options = options._replace(scale=scale, window=window)
+    options = keyed(options)
     # As arguments of their own, so that autograd sees them.
     out, lse = _Attention.apply(q, k, v, options.mask, options.bias, options.sinks, options)
     return (out, lse) if options.return_lse else out
+
+
+def keyed(options: AttentionOptions) -> AttentionOptions:
+    """The options with a scale and a window that are keys by value, not by identity."""
+    if not isinstance(options.scale, torch.Tensor) and not isinstance(options.window, list):
+        return options
+    scale = None if options.scale is None else float(options.scale)
+    window = tuple(options.window) if isinstance(options.window, list) else options.window
+    return options._replace(scale=scale, window=window)
 
 
 def with_lse(q: Any, k: Any, v: Any, options: AttentionOptions, *, training: bool) -> tuple[Any, Any]:
@@ -165,10 +196,13 @@ def with_lse(q: Any, k: Any, v: Any, options: AttentionOptions, *, training: boo
     Where nothing but NumPy is there, which has no gradients, ``training`` refuses.
     """
     options = options._replace(return_lse=True, out=None)
-    if _drives(q, options):
+    where = route(q, options)
+    if where == "cuda":
         return _on_cuda(q, k, v, options)  # type: ignore[no-any-return]
-    if q.device.type == "cpu":
+    if where == "host":
         return host_with_lse(q, k, v, options, training=training)
+    if where == "mps":
+        return _mps().on_mps(q, k, v, options)  # type: ignore[no-any-return]
     return staged_with_lse(q, k, v, options, training=training)
 
 
@@ -183,9 +217,12 @@ def gradients(
         Whether for mask, bias and sinks.
     """
     scores = any(wanted[:2])
-    if _drives(q, options):
+    where = route(q, options)
+    if where == "cuda":
         grads, ds = _cuda_gradients(q, k, v, out, lse, dout, options, scores)
-    elif q.device.type == "cpu":
+    elif where == "mps":
+        grads, ds = _mps().mps_gradients(q, k, v, out, lse, dout, options, scores)
+    elif where == "host":
         grads, ds = host_gradients(q, k, v, out, lse, dout, options, scores)
     else:
         grads, ds = staged_gradients(q, k, v, out, lse, dout, options, scores)
@@ -251,8 +288,8 @@ class _Last(torch.autograd.Function):  # type: ignore[misc]
 # -- CUDA ------------------------------------------------------------------------------------------------------------
 
 
-class _CudaLaunch:
-    """One signature: the launch with everything fixed but pointers and stream. ``launch`` is None for an empty one."""
+class PreparedLaunch:
+    """One signature: the launch with everything fixed but memory and stream. ``launch`` is None for an empty one."""
 
     __slots__ = ("extra", "launch", "like_q", "lse_shape", "out_shape")
 
@@ -276,7 +313,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
             v.dtype, v.get_device(), (qp | kp | vp) & 15, causal, scale, window, softcap, align, want_lse, backend,
         )  # fmt: skip
         if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
-            key += tuple(_signature(x) for x in (mask, bias, alibi, sinks, out))
+            key += tuple(signature(x) for x in (mask, bias, alibi, sinks, out))
         found = _launches.get(key)
     except AttributeError:
         require_tensor(k, "k")
@@ -313,22 +350,26 @@ def _raw_stream(index: int) -> int:
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 
 
-def _signature(tensor: Any) -> Any:
+def signature(tensor: Any) -> Any:
     if tensor is None or not isinstance(tensor, torch.Tensor):
         return type(tensor)
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15)
 
 
-def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
-    """Validate, plan and build; what a signature needs once."""
-    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views: dict[str, Any] = {name: _device_view(tensor, name, q) for name, tensor in tensors.items()}
-    problem, operands = attention_problem(**views, **options.plain())
+def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> PreparedLaunch:
     device: Any = registry.find(options.backend or f"cuda:{q.device.index}")
     if device is None or device.index != q.device.index:
         raise DeviceMismatchError(
             f"[flash_attention] expected tensors on {options.backend}, got {q.device}; move them or drop backend="
         )
+    return prepare_launch(q, k, v, options, device)
+
+
+def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> PreparedLaunch:
+    """Validate, plan and build; what a signature needs once."""
+    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
+    views: dict[str, Any] = {name: _device_view(tensor, name, q) for name, tensor in tensors.items()}
+    problem, operands = attention_problem(**views, **options.plain())
     if options.out is None:
         strides = torch.empty(operands.out_shape, device="meta").stride()
         out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
@@ -346,7 +387,7 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> _CudaLaunch:
     fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks"}
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
-    return _CudaLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
+    return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
 
 
 _gradient_launches: dict[Any, Any] = {}
@@ -356,16 +397,30 @@ def _cuda_gradients(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool
 ) -> tuple[list[Any], Any]:
     """Gradients of q, k and v on the current stream, and of what is added to the scores where it is wanted."""
+    stream = _raw_stream(q.get_device())
+
+    def run(launch: Any, tensors: list[Any]) -> None:
+        launch([x.data_ptr() for x in tensors], stream)
+
+    spec = options.backend or f"cuda:{q.device.index}"
+    return device_gradients(q, k, v, out, lse, dout, options, want_scores, lambda: registry.find(spec), run)
+
+
+def device_gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool,
+    find: Callable[[], Any], run: Callable[[Any, list[Any]], None],
+) -> tuple[list[Any], Any]:  # fmt: skip
+    """The same on any device: ``find`` says which, and ``run`` gives a prepared launch its tensors."""
     given = {"q": q, "k": k, "v": v, "o": out, "do": dout}
     arrays = options.arrays()
     # Planned once per signature, like the forward pass.
     key = (
-        *(_signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
+        *(signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
         options.window, options.softcap, options.causal_align, options.backend, want_scores,
     )  # fmt: skip
     ready = _gradient_launches.get(key)
     if ready is None:
-        ready = _prepare_gradients(given, arrays, options, want_scores)
+        ready = _prepare_gradients(given, arrays, options, want_scores, find())
         if len(_gradient_launches) >= _MAX_LAUNCHES:
             _gradient_launches.clear()
         _gradient_launches[key] = ready
@@ -377,20 +432,18 @@ def _cuda_gradients(
     memory = given | arrays | {"lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
     memory |= {name: torch.empty(count, dtype=torch.float32, device=q.device) for name, count in workspace.items()}
     memory["alibi"], memory["ds"] = options.alibi_slopes, ds
-    stream = _raw_stream(q.get_device())
     for launch, buffers in launches:
-        launch([memory[name].data_ptr() for name in buffers], stream)
+        run(launch, [memory[name] for name in buffers])
     return grads, ds
 
 
 def _prepare_gradients(
-    given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions, want_scores: bool
+    given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions, want_scores: bool, device: Any
 ) -> Any:
     q = given["q"]
     views: dict[str, Any] = {name: _device_view(x, name, q) for name, x in (given | arrays).items()}
     results = {name: _lifted(views.pop(name)) for name in ("o", "do")}
     problem, operands = attention_problem(**views, **options.plain())
-    device: Any = registry.find(options.backend or f"cuda:{q.device.index}")
     memory = named(operands, results["o"]) | {"do": results["do"]}
     for name, view in (("dq", operands.q), ("dk", operands.k), ("dv", operands.v)):
         memory[name] = TensorView(problem.dtype, view.shape, contiguous_strides(view.shape), "cuda", None)

@@ -259,8 +259,9 @@ def prepare(
     _check_transforms(installed and not compiled, query, key, value, attn_mask)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_kinds(query, key, value, attn_mask)
-    if installed and backend is None and query.device.type not in ("cpu", "cuda"):
-        _refuse(f"device {query.device.type}", DeviceMismatchError, "expected CPU or CUDA tensors", query.device)
+    if installed and backend is None and query.device.type != "meta" and not front_end.in_place(query):
+        expected = "expected tensors that aule computes on in place"
+        _refuse(f"device {query.device.type}", DeviceMismatchError, expected, query.device)
     _check_numbers(dropout_p, scale)
     if attn_mask is not None and is_causal:
         _refuse(
