@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aule.context import Aule
-from aule.errors import InvalidArgumentError
+from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.frontends import front_end
 from aule.options import AttentionOptions
 
@@ -74,6 +74,35 @@ def flash_attention(
         causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, causal_align, return_lse, out, backend
     )
     return front_end(q).flash_attention(q, k, v, options)
+
+
+def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | None = None, **options: Any) -> Any:
+    """Attention on torch tensors, with gradients.
+
+    It is `flash_attention` for torch tensors alone, with ``causal`` and ``scale`` by position too.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        As for `flash_attention`.
+    causal : bool
+        Row ``i`` attends to keys up to its own position.
+    scale : float, optional
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    **options
+        Every other option of `flash_attention`.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        As `flash_attention` returns it. Gradients of q, k, v, of an additive mask, of a bias and of sinks are there
+        once: they cannot be differentiated again.
+    """
+    if front_end(q).__name__ != "aule.frontends.torch":
+        raise InvalidDtypeError(
+            f"[aule_attention] expected torch tensors, got {type(q).__name__}; use aule.flash_attention for other arrays"
+        )
+    return flash_attention(q, k, v, causal=causal, scale=scale, **options)
 
 
 _PRECISIONS = ("fp16", "bf16", "fp32")

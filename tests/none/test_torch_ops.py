@@ -291,6 +291,21 @@ def test_compiled_errors_keep_their_words() -> None:
             torch.compile(function, backend="aot_eager", fullgraph=True)(q, k, v)
 
 
+# -- aule_attention ----------------------------------------------------------------------------------------------------
+
+
+def test_aule_attention(backend: str) -> None:
+    q, k, v = wanting(made(*Q), made(*K), made(*V))
+    expected = results(lambda *x: aule.flash_attention(*x, causal=False, scale=0.3, window=3), q, k, v)
+    found = results(lambda *x: aule.aule_attention(*x, False, 0.3, window=3), q, k, v)
+    assert all(map(torch.equal, found, expected))
+    same(lambda *x: aule.aule_attention(*x), q, k, v, backend=backend)
+    out, lse = aule.aule_attention(q, k, v, return_lse=True)
+    assert torch.equal(out, aule.flash_attention(q, k, v)) and lse.shape == Q[:3]
+    with pytest.raises(aule.InvalidDtypeError, match="expected torch tensors, got ndarray"):
+        aule.aule_attention(*(x.detach().numpy() for x in (q, k, v)))
+
+
 # -- dynamic shapes ----------------------------------------------------------------------------------------------------
 
 
