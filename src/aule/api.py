@@ -100,7 +100,7 @@ def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | N
     """
     if front_end(q).__name__ != "aule.frontends.torch":
         raise InvalidDtypeError(
-            f"[aule_attention] expected torch tensors, got {type(q).__name__}; use aule.flash_attention for other arrays"
+            f"[aule_attention] expected torch tensors, got {type(q).__name__}; use aule.flash_attention for others"
         )
     return flash_attention(q, k, v, causal=causal, scale=scale, **options)
 
