@@ -217,6 +217,7 @@ def gradients(
         Whether for mask, bias and sinks.
     """
     scores = any(wanted[:2])
+    lse = lse.contiguous()  # kernels take it so; a mapped call may have expanded it
     where = route(q, options)
     if where == "cuda":
         grads, ds = _cuda_gradients(q, k, v, out, lse, dout, options, scores)
