@@ -176,6 +176,15 @@ def test_compiled_gradient_of_one_alone(which: int) -> None:
     same(flash, *inputs)
 
 
+def test_gradients_of_some_are_those_of_all() -> None:
+    inputs = [made(*Q), made(*K), made(*V), made(2, 1, 5, 6), made(4)]
+    _, *together = results(flash, *wanting(*inputs))
+    for chosen in [(0,), (1,), (2,), (3,), (4,), (0, 3), (1, 4), (2, 3, 4)]:
+        given = [x.clone().requires_grad_(i in chosen) for i, x in enumerate(inputs)]
+        _, *found = results(flash, *given)
+        assert all(torch.equal(grad, together[i]) for i, grad in zip(chosen, found, strict=True))
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_compiled_sdpa(backend: str, mask: bool) -> None:
     inputs = wanting(made(*Q), made(*K), made(*V), *([made(5, 6)] if mask else []))

@@ -40,14 +40,15 @@ FRONT_ENDS: tuple[tuple[Callable[[], ModuleType], str | None], ...] = (
 because PyTorch's compiler follows a first call through them, but not through importlib."""
 
 
-_by_type: dict[type, ModuleType] = {}
+by_type: dict[type, ModuleType] = {}
+"""Front ends found so far."""
 
 
 def front_end(array: object) -> ModuleType:
     """The front end that serves an array; found once per type."""
-    found = _by_type.get(type(array))
+    found = by_type.get(type(array))
     if found is None:
-        found = _by_type[type(array)] = _find(array)
+        found = by_type[type(array)] = _find(array)
     return found
 
 

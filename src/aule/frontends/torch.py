@@ -26,11 +26,21 @@ from aule.engine.attention import (
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
-from aule.frontends.torch_views import checked_out, dtype_name, require_tensor
+from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.validate import attention_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
+_Tensor = torch.Tensor
+# By names of this module: what is asked on every call, each a few dozen nanoseconds, would take as long to be found.
+_read_by_dynamo = torch.compiler.is_dynamo_compiling  # only while it reads this code, not while a graph is traced
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_forward_ad = torch.autograd.forward_ad
+_any_autocast = torch._C._is_any_autocast_enabled
+_cuda_autocast = torch.is_autocast_enabled  # half the price of the one above
+_grad_enabled = torch.is_grad_enabled
+_empty_like = torch.empty_like
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _CUDA_BUILD = torch.version.cuda is not None
 _launches: dict[Any, PreparedLaunch] = {}
@@ -42,22 +52,33 @@ def accepts(array: object) -> bool:
 
 
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """Attention on torch tensors."""
-    if torch.compiler.is_compiling():
+    """Attention on torch tensors.
+
+    PyTorch must see an operator where the elements are not simply in memory, or others watch the call: inside of
+    dispatch modes (fake tensors, with which graphs are traced, among them), functorch transforms and forward-mode
+    differentiation, and for subclasses with ``__torch_dispatch__``. An operator costs tens of microseconds, so it is
+    asked for on every call, in line, at a third of one.
+    """
+    if _read_by_dynamo():
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.flash_attention(q, k, v, *options)
-    return compute(q, k, v, options)
-
-
-def compute(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """Attention on torch tensors, unless PyTorch's compiler reads along."""
-    if as_operator(q, k, v):
+    if (
+        _dispatch_modes()
+        or _transform() is not None
+        or _forward_ad._current_level >= 0
+        or (type(q) is not _Tensor and dispatches(q))
+        or (type(k) is not _Tensor and dispatches(k))
+        or (type(v) is not _Tensor and dispatches(v))
+    ):
         return _operator(q, k, v, options)
-    if torch._C._is_any_autocast_enabled():
+    cuda = q.is_cuda
+    if _cuda_autocast() if cuda else _any_autocast():
         q, k, v = autocast(q, k, v)
-    if torch.is_grad_enabled() and _needs_gradient(q, k, v, options):
+    if _grad_enabled() and _needs_gradient(q, k, v, options):
         return _with_gradient(q, k, v, options)
+    if cuda and _CUDA_BUILD and options.backend is None:  # the way that counts, without a further question
+        return _on_cuda(q, k, v, options)
     where = route(q, options)
     if where == "cuda":
         return _on_cuda(q, k, v, options)
@@ -74,24 +95,6 @@ def _operator(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     from aule.frontends import torch_ops  # which needs this module
 
     return torch_ops.flash_attention(q, k, v, options)
-
-
-def as_operator(q: Any, k: Any, v: Any) -> bool:
-    """Whether PyTorch must see an operator, because the elements are not simply in memory or others watch the call.
-
-    That is so inside of dispatch modes (fake tensors, with which graphs are traced, among them), functorch transforms,
-    forward-mode differentiation and TorchScript's tracing, and for subclasses with ``__torch_dispatch__``. An operator
-    costs tens of microseconds, this question a third of one.
-    """
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or (type(q) is not torch.Tensor and dispatches(q))
-        or (type(k) is not torch.Tensor and dispatches(k))
-        or (type(v) is not torch.Tensor and dispatches(v))
-    )
 
 
 def dispatches(x: Any) -> bool:
@@ -157,8 +160,10 @@ def _needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
     """Asked on every call: a loop over all of them would cost more than the rest of a repeated one."""
     if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
         return True
-    given = (options.mask, options.bias, options.alibi_slopes, options.sinks, options.out)
-    return any(x is not None and getattr(x, "requires_grad", False) for x in given)
+    mask, bias, slopes, sinks, out = options.mask, options.bias, options.alibi_slopes, options.sinks, options.out
+    if mask is None and bias is None and slopes is None and sinks is None and out is None:
+        return False
+    return any(getattr(x, "requires_grad", False) for x in (mask, bias, slopes, sinks, out))
 
 
 def check_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
@@ -305,7 +310,7 @@ class PreparedLaunch:
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
     causal, scale, window, softcap, mask, bias, alibi, sinks, align, want_lse, out, backend = options
-    if isinstance(scale, torch.Tensor):
+    if scale is not None and isinstance(scale, torch.Tensor):
         return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
     try:
         qp, kp, vp, index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
@@ -331,7 +336,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
             _launches.clear()
         _launches[key] = found
     if out is None:  # empty_like is the quicker way to an output, by 3 us
-        out = torch.empty_like(q) if found.like_q else q.new_empty(found.out_shape)
+        out = _empty_like(q) if found.like_q else q.new_empty(found.out_shape)
     lse = q.new_empty(found.lse_shape, dtype=torch.float32) if want_lse else None
     if found.launch is not None:
         pointers = [qp, kp, vp, out.data_ptr()]
@@ -368,6 +373,7 @@ def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> PreparedLaunc
 
 def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> PreparedLaunch:
     """Validate, plan and build; what a signature needs once."""
+    refuse_tracing()
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
     views: dict[str, Any] = {name: _device_view(tensor, name, q) for name, tensor in tensors.items()}
     problem, operands = attention_problem(**views, **options.plain())

@@ -22,7 +22,7 @@ from aule.engine.attention import (
     named,
 )
 from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch_views import NAMES, checked_out, dtype_name, require_tensor
+from aule.frontends.torch_views import NAMES, checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.options import AttentionOptions
@@ -232,6 +232,7 @@ def _slowly(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> t
 
 def host_problem(q: Any, k: Any, v: Any, options: AttentionOptions) -> tuple[AttentionProblem, Operands]:
     """The problem of a call on CPU tensors, and views of their memory."""
+    refuse_tracing()
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
     views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
     return attention_problem(**views, **options.plain())

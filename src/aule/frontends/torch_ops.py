@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from aule.errors import AuleError
 from aule.frontends.torch import autocast, check_gradients, gradients, no_second_derivative, with_lse
 from aule.frontends.torch_host import no_gradient
-from aule.frontends.torch_views import checked_out, dtype_name, require_tensor
+from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import Mapped, one_by_one
 from aule.ops.attention.validate import Operands, attention_problem, window_sides
 from aule.options import AttentionOptions
@@ -48,11 +48,7 @@ _TENSORS = 3 + len(_ARRAYS)
 
 def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention as `aule.frontends.torch.flash_attention` gives it, by way of the operator."""
-    if torch._C._get_tracing_state() is not None:
-        raise AuleError(
-            "AULE_ERROR_UNSUPPORTED",
-            "[flash_attention] expected no torch.jit.trace, which makes tensors of lengths, got one; use torch.export",
-        )
+    refuse_tracing()
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
         require_tensor(tensor, name)
     if torch.is_grad_enabled() and any(x.requires_grad for x in _given(q, k, v, options)):

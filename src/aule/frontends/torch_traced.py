@@ -18,7 +18,7 @@ from aule.options import AttentionOptions
 
 def _flash_attention(q: Any, k: Any, v: Any, *options: Any) -> Any:
     """`aule.flash_attention`, with the fields of its options."""
-    return front_end.compute(q, k, v, AttentionOptions(*options))
+    return front_end.flash_attention(q, k, v, AttentionOptions(*options))
 
 
 def _scaled_dot_product_attention(*arguments: Any) -> Any:

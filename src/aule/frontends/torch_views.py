@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 
 NAMES = {
     torch.float32: "f32",
@@ -52,3 +52,12 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
     if out.device != q.device:
         raise DeviceMismatchError(f"[flash_attention] expected out on {q.device}, got {out.device}; allocate it like q")
     return out
+
+
+def refuse_tracing() -> None:
+    """Refuse TorchScript's tracing. Asked where a signature is new, as every one is there."""
+    if torch._C._get_tracing_state() is not None:
+        raise AuleError(
+            "AULE_ERROR_UNSUPPORTED",
+            "[flash_attention] expected no torch.jit.trace, which makes tensors of lengths, got one; use torch.export",
+        )
