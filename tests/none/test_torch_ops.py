@@ -265,6 +265,24 @@ def test_compiled_under_install_passes_on() -> None:
     assert found.shape == q.shape and aule.dispatch_stats()["passed_on"] == 1
 
 
+def test_compiled_transforms_under_install_are_pytorchs() -> None:
+    """Which has second derivatives."""
+    q = made(2, 4, 5, 8)
+
+    def penalty(q: Any) -> Any:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+    def twice(q: Any) -> Any:
+        return torch.func.grad(lambda q: torch.func.grad(penalty)(q).square().sum())(q)
+
+    expected = twice(q)
+    with aule.installed():
+        found = torch.compile(twice, backend="aot_eager", fullgraph=True)(q)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert set(aule.dispatch_stats()["reasons"]) == {"a functorch transform"}
+
+
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_compiled_causal_bias(variant: str, dropout: float) -> None:
@@ -291,6 +309,7 @@ def test_compiled_errors_keep_their_words() -> None:
     q, k, v = made(*Q), made(*K), made(*V)
     cases: list[Any] = [
         (lambda q, k, v: aule.flash_attention(q, k, v, window=-5), r"expected an int window >= 1, got -5"),
+        (lambda q, k, v: aule.flash_attention(q, k, v, scale="a"), r"expected scale to be a number"),
         (lambda q, k, v: aule.flash_attention(q, k, v[..., :3, :]), r"expected k and v of equal seq"),
         (lambda q, k, v: aule.scaled_dot_product_attention(q, k, v), r"expected leading axes that broadcast"),
     ]

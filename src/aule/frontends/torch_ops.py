@@ -54,11 +54,16 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     if torch.is_grad_enabled() and any(x.requires_grad for x in _given(q, k, v, options)):
         check_gradients(q, k, v, options)
     q, k, v = autocast(q, k, v)
+    try:
+        arguments = _arguments(options)
+    except (TypeError, ValueError):
+        _checked(q, k, v, options)  # says it better
+        raise
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or torch.autograd.forward_ad._current_level >= 0:
-        out, lse = _Attention.apply(q, k, v, *_arguments(options))
+        out, lse = _Attention.apply(q, k, v, *arguments)
     else:
-        out, lse = torch.ops.aule.attention(q, k, v, *_arguments(options))
+        out, lse = torch.ops.aule.attention(q, k, v, *arguments)
     if options.out is not None:
         out = checked_out(options.out, tuple(out.shape), q).copy_(out)
     return (out, lse.to(torch.float32)) if options.return_lse else out
@@ -263,6 +268,8 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _AttentionBackward(torch.autograd.Function):  # type: ignore[misc]
+    """Its gradient, likewise."""
+
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.aule.attention_backward(*arguments)

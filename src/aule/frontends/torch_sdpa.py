@@ -248,7 +248,7 @@ def prepare(
     """Bring a call into the form that `flash_attention` takes, or raise `Refused`.
 
     ``installed`` refuses further what a direct call means on purpose: tensors that would be copied through the host,
-    and transforms and modes, but for those of the compiler when the call is ``compiled``.
+    transforms, and modes but for those of the compiler when the call is ``compiled``.
     """
     align = "top-left"
     attn_mask = band(attn_mask)
@@ -256,7 +256,7 @@ def prepare(
         is_causal, align = _from_band(query, key, attn_mask, is_causal)
         attn_mask = None
     _check_tensors(query, key, value, attn_mask)
-    _check_transforms(installed and not compiled, query, key, value, attn_mask)
+    _check_transforms(installed, compiled, query, key, value, attn_mask)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_kinds(query, key, value, attn_mask)
     if installed and backend is None and query.device.type != "meta" and not front_end.in_place(query):
@@ -321,7 +321,7 @@ def _check_tensors(query: Any, key: Any, value: Any, mask: Any) -> None:
         _refuse("not a tensor", InvalidDtypeError, "expected attn_mask to be a torch tensor", type(mask).__name__)
 
 
-def _check_transforms(installed: bool, *tensors: Any) -> None:
+def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:
     """Refuse where our operator would not do, or where PyTorch may want more of its own than ours has."""
     got = None
     if torch._C._get_tracing_state() is not None:
@@ -330,9 +330,9 @@ def _check_transforms(installed: bool, *tensors: Any) -> None:
         got = "forward-mode differentiation"
     elif installed and torch._C._functorch.peek_interpreter_stack() is not None:
         got = "a functorch transform"
-    elif installed and torch._C._len_torch_dispatch_stack() > 0:
+    elif installed and not compiled and torch._C._len_torch_dispatch_stack() > 0:
         got = "a torch dispatch mode"
-    elif installed and any(map(front_end.dispatches, tensors)):
+    elif installed and not compiled and any(map(front_end.dispatches, tensors)):
         got = "a tensor subclass with __torch_dispatch__"
     if got is not None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
