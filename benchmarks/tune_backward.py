@@ -1,102 +1,129 @@
 """Times alternative tiles of the backward kernels on one device, each result checked against PyTorch first.
 
-    python benchmarks/tune_backward.py cuda 64 2048 full queries 64,64,16,8,16,16 64,64,16,8,16,16,168
+    python benchmarks/tune_backward.py cuda f32 64:2048:full queries 64,64,16,8,16,16 64,64,16,8,16,16,168
+    python benchmarks/tune_backward.py cuda bf16 64:2048:full,64:8192:causal keys f:128,32,4,2 f:64,64,4,2
 
-A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers]; ``queries`` times dQ, ``keys`` dK and dV.
+Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], or for matrix
+units f:rows,width,subgroups,stages[,registers]; ``queries`` times dQ, ``keys`` dK and dV.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, forward_on_host
+from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError
 from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.runtime.base import Device
+from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def stored(tensor: torch.Tensor) -> Any:
+    """A tensor as NumPy holds it."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 class Case:
     """Inputs on the device and the right gradients of the last head, made once for all shapes."""
 
-    def __init__(self, device: Device, dim: int, seq: int, causal: bool) -> None:
+    def __init__(self, device: Device, dtype: str, dim: int, seq: int, causal: bool) -> None:
         batch, heads = max(16384 // seq, 1), max(2048 // dim, 1)
-        self.device, self.dims = device, (batch, heads, seq, dim)
+        self.device, self.dims, self.dtype = device, (batch, heads, seq, dim), dtype
         self.problem = AttentionProblem(
-            batch, heads, heads, seq, seq, dim, dim, "f32", dim**-0.5, causal=causal, return_lse=True
+            batch, heads, heads, seq, seq, dim, dim, dtype, dim**-0.5, causal=causal, return_lse=True
         )
-        rng = np.random.default_rng(0)
-        host = {name: rng.standard_normal(self.dims, np.float32) for name in ("q", "k", "v", "do")}
+        torch.manual_seed(0)
+        host = {name: torch.randn(self.dims).to(DTYPES[dtype]) for name in ("q", "k", "v", "do")}
         strides = contiguous_strides(self.dims)
-        q, k, v = (TensorView("f32", self.dims, strides, "host", host[n]) for n in "qkv")
+        q, k, v = (TensorView(dtype, self.dims, strides, "host", stored(host[n])) for n in "qkv")
         out, lse = forward_on_host(self.problem, Operands(q, k, v), device)
         assert lse is not None
-        host |= {"o": out, "lse": lse}
-        self.memory = {name: device.alloc(array.nbytes) for name, array in host.items()}
-        for name, array in host.items():
+        arrays = {name: stored(tensor) for name, tensor in host.items()} | {"o": out, "lse": lse}
+        self.memory = {name: device.alloc(array.nbytes) for name, array in arrays.items()}
+        for name, array in arrays.items():
             device.upload(self.memory[name], array)
         for name in ("dq", "dk", "dv"):
             self.memory[name] = device.alloc(out.nbytes)
         self.memory["delta"] = device.alloc(lse.nbytes)
         names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
-        self.views = {n: TensorView("f32", self.dims, strides, "d", self.memory[n]) for n in names}
-        last = [torch.from_numpy(host[n][-1:, -1:]).double().requires_grad_() for n in "qkv"]
+        self.views = {n: TensorView(dtype, self.dims, strides, "d", self.memory[n]) for n in names}
+        last = [host[n][-1:, -1:].double().requires_grad_() for n in "qkv"]
         want = F.scaled_dot_product_attention(*last, is_causal=causal)
-        grads = torch.autograd.grad(want, last, torch.from_numpy(host["do"][-1:, -1:]).double())
-        self.want = dict(zip(("dq", "dk", "dv"), (g.numpy() for g in grads), strict=True))
+        grads = torch.autograd.grad(want, last, host["do"][-1:, -1:].double())
+        self.want = dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
-    def measure(self, of: str, shape: SimtShape, repeats: int = 5) -> str:
+    def measure(self, of: str, shape: SimtShape | FragmentShape, repeats: int = 5) -> str:
         device = self.device
         try:
             plan = plan_backward(self.problem, self.views, device.target, shapes=(shape, shape))
             chosen = [step for step in plan.steps if getattr(step.config, "of", "delta") in (of, "delta")]
+            spent = []
             for step in chosen:
                 loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
                 values = {f"{n}_ptr": m for n, m in self.memory.items()} | dict(step.scalars)
                 args = [values[p.name] for p in loaded.artifact.params]
-                times = [device.time_launch(loaded, step.grid, args) for _ in range(repeats)]
+                times = [device.time_launch(loaded, step.grid, args) for _ in range(repeats + 2)][2:]
+                spent.append(statistics.median(times))
         except AuleError as error:
             return f"refused: {error.message[:150]}"
         worst = 0.0
         for name in ("dq",) if of == "queries" else ("dk", "dv"):
-            out = np.empty(self.dims, np.float32)
-            device.download(self.memory[name], out)
-            worst = max(worst, float(np.abs(out[-1:, -1:] - self.want[name]).max() / np.abs(self.want[name]).max()))
+            out = torch.empty(self.dims, dtype=DTYPES[self.dtype])
+            device.download(self.memory[name], stored(out))
+            want = self.want[name]
+            worst = max(worst, float((out[-1:, -1:].double() - want).abs().max() / want.abs().max()))
         stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
         shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in ("registers", "local_bytes", "Register Count"))
         products = 3 if of == "queries" else 4
-        rate = self.problem.flops / 2 * products / statistics.median(times) / 1e12
-        verdict = "" if worst < 2e-5 else " WRONG"
-        return f"{rate:6.1f} TFLOPS of its own products, {1e3 * statistics.median(times):8.3f} ms{verdict}; {shown}"
+        rate = self.problem.flops / 2 * products / spent[-1] / 1e12
+        verdict = "" if worst < {"f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2}[self.dtype] else " WRONG"
+        both = f"{1e3 * spent[-1]:8.3f} ms (delta {1e3 * spent[0]:.3f})"
+        return f"{rate:6.1f} TFLOPS of its own products, {both}, error {worst:.1e}{verdict}; {shown}"
+
+    def close(self) -> None:
+        for allocation in self.memory.values():
+            self.device.free(allocation)
+
+
+def parsed(text: str) -> SimtShape | FragmentShape:
+    numbers = [int(x) for x in text.removeprefix("f:").split(",")]
+    if text.startswith("f:"):
+        return FragmentShape(*numbers[:4], False, *numbers[4:])
+    return SimtShape(*numbers[:6], False, 0, *numbers[6:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("device")
-    parser.add_argument("head_dim", type=int)
-    parser.add_argument("seq", type=int)
-    parser.add_argument("kind", choices=["full", "causal"])
+    parser.add_argument("dtype", choices=DTYPES)
+    parser.add_argument("cases")
     parser.add_argument("of", choices=["queries", "keys"])
     parser.add_argument("shapes", nargs="+")
     args = parser.parse_args()
     device = registry.find(args.device)
     assert device is not None
-    case = Case(device, args.head_dim, args.seq, args.kind == "causal")
-    for text in args.shapes:
-        numbers = [int(x) for x in text.split(",")]
-        registers = numbers[6] if len(numbers) > 6 else 255
-        shape = SimtShape(*numbers[:6], False, registers=registers)
-        print(f"{args.device} d{args.head_dim} {args.of} {text:26} {case.measure(args.of, shape)}", flush=True)
+    find_layout(device)
+    for text in args.cases.split(","):
+        dim, seq, kind = text.split(":")
+        case = Case(device, args.dtype, int(dim), int(seq), kind == "causal")
+        for shape in args.shapes:
+            line = case.measure(args.of, parsed(shape))
+            print(f"{args.device} {args.dtype} d{dim} S{seq} {kind} {args.of} {shape:22} {line}", flush=True)
+        case.close()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Times alternative tiles of the forward kernel on one device, each result checked against PyTorch first.
 
-    python benchmarks/tune_forward.py cuda 64 2048 full 64,64,16,8,16,16,1 64,64,16,8,16,16,0
+    python benchmarks/tune_forward.py cuda f32 64:2048:full 64,64,16,8,16,16,1 64,64,16,8,16,16,0
+    python benchmarks/tune_forward.py cuda bf16 128:2048:full,128:8192:causal f:128,64,4,2,0 f:128,64,8,2,1
 
-A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,resident_q[,block_p[,registers]].
+Cases are head_dim:seq:kind, B·S = 16384, H·D = 2048. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,
+resident_q[,block_p[,registers]], or for matrix units f:block_q,block_kv,subgroups,stages,resident_q[,registers].
+``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION first.
 """
 
 from __future__ import annotations
@@ -10,78 +13,116 @@ from __future__ import annotations
 import argparse
 import statistics
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides
+from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.runtime.base import Device
+from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Case:
     """Inputs on the device and the right answer for the last head, made once for all shapes."""
 
-    def __init__(self, device: Device, head_dim: int, seq: int, causal: bool) -> None:
+    def __init__(self, device: Device, dtype: str, head_dim: int, seq: int, causal: bool) -> None:
         batch, heads = max(16384 // seq, 1), max(2048 // head_dim, 1)
-        self.device, self.causal = device, causal
+        self.device, self.causal, self.dtype = device, causal, dtype
         self.dims = (batch, heads, seq, head_dim)
         self.problem = AttentionProblem(
-            batch, heads, heads, seq, seq, head_dim, head_dim, "f32", head_dim**-0.5, causal=causal
+            batch, heads, heads, seq, seq, head_dim, head_dim, dtype, head_dim**-0.5, causal=causal
         )
-        rng = np.random.default_rng(0)
-        host = {name: rng.standard_normal(self.dims, np.float32) for name in "qkv"}
-        self.memory = {name: device.alloc(host["q"].nbytes) for name in "qkvo"}
-        for name, array in host.items():
-            device.upload(self.memory[name], array)
-        q, k, v = (torch.from_numpy(host[n][-1:, -1:]).double() for n in "qkv")
-        self.want = F.scaled_dot_product_attention(q, k, v, is_causal=causal).numpy()
+        torch.manual_seed(0)
+        self.host = {name: torch.randn(self.dims).to(DTYPES[dtype]) for name in "qkv"}
+        self.memory = {name: device.alloc(self.host["q"].nbytes) for name in "qkvo"}
+        for name, tensor in self.host.items():
+            device.upload(self.memory[name], (tensor.view(torch.uint16) if dtype == "bf16" else tensor).numpy())
+        q, k, v = (self.host[n][-1:, -1:].double() for n in "qkv")
+        self.want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    def measure(self, shape: SimtShape, repeats: int = 7) -> str:
+    def measure(self, shape: SimtShape | FragmentShape, repeats: int = 9) -> str:
         device, dims = self.device, self.dims
-        views = {n: TensorView("f32", dims, contiguous_strides(dims), "d", self.memory[n]) for n in "qkvo"}
+        views = {n: TensorView(self.dtype, dims, contiguous_strides(dims), "d", self.memory[n]) for n in "qkvo"}
         try:
             plan = plan_forward(self.problem, views, device.target, shape=shape)
             loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
             values = {f"{n}_ptr": m for n, m in self.memory.items()} | plan.scalars
             args = [values[p.name] for p in loaded.artifact.params]
-            times = [device.time_launch(loaded, plan.grid, args) for _ in range(repeats)]
-            out = np.empty(dims, np.float32)
-            device.download(self.memory["o"], out)
+            out = torch.full(dims, float("nan")).to(DTYPES[self.dtype])
+            plain = (out.view(torch.uint16) if self.dtype == "bf16" else out).numpy()
+            device.upload(self.memory["o"], plain)
+            times = [device.time_launch(loaded, plan.grid, args) for _ in range(repeats + 2)][2:]
+            device.download(self.memory["o"], plain)
         except AuleError as error:
             return f"refused: {error.message[:150]}"
-        error = float(np.abs(out[-1:, -1:] - self.want).max() / np.abs(self.want).max())
+        error = float((out[-1:, -1:].double() - self.want).abs().max() / self.want.abs().max())
+        written = bool(torch.isfinite(out).all())
         median = statistics.median(times)
         stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
         wanted = ("registers", "local_bytes", "Register Count", "Binary Size")
         shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in wanted)
-        verdict = "" if error < 1e-5 else " WRONG"
+        bound = {"f32": 1e-5, "f16": 1e-3, "bf16": 8e-3}[self.dtype]
+        verdict = "" if error < bound and written else " WRONG"
         rate = self.problem.flops / median / 1e12
         return f"{rate:6.1f} TFLOPS {1e3 * median:8.3f} ms error {error:.1e}{verdict}; {shown}"
+
+    def peer(self, backend: SDPBackend, repeats: int = 9) -> str:
+        q, k, v = (x.cuda() for x in self.host.values())
+        times = []
+        with sdpa_kernel(backend):
+            for _ in range(repeats + 3):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) * 1e-3)
+        return f"{self.problem.flops / statistics.median(times[3:]) / 1e12:6.1f} TFLOPS"
+
+    def close(self) -> None:
+        for allocation in self.memory.values():
+            self.device.free(allocation)
+
+
+def parsed(text: str) -> SimtShape | FragmentShape:
+    numbers = [int(x) for x in text.removeprefix("f:").split(",")]
+    if text.startswith("f:"):
+        return FragmentShape(*numbers[:4], bool(numbers[4]), *numbers[5:])
+    return SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("device")
-    parser.add_argument("head_dim", type=int)
-    parser.add_argument("seq", type=int)
-    parser.add_argument("kind", choices=["full", "causal"])
+    parser.add_argument("dtype", choices=DTYPES)
+    parser.add_argument("cases")
     parser.add_argument("shapes", nargs="+")
+    parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
     device = registry.find(args.device)
-    case = Case(device, args.head_dim, args.seq, args.kind == "causal")
-    for text in args.shapes:
-        numbers = [int(x) for x in text.split(",")]
-        shape = SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])
-        line = case.measure(shape)
-        print(f"{args.device} d{args.head_dim} S{args.seq} {args.kind} {text:28} {line}", flush=True)
+    assert device is not None
+    find_layout(device)
+    for text in args.cases.split(","):
+        head_dim, seq, kind = text.split(":")
+        case = Case(device, args.dtype, int(head_dim), int(seq), kind == "causal")
+        label = f"{args.device} {args.dtype} d{head_dim} S{seq} {kind}"
+        if args.peers:
+            for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+                print(f"{label} {backend.name:28} {case.peer(backend)}", flush=True)
+        for shape in args.shapes:
+            print(f"{label} {shape:28} {case.measure(parsed(shape))}", flush=True)
+        case.close()
 
 
 if __name__ == "__main__":

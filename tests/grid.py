@@ -28,6 +28,7 @@ NUMPY_DTYPES: dict[str, Any] = {
     "bf16": ml_dtypes.bfloat16,
     "f64": np.float64,
     "bool": np.bool_,
+    "u32": np.uint32,
 }
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -71,6 +72,23 @@ SMALL_AXES: dict[str, tuple[Any, ...]] = {
 """Short sequences and fewer values, for the interpreter."""
 
 
+DROPOUT_AXES: dict[str, tuple[Any, ...]] = {
+    **{name: values[:2] for name, values in AXES.items()},
+    "dtype": AXES["dtype"],
+    "head_dim": (64, 40, 128),
+    "seqs": ((65, 129), (3, 300), (127, 63)),
+    "window": (None, (16, 0), (5, 9)),
+    "mask": (None, "over-heads", "additive-inf"),
+    "dropout": (0.25, 0.9),
+}
+"""Dropout, apart from the rest, so that it costs no case without it."""
+
+SMALL_DROPOUT_AXES: dict[str, tuple[Any, ...]] = {
+    **{name: values[:2] for name, values in SMALL_AXES.items()},
+    "dropout": (0.25, 0.9),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call of the grid."""
@@ -99,6 +117,7 @@ class Case:
     scale: float | None
     large: bool
     """Scores with a standard deviation of 6, so that the running maximum moves and old sums are rescaled."""
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         return self.id
@@ -113,6 +132,7 @@ class Case:
             "softcap": self.softcap,
             "scale": self.scale,
             "return_lse": self.return_lse,
+            "dropout_p": self.dropout_p,
         }
 
 
@@ -122,9 +142,11 @@ def forward_grid(size: Literal["full", "small"] = "full") -> list[Case]:
     Parameters
     ----------
     size : str
-        ``"full"`` covers every pair of values of `AXES` and `EMPTY_AXES`; ``"small"`` of `SMALL_AXES`.
+        ``"full"`` covers every pair of values of `AXES`, `EMPTY_AXES` and `DROPOUT_AXES`; ``"small"`` of `SMALL_AXES`
+        and `SMALL_DROPOUT_AXES`.
     """
-    rows = pairwise(AXES) + pairwise(EMPTY_AXES) if size == "full" else pairwise(SMALL_AXES)
+    full, small = (AXES, EMPTY_AXES, DROPOUT_AXES), (SMALL_AXES, SMALL_DROPOUT_AXES)
+    rows = [row for axes in (full if size == "full" else small) for row in pairwise(axes)]
     return [_case(index, row) for index, row in enumerate(rows)]
 
 
@@ -195,6 +217,7 @@ def _case(index: int, row: dict[str, Any]) -> Case:
         *(["softcap"] if row["softcap"] else []),
         *([row["mask"]] if row["mask"] else []),
         *flags,
+        *([f"dropout{row['dropout']}"] if "dropout" in row else []),
         row["strides"],
     ]
     return Case(
@@ -219,6 +242,7 @@ def _case(index: int, row: dict[str, Any]) -> Case:
         strides=row["strides"],
         scale=row["scale"],
         large=row["large"],
+        dropout_p=row.get("dropout", 0.0),
     )
 
 
@@ -242,6 +266,8 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Array]:
         inputs["alibi_slopes"] = rng.uniform(0.01, 0.5, shape).astype(np.float32)
     if c.sinks:
         inputs["sinks"] = rng.standard_normal(c.heads_q).astype(np.float32)
+    if c.dropout_p:
+        inputs["seed"] = rng.integers(2**32, size=2, dtype=np.uint32)
     return inputs
 
 

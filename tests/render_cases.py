@@ -219,6 +219,8 @@ def integers() -> Iterator[Case]:
         ops += [lambda b, x, y, d, s, n=n: x << n for n in (1, elem.bits // 2, elem.bits - 1)]
         ops += [lambda b, x, y, d, s, n=n: x >> n for n in (1, elem.bits // 2, elem.bits - 1)]
         ops += [lambda b, x, y, d, s: x * 3 + 5, lambda b, x, y, d, s: (x / 7) + (y % 7)]
+        if elem == u32:
+            ops += [lambda b, x, y, d, s: b.mulhi(x, y), lambda b, x, y, d, s: b.mulhi(x, 0xD2511F53)]
         divisors = numbers(elem, seed=5)
         # No zero, and no -1, by which the smallest number cannot be divided.
         divisors[(divisors == 0) | (divisors == DTYPES[elem.name](-1 if elem.is_signed else 0))] = 3

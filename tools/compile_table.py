@@ -81,6 +81,10 @@ class Case:
             return plain
         if self.kind == "causal":
             return replace(plain, causal=True)
+        if self.kind == "dropout":  # this and the next in the tests, not in the table
+            return replace(plain, causal=True, dropout_p=0.1)
+        if self.kind == "packed":
+            return replace(plain, causal=True, packed=(plain.seq_q, plain.seq_kv))
         return replace(
             plain, causal=True, window=(512, 0), softcap=30.0, mask="bool", bias=self.dtype, alibi=True, sinks=True,
             return_lse=True,

@@ -24,8 +24,11 @@ def flash_attention(
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
+    deterministic: bool = False,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
@@ -55,10 +58,20 @@ def flash_attention(
         ``[heads_q]`` or ``[batch, heads_q]``: ``-slope * |i - j|`` is added.
     sinks : float32 array, optional
         ``[heads_q]``: one further logit per head that takes part in softmax and has no value.
+    dropout_p : float
+        Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
+    seed : int, optional
+        0 to 2**64 - 1: says which weights are dropped, the same ones on every backend. None takes a new one each time,
+        for torch tensors from PyTorch's generator of their device, which `torch.manual_seed` sets. A CUDA graph replays
+        a given seed, and so the same mask, each time.
     causal_align : {"bottom-right", "top-left"}
         Where the diagonal ends when ``seq_q != seq_kv``: FlashAttention's choice or PyTorch's.
     return_lse : bool
         Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
+    deterministic : bool
+        Gradients of half-precision inputs on matrix units add up dQ in any order where that is faster;
+        ``deterministic=True`` gives the same bits every time, and so does ``torch.use_deterministic_algorithms(True)``
+        for torch tensors. Everything else is deterministic always.
     out : array, optional
         Write the result here.
     backend : str, optional
@@ -71,8 +84,9 @@ def flash_attention(
         come back finished; on a GPU the result is ordered after the call like any other work on the stream.
     """
     options = AttentionOptions(
-        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, causal_align, return_lse, out, backend
-    )
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
+        deterministic, out, backend,
+    )  # fmt: skip
     found = by_type.get(type(q))  # a call saved, where every repeated one passes
     return (front_end(q) if found is None else found).flash_attention(q, k, v, options)
 
@@ -104,6 +118,66 @@ def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | N
             f"[aule_attention] expected torch tensors, got {type(q).__name__}; use aule.flash_attention for others"
         )
     return flash_attention(q, k, v, causal=causal, scale=scale, **options)
+
+
+def flash_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    mask: None = None,
+    bias: None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    causal_align: str = "bottom-right",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention within each sequence of a packed batch, all of them in one launch.
+
+    Parameters
+    ----------
+    q : array
+        ``[total_q, heads_q, head_dim]``: the sequences of the batch one behind the other.
+    k, v : array
+        ``[total_k, heads_kv, head_dim]``.
+    cu_seqlens_q, cu_seqlens_k : int32 array
+        ``[batch + 1]``: where each sequence begins, and where the last one ends; from 0 up to ``total_q`` and
+        ``total_k``. A sequence may be empty, and have another length in k than in q. In host memory they are checked;
+        on a GPU they are taken as they are.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Lengths of the longest sequences. Where they are not given and the offsets are on a GPU, the call waits for it
+        to read them.
+    mask, bias : None
+        Not for packed batches.
+    alibi_slopes : float32 array, optional
+        ``[heads_q]`` or ``[batch, heads_q]``.
+    causal, scale, window, softcap, sinks, dropout_p, seed, causal_align, return_lse, deterministic, out, backend
+        As in `flash_attention`. Positions count within each sequence; for dropout sequence ``i`` is batch ``i``.
+
+    Returns
+    -------
+    array or (array, array)
+        ``[total_q, heads_q, value_dim]`` and, with ``return_lse``, float32 ``[heads_q, total_q]``.
+    """
+    options = AttentionOptions(
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
+        deterministic, out, backend,
+    )  # fmt: skip
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return front_end(q).flash_attention_varlen(q, k, v, *offsets, options)
 
 
 _PRECISIONS = ("fp16", "bf16", "fp32")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,17 @@ import numpy.typing as npt
 
 from aule.backends import registry
 from aule.engine.attention import STORED, contiguous_strides, forward_on_device, gradients_on_device, named
-from aule.errors import BackendUnavailableError, ClosedError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+    InvalidDtypeError,
+    InvalidShapeError,
+)
+from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.attention.validate import Operands, attention_problem, checked_dropout, checked_seed
 from aule.runtime.base import Allocation, Device
 from aule.view import ITEMSIZE, TensorView
 
@@ -161,7 +171,7 @@ class Aule:
         """Attention from tensors into a tensor: no host copy, no allocation, asynchronous.
 
         Options are those of `aule.flash_attention`; ``mask``, ``bias``, ``alibi_slopes`` and ``sinks`` are tensors.
-        ``causal`` is False by default.
+        ``causal`` is False by default. With ``dropout_p`` a few bytes are allocated for the seed, and given back.
         """
         self._attention(q, k, v, out, None, options)
 
@@ -186,8 +196,10 @@ class Aule:
     ) -> None:
         """Gradients of q, k and v into tensors of their shapes: no host copy; asynchronous on a GPU.
 
-        ``out`` and ``lse`` are those of `attention_forward_with_lse` with the same options, ``dout`` the gradient of
-        ``out``. Scratch memory for one number to a row (on a CPU also for parts of dQ) is allocated and given back.
+        ``out`` and ``lse`` are those of `attention_forward_with_lse` with the same options (with ``dropout_p`` also the
+        same ``seed``), ``dout`` the gradient of ``out``. ``deterministic=True`` gives the same bits every time, where
+        half precision on matrix units would not. Scratch memory for a few numbers to a row (on a CPU and on matrix
+        units also for sums of dQ) is allocated and given back.
         """
         results = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
         problem, operands = self._problem(q, k, v, results, options, True)
@@ -203,7 +215,10 @@ class Aule:
         views |= {
             "do" if name == "dout" else name: _lifted(results[name].view()) for name in ("dout", "dq", "dk", "dv")
         }
-        gradients_on_device(problem, views, self._open(), lse._memory())
+        with self._seed_for(operands) as seeded:
+            if seeded.seed is not None:
+                views["seed"] = seeded.seed
+            gradients_on_device(problem, views, self._open(), lse._memory())
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: dict[str, Any]
@@ -214,7 +229,8 @@ class Aule:
         if lse is not None:
             self._require("lse", lse, operands.lse_shape, "f32")
         memory = None if lse is None else lse._memory()
-        forward_on_device(problem, operands, self._open(), _lifted(out.view()), memory)
+        with self._seed_for(operands) as seeded:
+            forward_on_device(problem, seeded, self._open(), _lifted(out.view()), memory)
 
     def _problem(
         self, q: Tensor, k: Tensor, v: Tensor, results: dict[str, Tensor], options: dict[str, Any], return_lse: bool
@@ -232,7 +248,30 @@ class Aule:
                     f"[attention_gpu] expected {name} to be a tensor of this context, got {got}; make it with .tensor()"
                 )
         views: dict[str, Any] = {name: tensor.view() for name, tensor in given.items()}
+        seed = checked_seed("attention_gpu", options.pop("seed", None))
+        if checked_dropout("attention_gpu", options.get("dropout_p", 0.0)):
+            if seed is None and "dout" in results:
+                raise InvalidArgumentError(
+                    "[attention_backward] expected the seed of the forward pass with dropout_p > 0, got None; "
+                    "pass the same seed= to both"
+                )
+            words = seed_words(secrets.randbits(64) if seed is None else seed)
+            views["seed"] = TensorView("u32", words.shape, (1,), self.device_name, words)
         return attention_problem(**views, **options, return_lse=return_lse, op="attention_gpu")
+
+    @contextlib.contextmanager
+    def _seed_for(self, operands: Operands) -> Iterator[Operands]:
+        """The operands with the seed on the device, while work that reads it is put in order there."""
+        if operands.seed is None:
+            yield operands
+            return
+        device = self._open()
+        memory = device.alloc(16)
+        try:
+            device.upload(memory, operands.seed.storage)
+            yield replace(operands, seed=replace(operands.seed, storage=memory))
+        finally:
+            device.free(memory)
 
     def _require(self, name: str, tensor: Tensor, shape: tuple[int, ...], elem: str) -> None:
         if tensor.shape != shape or tensor._elem != elem:

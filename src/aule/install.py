@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from aule.backends import registry
-from aule.errors import BackendUnavailableError
+from aule.errors import AuleError, BackendUnavailableError
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def scaled_dot_product_attention(
         Boolean (True attends) or added to the scores (float32, or the dtype of ``query``); two axes or more,
         broadcastable to the scores. Not together with ``is_causal``.
     dropout_p : float
-        0.0: dropout is not there yet.
+        Chance of each weight to be dropped, applied whenever it is above 0. `torch.manual_seed` makes it repeatable;
+        which weights are dropped is not what PyTorch's own function would choose.
     is_causal : bool
         Row ``i`` attends to keys up to ``i``, counted from the first of each.
     scale : float, optional
@@ -104,12 +105,14 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
         original = front_end.get_function()
         if _now is not None and original is _now.ours:
             _now = _Installed(_now.original, _now.ours, backend, verbose)
+            front_end.tag_graphs(True, backend)
             return
         ours = _made.get(original)
         if ours is None:
             ours = _made[original] = front_end.replacement(original, _settings, _count)
         _now = _Installed(original, ours, backend, verbose)
         front_end.set_function(ours)
+        front_end.tag_graphs(True, backend)
 
 
 def uninstall() -> None:
@@ -122,6 +125,7 @@ def uninstall() -> None:
         # Somebody may have put a function of their own over ours since; theirs stays, and ours passes everything on.
         if front_end.get_function() is _now.ours:
             front_end.set_function(_now.original)
+        front_end.tag_graphs(False)
         _now = None
 
 
@@ -158,6 +162,48 @@ def register_flash_attention_impl(name: str = "aule") -> None:
             "torch", f"[register_flash_attention_impl] expected PyTorch with {missing}, got none; update PyTorch"
         )
     torch_flash.register(name, _count)
+
+
+def attempt(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+) -> tuple[Any, str | None]:
+    """`scaled_dot_product_attention` for an integration that has its framework's own function to turn to.
+
+    The call is counted in `dispatch_stats`. As with `install`, tensors are copied through the host only for a backend
+    that was named.
+
+    Returns
+    -------
+    out : Tensor or None
+        The result, None where the call is to be passed on.
+    reason : str or None
+        Why it is; None where it was served.
+    """
+    front_end = _front_end("attempt")
+    try:
+        call = front_end.prepare(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend, installed=True
+        )
+        out, reason = call.run(), None
+    except front_end.Refused as refused:
+        out, reason = None, refused.reason
+    except AuleError as error:
+        out, reason = None, error.code
+    _count(reason)
+    return out, reason
+
+
+def pass_on(reason: str) -> None:
+    """Count a call that an integration gives to its framework's own function without an `attempt`."""
+    _count(reason)
 
 
 def dispatch_stats() -> dict[str, Any]:

@@ -17,8 +17,11 @@ class AttentionOptions(NamedTuple):
     bias: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
+    dropout_p: float = 0.0
+    seed: Any = None
     causal_align: str = "bottom-right"
     return_lse: bool = False
+    deterministic: bool = False
     out: Any = None
     backend: str | None = None
 
@@ -29,11 +32,14 @@ class AttentionOptions(NamedTuple):
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
             "causal_align": self.causal_align,
             "return_lse": self.return_lse,
+            "deterministic": self.deterministic,
         }
 
     def arrays(self) -> dict[str, Any]:
-        """The options that are arrays and were given, as `attention_problem` names them."""
+        """The options that are arrays and were given, as `attention_problem` names them; a seed once it is one."""
         given = {"mask": self.mask, "bias": self.bias, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        given["seed"] = None if isinstance(self.seed, int) else self.seed
         return {name: array for name, array in given.items() if array is not None}

@@ -6,6 +6,25 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
+class FragmentLayout:
+    """Which element of a 16 x 16 accumulator a lane holds in which component.
+
+    Row and column are sums over the bits of the lane's and of the component's number: bit i of the lane adds
+    ``lane_rows[i]`` and ``lane_cols[i]``, bit i of the component ``part_rows[i]`` and ``part_cols[i]``. A fragment of
+    use "a" has the same element in the same component, so that a result becomes a factor without leaving registers.
+    """
+
+    lane_rows: tuple[int, ...]
+    lane_cols: tuple[int, ...]
+    part_rows: tuple[int, ...]
+    part_cols: tuple[int, ...]
+
+
+NVIDIA_LAYOUT = FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 8, 0), (1, 0, 8))
+"""Of mma.sync, and so of fragments in PTX."""
+
+
+@dataclass(frozen=True)
 class Target:
     """Capabilities of one device, as kernels and renderers need them.
 
@@ -60,6 +79,9 @@ class Target:
     """bf16 conversion in hardware."""
     matrix_units: tuple[str, ...] = ()
     """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
+    matrix_layout: FragmentLayout | None = None
+    """How fragments of 16 x 16 lie over a subgroup; None when it is not known, or not the same for results and
+    factors."""
     language_version: int = 0
     """Of the kernel language: 12, 13 for Vulkan 1.2, 1.3; 120, 300 for OpenCL C; 0 when it does not matter."""
     extensions: tuple[str, ...] = ()

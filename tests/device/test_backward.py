@@ -158,7 +158,7 @@ def test_torch_gradients_of_bias_mask_and_sinks(name: str, shape: tuple[int, ...
     import aule
     from aule.frontends import torch_host
 
-    monkeypatch.setattr(torch_host, "_device", lambda *_: chosen)
+    monkeypatch.setattr(torch_host, "gradient_device", lambda *_: chosen)
     generator = torch.Generator().manual_seed(0)
 
     def made(*size: int) -> Any:

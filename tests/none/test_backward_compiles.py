@@ -17,7 +17,14 @@ from aule.render import ptx, spirv
 from aule.target import Target
 from aule.view import TensorView
 
-CASES = (("f32", 64, "plain"), ("f32", 128, "causal"), ("f16", 256, "plain"), ("bf16", 40, "all"))
+CASES = (
+    ("f32", 64, "plain"),
+    ("f32", 128, "causal"),
+    ("f16", 256, "plain"),
+    ("f32", 64, "dropout"),
+    ("f16", 128, "packed"),
+    ("bf16", 40, "all"),
+)
 
 
 def kernels(fields: tuple[Any, ...], target: Target) -> list[KernelIR]:
@@ -45,7 +52,7 @@ def kernels(fields: tuple[Any, ...], target: Target) -> list[KernelIR]:
 @pytest.mark.parametrize("arch", table.SHARED_LIMITS)
 def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
     target = table.nvidia_target(arch)
-    for fields in CASES[:3]:
+    for fields in CASES[:5]:
         for kernel in kernels(fields, target):
             artifact = ptx.render(kernel, target)
             assert artifact.shared_bytes <= table.SHARED_LIMITS[arch]

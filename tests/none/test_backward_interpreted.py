@@ -31,7 +31,12 @@ TARGET = Target("vulkan", subgroup_size=8, subgroup_sizes=(8,), max_shared_bytes
 
 
 def run(
-    problem: AttentionProblem, operands: Operands, inputs: dict[str, Any], shape: SimtShape, index64: bool = False
+    problem: AttentionProblem,
+    operands: Operands,
+    inputs: dict[str, Any],
+    shape: Any,
+    index64: bool = False,
+    target: Target = TARGET,
 ) -> tuple[dict[str, Any], Any]:
     """Gradients by the interpreter, on copies packed as the engine packs them, and the gradient they start from."""
     out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
@@ -59,13 +64,13 @@ def run(
         shape_of = views[name].shape
         views["d" + name] = TensorView(problem.dtype, shape_of, contiguous_strides(shape_of), "device", None)
         memory["d" + name] = np.zeros(shape_of, stored).reshape(-1)
-    plan = plan_backward(problem, views, TARGET, shapes=(shape, shape))
+    plan = plan_backward(problem, views, target, shapes=(shape, shape))
     memory |= {name: np.full(size, np.nan, np.float32) for name, size in plan.workspace.items()}
     for step in plan.steps:
-        kernel = step.build(replace(step.config, index64=index64), TARGET)
+        kernel = step.build(replace(step.config, index64=index64), target)
         verify(kernel)
         values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
-        interpret(kernel, step.grid, [values[p.name] for p in kernel.params], subgroup_size=8)
+        interpret(kernel, step.grid, [values[p.name] for p in kernel.params], subgroup_size=target.subgroup_size)
     return memory, dout
 
 

@@ -29,7 +29,7 @@ TARGETS = {
 
 def brought(problem: AttentionProblem, operands: Operands) -> tuple[dict[str, TensorView], dict[str, Any]]:
     """Views and memory of a problem's operands and result, packed as the engine packs them for devices."""
-    out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
+    out_shape = problem.out_shape
     result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "host", None)
     views: dict[str, TensorView] = {"o": result}
     memory: dict[str, Any] = {

@@ -38,14 +38,29 @@ FAMILIES = tuple(table.SYSTEM_FAMILIES)
 SIMPLE = "VK_KHR_shader_float16_int8", "shaderInt16"
 
 # Shared memory decides the tiles: Turing has least, sm_86, sm_89 and sm_120 the same, sm_90 and sm_100 most.
-NVIDIA_CASES = [("f32", 128, "plain"), ("f16", 64, "all"), ("bf16", 256, "causal")]
-INTEL_CASES = [("f32", 64, "causal"), ("f16", 128, "plain"), ("f32", 128, "all"), ("bf16", 256, "all")]
+NVIDIA_CASES = [
+    ("f32", 128, "plain"),
+    ("f16", 64, "all"),
+    ("bf16", 256, "causal"),
+    ("f32", 64, "dropout"),
+    ("f16", 128, "packed"),
+]
+INTEL_CASES = [
+    ("f32", 64, "causal"),
+    ("f16", 128, "plain"),
+    ("f32", 128, "all"),
+    ("bf16", 256, "all"),
+    ("f16", 64, "dropout"),
+    ("f32", 64, "packed"),
+]
 AMD_CASES = [
     ("f32", 64, "plain"),
     ("f16", 64, "all"),
     ("f32", 128, "causal"),
     ("bf16", 128, "all"),
     ("f16", 256, "all"),
+    ("f32", 64, "dropout"),
+    ("f16", 128, "packed"),
 ]
 
 VULKAN = Target(
@@ -108,7 +123,8 @@ def test_amd_does_not_spill(family: str) -> None:
 @pytest.mark.parametrize("name", VULKAN_TARGETS)
 def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
     target = VULKAN_TARGETS[name]
-    for fields in (("f32", 64, "plain"), ("f16", 128, "all"), ("bf16", 40, "causal"), ("f16", 256, "all")):
+    cases = (("f32", 64, "plain"), ("f16", 128, "all"), ("bf16", 40, "causal"), ("f16", 256, "all"))
+    for fields in (*cases, ("f32", 64, "dropout"), ("f16", 64, "packed")):
         artifact = render(build_forward(Case(*fields).config(target), target), target)
         path = tmp_path / "kernel.spv"
         path.write_bytes(artifact.code)

@@ -151,12 +151,23 @@ def test_varlen_packed_functions() -> None:
     assert torch.equal(flash_attn.flash_attn_varlen_qkvpacked_func(qkv, at_k, 4, softcap=3.0), plain)
 
 
+def test_dropout() -> None:
+    q, k, v = tensors((2, 33, 4, 8), (2, 45, 2, 8), (2, 45, 2, 8))
+    torch.manual_seed(1)
+    found = flash_attn.flash_attn_func(q, k, v, 0.3, causal=True)
+    torch.manual_seed(1)
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    wanted = aule.flash_attention(*turned, dropout_p=0.3, causal=True, backend="cpu")
+    assert torch.equal(found, wanted.transpose(1, 2))
+    assert not torch.equal(found, flash_attn.flash_attn_func(q, k, v, causal=True))
+
+
 def test_refusals() -> None:
     q, k, v = tensors((2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
     rows, at = q.flatten(0, 1), torch.tensor([0, 6], dtype=torch.int32)
     function, varlen = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func
-    with pytest.raises(aule.AuleError, match=r"^\[flash_attn_func\] expected dropout_p=0.0, got 0.1; dropout is not"):
-        function(q, k, v, 0.1)
+    with pytest.raises(aule.InvalidArgumentError, match="expected dropout_p in"):
+        function(q, k, v, 1.1)
     with pytest.raises(aule.AuleError, match="never stored"):
         function(q, k, v, return_attn_probs=True)
     with pytest.raises(aule.AuleError, match="paged cache"):
@@ -172,7 +183,9 @@ def test_refusals() -> None:
     with pytest.raises(aule.InvalidDtypeError, match="cu_seqlens_q as an int32 tensor"):
         varlen(rows, rows, rows, [0, 6], at, 6, 6)
     with pytest.raises(aule.InvalidShapeError, match="rise from 0 to at most 6"):
-        varlen(rows, rows, rows, torch.tensor([0, 4, 2]), at, 6, 6)
+        varlen(rows, rows, rows, torch.tensor([0, 4, 7]), at, 6, 6)
+    with pytest.raises(aule.InvalidShapeError, match="cu_seqlens_q to rise from 0 to 6"):
+        varlen(rows, rows, rows, torch.tensor([0, 4, 2, 6]), torch.tensor([0, 1, 2, 6]), 6, 6)
     with pytest.raises(aule.InvalidShapeError, match="as many sequences"):
         varlen(rows, rows, rows, torch.tensor([0, 2, 6]), at, 6, 6)
     with pytest.raises(aule.InvalidShapeError, match="k and v of one length"):

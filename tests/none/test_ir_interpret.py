@@ -140,6 +140,14 @@ def test_integer_arithmetic_wraps_as_python_says(t: Scalar, data: st.DataObject)
         assert got.tolist() == [wrap(reference(p, q, t), t) for p, q in zip(x, right, strict=True)], opcode
 
 
+@given(pairs=st.lists(st.tuples(numbers(u32), numbers(u32)), min_size=1, max_size=8))
+@settings(max_examples=15, deadline=None)
+def test_mulhi_is_the_high_word_of_the_product(pairs: list[tuple[int, int]]) -> None:
+    x, y = (list(column) for column in zip(*pairs, strict=True))
+    got = compute(lambda b, p, q: b.mulhi(p, q), (u32, u32), u32, x, y)
+    assert got.tolist() == [(p * q) >> 32 for p, q in pairs]
+
+
 @pytest.mark.parametrize("t", INTEGERS, ids=str)
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)

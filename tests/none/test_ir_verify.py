@@ -14,7 +14,7 @@ from aule.errors import KernelError
 from aule.ir import Builder, KernelIR, Op, Value
 from aule.ir.kernel import walk
 from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bool_, f16, f32, f64, i8, i32, i64, u8, u32
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bool_, f16, f32, f64, i8, i32, i64, u8, u32, u64
 from aule.ir.verify import verify, verify_structure
 
 
@@ -86,6 +86,8 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("float and", lambda k: k.x & k.x, "and: expected elements of kind bool, int, uint"),
     ("float not", lambda k: ~k.x, "not: expected elements of kind bool, int, uint"),
     ("float rem", lambda k: k.x % k.x, "rem: expected elements of kind int, uint"),
+    ("signed mulhi", lambda k: k.b.mulhi(k.n, k.n), "mulhi: expected elements of kind uint, got i32, i32 -> i32"),
+    ("wide mulhi", lambda k: k.b.mulhi(k.b.cast(k.n, u64), 3), "mulhi: expected elements of type u32, got u64, u64"),
     ("float shl", lambda k: k.x << k.x, "shl: expected elements of kind int, uint"),
     ("bool shr", lambda k: k.p >> k.p, "shr: expected elements of kind int, uint"),
     ("int exp2", lambda k: k.b.exp2(k.n), "exp2: expected elements of kind float, got i32 -> i32"),

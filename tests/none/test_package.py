@@ -19,7 +19,10 @@ import aule
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-OPTIONAL = {"torch", "pyopencl", "wgpu", "Metal", "objc", "ml_dtypes", "llvmlite", "cupy", "jax", "matplotlib"}
+OPTIONAL = {
+    "torch", "pyopencl", "wgpu", "Metal", "objc", "ml_dtypes", "llvmlite", "cupy", "jax", "matplotlib", "transformers",
+    "diffusers",
+}  # fmt: skip
 
 NUMPY_ALONE = """
 import sys
@@ -132,7 +135,7 @@ sys.exit(aule.cli.main())
 # -- the README ------------------------------------------------------------------------------------------------------
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MARK = re.compile(r"<!-- run: (numpy|torch|device) -->\n$")
+MARK = re.compile(r"<!-- run: (numpy|torch|diffusers|device) -->\n$")
 
 
 def readme_blocks() -> list[Any]:
@@ -147,9 +150,11 @@ def readme_blocks() -> list[Any]:
 
 @pytest.mark.parametrize(("line", "code", "needs"), readme_blocks())
 def test_readme_code_runs(line: int, code: str, needs: str | None) -> None:
-    assert needs is not None, "mark the block with <!-- run: numpy -->, <!-- run: torch --> or <!-- run: device -->"
-    if needs == "torch" and importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+    assert needs is not None, "mark the block with <!-- run: numpy -->, or torch, diffusers or device"
+    frameworks = {"torch": ["torch"], "diffusers": ["torch", "diffusers"]}
+    for framework in frameworks.get(needs, []):
+        if importlib.util.find_spec(framework) is None:
+            pytest.skip(f"{framework} is not installed")
     if needs == "device" and not set(aule.get_available_backends()) - {"numpy"}:
         pytest.skip("no device, not even a software one")
     exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "readme"})

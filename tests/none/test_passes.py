@@ -20,6 +20,7 @@ from aule.ir.passes import (
     dead_code,
     int64,
     legalise,
+    multiply_high,
     narrow_vectors,
     pack_memory,
     soft_half,
@@ -44,13 +45,14 @@ from aule.ir.types import (
 from aule.ir.verify import verify
 
 SMALL = frozenset({i8, u8, i16, u16})
-WGSL = Legal(frozenset({f16, bf16}), SMALL, SMALL, int64=False, max_lanes=4)
+WGSL = Legal(frozenset({f16, bf16}), SMALL, SMALL, int64=False, mulhi=False, max_lanes=4)
 PASSES: dict[str, tuple[Callable[[KernelIR], KernelIR], Callable[[KernelIR], bool]]] = {
     "soft_bf16": (lambda k: soft_half(k, {bf16}), lambda k: uses(k, bf16)),
     "soft_f16": (lambda k: soft_half(k, {f16}), lambda k: uses(k, f16)),
     "pack": (lambda k: pack_memory(k, SMALL | {f16, bf16}), lambda k: uses(k, *SMALL, f16, bf16)),
     "widen": (lambda k: widen_int(k, SMALL), lambda k: uses(k, *SMALL)),
     "int64": (int64, lambda k: uses(k, i64, u64)),
+    "multiply_high": (multiply_high, lambda k: uses(k, u32)),
     "narrow_4": (lambda k: narrow_vectors(k, 4), lambda k: widest(k) > 4),
     "narrow_8": (lambda k: narrow_vectors(k, 8), lambda k: widest(k) > 8),
     "dead_code": (dead_code, lambda k: True),

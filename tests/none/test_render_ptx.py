@@ -56,6 +56,8 @@ def arithmetic(elem: Scalar, lanes: int) -> KernelIR:
     for opcode in UNARY_FLOAT if elem.is_float else UNARY_INT:
         if not (elem.name == "f64" and opcode in ("exp2", "log2", "sin", "cos")):
             results += [b.unary(opcode, x), b.unary(opcode, one)]
+    if elem.name == "u32":
+        results += [b.mulhi(x, y), b.mulhi(one, y)]
     for opcode in BINARY_FLOAT if elem.is_float else BINARY_INT:
         amount = one if opcode in ("shl", "shr") else y
         results += [b.binary(opcode, x, amount), b.binary(opcode, x, one)]

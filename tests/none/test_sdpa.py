@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import grid
+import ml_dtypes
 import pytest
 
 import aule
+from aule.ops.attention.dropout import seed_words
+from aule.ops.attention.reference import compare, expect
+from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
+from aule.ops.attention.validate import attention_problem
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
@@ -85,6 +91,33 @@ def agree(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> None
         close(sdpa(q, k, v, attn_mask, **options), expected, q.dtype, 1.0, naive)
 
 
+def agree_dropping(q: Any, k: Any, v: Any, dropout_p: float, is_causal: bool = False) -> None:
+    """Output and gradients with dropout, where PyTorch would drop other weights: against aule's own float64 reference
+    with the weights that the seed says."""
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    given = [x.detach().expand(*lead, *x.shape[-2:]).clone().requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(3)
+    out = sdpa(*given, dropout_p=dropout_p, is_causal=is_causal)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    grads = torch.autograd.grad(out, given, dout)
+    assert out.dtype == q.dtype and out.shape == (*lead, q.shape[-2], v.shape[-1])
+    torch.manual_seed(3)
+    words = seed_words(torch.randint(2**63 - 1, (1,), dtype=torch.int64).item())
+
+    def array(x: Any) -> Any:
+        x = x.detach()
+        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+    arrays = dict(zip("qkv", map(array, given), strict=True)) | {"seed": words}
+    views = {name: grid.view_of(x) for name, x in arrays.items()}
+    problem, _ = attention_problem(**views, causal=is_causal, causal_align="top-left", dropout_p=dropout_p)
+    verdict = compare(problem, array(out), None, expect(problem, **arrays))
+    assert verdict, verdict.message
+    found = dict(zip(("dq", "dk", "dv"), map(array, grads), strict=True))
+    wrong = compare_gradients(problem, found, expect_gradients(problem, array(dout), **arrays))
+    assert not wrong, wrong
+
+
 def tensors(*shapes: tuple[int, ...], dtype: Any = torch.float32) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -99,19 +132,37 @@ def test_opinfo_samples(dtype: Any) -> None:
     from torch.testing._internal.common_methods_invocations import op_db
 
     (op,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
-    counts = {"served": 0, "dropout": 0, "with a gradient of the mask": 0}
+    counts = {"served": 0, "with dropout": 0, "with a gradient of the mask": 0}
     for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
         q, (k, v), options = sample.input, sample.args, dict(sample.kwargs)
-        if options["dropout_p"] > 0.0:
-            with pytest.raises(aule.AuleError, match="dropout_p"):
-                sdpa(q, k, v, **options)
-            counts["dropout"] += 1
-            continue
-        agree(q, k, v, **options)
+        (agree_dropping if options["dropout_p"] else agree)(q, k, v, **options)
         counts["served"] += 1
+        counts["with dropout"] += options["dropout_p"] > 0.0
         counts["with a gradient of the mask"] += "attn_mask" in options
-    # Half of PyTorch's samples have dropout, which aule has not yet.
-    assert counts == {"served": 13, "dropout": 12, "with a gradient of the mask": 1}
+    assert counts == {"served": 25, "with dropout": 12, "with a gradient of the mask": 1}
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.2, 0.9])
+def test_dropout(dtype: Any, p: float) -> None:
+    agree_dropping(*tensors((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), dtype=dtype), dropout_p=p)
+
+
+def test_everything_dropped_is_zero() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8)))
+    out = sdpa(q, k, v, dropout_p=1.0)
+    assert not out.any() and not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_dropout_keeps_the_mean() -> None:
+    q, k = torch.zeros(1, 8, 64, 8), torch.zeros(1, 8, 512, 8)
+    torch.manual_seed(0)
+    out = sdpa(q, k, torch.ones(1, 8, 512, 8), dropout_p=0.25)
+    assert abs(out.mean().item() - 1.0) < 5 * (0.25 / 0.75 / (8 * 64 * 512)) ** 0.5
+    assert (out[..., 0].std() / (0.25 / 0.75 / 512) ** 0.5 - 1).abs() < 0.1
 
 
 # -- causal ------------------------------------------------------------------------------------------------------------
@@ -390,7 +441,6 @@ ERRORS: list[Any] = [
     (Q, K, V, {"attn_mask": torch.ones(5, 6, dtype=torch.int32)}, TypeError, "attn_mask of torch.bool"),
     (Q, K, V, {"attn_mask": torch.ones(5, 6, dtype=torch.float64)}, TypeError, "attn_mask of torch.bool"),
     (Q, K, V, {"attn_mask": [[1.0]]}, TypeError, "attn_mask to be a torch tensor"),
-    (Q, K, V, {"dropout_p": 0.1}, aule.AuleError, "dropout_p=0.0, got 0.1"),
     (Q, K, V, {"dropout_p": -0.1}, ValueError, "dropout_p in 0..1"),
     (Q, K, V, {"dropout_p": 1.5}, ValueError, "dropout_p in 0..1"),
     (Q, K, V, {"scale": math.nan}, ValueError, "finite scale"),

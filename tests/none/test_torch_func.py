@@ -140,3 +140,27 @@ def test_second_derivatives_and_forward_mode_are_refused() -> None:
         with pytest.raises(aule.AuleError, match=r"forward mode \(jvp\)"):
             aule.flash_attention(dual.make_dual(q, q), k, v)
         assert torch.equal(aule.flash_attention(q, k, v), aule.flash_attention(q, k, v))
+
+
+def test_dropout_is_mapped_call_by_call() -> None:
+    q, k, v = made(3, 2, 5, 8), made(3, 2, 6, 8), made(3, 2, 6, 8)
+
+    def drop(q: Any, k: Any, v: Any, seed: int | None = 7) -> Any:
+        return aule.flash_attention(q, k, v, causal=False, dropout_p=0.5, seed=seed)
+
+    expected = torch.stack([drop(*one) for one in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(torch.vmap(drop)(q, k, v), expected, rtol=0, atol=0)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return drop(q, k, v).square().sum()
+
+    given = q.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(sum(loss(*one) for one in zip(given, k, v, strict=True)), given)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(q, k, v), wanted)
+
+    alike = [x[:1].expand(x.shape) for x in (q, k, v)]
+    for randomness, same in (("different", False), ("same", True)):
+        found = torch.vmap(lambda q, k, v: drop(q, k, v, None), randomness=randomness)(*alike)
+        assert torch.equal(found[0], found[1]) == same
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda q, k, v: drop(q, k, v, None))(*alike)

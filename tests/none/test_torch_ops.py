@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
 
 from torch._dynamo.utils import counters  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
 from aule.frontends import torch as front_end  # noqa: E402
 from aule.frontends import torch_ops  # noqa: E402
@@ -74,6 +75,13 @@ def spread() -> dict[str, Any]:
             window=(3, 2),
             softcap=2.0,
         ),
+        "dropout": arguments(
+            *wanting(made(*Q), made(*K), made(*V)),
+            sinks=made(4).requires_grad_(),
+            dropout_p=0.3,
+            seed=torch.tensor([5, -7], dtype=torch.int32),
+            deterministic=True,
+        ),
         "float64, three axes": arguments(*wanting(*double), causal_align="top-left"),
         "bfloat16, two axes": arguments(*wanting(*(made(5, 8, dtype=torch.bfloat16) for _ in range(3))), window=2),
         "boolean mask": arguments(*wanting(made(*Q), made(*K), made(*V)), mask=made(2, 1, 1, 6) > 0, causal=False),
@@ -93,7 +101,7 @@ def test_opcheck(case: str) -> None:
     torch.library.opcheck(torch.ops.aule.attention.default, spread()[case])
 
 
-@pytest.mark.parametrize("case", ["causal", "every option", "float64, three axes", "no keys"])
+@pytest.mark.parametrize("case", ["causal", "every option", "dropout", "float64, three axes", "no keys"])
 def test_opcheck_of_the_backward_operator(case: str) -> None:
     given = [x.detach() if isinstance(x, torch.Tensor) else x for x in spread()[case]]
     out, lse = torch.ops.aule.attention(*given)
@@ -254,13 +262,11 @@ def test_compiled_model_under_install(backend: str) -> None:
 
 
 def test_compiled_under_install_passes_on() -> None:
-    (q,) = wanting(made(2, 4, 5, 8))
+    (q,) = wanting(made(2, 4, 5, 264))
     with aule.installed():
-        compiled = torch.compile(
-            lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), backend="aot_eager", fullgraph=True
-        )
+        compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend="aot_eager", fullgraph=True)
         compiled(q).sum().backward()
-    assert aule.dispatch_stats() == {"served": 0, "passed_on": 1, "reasons": {"dropout": 1}}
+    assert aule.dispatch_stats() == {"served": 0, "passed_on": 1, "reasons": {"head_dim above 256": 1}}
     found = compiled(q)  # compiled again, since PyTorch's function is another one now
     assert found.shape == q.shape and aule.dispatch_stats()["passed_on"] == 1
 
@@ -297,12 +303,67 @@ def test_compiled_causal_bias(variant: str, dropout: float) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with aule.installed():
         found = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v)
-    stats = aule.dispatch_stats()
-    assert (stats["served"], stats["passed_on"]) == ((0, 1) if dropout else (1, 0))
+    assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}}
+    assert found.shape == expected.shape
     if not dropout:
         torch.testing.assert_close(found, expected)
         direct = torch.compile(aule.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(direct(q, k, v, mask), expected)
+
+
+def test_compiled_dropout(backend: str) -> None:
+    """Every call drops other weights, and its gradients are those of the same ones."""
+    q, k, v = made(*Q), made(*K), made(*V)
+
+    def drop(q: Any, k: Any, v: Any, seed: int | None = None) -> Any:
+        return aule.flash_attention(q * 2, k, v, causal=False, dropout_p=0.5, seed=seed)
+
+    compiled = torch.compile(drop, backend=backend, fullgraph=True)
+    seen = []
+    for _ in range(3):
+        given = wanting(q, k, v)
+        out = compiled(*given)
+        dout = made(*out.shape, seed=1)
+        out.backward(dout)
+        # The result is linear in v: only with the same weights dropped do these agree.
+        torch.testing.assert_close((given[2].grad * v).sum(), (dout * out).sum(), rtol=1e-4, atol=1e-4)
+        seen.append(out.detach())
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    torch.manual_seed(3)
+    first = compiled(q, k, v)
+    torch.manual_seed(3)
+    torch.testing.assert_close(compiled(q, k, v), first, rtol=0, atol=0)
+    for seed in (5, 6, 2**64 - 1):
+        found = results(lambda q, k, v, seed=seed: compiled(q, k, v, seed), *wanting(q, k, v))
+        expected = results(lambda q, k, v, seed=seed: drop(q, k, v, seed), *wanting(q, k, v))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_exported_dropout_draws_anew() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return aule.flash_attention(q, k, v, causal=False, dropout_p=0.5)
+
+    given = (made(*Q), made(*K), made(*V))
+    exported = torch.export.export(Model(), given).module()
+    assert not torch.equal(exported(*given), exported(*given))
+
+
+def test_packed_batches_are_left_out_of_compiled_code() -> None:
+    at, x = torch.tensor([0, 3, 7], dtype=torch.int32), made(7, 2, 8)
+
+    def run(x: Any, at: Any) -> Any:
+        return aule.flash_attention_varlen(x * 2, x, x, at, at) + 1
+
+    torch.testing.assert_close(torch.compile(run, backend="aot_eager")(x, at), run(x, at))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="flash_attention_varlen"):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(x, at)
+    with pytest.raises(aule.AuleError, match="got a functorch transform"):
+        torch.vmap(lambda x: run(x, at))(x[None])
+    with FakeTensorMode() as mode, pytest.raises(aule.AuleError, match="got FakeTensor"):
+        run(mode.from_tensor(x), mode.from_tensor(at))
 
 
 def test_compiled_errors_keep_their_words() -> None:
@@ -312,6 +373,9 @@ def test_compiled_errors_keep_their_words() -> None:
         (lambda q, k, v: aule.flash_attention(q, k, v, scale="a"), r"expected scale to be a number"),
         (lambda q, k, v: aule.flash_attention(q, k, v[..., :3, :]), r"expected k and v of equal seq"),
         (lambda q, k, v: aule.scaled_dot_product_attention(q, k, v), r"expected leading axes that broadcast"),
+        (lambda q, k, v: aule.flash_attention(q, k, v, dropout_p=2.0), r"expected dropout_p in 0..1, got 2.0"),
+        (lambda q, k, v: aule.flash_attention(q, k, v, dropout_p=0.1, seed=-1), r"expected a seed in 0..2\*\*64-1"),
+        (lambda q, k, v: aule.flash_attention(q, k, v, deterministic=1), r"expected deterministic to be True or False"),
     ]
     for function, message in cases:
         torch._dynamo.reset()
@@ -404,8 +468,6 @@ def test_exported(function: Any, strict: bool, tmp_path: Any) -> None:
 
 
 def test_fake_and_meta_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
     real = made(*Q), made(*K), made(*V)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in real]

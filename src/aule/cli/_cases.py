@@ -69,6 +69,8 @@ class Case:
                 made["alibi_slopes"] = rng.uniform(0.01, 0.5, heads_q).astype(np.float32)
             elif name == "sinks":
                 made["sinks"] = rng.standard_normal(heads_q).astype(np.float32)
+            elif name == "seed":
+                made["seed"] = rng.integers(2**32, size=2, dtype=np.uint32)
         return made
 
     def _floats(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -114,6 +116,7 @@ CASES: tuple[Case, ...] = (
     Case("additive bias", "f16", options=PLAIN, arrays=("bias",), dims=(80, 80)),
     Case("window", options={"causal": True, "window": (20, 0)}, seqs=(200, 200)),
     Case("softcap, alibi, sinks", options={"causal": True, "softcap": 15.0}, arrays=("alibi_slopes", "sinks")),
+    Case("dropout", options={"causal": True, "dropout_p": 0.2}, arrays=("seed",), batch=2),
     Case("head_dim 256", dims=(256, 256), seqs=(33, 65), options=CAUSAL),
     Case("fp64", "f64", options=CAUSAL),
 )

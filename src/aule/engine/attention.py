@@ -12,6 +12,7 @@ import numpy.typing as npt
 from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
+from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
@@ -19,6 +20,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import ForwardPlan, Step, plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
+from aule.ops.attention.varlen import pieces
 from aule.runtime.base import Allocation, Device, Program
 from aule.view import TensorView
 
@@ -56,6 +58,8 @@ def prepare_forward(
 ) -> Launch:
     """Plan a forward pass on a device and build its kernel, or find both in memory."""
     check_device(problem, device, views)
+    if problem.dtype in ("f16", "bf16"):
+        find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base)
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
     return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers))
@@ -82,7 +86,7 @@ def check_device(problem: AttentionProblem, device: Device, views: dict[str, Ten
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
     """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
     views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
-    for name in ("mask", "bias", "alibi", "sinks"):
+    for name in ("mask", "bias", "alibi", "sinks", "seed", "cu_q", "cu_k"):
         view = getattr(operands, name)
         if view is not None:
             views[name] = view
@@ -128,22 +132,22 @@ def forward_on_host(
     Parameters
     ----------
     out : ndarray, optional
-        ``[batch, heads_q, seq_q, value_dim]``, of any strides; made when not given.
+        ``problem.out_shape``, of any strides; made when not given.
     exact_lse : bool
         Give the log-sum-exp in the type that is computed in (`cpu.work_dtype`), as the backward pass needs it, and not
         always as float32.
     """
-    rows = (problem.batch, problem.heads_q, problem.seq_q)
+    shape = problem.out_shape
     if out is None:
-        out = np.empty((*rows, problem.value_dim), STORED[problem.dtype])
+        out = np.empty(shape, STORED[problem.dtype])
     lse_dtype = cpu.work_dtype(problem) if exact_lse else np.float32
-    lse = np.empty(rows, lse_dtype) if problem.return_lse else None
+    lse = np.empty(shape[:3], lse_dtype) if problem.return_lse else None
     if device is not None and device.target.backend == "cpu":
         _forward_on_cpu(problem, operands, device, out, lse)
         return out, lse
     if device is None:
         target = np.empty(out.shape, out.dtype) if _overlaps(operands, out) else out
-        numpy_forward.forward(problem, operands, target, lse)
+        _forward_on_numpy(problem, operands, target, lse)
         if target is not out:
             out[...] = target
         return out, lse
@@ -165,6 +169,15 @@ def forward_on_host(
             if lse is not None:
                 device.download(memory["lse"], lse)
     return out, lse
+
+
+def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    if problem.packed is None:
+        numpy_forward.forward(problem, operands, out, lse)
+        return
+    for piece in pieces(problem, operands):
+        own = None if lse is None else lse[:, :, piece.rows]
+        numpy_forward.forward(piece.problem, piece.operands, out[:, :, piece.rows], own, piece.number)
 
 
 def _forward_on_cpu(
@@ -342,7 +355,7 @@ class _Arena:
 
 
 def _result_view(problem: AttentionProblem) -> TensorView:
-    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
+    shape = problem.out_shape
     return TensorView(problem.dtype, shape, contiguous_strides(shape), "device", None)
 
 

@@ -21,9 +21,26 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention on DLPack arrays; the result comes from the namespace of ``q``."""
     if options.out is not None:
         raise InvalidDtypeError("[flash_attention] expected no out with DLPack arrays, got one; use the return value")
+    options = numpy_front_end.seeded(options)
     arrays = {name: _host(array, name) for name, array in options.arrays().items()}
     changed = options._replace(**arrays)
     result = numpy_front_end.flash_attention(_host(q, "q"), _host(k, "k"), _host(v, "v"), changed)
+    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+
+
+def flash_attention_varlen(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+) -> Any:
+    """Attention on packed batches of DLPack arrays; the result comes from the namespace of ``q``."""
+    if options.out is not None:
+        raise InvalidDtypeError(
+            "[flash_attention_varlen] expected no out with DLPack arrays, got one; use the return value"
+        )
+    options = numpy_front_end.seeded(options)
+    changed = options._replace(**{name: _host(array, name) for name, array in options.arrays().items()})
+    cu_q, cu_k = (_host(x, "cu_seqlens") if accepts(x) else x for x in (cu_q, cu_k))
+    given = (_host(q, "q"), _host(k, "k"), _host(v, "v"), cu_q, cu_k, max_q, max_k)
+    result = numpy_front_end.flash_attention_varlen(*given, changed)
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy.typing as npt
 
 from aule.engine.attention import STORED, forward_on_host, host_device
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem
+from aule.ops.attention.dropout import seed_words
+from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
+from aule.ops.attention.varlen import varlen_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -79,8 +82,20 @@ def to_precision(array: Array, precision: str) -> Array:
         return array.astype(dtype, copy=False)
 
 
+def seeded(options: AttentionOptions) -> AttentionOptions:
+    """The options with the words of a seed where weights are dropped: the given one, or a new one."""
+    p = checked_dropout("flash_attention", options.dropout_p)
+    if isinstance(options.seed, np.ndarray):
+        return options
+    seed = checked_seed("flash_attention", options.seed)
+    words = None if p == 0.0 else seed_words(secrets.randbits(64) if seed is None else seed)
+    return options._replace(dropout_p=p, seed=words)
+
+
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
     """Attention on NumPy arrays; the result is finished on return."""
+    if options.dropout_p != 0.0 or options.seed is not None:
+        options = seeded(options)
     views: dict[str, Any] = {
         name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()
     }
@@ -94,6 +109,32 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
     if result is None:
         result = out.reshape(operands.out_shape).view(q.dtype)
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
+
+
+def flash_attention_varlen(
+    q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+) -> Any:
+    """Attention on packed batches of NumPy arrays; the result is finished on return."""
+    if options.dropout_p != 0.0 or options.seed is not None:
+        options = seeded(options)
+    arrays = {"q": q, "k": k, "v": v, **options.arrays()}
+    arrays |= {"cu_q": _offsets(cu_q), "cu_k": _offsets(cu_k)}
+    views: dict[str, Any] = {name: view(array, name) for name, array in arrays.items()}
+    problem, operands = varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
+    _, heads, rows, dim = problem.out_shape
+    result = options.out
+    if result is None:
+        result = np.empty((rows, heads, dim), q.dtype)
+    target = checked_out(result, (rows, heads, dim), problem.dtype).transpose(1, 0, 2)[None]
+    _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), target)
+    return (result, _required(lse)[0]) if options.return_lse else result
+
+
+def _offsets(array: Any) -> Array:
+    """Offsets as int32: other integers, and lists of them, are converted."""
+    given = np.asarray(array)
+    fits = given.dtype.kind in "iu" and (not given.size or (given.min() >= -(2**31) and given.max() < 2**31))
+    return given.astype(np.int32) if fits else given
 
 
 def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> Array:

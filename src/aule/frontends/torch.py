@@ -27,7 +27,7 @@ from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
-from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -63,6 +63,8 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.flash_attention(q, k, v, *options)
+    if options.dropout_p != 0.0 or options.seed is not None or options.deterministic is not False:
+        options = _completed("flash_attention", q, options)
     if (
         _dispatch_modes()
         or _transform() is not None
@@ -75,7 +77,7 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     cuda = q.is_cuda
     if _cuda_autocast() if cuda else _any_autocast():
         q, k, v = autocast(q, k, v)
-    if _grad_enabled() and _needs_gradient(q, k, v, options):
+    if _grad_enabled() and needs_gradient(q, k, v, options):
         return _with_gradient(q, k, v, options)
     if cuda and _CUDA_BUILD and options.backend is None:  # the way that counts, without a further question
         return _on_cuda(q, k, v, options)
@@ -95,6 +97,38 @@ def _operator(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     from aule.frontends import torch_ops  # which needs this module
 
     return torch_ops.flash_attention(q, k, v, options)
+
+
+def flash_attention_varlen(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
+) -> Any:
+    """Attention on packed batches of torch tensors."""
+    if _read_by_dynamo():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
+    from aule.frontends import torch_varlen  # which needs this module
+
+    if options.dropout_p != 0.0 or options.seed is not None or options.deterministic is not False:
+        options = _completed("flash_attention_varlen", q, options)
+    return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
+
+
+def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:
+    """The options with a seed on the device of ``q`` where weights are dropped: the given one, or one drawn there from
+    PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for the device, and a CUDA graph can hold it; a
+    compiled one draws anew each time, since this is traced."""
+    exactly = checked_deterministic(op, options.deterministic)
+    p = checked_dropout(op, options.dropout_p)
+    number = checked_seed(op, options.seed)
+    if p == 0.0:
+        return options._replace(dropout_p=p, seed=None, deterministic=exactly)
+    if number is None:
+        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    else:
+        signed = number - 2**64 if number >= 2**63 else number
+        drawn = torch.full((1,), signed, dtype=torch.int64, device=q.device)
+    return options._replace(dropout_p=p, seed=drawn.view(torch.int32), deterministic=exactly)
 
 
 def dispatches(x: Any) -> bool:
@@ -156,7 +190,7 @@ def to_precision(tensor: Any, precision: str) -> Any:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def _needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
+def needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
     """Asked on every call: a loop over all of them would cost more than the rest of a repeated one."""
     if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
         return True
@@ -221,6 +255,8 @@ def gradients(
     wanted : sequence of bool
         Whether for mask, bias and sinks.
     """
+    if not options.deterministic and torch.are_deterministic_algorithms_enabled():
+        options = options._replace(deterministic=True)
     scores = any(wanted[:2])
     lse = lse.contiguous()  # kernels take it so; a mapped call may have expanded it
     where = route(q, options)
@@ -259,24 +295,28 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
         out, lse = with_lse(q, k, v, options, training=True)
-        ctx.options = options._replace(mask=None, bias=None, sinks=None)  # kept as saved tensors
-        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks)
+        ctx.options = options._replace(mask=None, bias=None, sinks=None, seed=None)  # kept as saved tensors
+        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks, options.seed)
         shown = lse.to(torch.float32)
         ctx.mark_non_differentiable(shown)
         return out, shown
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
         # Raises when one of them was changed in place since.
-        q, k, v, out, lse, mask, bias, sinks = ctx.saved_tensors
-        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks)
+        q, k, v, out, lse, mask, bias, sinks, seed = ctx.saved_tensors
+        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, seed=seed)
         with torch.no_grad():
             found = gradients(q, k, v, out, lse, dout, options, ctx.needs_input_grad[3:6])
-        if torch.is_grad_enabled():
-            inputs = [x for x in (dout, *ctx.saved_tensors) if x is not None]
-            found = tuple(None if grad is None else _Last.apply(grad, *inputs) for grad in found)
-        return (*found, None)
+        return (*last(found, dout, *ctx.saved_tensors), None)
+
+
+def last(found: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+    """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
+    if not torch.is_grad_enabled():
+        return found
+    given = [x for x in inputs if x is not None]
+    return tuple(None if grad is None else _Last.apply(grad, *given) for grad in found)
 
 
 class _Last(torch.autograd.Function):  # type: ignore[misc]
@@ -309,7 +349,7 @@ class PreparedLaunch:
 
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
-    causal, scale, window, softcap, mask, bias, alibi, sinks, align, want_lse, out, backend = options
+    causal, scale, window, softcap, mask, bias, alibi, sinks, dropout_p, _, align, want_lse, _, out, backend = options
     if scale is not None and isinstance(scale, torch.Tensor):
         return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
     try:
@@ -317,6 +357,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         key: Any = (
             q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
             v.dtype, v.get_device(), (qp | kp | vp) & 15, causal, scale, window, softcap, align, want_lse, backend,
+            dropout_p,
         )  # fmt: skip
         if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
             key += tuple(signature(x) for x in (mask, bias, alibi, sinks, out))
@@ -344,16 +385,16 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
             pointers += [getattr(options, name).data_ptr() for name in found.extra]
         if lse is not None:
             pointers.append(lse.data_ptr())
-        found.launch(pointers, _raw_stream(index))
+        found.launch(pointers, raw_stream(index))
     return (out, lse) if want_lse else out
 
 
-def _raw_stream(index: int) -> int:
+def raw_stream(index: int) -> int:
     """Native handle of the current stream; replaced by PyTorch's own quick look-up where there is one."""
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
 
 
 def signature(tensor: Any) -> Any:
@@ -375,13 +416,13 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
     """Validate, plan and build; what a signature needs once."""
     refuse_tracing()
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views: dict[str, Any] = {name: _device_view(tensor, name, q) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: device_view(tensor, name, q) for name, tensor in tensors.items()}
     problem, operands = attention_problem(**views, **options.plain())
     if options.out is None:
         strides = torch.empty(operands.out_shape, device="meta").stride()
         out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
     else:
-        out = _device_view(checked_out(options.out, operands.out_shape, q), "out", q)
+        out = device_view(checked_out(options.out, operands.out_shape, q), "out", q)
     memory = named(operands, _lifted(out))
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
@@ -391,7 +432,7 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
     if launch.plan.grid[0]:
         scalars = launch.arguments(dict.fromkeys((*memory, "lse")))
         start = device.prepare(launch.program, launch.plan.grid, scalars).launch
-    fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks"}
+    fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
@@ -404,7 +445,7 @@ def _cuda_gradients(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool
 ) -> tuple[list[Any], Any]:
     """Gradients of q, k and v on the current stream, and of what is added to the scores where it is wanted."""
-    stream = _raw_stream(q.get_device())
+    stream = raw_stream(q.get_device())
 
     def run(launch: Any, tensors: list[Any]) -> None:
         launch([x.data_ptr() for x in tensors], stream)
@@ -423,7 +464,8 @@ def device_gradients(
     # Planned once per signature, like the forward pass.
     key = (
         *(signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
-        options.window, options.softcap, options.causal_align, options.backend, want_scores,
+        options.window, options.softcap, options.causal_align, options.backend, want_scores, options.dropout_p,
+        options.deterministic,
     )  # fmt: skip
     ready = _gradient_launches.get(key)
     if ready is None:
@@ -448,7 +490,7 @@ def _prepare_gradients(
     given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions, want_scores: bool, device: Any
 ) -> Any:
     q = given["q"]
-    views: dict[str, Any] = {name: _device_view(x, name, q) for name, x in (given | arrays).items()}
+    views: dict[str, Any] = {name: device_view(x, name, q) for name, x in (given | arrays).items()}
     results = {name: _lifted(views.pop(name)) for name in ("o", "do")}
     problem, operands = attention_problem(**views, **options.plain())
     memory = named(operands, results["o"]) | {"do": results["do"]}
@@ -473,7 +515,7 @@ def _lifted(view: TensorView) -> TensorView:
     return TensorView(view.dtype, (1,) * lead + view.shape, (0,) * lead + view.strides, view.device, view.storage)
 
 
-def _device_view(tensor: Any, name: str, q: Any) -> TensorView:
+def device_view(tensor: Any, name: str, q: Any) -> TensorView:
     require_tensor(tensor, name)
     return TensorView(
         dtype_name(tensor, name), tuple(tensor.shape), tensor.stride(), str(tensor.device), tensor.data_ptr()

@@ -43,8 +43,8 @@ def on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
 def host_with_lse(
     q: Any, k: Any, v: Any, options: AttentionOptions, *, training: bool, foreign: bool = False
 ) -> tuple[Any, Any]:
-    """Attention and its log-sum-exp in the type that is computed in; ``training`` and ``foreign`` as `_device` says."""
-    return _forward(q, k, v, options._replace(return_lse=True), _device(q, options.backend, training, foreign))
+    """Attention and its log-sum-exp in the type that is computed in; the device is that of `gradient_device`."""
+    return _forward(q, k, v, options._replace(return_lse=True), gradient_device(q, options.backend, training, foreign))
 
 
 def host_gradients(
@@ -52,7 +52,7 @@ def host_gradients(
     foreign: bool = False,
 ) -> tuple[list[Any], Any]:  # fmt: skip
     """Gradients of q, k and v, and of what is added to the scores where it is wanted."""
-    device = _device(q, options.backend, True, foreign)
+    device = gradient_device(q, options.backend, True, foreign)
     options = options._replace(return_lse=True)
     if device.target.backend == "cpu" and out.numel() and k.shape[-2]:
         return _gradients_on_cpu(q, k, v, out, lse, dout, options, want_scores, device)
@@ -69,10 +69,10 @@ def host_gradients(
         host_view(problem.dtype, results[1]),
         None if ds is None else ds.numpy(),
     )
-    return [_tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)], ds
+    return [tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)], ds
 
 
-def _device(q: Any, spec: str | None, training: bool, foreign: bool) -> Any:
+def gradient_device(q: Any, spec: str | None, training: bool, foreign: bool) -> Any:
     """The device for a call whose gradients may be asked for.
 
     CPU tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
@@ -259,6 +259,6 @@ def _scores(problem: AttentionProblem) -> tuple[int, int, int, int]:
     return (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
 
 
-def _tensor_like(array: Any, like: Any) -> Any:
+def tensor_like(array: Any, like: Any) -> Any:
     """An array of stored elements as a tensor of another's dtype and shape."""
     return torch.from_numpy(array).view(like.dtype).reshape(like.shape)

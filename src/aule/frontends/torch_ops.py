@@ -26,20 +26,22 @@ from aule.ops.attention.validate import Operands, attention_problem, window_side
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
-_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks")
+_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "seed")
 """Options that are tensors, in the order of the operators' arguments."""
 _PLAIN = {
     "causal": "bool",
     "scale": "float?",
     "window": "int[]",
     "softcap": "float",
+    "dropout_p": "float",
     "causal_align": "str",
+    "deterministic": "bool",
     "backend": "str?",
 }
 """Options that are not, with their types; these follow."""
 _ADDED = ("mask", "bias", "sinks")
 """Whose gradients are made only where they are wanted."""
-_SCHEMA = ", ".join(
+SCHEMA = ", ".join(
     [*(f"Tensor {name}" for name in "qkv"), *(f"Tensor? {name}" for name in _ARRAYS)]
     + [f"{kind} {name}" for name, kind in _PLAIN.items()]
 )
@@ -81,6 +83,7 @@ def _arguments(options: AttentionOptions) -> list[Any]:
         scale=None if options.scale is None else float(options.scale),
         window=window,
         softcap=0.0 if options.softcap is None else float(options.softcap),
+        dropout_p=float(options.dropout_p),
     )
     return [getattr(plain, name) for name in (*_ARRAYS, *_PLAIN)]
 
@@ -100,7 +103,7 @@ def _attention(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
 
 
 attention = torch.library.custom_op(
-    "aule::attention", _attention, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
+    "aule::attention", _attention, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)"
 )
 
 
@@ -157,7 +160,7 @@ attention_backward = torch.library.custom_op(
     "aule::attention_backward",
     _attention_backward,
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor out, Tensor lse, {_SCHEMA}, bool[] wanted)"
+    schema=f"(Tensor dout, Tensor out, Tensor lse, {SCHEMA}, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -218,12 +221,18 @@ def _map_backward(call: Any, info: Any, dims: Any, *arguments: Any) -> Any:
 
 
 def _mapped(info: Any, dims: Sequence[Any], arguments: Sequence[Any]) -> Mapped | None:
-    """How the call is folded; None when it cannot be, because a tensor is mapped that has no axis of batches."""
+    """How the call is folded; None when it cannot be.
+
+    That is where a tensor is mapped that has no axis of batches, and where weights are dropped: which ones depends on
+    the number of a batch.
+    """
     mapped = Mapped(info.batch_size, arguments[0], dims[0])
     tensors = dict(zip(("q", "k", "v", *_ARRAYS), zip(arguments, dims, strict=True), strict=False))
     single = {name: None if x is None else mapped.one(x, dim) for name, (x, dim) in tensors.items()}
     options = _options([*(single[name] for name in _ARRAYS), *arguments[_TENSORS:]])
     _checked(single["q"], single["k"], single["v"], options)
+    if options.dropout_p > 0:
+        return None
     folds = ("q", "k", "v", "mask", "bias", "alibi_slopes")
     return mapped if all(name in folds or dim is None for name, (_, dim) in tensors.items()) else None
 

@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
 from aule import settings
+from aule._version import __version__
 from aule.backends import registry
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import torch as front_end
@@ -25,6 +26,7 @@ from aule.options import AttentionOptions
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OP = "[scaled_dot_product_attention]"
+_TAG = " aule "
 
 
 _serving: list[Callable[..., Any]] = []
@@ -215,6 +217,20 @@ def set_function(function: Any) -> None:
     functional.scaled_dot_product_attention = function
 
 
+def tag_graphs(serving: bool, backend: str | None = None) -> None:
+    """Keep apart, on disk, compiled graphs in which aule stands in the place of PyTorch's function, and its own.
+
+    PyTorch finds a stored graph by what its compiler saw, and of ``torch.nn.MultiheadAttention`` that is one call,
+    whatever is called inside. Like all settings of PyTorch's compiler this one is the calling thread's.
+    """
+    from torch.compiler import config
+
+    from aule.frontends import torch_ops  # of which a stored graph may be the first to speak
+
+    own = config.cache_key_tag.partition(_TAG)[0]
+    config.cache_key_tag = f"{own}{_TAG}{__version__} {backend} {torch_ops.SCHEMA}" if serving else own
+
+
 def host_backend(tensor: Any) -> str | None:
     """The backend for a tensor when nobody named one: the CPU engine for CPU tensors, where it can be had.
 
@@ -292,6 +308,7 @@ def prepare(
         causal=bool(is_causal),
         scale=scale,
         mask=mask,
+        dropout_p=float(dropout_p),
         causal_align=align,
         backend=backend or host_backend(query),
     )
@@ -372,8 +389,6 @@ def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
 def _check_numbers(dropout_p: float, scale: float | None) -> None:
     if not 0.0 <= dropout_p <= 1.0:
         _refuse("dropout_p", InvalidArgumentError, "expected dropout_p in 0..1", dropout_p, "pass 0.0 for none")
-    if dropout_p > 0.0:
-        _refuse("dropout", _unsupported, "expected dropout_p=0.0", dropout_p, "dropout is not there yet: pass 0.0")
     if scale is not None and not math.isfinite(scale):
         remedy = "pass None for 1/sqrt(head_dim)"
         _refuse("scale", InvalidArgumentError, "expected a finite scale or None", scale, remedy)

@@ -1,8 +1,8 @@
 """What ``torch.vmap`` does to the operators of `aule.frontends.torch_ops`: the mapped axis joins the batch.
 
-Tensors that are not mapped are expanded, which costs memory only where they have a batch of their own. Three things
-have no axis of batches, or would be summed over it, and are computed call by call: mapped sinks, and the gradients of
-masks, biases and sinks.
+Tensors that are not mapped are expanded, which costs memory only where they have a batch of their own. Some things
+have no axis of batches, or would be summed over it, and are computed call by call: mapped sinks, dropout, and the
+gradients of masks, biases and sinks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The functions of flash-attn 2, so that ``import aule.integrations.flash_attn as flash_attn`` serves.
 
 Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read where
-they lie: the layout is a matter of strides. Refused are dropout, ``return_attn_probs`` and a paged cache
-(``block_table``). ``deterministic`` is accepted and always true. float32 and float64 are served too.
+they lie: the layout is a matter of strides. Refused are ``return_attn_probs`` and a paged cache (``block_table``).
+float32 and float64 are served too.
 
 Gradients of q, k and v are there for CPU and CUDA tensors. Where one is needed, the result is copied once, into the
 layout that flash-attn gives it.
@@ -10,14 +10,14 @@ layout that flash-attn gives it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from aule.api import flash_attention
+from aule.api import flash_attention, flash_attention_varlen
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.frontends.torch import autocast
 from aule.frontends.torch_sdpa import host_backend
 
 __all__ = [
@@ -39,6 +39,7 @@ class _Options(NamedTuple):
     window_size: Sequence[int]
     softcap: float
     alibi_slopes: Any
+    deterministic: bool
     return_attn_probs: bool
 
 
@@ -64,7 +65,7 @@ def flash_attn_func(
     k, v : Tensor
         ``[batch, seq_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
     dropout_p : float
-        0.0: dropout is not there yet.
+        Chance of each weight to be dropped; the seed comes from PyTorch's generator of the tensors' device.
     softmax_scale : float, optional
         Default ``1 / sqrt(head_dim)``.
     causal : bool
@@ -76,7 +77,7 @@ def flash_attn_func(
     alibi_slopes : float32 Tensor, optional
         ``[heads]`` or ``[batch, heads]``.
     deterministic : bool
-        Always the case.
+        Gradients are the same bits every time, as in `aule.flash_attention`; results always are.
     return_attn_probs : bool
         False: the probabilities are never stored.
 
@@ -85,7 +86,9 @@ def flash_attn_func(
     Tensor
         ``[batch, seq_q, heads, head_dim]``, contiguous.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     return _batched("flash_attn_func", q, k, v, options)
 
 
@@ -102,7 +105,9 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` on ``qkv`` of ``[batch, seq, 3, heads, head_dim]``."""
     op = "flash_attn_qkvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     q, k, v = _unpacked(op, "qkv", qkv, 3, 5)
     return _batched(op, q, k, v, options)
 
@@ -121,7 +126,9 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` on ``kv`` of ``[batch, seq_kv, 2, heads_kv, head_dim]``."""
     op = "flash_attn_kvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     k, v = _unpacked(op, "kv", kv, 2, 5)
     return _batched(op, q, k, v, options)
 
@@ -144,10 +151,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """Attention within each sequence of a packed batch: one launch per sequence, one after the other.
-
-    The offsets are read on the host, which for CUDA tensors waits for the device. Many short sequences are better
-    served as one padded batch.
+    """Attention within each sequence of a packed batch: one launch for all of them.
 
     Parameters
     ----------
@@ -158,7 +162,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : integer Tensor
         ``[batch + 1]``: where each sequence begins, and where the last one ends.
     max_seqlen_q, max_seqlen_k : int
-        Not needed here.
+        Lengths of the longest sequences; for CPU tensors they are not needed.
     block_table : None
         A paged cache is not there yet.
 
@@ -169,11 +173,13 @@ def flash_attn_varlen_func(
 
     Other parameters are those of `flash_attn_func`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     op = "flash_attn_varlen_func"
     if block_table is not None:
         raise _unsupported(op, "block_table=None", "a paged cache", "gather k and v first")
-    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -189,11 +195,13 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``: one launch per sequence."""
+    """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``."""
     op = "flash_attn_varlen_qkvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     q, k, v = _unpacked(op, "qkv", qkv, 3, 4)
-    return _packed(op, q, k, v, cu_seqlens, cu_seqlens, options)
+    return _packed(op, q, k, v, cu_seqlens, cu_seqlens, (max_seqlen, max_seqlen), options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -212,11 +220,13 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``: one launch per sequence."""
+    """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``."""
     op = "flash_attn_varlen_kvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     k, v = _unpacked(op, "kv", kv, 2, 4)
-    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------
@@ -225,6 +235,7 @@ def flash_attn_varlen_kvpacked_func(
 def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
     given = _keywords(op, options)
     _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v)
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     given["backend"] = host_backend(q)
     if _needs_gradient(q, k, v):
@@ -234,60 +245,42 @@ def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
     return out
 
 
-def _packed(op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: _Options) -> Any:
+def _packed(op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest: tuple[int, int], options: _Options) -> Any:
     given = _keywords(op, options)
     _check(op, 3, "[total, heads, head_dim]", q=q, k=k, v=v)
     if len(k) != len(v):
         got = f"{len(k)} and {len(v)} rows"
         raise InvalidShapeError(f"[{op}] expected k and v of one length, got {got}; every key needs its value")
     given["backend"] = host_backend(q)
-    slopes = given.pop("alibi_slopes")
-    pieces_q = _offsets(op, "cu_seqlens_q", cu_seqlens_q, len(q))
-    pieces_k = _offsets(op, "cu_seqlens_k", cu_seqlens_k, len(k))
-    if len(pieces_q) != len(pieces_k):
-        got = f"{len(pieces_q) - 2} and {len(pieces_k) - 2}"
-        raise InvalidShapeError(f"[{op}] expected as many sequences of keys as of queries, got {got}; give both alike")
-    # Split, and not sliced one by one: the gradient of a slice is as large as the whole.
-    parts = zip(q.split(pieces_q), k.split(pieces_k), v.split(pieces_k), strict=True)
-    keeps_graph = _needs_gradient(q, k, v)
-    out = q.new_empty(len(q), q.shape[1], v.shape[2])
-    results = []
-    for i, (part_q, part_k, part_v, target) in enumerate(
-        (*part, target) for part, target in zip(parts, out.split(pieces_q), strict=True)
-    ):
-        if i in (0, len(pieces_q) - 1):  # rows before the first sequence and behind the last
-            target.zero_()
-            results.append(target)
-            continue
-        if slopes is not None:
-            given["alibi_slopes"] = slopes[i - 1] if slopes.dim() == 2 else slopes
-        turned = [x.transpose(0, 1) for x in (part_q, part_k, part_v)]
-        if keeps_graph:
-            results.append(flash_attention(*turned, **given).transpose(0, 1))
-        else:
-            flash_attention(*turned, **given, out=target.transpose(0, 1))
-    return torch.cat(results) if keeps_graph else out
+    if q.device.type != "cpu":
+        return flash_attention_varlen(q, k, v, at_q, at_k, *longest, **given)
+    # Offsets in host memory are read in no time, and rows before the first sequence and behind the last left out.
+    first_q, end_q = _bounds(op, "cu_seqlens_q", at_q, len(q))
+    first_k, end_k = _bounds(op, "cu_seqlens_k", at_k, len(k))
+    parts = (q[first_q:end_q], k[first_k:end_k], v[first_k:end_k])
+    out = flash_attention_varlen(*parts, at_q - first_q, at_k - first_k, **given)
+    if len(out) == len(q):
+        return out
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, first_q, len(q) - end_q))
 
 
-def _offsets(op: str, name: str, offsets: Any, total: int) -> list[int]:
-    """Lengths of the pieces that offsets cut ``total`` rows into, those before and behind all sequences included."""
+def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
+    """The rows at which the first sequence begins and the last one ends."""
     integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
     if not integers or offsets.dim() != 1 or len(offsets) < 1:
         got = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
         raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor [batch + 1], got {got}; convert it")
-    at: list[int] = [0, *offsets.tolist(), total]
-    lengths = [after - before for before, after in itertools.pairwise(at)]
-    if min(lengths) < 0:
+    first, end = int(offsets[0]), int(offsets[-1])
+    if not 0 <= first <= end <= total:
         raise InvalidShapeError(
-            f"[{op}] expected {name} to rise from 0 to at most {total}, got {at[1:-1]}; give the cumulated lengths"
+            f"[{op}] expected {name} to rise from 0 to at most {total}, got {offsets.tolist()}; "
+            "give the cumulated lengths"
         )
-    return lengths
+    return first, end
 
 
 def _keywords(op: str, options: _Options) -> dict[str, Any]:
     """The options as `aule.flash_attention` takes them."""
-    if options.dropout_p:
-        raise _unsupported(op, "dropout_p=0.0", str(options.dropout_p), "dropout is not there yet")
     if options.return_attn_probs:
         remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
         raise _unsupported(op, "return_attn_probs=False", "True", remedy)
@@ -301,6 +294,8 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
         "window": tuple(-1 if side < 0 else side for side in options.window_size),
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
+        "dropout_p": options.dropout_p,
+        "deterministic": options.deterministic,
     }
 
 

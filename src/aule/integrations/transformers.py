@@ -5,8 +5,8 @@ silently. Masks are boolean, those that transformers builds for PyTorch's attent
 all, else ``[batch, 1, seq_q, seq_kv]``, broadcast over heads and never repeated.
 
 Served are grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks (gpt-oss), position
-biases (T5), additive masks, padding on either side, dynamic and static caches, with gradients of all of them. Refused
-with a clear error: dropout, and the paged cache of continuous batching.
+biases (T5), additive masks, padding on either side, dynamic and static caches, dropout in training, with gradients of
+all of them. Refused with a clear error: the paged cache of continuous batching.
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ def attention_forward(
     weights : None
         Probabilities are never stored.
     """
-    if dropout:
-        raise _unsupported("dropout 0.0", str(dropout), "set the model's attention dropout to 0, or use 'sdpa'")
     if kwargs.get("cache") is not None:
         raise _unsupported("no paged cache", "continuous batching", "use 'sdpa' or 'flash_attention_2' for it")
     if kwargs.get("output_attentions"):
@@ -97,6 +95,7 @@ def attention_forward(
         "mask": attention_mask,
         "bias": position_bias,
         "sinks": None if s_aux is None else s_aux.float(),
+        "dropout_p": dropout,
         "backend": host_backend(query),
     }
     tensors = (query, key, value, attention_mask, s_aux, position_bias)

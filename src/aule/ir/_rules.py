@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, i32, with_element
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, i32, u32, with_element
 
 if TYPE_CHECKING:
     from aule.ir.verify import Verifier
@@ -21,10 +21,12 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("eq", "ne", "select"), ("bool", "int", "uint", "float")),
     **dict.fromkeys(("not", "and", "or", "xor"), ("bool", "int", "uint")),
     **dict.fromkeys(("rem", "shl", "shr"), ("int", "uint")),
+    "mulhi": ("uint",),
     **dict.fromkeys(("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor", "sin", "cos", "fma"), ("float",)),
 }
 """Kinds of element that an arithmetic operation takes."""
 
+_COPY_BYTES = 16
 _ATOMIC_KINDS = ("add", "min", "max", "and", "or", "xor", "exchange")
 _REDUCE_KINDS = ("add", "min", "max")
 
@@ -48,7 +50,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "axis": ("0, 1 or 2", lambda v: is_int(v, 0) and v <= 2),
     "align": ("a power of two", lambda v: is_int(v, 1) and v & (v - 1) == 0),
     "lane": ("a lane of the vector", lambda v: is_int(v, 0)),
-    "lanes": ("a tuple of lanes", lambda v: isinstance(v, tuple) and all(is_int(lane, 0) for lane in v)),
+    "pending": ("a count of groups", lambda v: is_int(v, 0)),
     "name": ("an identifier", lambda v: isinstance(v, str) and IDENTIFIER.fullmatch(v) is not None),
     "index": ("a value", lambda v: isinstance(v, Value)),
     "unroll": ("-1, 0 or a count", lambda v: is_int(v, -1)),
@@ -90,6 +92,7 @@ def _same(v: Verifier, op: Op) -> None:
     v.require(op, isinstance(type_, Scalar | Vector) and all(arg.type == type_ for arg in op.args),
               "scalars or vectors of one type")  # fmt: skip
     v.require(op, element(type_).kind in kinds, f"elements of kind {', '.join(kinds)}")
+    v.require(op, op.opcode != "mulhi" or element(type_) == u32, "elements of type u32")
 
 
 def _compare(v: Verifier, op: Op) -> None:
@@ -156,6 +159,8 @@ def _permute(v: Verifier, op: Op) -> None:
     if len(op.args) not in (1, 2):
         v.fail(op, "1 or 2 operands", f"{len(op.args)}")
     type_, lanes = op.args[0].type, op.attrs["lanes"]
+    if not isinstance(lanes, tuple) or not lanes or not all(is_int(lane, 0) for lane in lanes):
+        v.fail(op, "a tuple of lanes", repr(lanes))
     v.require(op, isinstance(type_, Vector) and all(arg.type == type_ for arg in op.args), "vectors of one type")
     assert isinstance(type_, Vector)
     wanted = type_.elem if len(lanes) == 1 else Vector(type_.elem, len(lanes))
@@ -195,6 +200,16 @@ def _atomic(v: Verifier, op: Op) -> None:
     v.require(op, pointer.elem.name in ("i32", "u32", "f32"), "i32, u32 or f32 in memory")
     if op.attrs["kind"] not in kinds:
         v.fail(op, f"one of {', '.join(kinds)} on {pointer.elem}", repr(op.attrs["kind"]))
+
+
+def _async_copy(v: Verifier, op: Op) -> None:
+    target = v.memory(op, ("shared",), reads=False, writes=True)
+    source = v.memory(op, ("global",), reads=True, writes=False, at=2)
+    v.require(op, source.elem == target.elem, "memory of one element type")
+    if v.access.get(op.args[2]) != "read":
+        v.fail(op, "a buffer that the kernel only reads", f"{op.args[2].hint}")
+    if not is_int(op.attrs["lanes"], 1) or op.attrs["lanes"] * target.elem.bytes != _COPY_BYTES:
+        v.fail(op, f"{_COPY_BYTES} bytes", f"{op.attrs['lanes']} elements of {target.elem}")
 
 
 def _var(v: Verifier, op: Op) -> None:
@@ -297,6 +312,17 @@ def _component(v: Verifier, op: Op) -> None:
         v.fail(op, f"a component below {held}", str(op.attrs["component"]))
 
 
+def _fragment_pack(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.result.type
+    v.require(op, isinstance(type_, Fragment) and all(arg.type == type_.elem for arg in op.args),
+              "scalars, and a fragment of them as the result")  # fmt: skip
+    assert isinstance(type_, Fragment)
+    size = v.kernel.subgroup_size
+    if size and len(op.args) * size != type_.rows * type_.cols:
+        v.fail(op, f"{type_.rows * type_.cols // size} components", f"{len(op.args)}")
+
+
 def _intrinsic(v: Verifier, op: Op) -> None:
     v.require(op, not any(isinstance(arg.type, Ref) for arg in op.args), "no variables as operands")
     v.require(op, op.result is None or isinstance(op.result.type, Scalar | Vector | Fragment), "a value as the result")
@@ -308,12 +334,15 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "cast": _cast, "bitcast": _bitcast,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "store": _store, "atomic": _atomic,
+    "async_copy": _async_copy,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "if": _if,
     "sync": _nothing,
+    "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,
     "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
     "fragment_mma": _fragment_mma, "fragment_get": _component, "fragment_set": _component,
+    "fragment_pack": _fragment_pack,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """The rule of an operation, by its opcode or else by its category."""

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 
-_UNIFORM_LEAVES = ("const", "group_id", "group_count")
+_UNIFORM = ("const", "group_id", "group_count", "workgroup_any")
+_BARRIERS = ("barrier", "workgroup_any")
 _ELEMENTWISE = ("unary", "binary", "compare", "ternary", "cast", "vector")
 
 
@@ -50,7 +51,7 @@ class _Analysis:
                 self.divergent_variables.add(op.result)
             elif op.opcode == "set" and (divergence is not None or op.args[1] not in self.uniform):
                 self.divergent_variables.add(op.args[0])
-            elif op.opcode == "barrier" and divergence is not None:
+            elif op.opcode in _BARRIERS and divergence is not None:
                 self.barriers.append((op, divergence))
             elif op.opcode == "loop" and inputs_uniform:
                 self.uniform.add(op.attrs["index"])
@@ -59,7 +60,7 @@ class _Analysis:
                 self._block(nested, inner)
 
     def _is_uniform(self, op: Op, inputs_uniform: bool) -> bool:
-        if op.opcode in _UNIFORM_LEAVES:
+        if op.opcode in _UNIFORM:
             return True
         if op.opcode == "get":
             return op.args[0] not in self.divergent_variables

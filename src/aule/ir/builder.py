@@ -206,6 +206,10 @@ class Builder:
     def max(self, left: Any, right: Any) -> Value:
         return self.binary("max", left, right)
 
+    def mulhi(self, left: Any, right: Any) -> Value:
+        """The high 32 bits of the product of two u32."""
+        return self.binary("mulhi", left, right)
+
     def fma(self, a: Value, b: Any, c: Any) -> Value:
         """``a * b + c``."""
         return self.emit("fma", (a, self._like(b, a), self._like(c, a)), a.type)
@@ -274,6 +278,20 @@ class Builder:
         type_: ValueType = elem if len(lanes) == 1 else Vector(elem, len(lanes))
         return self.emit("permute", (a,) if b is None else (a, b), type_, lanes=tuple(lanes))
 
+    # -- copies that the hardware makes ----------------------------------------------------------------------------
+
+    def async_copy(self, shared: Value, to: Any, source: Value, index: Any, lanes: int) -> None:
+        """Start to copy 16 bytes from global to shared memory, past the registers."""
+        self.emit("async_copy", (shared, self._index(to), source, self._index(index)), None, lanes=lanes)
+
+    def async_commit(self) -> None:
+        """The copies since the last one become a group."""
+        self.emit("async_commit", (), None)
+
+    def async_wait(self, pending: int = 0) -> None:
+        """Wait for all of this thread's groups but the latest ``pending``."""
+        self.emit("async_wait", (), None, pending=pending)
+
     # -- variables -------------------------------------------------------------------------------------------------
 
     def var(self, init: Value, name: str = "") -> Var:
@@ -329,6 +347,10 @@ class Builder:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
 
+    def workgroup_any(self, value: Value) -> Value:
+        """Whether a bool is true in any thread of the workgroup; a barrier, too."""
+        return self.emit("workgroup_any", (value,), bool_)
+
     def subgroup_barrier(self) -> None:
         self.emit("subgroup_barrier", (), None)
 
@@ -373,6 +395,10 @@ class Builder:
     def fragment_set(self, value: Value, component: int, new: Any) -> Value:
         new = self.coerce(new, element(value.type))
         return self.emit("fragment_set", (value, new), value.type, component=component)
+
+    def fragment_pack(self, type_: Fragment, components: Sequence[Value]) -> Value:
+        """A fragment out of all the components that this lane holds of it."""
+        return self.emit("fragment_pack", tuple(components), type_)
 
     # -- what only one language has --------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ Beyond the entries below:
 * *Types.* A vector has 2, 4, 8 or 16 lanes. Memory (buffers, shared and private arrays) and fragments hold numbers,
   never bool. Shared and private arrays have a length of at least 1. An index or a stride is an i32, i64 or u32.
 * *Values* are defined once and used only after that, in the same block or in a block inside it. The index of a loop is
-  visible in its body only. A pointer is the first operand of a memory or fragment operation (or an operand of an
-  intrinsic) and nothing else; a variable is the first operand of ``get`` and ``set`` and nothing else.
+  visible in its body only. A pointer is the first operand of a memory or fragment operation (the third of
+  ``async_copy``, or an operand of an intrinsic) and nothing else; a variable is the first operand of ``get`` and
+  ``set`` and nothing else.
 * *Names* of the kernel, of parameters, of shared and of private arrays are identifiers (ASCII, no leading ``__``);
   those of parameters and shared arrays differ.
 * *Access.* A buffer with access "read" is not stored to, one with access "write" is not loaded from, an atomic needs
@@ -23,9 +24,10 @@ Beyond the entries below:
   no barrier orders. Barriers order the threads that take part in them; nothing orders two workgroups.
 * *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
   ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
-  access "read", indices of loops with uniform bounds, and variables that are only ever set to uniform values in uniform
-  control flow. Everything else counts as divergent: what threads, lanes and subgroups are called, what shared, private
-  and writable memory holds, what subgroup operations, fragments, atomics and intrinsics return.
+  access "read", indices of loops with uniform bounds, variables that are only ever set to uniform values in uniform
+  control flow, and what ``workgroup_any`` returns. Everything else counts as divergent: what threads, lanes and
+  subgroups are called, what shared, private and writable memory holds, what subgroup operations, fragments, atomics
+  and intrinsics return.
 * *Fragments.* All lanes of a subgroup name the same matrix: index, stride and fill value are the same in all of them.
   Which element a component is depends on the device; a fragment of n elements has n / subgroup size components.
 """
@@ -76,6 +78,7 @@ OPS: dict[str, OpInfo] = {
     "add": OpInfo("binary", 2, "same; ints and floats"),
     "sub": OpInfo("binary", 2, "same; ints and floats"),
     "mul": OpInfo("binary", 2, "same; ints and floats"),
+    "mulhi": OpInfo("binary", 2, "same; u32; the high word of the product of 64 bits"),
     "div": OpInfo("binary", 2, "same; truncating for ints; floats within 2.5 ulp"),
     "rem": OpInfo("binary", 2, "same; ints; sign of the dividend"),
     "min": OpInfo("binary", 2, "same; ints and floats; with one NaN operand either may come out"),
@@ -135,6 +138,23 @@ OPS: dict[str, OpInfo] = {
         "i32/u32; add on f32 where the target can",
         ("kind",),
     ),
+    "async_copy": OpInfo(
+        "memory",
+        4,
+        "pointer (shared), index, pointer (global, only read by the kernel), index: start to copy ``lanes`` "
+        "consecutive elements, 16 bytes in all; both indices are multiples of ``lanes``. The thread sees them there "
+        "after the ``async_wait`` for their group, other threads after a barrier behind that",
+        ("lanes",),
+        result=False,
+    ),
+    "async_commit": OpInfo("sync", 0, "the thread's copies since the last one become a group", result=False),
+    "async_wait": OpInfo(
+        "sync",
+        0,
+        "wait until at most ``pending`` of the thread's latest groups are unfinished",
+        ("pending",),
+        result=False,
+    ),
     # -- variables ---------------------------------------------------------------------------------------------------
     "var": OpInfo("variable", 1, "initial value -> var"),
     "get": OpInfo("variable", 1, "var -> its value"),
@@ -158,6 +178,9 @@ OPS: dict[str, OpInfo] = {
         "only in uniform control flow",
         ("global_memory",),
         result=False,
+    ),
+    "workgroup_any": OpInfo(
+        "sync", 1, "bool -> bool: true in any thread of the workgroup, and the same in all of them; a barrier, too"
     ),
     "subgroup_barrier": OpInfo("sync", 0, "the same for the threads of a subgroup and shared memory", result=False),
     # -- subgroups: all lanes of the subgroup take part --------------------------------------------------------------
@@ -184,6 +207,7 @@ OPS: dict[str, OpInfo] = {
     ),
     "fragment_get": OpInfo("fragment", 1, "fragment -> the lane's component number ``component``", ("component",)),
     "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
+    "fragment_pack": OpInfo("fragment", None, "all components of the lane, in order -> fragment"),
     # -- what only one language has ----------------------------------------------------------------------------------
     "intrinsic": OpInfo(
         "target",

@@ -111,6 +111,8 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         return f"loop {type_}{name} = {args[0]} to {args[1]} step {args[2]}{_attrs(op, ('index',))} {{"
     if op.opcode in ("load", "store", "atomic", "fragment_load", "fragment_store") and len(args) >= 2:
         args[:2] = [f"{args[0]}[{args[1]}]"]
+    if op.opcode == "async_copy" and len(args) == 4:
+        args = [f"{args[0]}[{args[1]}]", f"{args[2]}[{args[3]}]"]
     type_ = f" {op.result.type}" if op.result is not None else ""
     operands = f" {', '.join(args)}" if args else ""
     if op.opcode in ("var", "private") and op.result is not None:

@@ -166,16 +166,16 @@ class Verifier:
             got = ", ".join(str(arg.type) for arg in op.args) or "no operands"
             self.fail(op, expected, got if op.result is None else f"{got} -> {op.result.type}")
 
-    def memory(self, op: Op, spaces: tuple[str, ...], *, reads: bool, writes: bool) -> Pointer:
-        """Rules of all operations on a pointer and an index."""
-        pointer, index = op.args[0].type, op.args[1].type
-        self.require(op, isinstance(pointer, Pointer), "a pointer as the first operand")
+    def memory(self, op: Op, spaces: tuple[str, ...], *, reads: bool, writes: bool, at: int = 0) -> Pointer:
+        """Rules of all operations on a pointer, operand number ``at``, and an index behind it."""
+        pointer, index = op.args[at].type, op.args[at + 1].type
+        self.require(op, isinstance(pointer, Pointer), f"a pointer as operand {at}")
         assert isinstance(pointer, Pointer)
         self.require(op, pointer.space in spaces, f"{' or '.join(spaces)} memory")
         self.require(op, is_index(index), f"an index of type {', '.join(INDEX_TYPES)}")
-        access = self.access.get(op.args[0], "readwrite")
+        access = self.access.get(op.args[at], "readwrite")
         if reads and access == "write":
-            self.fail(op, "a buffer that may be read", f'{op.args[0].hint} with access "write"')
+            self.fail(op, "a buffer that may be read", f'{op.args[at].hint} with access "write"')
         if writes and access == "read":
-            self.fail(op, "a buffer that may be written", f'{op.args[0].hint} with access "read"')
+            self.fail(op, "a buffer that may be written", f'{op.args[at].hint} with access "read"')
         return pointer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aule.ir.kernel import Op, Value
 from aule.ir.ops import OPS
-from aule.ir.types import Scalar, Vector, element, f16, f32
+from aule.ir.types import Scalar, Vector, element, f16, f32, u64
 from aule.render._llvm_emitter import Emitter, constant, llvm_type, suffix
 from aule.render._llvm_exp2 import AVX512, condition, exp2
 
@@ -129,6 +129,11 @@ def _integer(e: Emitter, opcode: str, args: list[str], type_: Shape) -> str:
             if not elem.is_signed:
                 return args[0]
             return e.emit(f"call {t} @llvm.abs.{suffix(type_)}({t} {args[0]}, i1 false)")
+        case "mulhi":
+            wide = llvm_type(with_element(type_, u64))
+            a, b = (e.emit(f"zext {t} {x} to {wide}") for x in args)
+            high = e.emit(f"lshr {wide} {e.emit(f'mul {wide} {a}, {b}')}, {constant(32, with_element(type_, u64))}")
+            return e.emit(f"trunc {wide} {high} to {t}")
         case "min" | "max":
             return _call(e, f"{'s' if elem.is_signed else 'u'}{opcode}", type_, args)
     raise AssertionError(opcode)

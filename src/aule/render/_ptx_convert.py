@@ -111,6 +111,8 @@ def split(e: Emitter, x: str, from_bits: int, to_bits: int) -> list[str]:
         return out
     parts = [e.new("h" if to_bits == 16 else "r") for _ in range(from_bits // to_bits)]
     e.line(f"mov.b{from_bits} {{{', '.join(parts)}}}, {x};")
+    if to_bits == 16 and from_bits == 32:
+        e.pairs[parts[0], parts[1]] = x
     return parts
 
 

@@ -27,7 +27,7 @@ _REGISTERS = {
     "bool": "p", "i8": "h", "u8": "h", "i16": "h", "u16": "h", "f16": "h", "bf16": "h", "i32": "r", "u32": "r",
     "f32": "f", "i64": "rd", "u64": "rd", "f64": "fd",
 }  # fmt: skip
-_DECLARED = {"p": "pred", "h": "b16", "r": "b32", "f": "f32", "rd": "b64", "fd": "f64"}
+DECLARED = {"p": "pred", "h": "b16", "r": "b32", "f": "f32", "rd": "b64", "fd": "f64"}
 
 Sum = tuple[str | None, int]
 """An integer as a register plus a constant; no register for a plain constant."""
@@ -65,9 +65,11 @@ class Emitter:
         self.scopes: list[dict[object, str]] = [{}]
         self.truth: dict[Value, bool] = {}
         self.uses_subgroups = False
+        self.pairs: dict[tuple[str, str], str] = {}
+        """Registers of 32 bits by the halves they were split into."""
         self._lanes: dict[Value, tuple[str, ...]] = {}
         self._sums: dict[Value, Sum] = {}
-        self._counts = dict.fromkeys(_DECLARED, 0)
+        self._counts = dict.fromkeys(DECLARED, 0)
         self._labels = 0
 
     # -- lines and registers ---------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Emitter:
 
     def declarations(self) -> list[str]:
         """The ``.reg`` lines."""
-        return [f"\t.reg .{_DECLARED[c]} %{c}<{n}>;" for c, n in self._counts.items() if n]
+        return [f"\t.reg .{DECLARED[c]} %{c}<{n}>;" for c, n in self._counts.items() if n]
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,12 @@ class Emitter:
         if all(x[0] == "%" for x in lanes):
             return lanes
         cls = _REGISTERS[element(value.type).name]
-        return tuple(x if x[0] == "%" else self.once((cls, x), f"mov.{_DECLARED[cls]}", cls, x) for x in lanes)
+        return tuple(x if x[0] == "%" else self.once((cls, x), f"mov.{DECLARED[cls]}", cls, x) for x in lanes)
+
+    def joined(self, low: str, high: str) -> str:
+        """Two 16-bit registers as one of 32 bits: the one that they were split from, where there is such."""
+        whole = self.pairs.get((low, high))
+        return whole or self.emit("mov.b32", "r", f"{{{low}, {high}}}")
 
     def half(self, bits: int) -> str:
         """A 16-bit constant in a register: f16 instructions take no immediates."""
@@ -188,7 +195,7 @@ class Emitter:
 
 def move_type(elem: Scalar) -> str:
     """The type that ``mov`` and ``selp`` use for a scalar."""
-    return _DECLARED[_REGISTERS[elem.name]]
+    return DECLARED[_REGISTERS[elem.name]]
 
 
 def register_class(elem: Scalar) -> str:

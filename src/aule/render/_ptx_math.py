@@ -47,6 +47,7 @@ def _instructions() -> dict[tuple[str, str], str]:
                 table[opcode, elem.name] = f"{opcode}.{elem}"
             table["floor", elem.name] = f"cvt.rmi.{elem}.{elem}"
             table["sqrt", elem.name] = f"sqrt.rn.{elem}"
+    table["mulhi", "u32"] = "mul.hi.u32"
     for opcode in ("and", "or", "xor", "not"):
         table[opcode, "bool"] = f"{opcode}.pred"
     table |= {

@@ -71,8 +71,8 @@ class Addresses:
         if memory.space == "global":
             return memory.base
         if memory.space == "local":
-            return self._symbol(memory)
-        base = self._symbol(memory)
+            return self.symbol_of(memory)
+        base = self.symbol_of(memory)
         key = ("pointer", memory.offset)
         return base if memory.offset == 0 else self._e.once(key, "add.s32", "r", base, str(memory.offset))
 
@@ -86,10 +86,10 @@ class Addresses:
         elif memory.space == "shared":
             if register.startswith("%rd"):
                 register = e.once(("low", register), "cvt.u32.u64", "r", register)
-            base = self._scaled("mad.lo.s32", "r", register, size, self._symbol(memory))
+            base = self._scaled("mad.lo.s32", "r", register, size, self.symbol_of(memory))
         else:
             multiply = "mad.lo.s64" if register.startswith("%rd") else "mad.wide.s32"
-            base = self._scaled(multiply, "rd", register, size, self._symbol(memory))
+            base = self._scaled(multiply, "rd", register, size, self.symbol_of(memory))
         if memory.space == "global" and not -(2**31) <= offset < 2**31 - 256:
             return e.once(("far", base, offset), "add.s64", "rd", base, str(offset)), 0
         return base, offset
@@ -97,7 +97,8 @@ class Addresses:
     def _scaled(self, instruction: str, cls: str, register: str, size: int, base: str) -> str:
         return self._e.once((instruction, register, size, base), instruction, cls, register, str(size), base)
 
-    def _symbol(self, memory: Memory) -> str:
+    def symbol_of(self, memory: Memory) -> str:
+        """A register with the address where the memory that ``base`` names starts."""
         if memory.space == "global":
             return memory.base
         kind, cls = ("mov.u32", "r") if memory.space == "shared" else ("mov.u64", "rd")
@@ -118,7 +119,7 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
     for i in range(0, lanes, step):
-        out += _load(e, memory, _at(base, offset + i * elem.bytes), step)
+        out += _load(e, memory, at(base, offset + i * elem.bytes), step)
     e.bind(op.result, tuple(out))
 
 
@@ -153,7 +154,7 @@ def store(e: Emitter, addresses: Addresses, op: Op) -> None:
     elem, lanes = memory.elem, e.registers(op.args[2])
     step = min(len(lanes), max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     for i in range(0, len(lanes), step):
-        _store(e, memory, _at(base, offset + i * elem.bytes), lanes[i : i + step])
+        _store(e, memory, at(base, offset + i * elem.bytes), lanes[i : i + step])
 
 
 def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str]) -> None:
@@ -185,10 +186,20 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
         raise refuse(op, "an atomic of ir.ops on i32, u32 or f32", f"{kind} on {name}", "use another type")
     base, offset = addresses.locate(memory, op.args[1])
     cls, value = register_class(memory.elem), e.operands(op.args[2])[0]
-    e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, _at(base, offset), value),))
+    e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
 
 
-def _at(base: str, offset: int) -> str:
+def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """``cp.async`` of 16 bytes, which bypasses L1."""
+    if e.arch.number < 80:
+        raise refuse(op, "sm_80 or newer", e.arch.name, "load and store")
+    to, to_offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
+    base, offset = addresses.locate(addresses.memory(op.args[2]), op.args[3])
+    e.line(f"cp.async.cg.shared.global {at(to, to_offset)}, {at(base, offset)}, 16;")
+
+
+def at(base: str, offset: int) -> str:
+    """An address as it is written."""
     return f"[{base}+{offset}]" if offset else f"[{base}]"
 
 

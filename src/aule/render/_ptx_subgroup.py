@@ -18,6 +18,16 @@ def render(e: Emitter, op: Op) -> None:
             e.line("membar.gl;")
         e.line("bar.sync 0;")
         return
+    if op.opcode == "workgroup_any":
+        assert op.result is not None
+        e.bind(op.result, (e.emit("barrier.cta.red.or.pred", "p", "0", e.operands(op.args[0])[0]),))
+        return
+    if op.opcode == "async_commit":
+        e.line("cp.async.commit_group;")
+        return
+    if op.opcode == "async_wait":
+        e.line(f"cp.async.wait_group {op.attrs['pending']};")
+        return
     e.uses_subgroups = True
     if op.opcode == "subgroup_barrier":
         e.line(f"bar.warp.sync {_ALL};")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aule.errors import KernelError
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f32, u32
+from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f16, f32, u32, with_element
 from aule.render._spirv_memory import Memory
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -39,6 +39,7 @@ _ATOMICS = {
 SUBGROUP_OPS = {
     "lane_id", "subgroup_id", "subgroup_barrier", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any",
     "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_get", "fragment_set",
+    "fragment_pack",
 }  # fmt: skip
 """Operations for which the lanes of a subgroup must work together."""
 
@@ -77,6 +78,7 @@ class Group:
             "fragment_mma": self._fragment_mma,
             "fragment_get": self._fragment_get,
             "fragment_set": self._fragment_set,
+            "fragment_pack": self._fragment_pack,
         }
 
     def _atomic(self, op: Op) -> Parts:
@@ -177,6 +179,20 @@ class Group:
         part = self._component(new, element(fragment.type))
         type_id = self._m.type(register(fragment))
         return (self._m.result(Spv.CompositeInsert, type_id, part, self._value(fragment), op.attrs["component"]),)
+
+    def _fragment_pack(self, op: Op) -> Parts:
+        assert op.result is not None
+        type_ = register(op.result)
+        assert isinstance(type_, Fragment)
+        # bf16 is put together as the f16 of the same bits: NVIDIA's compiler (580.159) takes components of bf16 through
+        # memory, which makes attention six times slower.
+        held = with_element(type_, f16) if type_.elem == bf16 and self._target.f16 else type_
+        type_id = self._m.type(held)
+        parts = [self._component(value, element(held)) for value in op.args]
+        whole = self._m.result(Spv.CompositeConstruct, type_id, parts[0])
+        for i, part in enumerate(parts[1:], 1):
+            whole = self._m.result(Spv.CompositeInsert, type_id, part, whole, i)
+        return (whole if held == type_ else self._m.result(Spv.Bitcast, self._m.type(type_), whole),)
 
     def fragment_cast(self, source: Fragment, result: Fragment, fragment: int) -> int:
         """Convert a whole fragment. To bf16 it is rounded before: OpFConvert of a matrix truncates there (NVIDIA

@@ -18,7 +18,7 @@ from math import gcd
 
 from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, i32, u32, with_element
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, bf16, element, f16, i32, u32, with_element
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -164,8 +164,8 @@ class Memory:
         """Elements of the view through which an operation on viewed memory goes."""
         if op.opcode.startswith("fragment") and self._blocks and self._is_shared(op.args[0]):
             # Matrices of vectors tell the driver how they are aligned.
-            widest = access_unit(element(op.args[0].type), 4, 4)
-            return next(width for width in (4, 2, 1) if width <= widest and self._divisible(op, width))
+            widest = access_unit(element(op.args[0].type), 8, 8)
+            return next(width for width in (8, 4, 2, 1) if width <= widest and self._divisible(op, width))
         if op.opcode not in ("load", "store"):
             return 1
         type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None
@@ -302,6 +302,10 @@ class Memory:
         assert op.result is not None and isinstance(op.result.type, Fragment)
         address, layout, stride, flags = self._matrix(op)
         type_id = self._m.type(op.result.type)
+        if op.result.type.elem == bf16 and f16 in self._computable:
+            held = self._m.type(with_element(op.result.type, f16))
+            loaded = self._m.result(Spv.CooperativeMatrixLoadKHR, held, address, layout, stride, *flags)
+            return (self._m.result(Spv.Bitcast, type_id, loaded),)
         return (self._m.result(Spv.CooperativeMatrixLoadKHR, type_id, address, layout, stride, *flags),)
 
     def fragment_store(self, op: Op, parts: Parts) -> None:

@@ -210,6 +210,10 @@ class Module:
             self.decorate(self._declare(*key), Decoration.ArrayStride, stride)
         return self._known[key]
 
+    def pair(self, member: int) -> int:
+        """A struct of two alike, as instructions with two results give it."""
+        return self._declare(Op.TypeStruct, member, member)
+
     def block(self, members: Iterable[int], offsets: Iterable[int]) -> int:
         """A struct of its own for one interface block."""
         number = self._fresh(Op.TypeStruct, *members)

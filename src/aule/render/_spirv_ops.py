@@ -62,6 +62,7 @@ class Op:
     FDiv = 136
     UMod = 137
     SRem = 138
+    UMulExtended = 151
     LogicalEqual = 164
     LogicalNotEqual = 165
     LogicalOr = 166

@@ -57,7 +57,7 @@ _EXTENDED: dict[str, dict[str, int]] = {
 _SINGLE_ONLY = {"exp2", "log2", "sin", "cos"}
 """GLSL.std.450 has these for 16 and 32 bits only."""
 
-ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp"}
+ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp", "mulhi"}
 """Operations that `Registers.arithmetic` can do."""
 
 
@@ -112,6 +112,8 @@ class Registers:
         kind = element(type_).kind
         if opcode == "rcp":
             return self._map(result, lambda t, x: self.m.result(Op.FDiv, self.m.type(t), self._one(t), x), operands)
+        if opcode == "mulhi":
+            return self._map(result, self._high_product, operands)
         if opcode == "abs" and kind == "uint":
             return operands[0]
         number = _EXTENDED.get(opcode, {}).get(kind)
@@ -134,6 +136,12 @@ class Registers:
 
     def _map(self, result: ValueType, emit: Callable[..., int], operands: Sequence[Parts]) -> Parts:
         return tuple(emit(t, *(x[i] for x in operands)) for i, t in enumerate(part_types(result)))
+
+    def _high_product(self, type_: ValueType, left: int, right: int) -> int:
+        """OpUMulExtended gives both words of the product; every device has it, 64-bit integers or not."""
+        word = self.m.type(type_)
+        both = self.m.result(Op.UMulExtended, self.m.pair(word), left, right)
+        return self.m.result(Op.CompositeExtract, word, both, 1)
 
     def _one(self, type_: ValueType) -> int:
         assert isinstance(type_, Scalar | Vector)

@@ -46,7 +46,7 @@ class _Msl(CPrinter):
     # The precise forms: the fast ones may assume that nothing is infinite, and exp2(-inf) must be 0.
     functions: ClassVar[dict[str, str]] = {
         "exp2": "precise::exp2", "log2": "precise::log2", "sqrt": "precise::sqrt", "rsqrt": "precise::rsqrt",
-        "floor": "floor", "sin": "precise::sin", "cos": "precise::cos",
+        "floor": "floor", "sin": "precise::sin", "cos": "precise::cos", "mulhi": "mulhi",
     }  # fmt: skip
 
     def __init__(self, kernel: KernelIR, target: Target) -> None:

@@ -44,6 +44,7 @@ class _OpenCL(CPrinter):
     type_names: ClassVar[dict[str, str]] = CPrinter.type_names | {"f64": "double"}
     functions: ClassVar[dict[str, str]] = {
         "exp2": "exp2", "log2": "log2", "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor", "sin": "sin", "cos": "cos",
+        "mulhi": "mul_hi",
     }  # fmt: skip
 
     def __init__(self, kernel: KernelIR, target: Target) -> None:

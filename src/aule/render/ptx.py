@@ -15,10 +15,11 @@ from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
-from aule.ir.types import Pointer, Ref, Scalar, element
-from aule.render import _ptx_math, _ptx_memory, _ptx_subgroup
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, element
+from aule.render import _ptx_fragment, _ptx_math, _ptx_memory, _ptx_subgroup
 from aule.render._ptx_convert import bitcast, cast_lanes
 from aule.render._ptx_emitter import (
+    DECLARED,
     Arch,
     Emitter,
     f32_text,
@@ -27,6 +28,7 @@ from aule.render._ptx_emitter import (
     lane_count,
     move_type,
     refuse,
+    register_class,
     wrap,
 )
 from aule.target import Target
@@ -55,8 +57,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     Raises
     ------
     KernelError
-        If the kernel needs something PTX does not have: matrix fragments, intrinsics of another language, subgroups
-        of a size other than 32, exp2, log2, sin and cos in f64.
+        If the kernel needs something PTX does not have: other fragments than 16 x 16, intrinsics of another language,
+        subgroups of a size other than 32, exp2, log2, sin and cos in f64.
     """
     if kernel.subgroup_size not in (0, _SUBGROUP_SIZE):
         raise KernelError(
@@ -138,6 +140,7 @@ class _Body:
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
+            "async_copy": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
             "var": self._var,
             "get": self._get,
             "set": self._set,
@@ -152,7 +155,7 @@ class _Body:
             elif info.category in ("sync", "subgroup"):
                 self._handlers[opcode] = lambda op: _ptx_subgroup.render(e, op)
             elif info.category == "fragment":
-                self._handlers[opcode] = self._fragment
+                self._handlers[opcode] = lambda op: _ptx_fragment.render(e, self.addresses, op)
 
     def run(self) -> None:
         """Load the parameters, then emit the body."""
@@ -247,25 +250,26 @@ class _Body:
 
     def _var(self, op: Op) -> None:
         assert op.result is not None
-        elem = element(op.result.type)
-        registers = tuple(self.emitter.new_for(elem) for _ in range(_ref_lanes(op, op.result)))
-        self._move(elem, registers, self.emitter.operands(op.args[0]))
+        kind, count = _held(op, op.result)
+        registers = tuple(self.emitter.new(kind) for _ in range(count))
+        self._move(kind, registers, self.emitter.operands(op.args[0]))
         self.emitter.bind(op.result, registers)
 
     def _get(self, op: Op) -> None:
         # A copy, since the variable may change while its old value is still in use; ptxas removes the needless ones.
         assert op.result is not None
-        elem = element(op.result.type)
+        kind, _ = _held(op, op.args[0])
         source = self.emitter.operands(op.args[0])
-        registers = tuple([self.emitter.new_for(elem) for _ in source])
-        self._move(elem, registers, source)
+        registers = tuple([self.emitter.new(kind) for _ in source])
+        self._move(kind, registers, source)
         self.emitter.bind(op.result, registers)
 
     def _set(self, op: Op) -> None:
-        self._move(element(op.args[0].type), self.emitter.operands(op.args[0]), self.emitter.operands(op.args[1]))
+        kind, _ = _held(op, op.args[0])
+        self._move(kind, self.emitter.operands(op.args[0]), self.emitter.operands(op.args[1]))
 
-    def _move(self, elem: Scalar, targets: tuple[str, ...], sources: tuple[str, ...]) -> None:
-        kind = move_type(elem)
+    def _move(self, register_class: str, targets: tuple[str, ...], sources: tuple[str, ...]) -> None:
+        kind = DECLARED[register_class]
         self.emitter.lines += [f"\tmov.{kind} {t}, {s};" for t, s in zip(targets, sources, strict=True)]
 
     # -- control ---------------------------------------------------------------------------------------------------
@@ -360,20 +364,16 @@ class _Body:
         one = isinstance(value.type.target if isinstance(value.type, Ref) else value.type, Scalar)
         return lanes[0] if one else lanes
 
-    def _fragment(self, op: Op) -> None:
-        raise refuse(op, "no matrix fragments", op.opcode, "use the mma engine: ptx intrinsics on vectors of registers")
-
     def _comment(self, op: Op) -> None:
         for text in str(op.attrs["text"]).splitlines():
             self.emitter.line(f"// {text.encode('ascii', 'replace').decode()}")
 
 
-def _ref_lanes(op: Op, ref: Value) -> int:
+def _held(op: Op, ref: Value) -> tuple[str, int]:
+    """Class and number of the registers of a variable."""
     assert isinstance(ref.type, Ref)
     target = ref.type.target
-    if isinstance(target, Scalar):
-        return 1
-    lanes = getattr(target, "lanes", None)
-    if lanes is None:
-        raise refuse(op, "a scalar or vector", target, "use the mma engine instead of fragments")
-    return int(lanes)
+    if isinstance(target, Fragment):
+        count = _ptx_fragment.registers_of(op, target)
+        return "r" if count == 4 else "f", count
+    return register_class(element(target)), 1 if isinstance(target, Scalar) else target.lanes

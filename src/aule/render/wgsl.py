@@ -68,7 +68,7 @@ def legal_for(target: Target) -> Legal:
     """What WGSL can say on a device."""
     soft = frozenset({bf16}) if target.f16 else frozenset({bf16, f16})
     packed = _SMALL if target.storage16 else _SMALL | {f16}
-    return Legal(soft, packed, _SMALL, int64=False, max_lanes=4, half_to_float=_half_to_float)
+    return Legal(soft, packed, _SMALL, int64=False, mulhi=False, max_lanes=4, half_to_float=_half_to_float)
 
 
 def _half_to_float(b: Builder, bits: Value) -> Value:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from aule.errors import BackendUnavailableError
-from aule.target import Target
+from aule.target import NVIDIA_LAYOUT, Target
 
 INT, UINT, SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 PTR = ctypes.c_void_p  # every pointer and every opaque handle
@@ -243,4 +243,5 @@ def read_target(driver: Driver, handle: int) -> Target:
         storage8=True,
         bf16=capability >= (8, 0),
         matrix_units=matrix_units,
+        matrix_layout=NVIDIA_LAYOUT if matrix_units else None,
     )

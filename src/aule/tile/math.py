@@ -17,6 +17,14 @@ def lowest(elem: Scalar) -> float:
     return -1.7976931348623157e308 if elem == f64 else LOWEST
 
 
+def fold(b: Builder, kind: str, values: list[Value]) -> Value:
+    """Combine values two by two, so that the chain of dependent operations is short."""
+    while len(values) > 1:
+        pairs = [b.binary(kind, x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
 def tanh(b: Builder, x: Value) -> Value:
     """Hyperbolic tangent to a few ulp.
 

@@ -45,16 +45,16 @@ class Matrix:
         """Index of a row's first element. A row past the end is replaced by the last one: whoever uses it masks it."""
         return self.base + b.cast(b.min(row, self.rows - 1), element(self.base.type)) * self.row_stride
 
-    def load_quad(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
-        """Elements ``col .. col+3`` of the row that begins at ``start``, as a vector. Columns from ``cols`` up to
-        ``cols_padded`` read as zero."""
+    def load_quad(self, b: Builder, start: Value, col: Value, cols_padded: int, width: int = QUAD) -> Value:
+        """Elements ``col .. col+3`` (or as many as ``width`` says, for which ``aligned`` then stands) of the row that
+        begins at ``start``, as a vector. Columns from ``cols`` up to ``cols_padded`` read as zero."""
         if self.aligned and self.col_stride is None:
             if cols_padded == self.cols:
-                return b.load(self.buffer, start + self._index(b, col), QUAD)
-            inside = b.min(col, self.cols - QUAD)
-            vector = b.load(self.buffer, start + self._index(b, inside), QUAD)
-            return b.select(col < self.cols, vector, b.splat(b.const(0, self.elem), QUAD))
-        return b.vector([self._load(b, start, col + i, cols_padded) for i in range(QUAD)])
+                return b.load(self.buffer, start + self.index(b, col), width)
+            inside = b.min(col, self.cols - width)
+            vector = b.load(self.buffer, start + self.index(b, inside), width)
+            return b.select(col < self.cols, vector, b.splat(b.const(0, self.elem), width))
+        return b.vector([self._load(b, start, col + i, cols_padded) for i in range(width)])
 
     def _load(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
         if cols_padded == self.cols:
@@ -66,12 +66,12 @@ class Matrix:
         """Store consecutive columns of one row, leaving out those past ``cols``. The row must exist."""
         start = self.base + b.cast(row, element(self.base.type)) * self.row_stride
         values = [b.cast(v, self.elem) for v in values]
-        if len(values) == QUAD and self.aligned and self.col_stride is None:
+        if len(values) in (2, QUAD) and self.aligned and self.col_stride is None:
             if cols_padded == self.cols:
-                b.store(self.buffer, start + self._index(b, col), b.vector(values))
+                b.store(self.buffer, start + self.index(b, col), b.vector(values))
                 return
             with b.if_(col < self.cols):
-                b.store(self.buffer, start + self._index(b, col), b.vector(values))
+                b.store(self.buffer, start + self.index(b, col), b.vector(values))
             return
         for i, value in enumerate(values):
             if cols_padded == self.cols:
@@ -80,11 +80,12 @@ class Matrix:
             with b.if_(col + i < self.cols):
                 b.store(self.buffer, start + self._offset(b, col + i), value)
 
-    def _index(self, b: Builder, value: Value) -> Value:
+    def index(self, b: Builder, value: Value) -> Value:
+        """A number in the type of this matrix's indices."""
         return b.cast(value, element(self.base.type))
 
     def _offset(self, b: Builder, col: Value) -> Value:
-        index = self._index(b, col)
+        index = self.index(b, col)
         return index if self.col_stride is None else index * self.col_stride
 
 

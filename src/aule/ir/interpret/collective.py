@@ -16,7 +16,11 @@ from aule.ir.types import SCALARS, Fragment
 
 
 def _barrier(m: Machine, op: Op) -> Step:
-    lanes, shadows, all_memory = m.lanes, m.shadows, op.attrs["global_memory"]
+    return _synchronise(m, op, op.attrs["global_memory"])
+
+
+def _synchronise(m: Machine, op: Op, all_memory: bool) -> Step:
+    lanes, shadows = m.lanes, m.shadows
     subgroups = np.arange(lanes.subgroups)
 
     def step() -> None:
@@ -28,6 +32,19 @@ def _barrier(m: Machine, op: Op) -> Step:
             elif all_memory:
                 teams = None if slots is None else lanes.group[slots * lanes.workgroup]
                 shadow.synchronise(op, teams, True)
+
+    return step
+
+
+def _workgroup_any(m: Machine, op: Op) -> Step:
+    lanes, registers, source, result = m.lanes, m.registers, m.slot(op.args[0]), m.result(op)
+    wait = _synchronise(m, op, False)
+
+    def step() -> None:
+        wait()
+        value = registers[source] if lanes.mask is None else registers[source] & lanes.mask
+        found = value.reshape(-1, lanes.workgroup).any(axis=1)
+        registers[result] = np.repeat(found, lanes.workgroup)
 
     return step
 
@@ -213,6 +230,17 @@ def _fragment_set(m: Machine, op: Op) -> Step:
     return _collective(m, op, m.apply(op, replace))
 
 
+def _fragment_pack(m: Machine, op: Op) -> Step:
+    assert op.result is not None
+    type_ = _fragment(m, op, op.result)
+    shape = (len(m.lanes.first), type_.rows, type_.cols)
+    held = type_.rows * type_.cols // m.lanes.subgroup_size
+    if len(op.args) != held:
+        message = f"{type_} has {held} components in each lane, got {len(op.args)}"
+        raise KernelError(f"kernel {m.kernel.name}: {message} ({op.where})")
+    return _collective(m, op, m.apply(op, lambda *parts: np.stack(parts, axis=1).reshape(shape)))
+
+
 def _component(m: Machine, op: Op, type_: Fragment) -> tuple[int, int]:
     held, component = type_.rows * type_.cols // m.lanes.subgroup_size, op.attrs["component"]
     if component >= held:
@@ -222,9 +250,10 @@ def _component(m: Machine, op: Op, type_: Fragment) -> tuple[int, int]:
 
 
 COMPILERS: dict[str, Compiler] = {
-    "barrier": _barrier, "subgroup_barrier": _subgroup_barrier,
+    "barrier": _barrier, "workgroup_any": _workgroup_any, "subgroup_barrier": _subgroup_barrier,
     "shuffle": _shuffle, "shuffle_xor": _shuffle_xor,
     "subgroup_reduce": _subgroup_reduce, "subgroup_any": _subgroup_any, "subgroup_all": _subgroup_all,
     "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
     "fragment_mma": _fragment_mma, "fragment_get": _fragment_get, "fragment_set": _fragment_set,
+    "fragment_pack": _fragment_pack,
 }  # fmt: skip

@@ -52,6 +52,7 @@ class Machine:
         self.memory: dict[Value, Memory] = {}
         self.shadows: list[Shadow] = []
         self.group_ids: list[tuple[int, int]] = []
+        self.copies: list[list[Step]] = [[]]
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:
@@ -66,6 +67,7 @@ class Machine:
             lanes.begin(first, self.total)
             for memory in self.memory.values():
                 memory.begin()
+            self.copies = [[]]
             for shadow in self.shadows:
                 shadow.begin()
             for slot, axis in self.group_ids:

@@ -67,6 +67,11 @@ def _divide_integers(a: Array, b: Array) -> Array:
     return (a - np.fmod(a, b)) // b
 
 
+def _high_product(a: Array, b: Array) -> Array:
+    result: Array = ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32)
+    return result
+
+
 def _rsqrt(x: Array) -> Array:
     return np.reciprocal(np.sqrt(x))
 
@@ -78,7 +83,7 @@ _ANY: dict[str, Function] = {
 _INTEGER: dict[str, Function] = _ANY | {
     "not": np.invert, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "shl": np.left_shift, "shr": np.right_shift, "div": _divide_integers, "rem": np.fmod,
-    "min": np.minimum, "max": np.maximum,
+    "min": np.minimum, "max": np.maximum, "mulhi": _high_product,
 }  # fmt: skip
 # fmin and fmax return the number when the other operand is NaN, as the devices do.
 _FLOAT: dict[str, Function] = _ANY | {

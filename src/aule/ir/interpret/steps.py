@@ -197,6 +197,47 @@ def _atomic(m: Machine, op: Op) -> Step:
     return step
 
 
+# Asynchronous copies: what was read waits here until the wait for its group writes it, as late as a device might.
+
+
+def _async_copy(m: Machine, op: Op) -> Step:
+    target, source = m.memory[op.args[0]], m.memory[op.args[2]]
+    lanes, registers, count = m.lanes, m.registers, op.attrs["lanes"]
+    to, index = m.slot(op.args[1]), m.slot(op.args[3])
+
+    def step() -> None:
+        active = lanes.active
+        value = source.read(op, source.addresses(op, registers[index], active, count, count), active)
+        address = target.addresses(op, registers[to], active, count, count)
+        m.copies[-1].append(lambda: target.write(op, address, value, active))
+
+    return step
+
+
+def _async_commit(m: Machine, op: Op) -> Step:
+    def step() -> None:
+        _whole(m, op)
+        m.copies.append([])
+
+    return step
+
+
+def _async_wait(m: Machine, op: Op) -> Step:
+    pending = op.attrs["pending"]
+
+    def step() -> None:
+        _whole(m, op)
+        while len(m.copies) > pending + 1:
+            run(m.copies.pop(0))
+
+    return step
+
+
+def _whole(m: Machine, op: Op) -> None:
+    """Groups are counted once for all threads that run together, so none may be left out."""
+    m.lanes.whole_groups(op)
+
+
 # Variables. Arrays in registers are never changed, so a variable can hold the array it was given.
 
 
@@ -306,6 +347,7 @@ COMPILERS: dict[str, Compiler] = {
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "store": _store, "atomic": _atomic,
+    "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _var, "set": _set, "loop": _loop, "if": _if,
     "intrinsic": _intrinsic, "comment": _comment,
 }  # fmt: skip

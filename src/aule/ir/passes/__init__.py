@@ -7,13 +7,26 @@ from dataclasses import dataclass
 from aule.ir.kernel import KernelIR
 from aule.ir.passes.dead_code import dead_code
 from aule.ir.passes.int64 import int64
+from aule.ir.passes.multiply_high import multiply_high
 from aule.ir.passes.narrow_vectors import narrow_vectors
 from aule.ir.passes.pack_memory import pack_memory
 from aule.ir.passes.soft_half import Convert, soft_half
+from aule.ir.passes.votes import votes
 from aule.ir.passes.widen_int import widen_int
 from aule.ir.types import Scalar, element, i64, u64
 
-__all__ = ["Legal", "dead_code", "int64", "legalise", "narrow_vectors", "pack_memory", "soft_half", "widen_int"]
+__all__ = [
+    "Legal",
+    "dead_code",
+    "int64",
+    "legalise",
+    "multiply_high",
+    "narrow_vectors",
+    "pack_memory",
+    "soft_half",
+    "votes",
+    "widen_int",
+]
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,8 @@ class Legal:
     """Integer types that no register can have: kept in 32 bits."""
     int64: bool = True
     """64-bit integers exist."""
+    mulhi: bool = True
+    """The high word of a product can be had."""
     max_lanes: int = 16
     """Widest vector."""
     half_to_float: Convert | None = None
@@ -38,6 +53,7 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
     # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
+    kernel = votes(kernel)
     if legal.soft & _elements(kernel):
         kernel = soft_half(kernel, legal.soft, legal.half_to_float)
     if legal.packed & _elements(kernel):
@@ -46,6 +62,8 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
         kernel = widen_int(kernel, legal.widened)
     if not legal.int64 and {i64, u64} & _elements(kernel):
         kernel = int64(kernel)
+    if not legal.mulhi and any(op.opcode == "mulhi" for op in kernel.walk()):
+        kernel = multiply_high(kernel)
     # Always, because it folds constants as well: WGSL refuses those that wrap.
     kernel = narrow_vectors(kernel, legal.max_lanes)
     return dead_code(kernel)

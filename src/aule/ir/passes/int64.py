@@ -12,6 +12,7 @@ from aule.artifact import Param
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
+from aule.ir.passes.multiply_high import high_product
 from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
 from aule.ir.types import Pointer, Ref, Scalar, Type, Vector, element, f32, i32, i64, u32, u64
 
@@ -216,14 +217,7 @@ class _Int64(Rewriter):
         return a[0] - b[0], a[1] - b[1] - self.b.cast(a[0] < b[0], u32)
 
     def _mul(self, op: Op, a: Pair, b: Pair) -> Lowered:
-        return a[0] * b[0], self._high_product(a[0], b[0]) + a[0] * b[1] + a[1] * b[0]
-
-    def _high_product(self, x: Value, y: Value) -> Value:
-        """The upper word of the product of two words, from products of half words."""
-        x0, x1, y0, y1 = x & 0xFFFF, x >> 16, y & 0xFFFF, y >> 16
-        middle = x1 * y0 + ((x0 * y0) >> 16)
-        other = x0 * y1 + (middle & 0xFFFF)
-        return x1 * y1 + (middle >> 16) + (other >> 16)
+        return a[0] * b[0], high_product(a[0], b[0]) + a[0] * b[1] + a[1] * b[0]
 
     def _one(self, op: Op) -> Lowered | None:
         if not _is_wide(op.args[0].type):

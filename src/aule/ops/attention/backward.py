@@ -22,7 +22,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
-from aule.tile.matrix import QUAD, Matrix
+from aule.tile.matrix import QUAD, Matrix, divmod_const
 from aule.tile.simt import RegisterTile, Simt, Stager, padded, wave_size
 
 
@@ -68,14 +68,15 @@ class _Kernel:
         self.stager = Stager(engine, SCALARS[config.dtype], quads, engine.stage, engine.stage_size)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config = self.config
+        config, first = self.config, self.scores.extent.first(name)
         return self.p.matrix(
-            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number]
+            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
         )
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
         aligned = cols % QUAD == 0
-        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned)
+        first = self.scores.extent.first(name)
+        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
 
     scores: Scores
 
@@ -172,17 +173,38 @@ class _Kernel:
         S.map(lambda s, r, c: b.exp2(s - lse(r, c)))
         return slope
 
+    def kept(
+        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], strip: int, transposed: bool
+    ) -> list[list[Value]] | None:
+        """Which weights of a tile dropout keeps; None when all. ``place`` as for `weigh`; ``strip`` keys that follow
+        each other are in registers that do, along a column of the tile where it is ``transposed``."""
+        dropout = self.scores.dropout()
+        if dropout is None:
+            return None
+        rows, cols = range(self.shape.rows), range(self.shape.block_kv // self.shape.threads_x)
+        head_number = self.scores.batch * self.heads + head
+        result: list[list[Value]] = [[] for _ in (cols if transposed else rows)]
+        for i, found in enumerate(result):
+            for first in range(0, len(rows) if transposed else len(cols), strip):
+                row, key = place(first, i) if transposed else place(i, first)
+                found += dropout.strip(head_number, row, key, strip)
+        return [[result[c][r] for c in cols] for r in rows] if transposed else result
+
     def differentiate(
         self,
         P: RegisterTile,
         dP: RegisterTile,
         delta: Callable[[int, int], Value],
         slope: RegisterTile | None,
+        kept: list[list[Value]] | None,
         keep: Callable[[Value, int, int], None] | None = None,
     ) -> None:
         """dS in the place of dP. V of a dropped key may hold Inf or NaN, so its weight of zero decides. ``keep`` sees
-        the gradient of the scores as softmax got them, behind the softcap."""
+        the gradient of the scores as softmax got them, behind the softcap. ``kept`` is what dropout keeps."""
         b = self.b
+        if kept is not None:
+            scale = self.p.number("keep_scale", f32)
+            dP.map(lambda dp, r, c: b.select(kept[r][c], dp * scale, b.const(0.0, f32)))
         weights = P.values()
         bends = None if slope is None else slope.values()
 
@@ -199,7 +221,7 @@ class _Kernel:
         """Log-sum-exp (base 2) and delta of a query row. A row past the end, or one that keeps nothing, has a
         log-sum-exp of +inf: its weights are 0."""
         b, scores = self.b, self.scores
-        number = b.cast(scores.batch * self.heads + head, self.index) * b.cast(scores.seq_q, self.index)
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
         at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
         lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
         empty = (row >= scores.seq_q) | b.eq(lse, float("-inf"))
@@ -229,6 +251,8 @@ class _Queries(_Kernel):
         self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
         batch, self.head = head_number // self.heads, head_number % self.heads
         self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < self.scores.seq_q)
         kv_head = self.head // self.group
         scores = self.scores
         self.q = self.matrix("q", self.head, scores.seq_q, config.head_dim, 0)
@@ -266,14 +290,17 @@ class _Queries(_Kernel):
             b.comment("P = exp2(Q K^T - lse)")
             S.fill(zero)
             self.run_phase(score, lambda: weight.fetch(first_chunk))
-            slope = self.weigh(
-                S, self.head, lambda r, c: (row0 + S.row(r), key0 + S.col(c)), partial, lambda r, c: numbers[r][0]
-            )
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return row0 + S.row(r), key0 + S.col(c)
+
+            slope = self.weigh(S, self.head, place, partial, lambda r, c: numbers[r][0])
             b.comment("dS = P * (dO V^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: result.fetch(first_chunk))
             keep = self._keep_scores(S, key0) if self.config.scores else None
-            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, keep)
+            kept = self.kept(self.head, place, S.strip, transposed=False)
+            self.differentiate(S, dP, lambda r, c: numbers[r][1], slope, kept, keep)
             b.comment("dQ = dQ + dS K")
             engine.store_p(S, dP.values())
             self.run_phase(result, lambda: products(tile + 1)[0].fetch(first_chunk))
@@ -304,6 +331,8 @@ class _Keys(_Kernel):
         self.key0 = (self.task % blocks) * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.key0 < self.scores.seq_kv)
         scores = self.scores
         self.k = self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2)
@@ -322,7 +351,7 @@ class _Keys(_Kernel):
         first, last = low // width, (high + (width - 1)) // width
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, S, dP, dK, dV)
-        self.store(dV, self.dv, key0, None)
+        self.store(dV, self.dv, key0, self.p.number("keep_scale", f32) if self.config.dropout else None)
         self.store(dK, self.dk, key0, self.p.number("dk_factor", f32))
 
     def _pass(
@@ -356,11 +385,18 @@ class _Keys(_Kernel):
             self.run_phase(score, lambda: weight.fetch(first_chunk))
             columns = [row0 + S.col(c) for c in range(len(S.vars[0]))]
             numbers = [self.row_numbers(head, row) for row in columns]
-            slope = self.weigh(S, head, lambda r, c: (columns[c], key0 + S.row(r)), partial, lambda r, c: numbers[c][0])
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return columns[c], key0 + S.row(r)
+
+            slope = self.weigh(S, head, place, partial, lambda r, c: numbers[c][0])
             b.comment("dS^T = P^T * (V dO^T - delta)")
             dP.fill(zero)
             self.run_phase(weight, lambda: values.fetch(first_chunk))
-            self.differentiate(S, dP, lambda r, c: numbers[c][1], slope)
+            kept = self.kept(head, place, shape.row_strip, transposed=True)
+            self.differentiate(S, dP, lambda r, c: numbers[c][1], slope, kept)
+            if kept is not None:
+                S.map(lambda p, r, c: b.select(kept[r][c], p, zero))
             b.comment("dV = dV + P^T dO")
             engine.store_p(S, S.values())
             self.run_phase(values, lambda: keys.fetch(first_chunk))
@@ -371,26 +407,41 @@ class _Keys(_Kernel):
 
 
 def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
-    """Trace the kernel of delta: one thread for each row."""
+    """Trace the kernel of delta: some lanes of a subgroup, or one thread, for each row."""
     b = Builder("attention_delta", config.threads)
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
-    heads, seq_q = p.number("heads_q"), p.number("seq_q")
-    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
-    with b.if_(number < p.number("rows")):
-        head_number, row = number // seq_q, number % seq_q
-        batch, head = head_number // heads, head_number % heads
-        names = zip(("o", "do"), config.unit, config.aligned, strict=True)
-        o, do = (
-            p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
-        )
-        cols = padded(config.value_dim, QUAD)
-        starts = o.row_start(b, row), do.row_start(b, row)
-        total = b.var(b.const(0.0, f32), "delta")
-        with b.loop(b.const(0, i32), cols, QUAD, name="col") as col:
-            x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
-            y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
-            for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
-                total.value = b.fma(a, c, total.value)
-        b.store(p.buffer("delta", f32, "write"), number, total.value)
+    heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
+    thread = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    number, lane = divmod_const(b, thread, config.lanes)
+    inside = b.min(number, rows - 1)  # all lanes take part in a shuffle
+    head_number, row = inside // seq_q, inside % seq_q
+    batch, head = head_number // heads, head_number % heads
+    names = zip(("o", "do"), config.unit, config.aligned, strict=True)
+    o, do = (
+        p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
+    )
+    cols = padded(config.value_dim, QUAD)
+    starts = o.row_start(b, row), do.row_start(b, row)
+    partial = b.var(b.const(0.0, f32), "delta")
+    with b.loop(lane * QUAD, cols, config.lanes * QUAD, name="col") as col:
+        x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
+        y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
+        for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
+            partial.value = b.fma(a, c, partial.value)
+    result = partial.value
+    step = 1
+    while step < config.lanes:
+        result = result + b.shuffle_xor(result, step)
+        step *= 2
+    with b.if_((number < rows) & b.eq(lane, 0)):
+        b.store(p.buffer("delta", f32, "write"), number, result)
+    if config.clear:
+        total = p.number("clear", index)
+        first = b.cast(thread, index)
+        threads = b.cast(b.group_count(0) * b.group_count(1) * config.threads, index)
+        with b.loop(first, total, threads, name="at") as at:
+            b.store(p.buffer("dq_sum", f32, "write"), at, b.const(0.0, f32))
+    # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree.
+    b.barrier()
     return b.finish()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 
 Columns = Literal["unit", "same", "any"]
@@ -24,6 +25,8 @@ class ScoreConfig:
         The band of kept keys has this side.
     mask, bias : str or None
         Element type.
+    packed : bool
+        Sequences of different lengths lie one behind the other; where each begins is in buffers.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
     """
@@ -39,6 +42,8 @@ class ScoreConfig:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
+    dropout: bool = False
+    packed: bool = False
     unit: tuple[bool, ...] = (True, True, True, True)
 
     @property
@@ -65,6 +70,26 @@ class ForwardConfig(ScoreConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FragmentConfig(ScoreConfig):
+    """A forward kernel for matrix units.
+
+    Attributes
+    ----------
+    aligned : tuple of bool
+        For q, k, v, o: rows can be read or written as vectors of eight.
+    index64 : bool
+        Element indices need 64 bits.
+    folded : bool
+        The scale is part of the exponent. It must be positive, and nothing may be added to scores.
+    """
+
+    shape: FragmentShape
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+    folded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardConfig(ScoreConfig):
     """A kernel of the gradients for GPUs.
 
@@ -84,12 +109,39 @@ class BackwardConfig(ScoreConfig):
     index64: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class FragmentBackwardConfig(ScoreConfig):
+    """A kernel of the gradients for matrix units.
+
+    Attributes
+    ----------
+    of : {"queries", "keys"}
+        dQ, or dK and dV.
+    shape : FragmentShape
+        ``block_q`` are the rows that a workgroup owns, ``block_kv`` those of a tile that it passes over.
+    sums : bool
+        The kernel of dK and dV also adds what its keys bring to dQ to sums in fp32. Which workgroup comes first is
+        chance, so the last bits of dQ may differ from run to run.
+    unit, aligned, folded
+        As in `FragmentConfig`, for q, k, v and the gradient of o.
+    """
+
+    of: Literal["queries", "keys"]
+    shape: FragmentShape
+    sums: bool = False
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+    folded: bool = False
+
+
 @dataclass(frozen=True)
 class DeltaConfig:
     """The kernel of ``delta = sum of dO * O`` along each row, for GPUs.
 
     Attributes
     ----------
+    lanes : int
+        Threads that share a row: lanes of a subgroup, or 1.
     unit, aligned : tuple of bool
         For o and its gradient.
     """
@@ -97,6 +149,19 @@ class DeltaConfig:
     dtype: str
     value_dim: int
     threads: int
+    lanes: int
     unit: tuple[bool, ...]
     aligned: tuple[bool, ...]
+    index64: bool
+    clear: bool = False
+    """dQ's sums are set to zero."""
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """The kernel that brings dQ's sums, scaled, into the type of the result, for GPUs."""
+
+    dtype: str
+    head_dim: int
+    threads: int
     index64: bool

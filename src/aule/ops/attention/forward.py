@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8
+from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import ForwardConfig
+from aule.ops.attention.config import ForwardConfig, FragmentConfig
+from aule.ops.attention.dropout import Dropout
+from aule.ops.attention.forward_fragment import build_forward_fragment
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Extent
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
 from aule.tile.matrix import Matrix
@@ -20,8 +24,10 @@ from aule.tile.simt import RegisterTile, Simt, wave_size
 KERNEL_NAME = "flash_attention"
 
 
-def build_forward(config: ForwardConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
+    if isinstance(config, FragmentConfig):
+        return build_forward_fragment(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):
@@ -64,6 +70,9 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
             for o in O.vars[r]:
                 o.value = o.value * alpha
 
+        if block.dropout is not None:
+            p = block.drop(block.dropout, S, p, tile)
+
         b.comment("O = O + P V")
         stream.values(S, O, p, tile, partial)
 
@@ -72,6 +81,8 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
     for r, row in enumerate(O.values()):
         nothing = b.eq(total[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
         inverse = b.select(nothing, zero, b.rcp(total[r]))
+        if block.keep_scale is not None:
+            inverse = inverse * block.keep_scale
         at = block.row0 + O.row(r)
         with b.if_(at < block.seq_q):
             for c in range(0, len(row), O.strip):
@@ -206,8 +217,8 @@ class _Stream:
 class _Block:
     """The parameters of the kernel, and the place of this workgroup's block in the problem.
 
-    Parameters are declared in this order: buffers q, k, v, o, then mask, bias, alibi, sinks, lse where present; then
-    for each of them its strides and offset; then lengths and numbers. `plan.py` fills them in by name.
+    Parameters are declared in this order: buffers q, k, v, o, then mask, bias, alibi, sinks, seed, lse where present;
+    then for each of them its strides and offset; then lengths and numbers. `plan.py` fills them in by name.
     """
 
     def __init__(self, b: Builder, config: ForwardConfig) -> None:
@@ -220,12 +231,15 @@ class _Block:
         bias = b.buffer("bias_ptr", _stored(config.bias)) if config.bias else None
         slopes = b.buffer("alibi_ptr", f32) if config.alibi else None
         sinks = b.buffer("sinks_ptr", f32) if config.sinks else None
+        seed = b.buffer("seed_ptr", u32) if config.dropout else None
         self.lse = b.buffer("lse_ptr", f32, "write") if config.lse else None
 
-        self.seq_q, self.seq_kv = b.scalar("seq_q", i32), b.scalar("seq_kv", i32)
+        if not config.packed:
+            self.seq_q, self.seq_kv = b.scalar("seq_q", i32), b.scalar("seq_kv", i32)
         heads, group = b.scalar("heads_q", i32), b.scalar("group", i32)
         blocks, total = b.scalar("blocks_q", i32), b.scalar("blocks", i32)
-        shift = b.scalar("shift", i32)
+        if not config.packed:
+            self.shift = b.scalar("shift", i32)
         left = b.scalar("left", i32) if config.left else None
         right = b.scalar("right", i32) if config.right else None
         self.scale = b.scalar("scale", f32)
@@ -239,14 +253,22 @@ class _Block:
         self.row0 = (blocks - 1 - in_head) * config.shape.block_q
         self.batch, self.head = head_number // heads, head_number % heads
         kv_head = self.head // group
+        self.extent: Extent | None = None
+        if config.packed:
+            parameters = Parameters(b, config, self.index)
+            self.extent = Extent.of(parameters, self.batch)
+            self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
+            self.exists = self.exists & (self.row0 < self.seq_q)
 
         self.q = self._matrix("q", q, self.head, self.seq_q, config.head_dim, 0)
         self.k = self._matrix("k", k, kv_head, self.seq_kv, config.head_dim, 1)
         self.v = self._matrix("v", v, kv_head, self.seq_kv, config.value_dim, 2)
         self.o = self._matrix("o", o, self.head, self.seq_q, config.value_dim, 3)
-        self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
+        if self.extent is not None:
+            self.lse_base = self.extent.row_base(parameters, head_number, self.head)
+        else:
+            self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
 
-        self.shift = shift
         self.modifiers: list[mod.Modifier] = []
         if cap is not None:
             self.modifiers.append(mod.softcap(cap))
@@ -263,12 +285,21 @@ class _Block:
         self.sink: Value | None = None
         if sinks is not None:
             self.sink = b.load(sinks, b.scalar("sinks_offset", self.index) + self._strided("sinks", self.head))
+        self.dropout: Dropout | None = None
+        self.keep_scale: Value | None = None
+        if seed is not None:
+            self.head_number, self.keep_scale = head_number, b.scalar("keep_scale", f32)
+            self.dropout = Dropout(b, b.scalar("dropout_limit", u32), seed, b.scalar("seed_offset", self.index))
         self._find_tiles(left, right)
 
     def _matrix(self, name: str, buffer: Value, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        b = self.b
-        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, self.batch, head)
+        b, batch = self.b, self.batch if self.extent is None else self.b.const(0, i32)
+        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, batch, head)
         row_stride = b.scalar(f"{name}_row_stride", self.index)
+        if self.extent is not None:
+            first = self.extent.first(name)
+            assert first is not None
+            base = base + b.cast(first, self.index) * row_stride
         col_stride = None if self.config.unit[number] else b.scalar(f"{name}_col_stride", self.index)
         return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number])
 
@@ -318,6 +349,19 @@ class _Block:
             return mod.Site(self.batch, self.head, rows[r], columns[c], positions[r])
 
         S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
+
+    def drop(self, dropout: Dropout, S: RegisterTile, p: list[list[Value]], tile: Value) -> list[list[Value]]:
+        """The weights of a tile with zeros for those that are dropped."""
+        b, zero = self.b, self.b.const(0.0, f32)
+        result: list[list[Value]] = []
+        for r, weights in enumerate(p):
+            row = self.row0 + S.row(r)
+            keep: list[Value] = []
+            for c in range(0, len(weights), S.strip):
+                column = tile * self.config.shape.block_kv + S.col(c)
+                keep += dropout.strip(self.head_number, row, column, S.strip)
+            result.append([b.select(kept, x, zero) for kept, x in zip(keep, weights, strict=True)])
+        return result
 
     def start_from_sink(self, m: list[Var], l: list[Var], tx: Value) -> None:
         """The sink is a key without a value: it is in m and l before the first tile. One thread of a row counts it."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.view import TensorView
@@ -26,7 +27,7 @@ _BANDS = 8
 """Bands remembered: more than a diagonal meets, few enough to stay small."""
 
 
-def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int = 0) -> None:
     """Compute attention into given arrays.
 
     Parameters
@@ -39,6 +40,8 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         leading axes of length 1 may be missing.
     lse : ndarray or None
         ``[batch, heads_q, seq_q]`` for the log-sum-exp, float32 or float64, likewise.
+    first_batch : int
+        What dropout takes the first batch to be the number of.
     """
     out = _lift(out.view(np.uint16) if problem.dtype == "bf16" else out, 4)
     lse = None if lse is None else _lift(lse, 3)
@@ -46,14 +49,17 @@ def forward(problem: AttentionProblem, operands: Operands, out: Array, lse: Arra
         return
     # Non-finite inputs and fully masked rows take part in the arithmetic on purpose; nothing of it is a mistake.
     with np.errstate(all="ignore"):
-        _Forward(problem, operands, out, lse).run()
+        _Forward(problem, operands, out, lse, first_batch).run()
 
 
 class _Forward:
     """One call: its arrays with the heads split into ``[heads_kv, group]``, and its tile sizes."""
 
-    def __init__(self, problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    def __init__(
+        self, problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None, first_batch: int
+    ) -> None:
         self.problem = problem
+        self.first_batch = first_batch
         self.work: type[np.floating[Any]] = np.float64 if problem.dtype == "f64" else np.float32
         self.q = _split_heads(operands.q.storage, problem)
         self.k: Array = operands.k.storage
@@ -64,6 +70,8 @@ class _Forward:
         self.bias = _score_operand(operands.bias, problem)
         self.slopes = None if operands.alibi is None else _split_heads(operands.alibi.storage, problem)
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
+
+        self.seed = None if operands.seed is None else operands.seed.storage.view(np.uint32)
 
         # Query heads that share K and V are rows of one product. Small heads are batched until a tile is full.
         self.rows = max(1, min(problem.seq_q, _TILE_ROWS // problem.group))
@@ -130,6 +138,8 @@ class _Forward:
             total *= decay
             total += s.sum(axis=-1, keepdims=True)
             acc *= decay
+            if self.seed is not None:
+                self._drop(s.reshape(*s.shape[:2], p.group, count, -1), b, h, rows, keys)
             acc += self._product(s, v[:, :, near], keep, count)
             m = highest
         return acc, m, total
@@ -167,6 +177,15 @@ class _Forward:
             if found.any():
                 part[np.matmul(kept, found.astype(self.work)) > 0] += special
         return part
+
+    def _drop(self, weights: Array, b: slice, h: slice, rows: slice, keys: slice) -> None:
+        """Dropout, in place, of weights with a tile's heads apart."""
+        p = self.problem
+        assert self.seed is not None
+        batches, heads, members = np.ogrid[b, h, : p.group]
+        numbers = (batches + self.first_batch) * p.heads_q + heads * p.group + members
+        weights *= kept(p.dropout_p, self.seed, numbers, rows, keys)
+        weights *= self.work(keep_scale(p.dropout_p))
 
     def _modifiers(self, b: slice, h: slice, rows: slice, keys: slice) -> tuple[Array | None, list[Array]]:
         """What is kept (None: everything) and what is added to the scores of a tile; both broadcast over it."""

@@ -42,10 +42,14 @@ class Parameters:
         unit: bool,
         access: Access = "read",
         aligned: bool = False,
+        first: Value | None = None,
     ) -> Matrix:
-        """One head of an operand of four axes."""
+        """One head of an operand of four axes; of a packed one, all batches in one, ``first`` is the batch's first
+        row."""
         buffer = self.buffer(name, SCALARS[self.config.dtype], access)
-        base = self.strided(name, batch, head)
+        base = self.strided(name, batch if first is None else self.b.const(0, i32), head)
+        if first is not None:
+            base = base + self.b.cast(first, self.index) * self.number(f"{name}_row_stride", self.index)
         col_stride = None if unit else self.number(f"{name}_col_stride", self.index)
         return Matrix(buffer, base, rows, cols, self.number(f"{name}_row_stride", self.index), col_stride, aligned)
 

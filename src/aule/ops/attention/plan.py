@@ -5,15 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward, build_delta
-from aule.ops.attention.config import BackwardConfig, DeltaConfig, ForwardConfig
+from aule.ops.attention.backward_fragment import build_backward_fragment, build_round
+from aule.ops.attention.config import (
+    BackwardConfig,
+    DeltaConfig,
+    ForwardConfig,
+    FragmentBackwardConfig,
+    FragmentConfig,
+    RoundConfig,
+)
+from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.tiles import choose_backward_shape, choose_shape
+from aule.ops.attention.tiles import (
+    choose_backward_fragments,
+    choose_backward_shape,
+    choose_fragments,
+    choose_shape,
+)
 from aule.target import Target
+from aule.tile.fragment import RUN, SIZE, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
@@ -29,7 +44,7 @@ class ForwardPlan:
 
     Attributes
     ----------
-    config : ForwardConfig
+    config : ForwardConfig or FragmentConfig
         The kernel.
     grid : tuple of int
         Workgroups; (0, 0, 0) when there is nothing to compute.
@@ -37,7 +52,7 @@ class ForwardPlan:
         Every scalar parameter of the kernel, by name.
     """
 
-    config: ForwardConfig
+    config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
 
@@ -66,7 +81,7 @@ def plan_forward(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shape: SimtShape | None = None,
+    shape: SimtShape | FragmentShape | None = None,
 ) -> ForwardPlan:
     """Plan a forward pass.
 
@@ -74,22 +89,32 @@ def plan_forward(
     ----------
     views : dict
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
-        ``sinks``): four-dimensional, with device strides and offsets.
+        ``sinks``, ``seed``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shape : SimtShape, optional
+    shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     """
-    shape = shape or choose_shape(target, problem.head_dim, problem.value_dim, problem.dtype, problem.modifiers)
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
-    config = ForwardConfig(
-        **score_options(problem),
-        shape=shape,
-        aligned=tuple(_aligned(v) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True)),
-        unit=tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
-        index64=any(_extent(v) > 2**31 - 1 for v in views.values()),
-    )
+
+    def aligned(run: int) -> tuple[bool, ...]:
+        return tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+
+    dims = problem.head_dim, problem.value_dim
+    masked = problem.mask is not None or problem.bias is not None
+    shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+    shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
+    memory: dict[str, Any] = {
+        "aligned": aligned(RUN if isinstance(shape, FragmentShape) else QUAD),
+        "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
+    }
+    config: ForwardConfig | FragmentConfig
+    if isinstance(shape, FragmentShape):
+        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=_folded(problem))
+    else:
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
@@ -97,6 +122,9 @@ def plan_forward(
 
 
 _DELTA_THREADS = 64
+_ROUND_THREADS = 256
+_DELTA_LANES = 8
+"""Lanes that read a row together where there are subgroups: neighbours then read neighbouring memory."""
 
 
 def plan_backward(
@@ -104,7 +132,7 @@ def plan_backward(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shapes: tuple[SimtShape, SimtShape] | None = None,
+    shapes: tuple[SimtShape | FragmentShape | None, SimtShape | FragmentShape | None] | None = None,
 ) -> StepPlan:
     """Plan the gradients of q, k and v on a GPU.
 
@@ -116,72 +144,113 @@ def plan_backward(
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
         For q, k, v, o, do: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shapes : pair of SimtShape, optional
+    shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
-    rows, keys = problem.batch * problem.heads_q * problem.seq_q, problem.batch * problem.heads_kv * problem.seq_kv
-    if rows == 0 or keys == 0:
+    rows = math.prod(problem.out_shape[:3])
+    if rows == 0 or problem.key_rows == 0:
         return StepPlan(())
     base_ok = aligned_base or {}
     names = ("q", "k", "v", "do")
-    aligned = {n: _aligned(views[n]) and base_ok.get(n, True) for n in (*names, "o")}
+
+    def aligned(run: int, of: tuple[str, ...]) -> tuple[bool, ...]:
+        return tuple(_aligned(views[n], run) and base_ok.get(n, True) for n in of)
+
     unit = {n: views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in (*names, "o")}
     index64 = any(_extent(view) > 2**31 - 1 for view in views.values())
-    inner = max(problem.head_dim, problem.value_dim)
-    chosen = shapes or (
-        choose_backward_shape(target, inner, (problem.head_dim,)),
-        choose_backward_shape(target, inner, (problem.head_dim, problem.value_dim)),
-    )
+    dims = problem.head_dim, problem.value_dim
     numbers = problem_scalars(problem) | view_scalars(views) | {
         "rows": rows,
         "dq_factor": problem.scale,
         # dK is made with Q', which holds the scale and log2(e), or the scale over the cap.
         "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
     }  # fmt: skip
-    units, alignments = (unit["o"], unit["do"]), (aligned["o"], aligned["do"])
-    delta = DeltaConfig(problem.dtype, problem.value_dim, _DELTA_THREADS, units, alignments, index64)
-    steps = [Step(delta, build_delta, _grid(-(-rows // _DELTA_THREADS), target), numbers)]
-    for of, shape, heads, length in (
-        ("queries", chosen[0], problem.batch * problem.heads_q, problem.seq_q),
-        ("keys", chosen[1], problem.batch * problem.heads_kv, problem.seq_kv),
+    units = (unit["o"], unit["do"])
+    keys_shape = shapes[1] if shapes else choose_backward_fragments(target, problem.dtype, *dims, "keys")
+    sums = "ds" not in views and not problem.deterministic and _can_sum(problem, target, keys_shape)
+    width = keys_shape.block_kv if keys_shape else SIZE  # tiles of query rows are whole in the sums
+    row_blocks, depth = -(-problem.seq_q // width) * width // SIZE, -(-problem.head_dim // SIZE)
+    clear = problem.batch * problem.heads_q * row_blocks * depth * SIZE * SIZE
+    lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
+    delta = DeltaConfig(
+        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, sums
+    )
+    blocks = -(-rows * lanes // _DELTA_THREADS)
+    numbers |= {"row_blocks": row_blocks, "clear": clear}
+    steps = [Step(delta, build_delta, _grid(blocks, target), numbers | row_scalars(problem))]
+    of: Literal["queries", "keys"]
+    for of, number, heads, length in (
+        ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
+        ("keys", 1, problem.batch * problem.heads_kv, problem.seq_kv),
     ):
-        config = BackwardConfig(
-            **(score_options(problem) | {"lse": False}),
-            of=of,  # type: ignore[arg-type]
-            scores=of == "queries" and "ds" in views,
-            shape=shape,
-            unit=tuple(unit[n] for n in names),
-            aligned=tuple(aligned[n] for n in names),
-            index64=index64,
-        )
+        if sums and of == "queries":
+            continue
+        store_scores = of == "queries" and "ds" in views
+        shape: SimtShape | FragmentShape | None = shapes[number] if shapes else None
+        if shape is None and not store_scores:
+            shape = choose_backward_fragments(target, problem.dtype, *dims, of)
+        shape = shape or choose_backward_shape(target, max(dims), dims[:1] if of == "queries" else dims)
+        common = score_options(problem) | {
+            "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
+        }  # fmt: skip
         each = -(-length // shape.block_q)
-        scalars = numbers | {"blocks_each": each, "blocks": each * heads}
-        steps.append(Step(config, build_backward, _grid(each * heads, target), scalars))
-    return StepPlan(tuple(steps), {"delta": rows})
+        grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
+        if isinstance(shape, FragmentShape):
+            wide = aligned(RUN, names)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
+            steps.append(Step(config, build_backward_fragment, grid, scalars))
+        else:
+            plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores)
+            steps.append(Step(plain, build_backward, grid, scalars))
+    if not sums:
+        return StepPlan(tuple(steps), {"delta": rows})
+    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64)
+    pairs = rows * problem.head_dim // 2
+    steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
+    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
+
+
+def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape | None) -> bool:
+    """Whether dQ can be added up by the kernel of dK and dV."""
+    adds = target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
+    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % 2 or problem.packed is not None:
+        return False
+    return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
+
+
+def _folded(problem: AttentionProblem) -> bool:
+    """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
+    added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
+    return problem.scale > 0 and not added
 
 
 def score_options(problem: AttentionProblem) -> dict[str, Any]:
     """The fields of a `ScoreConfig` that the problem alone decides."""
     left, right = problem.limits
+    packed = problem.packed is not None
     return {
         "dtype": problem.dtype,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
         # The band may reach beyond all keys (decoding has right = 0 at the last key): then no tile needs its mask code.
-        "left": left != UNBOUNDED and problem.seq_q - 1 + problem.shift - left > 0,
-        "right": right != UNBOUNDED and problem.shift + right + 1 < problem.seq_kv,
+        # Of packed sequences that is not known here.
+        "left": left != UNBOUNDED and (packed or problem.seq_q - 1 + problem.shift - left > 0),
+        "right": right != UNBOUNDED and (packed or problem.shift + right + 1 < problem.seq_kv),
         "softcap": problem.softcap > 0,
         "mask": problem.mask,
         "bias": problem.bias,
         "alibi": problem.alibi,
         "sinks": problem.sinks,
         "lse": problem.return_lse,
+        "dropout": problem.dropout_p > 0,
+        "packed": packed,
     }
 
 
 def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
     """Scalar parameters of kernels that the problem alone decides."""
     left, right = problem.limits
+    total_q, total_kv = problem.packed or (0, 0)
     return {
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
@@ -194,7 +263,18 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
         "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
         "softcap": problem.softcap * LOG2E,
+        "dropout_limit": threshold(problem.dropout_p),
+        "keep_scale": keep_scale(problem.dropout_p),
+        "batches": problem.batch,
+        "total_q": total_q,
+        "total_kv": total_kv,
+        "bottom_right": int(problem.causal_align == "bottom-right"),
     }
+
+
+def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:
+    """What kernels that go over rows without regard to sequences are told instead: packed ones are one sequence."""
+    return {} if problem.packed is None else {"seq_q": problem.packed[0]}
 
 
 def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
@@ -209,10 +289,10 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     return scalars
 
 
-def _aligned(view: TensorView) -> bool:
-    """Rows can be read in whole quads that start at multiples of four elements."""
+def _aligned(view: TensorView, run: int = QUAD) -> bool:
+    """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
-    return view.strides[3] == 1 and view.shape[3] % QUAD == 0 and all(s % QUAD == 0 for s in [*steps, view.offset])
+    return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
 
 
 def _extent(view: TensorView) -> int:

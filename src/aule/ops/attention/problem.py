@@ -22,6 +22,7 @@ class AttentionProblem:
     4. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window) and ``mask[i, j]`` (boolean);
        an additive mask or bias of exactly -inf also drops the key
     5. softmax over the kept keys and, where ``sinks``, one further logit per head that has no value
+    6. weights are dropped where ``dropout_p > 0``, the others multiplied by ``1 / (1 - dropout_p)``
     """
 
     batch: int
@@ -44,11 +45,30 @@ class AttentionProblem:
     alibi: bool = False
     sinks: bool = False
     return_lse: bool = False
+    deterministic: bool = False
+    """Gradients are the same bits every time. Without it dQ may be added up in any order where that is faster."""
+    dropout_p: float = 0.0
+    """Chance of a weight to be dropped after softmax (`dropout.py`); the seed is an operand."""
+    packed: tuple[int, int] | None = None
+    """Sequences of different lengths one behind the other (`varlen.py`): how many query rows and keys there are in all.
+    ``batch`` then counts sequences, and ``seq_q`` and ``seq_kv`` are the longest; which is how long is an operand."""
 
     @property
     def shift(self) -> int:
         """Key position of query row 0."""
         return self.seq_kv - self.seq_q if self.causal_align == "bottom-right" else 0
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """``[batch, heads_q, seq_q, value_dim]``, or ``[1, heads_q, rows of all sequences, value_dim]``."""
+        if self.packed is not None:
+            return 1, self.heads_q, self.packed[0], self.value_dim
+        return self.batch, self.heads_q, self.seq_q, self.value_dim
+
+    @property
+    def key_rows(self) -> int:
+        """Keys of all batches and heads."""
+        return self.heads_kv * (self.batch * self.seq_kv if self.packed is None else self.packed[1])
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -60,8 +80,8 @@ class AttentionProblem:
 
     @property
     def modifiers(self) -> int:
-        """Steps between scores and softmax, the band apart: each costs a kernel registers."""
-        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap)))
+        """Steps between scores and the second product, band and softmax apart: each costs a kernel registers."""
+        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap, self.dropout_p)))
 
     @property
     def group(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 
 Array = npt.NDArray[Any]
@@ -51,6 +52,8 @@ def attention_reference(
     bias: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
+    seed: Array | None = None,
+    first_batch: int = 0,
 ) -> tuple[F64, F64]:
     """Attention as `AttentionProblem` defines it, in fp64.
 
@@ -65,6 +68,10 @@ def attention_reference(
         ``[heads_q]`` or ``[batch, heads_q]``.
     sinks : ndarray, optional
         ``[heads_q]``.
+    seed : ndarray, optional
+        The words of the seed (`aule.ops.attention.dropout.seed_words`), where the problem drops weights.
+    first_batch : int
+        What dropout takes the first batch to be the number of.
 
     Returns
     -------
@@ -77,7 +84,7 @@ def attention_reference(
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
     lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch=first_batch):
             s = (part.q @ part.k.T) * problem.scale
             if problem.softcap > 0:
                 s = problem.softcap * np.tanh(s / problem.softcap)
@@ -90,7 +97,7 @@ def attention_reference(
             p = np.exp(s - m)
             total = p.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
             p = np.divide(p, total, out=np.zeros_like(p), where=total != 0)
-            out[part.where] = _product(p, part.v, part.keep)
+            out[part.where] = _product(p * part.factor, part.v, part.keep)
             lse[part.where] = (m + np.log(total))[:, 0]
     return out, lse
 
@@ -104,6 +111,8 @@ def attention_twin(
     bias: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
+    seed: Array | None = None,
+    first_batch: int = 0,
 ) -> F64:
     """The same attention, naive and in the problem's own precision: the measuring rod for `tolerance`.
 
@@ -113,7 +122,7 @@ def attention_twin(
 
     Parameters
     ----------
-    problem, q, k, v, mask, bias, alibi, sinks
+    problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch
         As in `attention_reference`.
 
     Returns
@@ -129,7 +138,7 @@ def attention_twin(
         return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch=first_batch):
             s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
@@ -142,6 +151,7 @@ def attention_twin(
             p = np.exp(s - m)
             total = p.sum(axis=1, keepdims=True) + np.exp(sink - m)
             p = rounded(np.divide(p, total, out=np.zeros_like(p), where=total != 0))
+            p = rounded(p * part.factor)
             out[part.where] = rounded(_product(p, part.v.astype(work), part.keep))
     return out
 
@@ -211,11 +221,12 @@ def expect(
     bias: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
+    seed: Array | None = None,
 ) -> Expected:
     """Reference, and twin where the tolerance needs one; arguments as in `attention_reference`."""
-    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks)
+    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks, seed)
     half = problem.dtype in _MANTISSA_BITS
-    twin = attention_twin(problem, q, k, v, mask, bias, alibi, sinks) if half else None
+    twin = attention_twin(problem, q, k, v, mask, bias, alibi, sinks, seed) if half else None
     return Expected(out, lse, twin)
 
 
@@ -285,6 +296,8 @@ class Part:
     keep: npt.NDArray[np.bool_]
     terms: tuple[F64, ...]
     sink: float
+    factor: F64 | float
+    """What dropout multiplies the weights by."""
 
 
 def parts(
@@ -296,6 +309,9 @@ def parts(
     bias: Array | None,
     alibi: Array | None,
     sinks: Array | None,
+    seed: Array | None,
+    *,
+    first_batch: int,
 ) -> Iterator[Part]:
     p = problem
     scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
@@ -327,7 +343,13 @@ def parts(
             if slopes is not None:
                 terms.append(-float(slopes[b, h]) * np.abs(distance))
             sink = -np.inf if sinks is None else float(sinks[h])
-            yield Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink)
+            factor: F64 | float = 1.0
+            if p.dropout_p > 0:
+                if seed is None:
+                    raise ValueError("[attention_reference] expected the words of a seed with dropout_p > 0, got None")
+                mine = kept(p.dropout_p, seed, (first_batch + b) * p.heads_q + h, rows, slice(0, p.seq_kv))
+                factor = np.where(mine, keep_scale(p.dropout_p), 0.0)
+            yield Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink, factor)
 
 
 def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:

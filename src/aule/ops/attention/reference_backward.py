@@ -35,7 +35,7 @@ class ExpectedGradients:
 
 
 def expect_gradients(
-    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, **extra: Array
+    problem: AttentionProblem, dout: Array, q: Array, k: Array, v: Array, first_batch: int = 0, **extra: Array
 ) -> ExpectedGradients:
     """Gradients of ``sum(dout * attention(q, k, v))``.
 
@@ -43,13 +43,13 @@ def expect_gradients(
     ----------
     dout : ndarray
         ``[batch, heads_q, seq_q, value_dim]``, of the problem's dtype.
-    q, k, v, **extra
+    q, k, v, first_batch, **extra
         As in `aule.ops.attention.reference.attention_reference`.
     """
     magnitude = dict.fromkeys(NAMES, 0.0)
-    reference = _gradients(problem, dout, q, k, v, extra, True, magnitude)
+    reference = _gradients(problem, dout, q, k, v, extra, first_batch, True, magnitude)
     half = problem.dtype in ("f16", "bf16")
-    twin = _gradients(problem, dout, q, k, v, extra, False, {}) if half else None
+    twin = _gradients(problem, dout, q, k, v, extra, first_batch, False, {}) if half else None
     return ExpectedGradients(reference, twin, magnitude)
 
 
@@ -60,6 +60,7 @@ def _gradients(
     k: Array,
     v: Array,
     extra: dict[str, Array],
+    first_batch: int,
     exact: bool,
     magnitude: dict[str, float],
 ) -> dict[str, F64]:
@@ -77,8 +78,8 @@ def _gradients(
         return np.asarray(values) if exact else rounded_to(values.astype(work), p.dtype)
 
     with np.errstate(all="ignore"):
-        arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks")]
-        for part in parts(p, q, k, v, *arrays):
+        arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks", "seed")]
+        for part in parts(p, q, k, v, *arrays, first_batch=first_batch):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))
@@ -93,18 +94,19 @@ def _gradients(
             total = weights.sum(axis=1, keepdims=True) + np.exp(part.sink - m)
             weights = rounded(np.divide(weights, total, out=np.zeros_like(weights), where=total != 0))
             v_kept = np.where(np.isfinite(part.v), part.v, 0).astype(work)
-            dp = rounded(do @ v_kept.T)
+            dropped = rounded(weights * part.factor)
+            dp = rounded(rounded(do @ v_kept.T) * part.factor)
             # As in every flash attention, delta comes from the output, which is there in the problem's precision only.
             # In fp64 that is the same as the sum over weights * dp.
-            delta = (do * rounded(weights @ v_kept)).sum(axis=1, keepdims=True)
+            delta = (do * rounded(dropped @ v_kept)).sum(axis=1, keepdims=True)
             ds = rounded(weights * (dp - delta) * (1 - bend * bend))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
             result["dq"][b, h, rows] = rounded(rounded(ds @ k_kept) * work(p.scale))
             result["dk"][b, h // p.group] += rounded(rounded(ds.T @ part.q.astype(work)) * work(p.scale))
-            result["dv"][b, h // p.group] += rounded(weights.T @ do)
+            result["dv"][b, h // p.group] += rounded(dropped.T @ do)
             if magnitude:
                 terms = weights * (np.abs(dp) + np.abs(delta)) * abs(p.scale)
-                sums = {"dq": terms @ np.abs(k_kept), "dk": terms.T @ np.abs(part.q), "dv": weights.T @ np.abs(do)}
+                sums = {"dq": terms @ np.abs(k_kept), "dk": terms.T @ np.abs(part.q), "dv": dropped.T @ np.abs(do)}
                 for name, array in sums.items():
                     magnitude[name] = max(magnitude[name], p.group * float(np.max(array, initial=0.0)))
     return {name: rounded(array).astype(np.float64) for name, array in result.items()}

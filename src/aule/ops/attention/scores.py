@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Value
-from aule.ir.types import SCALARS, Vector, f32, i32, u8
+from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import Columns
+from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.parameters import Parameters
 from aule.tile.math import LOG2E
 
@@ -24,13 +25,51 @@ class Reach:
     full_end: Value
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Lengths of the sequences of one batch, the key position of query row 0, and, where sequences are packed, the
+    rows of Q and of K at which they begin."""
+
+    seq_q: Value
+    seq_kv: Value
+    shift: Value
+    first_q: Value | None
+    first_kv: Value | None
+
+    @staticmethod
+    def of(p: Parameters, batch: Value) -> Extent:
+        b, number = p.b, p.number
+        if not p.config.packed:
+            return Extent(number("seq_q"), number("seq_kv"), number("shift"), None, None)
+        at = b.min(batch, number("batches") - 1)  # there may be more workgroups than work
+        first_q, end_q, first_kv, end_kv = (
+            b.load(p.buffer(name, i32), p.strided(name, at + i)) for name in ("cu_q", "cu_k") for i in (0, 1)
+        )
+        seq_q, seq_kv = end_q - first_q, end_kv - first_kv
+        return Extent(seq_q, seq_kv, (seq_kv - seq_q) * number("bottom_right"), first_q, first_kv)
+
+    def first(self, name: str) -> Value | None:
+        """The first row of an operand, by its name."""
+        return self.first_kv if name in ("k", "v", "dk", "dv") else self.first_q
+
+    def row_base(self, p: Parameters, head_number: Value, head: Value) -> Value:
+        """The place of query row 0 in what has one number for each row: ``[batch, heads, rows]``, or ``[heads, rows]``
+        where sequences are packed. ``head_number`` is ``batch * heads + head``."""
+        b, index = p.b, p.index
+        if self.first_q is not None:
+            total = p.number("total_q", index)
+            return b.cast(head, index) * total + b.cast(self.first_q, index)
+        return b.cast(head_number, index) * b.cast(self.seq_q, index)
+
+
 class Scores:
     """What happens to scores between the product and softmax, for one batch."""
 
     def __init__(self, parameters: Parameters, batch: Value) -> None:
         self.p, self.b, self.config, self.batch = parameters, parameters.b, parameters.config, batch
         number = parameters.number
-        self.seq_q, self.seq_kv, self.shift = number("seq_q"), number("seq_kv"), number("shift")
+        self.extent = Extent.of(parameters, batch)
+        self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
         self.left = number("left") if self.config.left else None
         self.right = number("right") if self.config.right else None
 
@@ -74,6 +113,13 @@ class Scores:
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
         result.append(mod.band(self.seq_kv, self.left, self.right))
         return result
+
+    def dropout(self) -> Dropout | None:
+        """Which weights are kept; None when all are."""
+        if not self.config.dropout:
+            return None
+        p = self.p
+        return Dropout(self.b, p.number("dropout_limit", u32), p.buffer("seed", u32), p.strided("seed"))
 
     def _reader(self, name: str, dtype: str, head: Value, columns: Columns) -> Callable[[mod.Site], Value]:
         """Reads an element of a mask or bias, or a vector of them; rows and columns past the end read the last."""

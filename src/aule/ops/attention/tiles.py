@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
+from aule.tile.fragment import FragmentShape, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -96,6 +97,129 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f3
     shuffling = (shape for shape in fitting if uses_subgroups(target, shape) and target.vendor != "intel")
     chosen = next(shuffling, fitting[0])
     return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
+
+
+@dataclass(frozen=True)
+class FragmentEntry:
+    """Tiles on matrix units, for head dimensions up to ``dim``.
+
+    Attributes
+    ----------
+    plain : FragmentShape
+        Where a row is whole runs of eight and tiles without dropped keys have no mask or bias to read.
+    masked : FragmentShape
+        With a mask or a bias, whose indices take registers.
+    strided : FragmentShape
+        Where rows pass through registers on their way, element by element.
+    """
+
+    dim: int
+    plain: FragmentShape
+    masked: FragmentShape
+    strided: FragmentShape
+
+
+_Numbers = tuple[int, int, int, int, int]
+
+
+def _entry(dim: int, plain: _Numbers, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
+    """An entry out of block_q, block_kv, subgroups, stages and resident_q."""
+    return FragmentEntry(
+        dim, *(FragmentShape(q, kv, n, stages, bool(r)) for q, kv, n, stages, r in (plain, masked, strided))
+    )
+
+
+FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
+    # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 / 8192 full / 8192 causal; the alternatives were timed before
+    # the last changes to the kernel, which brought all of them 2 to 5% (docs/performance.md).
+    "cuda": (
+        # 340 / 342 / 318. Before: 323 / 333 / 306 against one stage (308 / 321 / 307), keys by 96 (326 / 306 / 300) and
+        # 128 (293 / 306 / 269), Q in memory (315 / 318 / 299), 16 rows a subgroup (268 / 255 / 208), eight subgroups
+        # (294 / 304 / 273).
+        _entry(64, (128, 64, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 375 / 374 / 334; two stages 373 / 345 / 321. Before: 365 / 359 / 322 against keys by 48 (350 / 358 / 302) and
+        # 32 (350 / 343 / 311), Q in registers (307 / 303 / 268), eight subgroups (339 / 357 / 303), 16 rows a subgroup
+        # (272 / 251 / 247).
+        _entry(128, (128, 64, 4, 1, 0), (64, 64, 4, 1, 0), (64, 32, 4, 1, 0)),
+        # 295 / - / 271. Before: 287 / - / 267 against eight subgroups (283 / - / 258), keys by 48 (278 / - / 266) and
+        # 32 in two stages (250 / - / 232), Q in registers (244 / - / 238).
+        _entry(256, (64, 64, 4, 1, 0), (64, 64, 4, 1, 0), (64, 16, 4, 1, 0)),
+        # By rule, for less shared memory (99 KiB on sm_86, sm_89 and sm_120, 64 KiB on sm_75).
+        _entry(256, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 16, 4, 1, 0)),
+        _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+    ),
+    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is.
+    "vulkan": (
+        # 297 / 274; keys by 64 304 / 226, one stage 281 / 209, 16 rows a subgroup 249 / 232.
+        _entry(64, (128, 32, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 272 / 262; keys by 32 252 / 47 (the driver spills), four subgroups 247 / 238, 32 rows a subgroup 163 / 171.
+        _entry(128, (128, 64, 8, 1, 1), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        # 161 / -; keys by 32 49 / -.
+        _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+    ),
+}
+"""Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
+
+
+def choose_fragments(
+    target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool, strided: bool
+) -> FragmentShape | None:
+    """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix."""
+    if not multiplies(target, dtype):
+        return None
+    for entry in FRAGMENTS.get(target.backend, ()):
+        shape = entry.strided if strided else entry.masked if masked else entry.plain
+        if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
+            continue
+        if shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes:
+            return shape
+    return None
+
+
+def _runs(shape: FragmentShape, target: Target) -> bool:
+    return shape.threads <= target.max_threads and shape.lanes == target.subgroup_size
+
+
+@dataclass(frozen=True)
+class FragmentBackwardEntry:
+    """Tiles of the backward kernels on matrix units, for head dimensions up to ``dim``: of dQ, and of dK and dV."""
+
+    dim: int
+    queries: FragmentShape
+    keys: FragmentShape
+
+
+FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
+    # H200, bf16, S 2048 full / 8192 causal, TFLOPS of the kernel's own products: three for dQ, four for dK and dV. With
+    # sums the latter has five, counted as the literature does.
+    "cuda": (
+        # dQ 375 / 347; keys by 32 343 / 323, 16 rows a subgroup 325 / 275. dK and dV 328 / 313; 16 rows a subgroup
+        # 284 / 279 and, with eight subgroups, 273 / 270. With sums 267 / 271 against 218 / 226 and 218 / 215.
+        FragmentBackwardEntry(64, FragmentShape(128, 64, 4, 2, False), FragmentShape(128, 32, 4, 2, False)),
+        # dQ 386 / 340; 16 rows a subgroup 303 / 284, keys by 32 300 / 250. dK and dV 287 / 281; four subgroups 285 /
+        # 282, rows by 32 264 / 260. With sums 250 / 249; four subgroups 239 / 240, rows by 32 229 / 231.
+        FragmentBackwardEntry(128, FragmentShape(128, 32, 4, 2, False), FragmentShape(128, 64, 8, 2, False)),
+        # By rule, for less shared memory.
+        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 32, 4, 2, False)),
+    ),
+}
+"""By backend; the first that is wide enough and fits is taken. Wider heads have no matrix units in the backward pass:
+dK and dV of 256 columns are all the registers of a thread."""
+
+
+def choose_backward_fragments(
+    target: Target, dtype: str, head_dim: int, value_dim: int, of: str
+) -> FragmentShape | None:
+    """Tiles of a backward kernel on matrix units; None where there are none."""
+    if not multiplies(target, dtype):
+        return None
+    for entry in FRAGMENTS_BACKWARD.get(target.backend, ()):
+        shape = entry.queries if of == "queries" else entry.keys
+        if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
+            continue
+        if shape.backward_bytes(head_dim, value_dim, sums=of == "keys") <= target.max_shared_bytes:
+            return shape
+    return None
 
 
 BACKWARD: tuple[SimtShape, ...] = (

@@ -43,6 +43,11 @@ class Operands:
         f32 ``[batch, heads_q]``, stride 0 on the batch axis when all batches share the slopes.
     sinks : TensorView or None
         f32 ``[heads_q]``.
+    seed : TensorView or None
+        Two words of 32 bits, low word first, where weights are dropped.
+    cu_q, cu_k : TensorView or None
+        i32 ``[batch + 1]``, where sequences are packed: the rows of q, and of k and v, at which they begin, and where
+        the last one ends. q, k and v then have a batch axis of length 1.
     rank : int
         Number of axes the caller gave q, k and v; results are returned with as many.
     """
@@ -54,6 +59,9 @@ class Operands:
     bias: TensorView | None = None
     alibi: TensorView | None = None
     sinks: TensorView | None = None
+    seed: TensorView | None = None
+    cu_q: TensorView | None = None
+    cu_k: TensorView | None = None
     rank: int = 4
 
     @property
@@ -80,8 +88,11 @@ def attention_problem(
     bias: TensorView | None = None,
     alibi_slopes: TensorView | None = None,
     sinks: TensorView | None = None,
+    dropout_p: float = 0.0,
+    seed: TensorView | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
+    deterministic: bool = False,
     op: str = "flash_attention",
 ) -> tuple[AttentionProblem, Operands]:
     """Check one attention call and bring its operands into normal form.
@@ -90,7 +101,7 @@ def attention_problem(
     ----------
     q, k, v : TensorView
         ``[seq, dim]``, ``[heads, seq, dim]`` or ``[batch, heads, seq, dim]``, all three alike.
-    causal, scale, window, softcap, causal_align, return_lse
+    causal, scale, window, softcap, dropout_p, causal_align, return_lse, deterministic
         As in `aule.flash_attention`.
     mask, bias : TensorView, optional
         2-D to 4-D, broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
@@ -98,6 +109,8 @@ def attention_problem(
         f32 ``[heads_q]`` or ``[batch, heads_q]``.
     sinks : TensorView, optional
         f32 ``[heads_q]``.
+    seed : TensorView, optional
+        The words of a seed (`aule.ops.attention.dropout.seed_words`); needed where ``dropout_p > 0``, else ignored.
     op : str
         The public function that was called, for messages.
 
@@ -113,6 +126,7 @@ def attention_problem(
     """
     _check_dtypes(op, q, k, v)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    dropout_p = checked_dropout(op, dropout_p)
     _check_devices(op, arrays)
     rank = _check_rank(op, q, k, v)
     q4, k4, v4 = _lift(q), _lift(k), _lift(v)
@@ -139,6 +153,8 @@ def attention_problem(
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
         return_lse=bool(return_lse),
+        deterministic=checked_deterministic(op, deterministic),
+        dropout_p=dropout_p,
     )
     operands = Operands(
         q=q4,
@@ -148,6 +164,7 @@ def attention_problem(
         bias=None if bias is None else _score_operand(op, "bias", bias, q.dtype, score_shape),
         alibi=None if alibi_slopes is None else _alibi(op, alibi_slopes, batch, heads_q),
         sinks=None if sinks is None else _sinks(op, sinks, heads_q),
+        seed=_seed(op, seed) if dropout_p else None,
         rank=rank,
     )
     return problem, operands
@@ -244,6 +261,40 @@ def _softcap(op: str, softcap: float | None) -> float:
     return value
 
 
+def checked_dropout(op: str, dropout_p: Any) -> float:
+    """A chance to drop weights, or a clear error."""
+    value = math.nan if dropout_p is None else _number(op, "dropout_p", dropout_p)
+    if not 0.0 <= value <= 1.0:
+        raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {dropout_p}; pass 0.0 for no dropout")
+    return value
+
+
+def checked_deterministic(op: str, deterministic: Any) -> bool:
+    """Whether gradients are to be the same bits every time, or a clear error."""
+    if not isinstance(deterministic, (bool, np.bool_)):
+        raise InvalidArgumentError(
+            f"[{op}] expected deterministic to be True or False, got {deterministic!r}; pass a bool"
+        )
+    return bool(deterministic)
+
+
+def checked_seed(op: str, seed: Any) -> int | None:
+    """A seed of 64 bits or None, or a clear error."""
+    if seed is None:
+        return None
+    value = _integer(op, "seed", seed, "pass an int, or None for a new one each time")
+    if not 0 <= value < 2**64:
+        raise InvalidArgumentError(f"[{op}] expected a seed in 0..2**64-1, got {value}; reduce it modulo 2**64")
+    return value
+
+
+def _seed(op: str, view: TensorView | None) -> TensorView:
+    if view is None or view.shape != (2,) or view.itemsize != 4:
+        got = "None" if view is None else f"{view.dtype} {list(view.shape)}"
+        raise InvalidArgumentError(f"[{op}] expected the two 32-bit words of a seed with dropout_p > 0, got {got}")
+    return view
+
+
 def _number(op: str, name: str, value: Any) -> float:
     try:
         return float(value)
@@ -295,16 +346,14 @@ def _bounded(keys: int) -> int:
     return keys if keys < _WIDEST_WINDOW else UNBOUNDED
 
 
-def _integer(op: str, name: str, value: Any) -> int:
+def _integer(op: str, name: str, value: Any, remedy: str = "pass an int or a pair (left, right)") -> int:
     # bool is an int to Python, but window=True is a slip, not a window of one key.
     if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)
         except TypeError:
             pass
-    raise InvalidArgumentError(
-        f"[{op}] expected {name} to be an int or None, got {value!r}; pass an int or a pair (left, right)"
-    )
+    raise InvalidArgumentError(f"[{op}] expected {name} to be an int or None, got {value!r}; {remedy}")
 
 
 def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tuple[int, ...]) -> TensorView:

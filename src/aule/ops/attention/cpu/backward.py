@@ -17,6 +17,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, i32, i64
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import CpuBackwardConfig, CpuDeltaConfig, GatherConfig
+from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
@@ -57,11 +58,15 @@ class _Backward:
         self.do = b.private("do", work, shape.block_q * self.value_cols)
         self.p_scores = b.private("p", work, shape.block_q * shape.block_kv)
         self.ds = b.private("ds", work, shape.block_q * shape.block_kv)
+        self.keep: Keep | None = None
+        dropout = self.scores.dropout()
+        if dropout is not None:
+            self.keep = Keep(b, config, self.engine, dropout, number("keep_scale", work))
         self.zero = b.const(0, i64)
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _matrix(self, name: str, head: Value, rows: Value, cols: int, unit: bool) -> Matrix:
-        return self.p.matrix(name, self.batch, head, rows, cols, unit)
+        return self.p.matrix(name, self.batch, head, rows, cols, unit, first=self.scores.extent.first(name))
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -69,7 +74,10 @@ class _Backward:
         b, shape = self.b, self.shape
         self._clear_parts()
         # Every so-manieth block, not a range: with a causal mask the first blocks have the most rows.
-        with b.loop(self.split, self.p.number("blocks_kv"), self.splits, name="block") as block:
+        blocks = self.p.number("blocks_kv")
+        if self.config.packed:
+            blocks = (self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv
+        with b.loop(self.split, blocks, self.splits, name="block") as block:
             key0 = block * shape.block_kv
             keys = b.min(shape.block_kv, self.scores.seq_kv - key0)
             k_rows, wild = self._bring(key0, keys)
@@ -88,6 +96,11 @@ class _Backward:
     def _part(self, head: Value, row: Value) -> Value:
         """Where a row of this task's part of dQ begins."""
         engine, seq_q = self.engine, self.scores.seq_q
+        first_q = self.scores.extent.first_q
+        if first_q is not None:
+            total = self.p.number("total_q", i64)
+            number = engine.index(head * self.splits + self.split)
+            return (number * total + engine.index(first_q + row)) * self.head_cols
         number = (self.batch * self.heads + head) * self.splits + self.split
         return (engine.index(number) * engine.index(seq_q) + engine.index(row)) * self.head_cols
 
@@ -144,6 +157,12 @@ class _Backward:
             end = b.max((high + (shape.panel - 1)) // shape.panel * shape.panel, first)
             self._clear_scores(row, b.const(0, i32), first)
             self._clear_scores(row, end, b.const(shape.block_kv, i32))
+            if self.keep is not None:
+
+                def place(r: Value, row: Value = row) -> tuple[Value, Value]:
+                    return self.batch * self.heads + head, b.min(row0 + row + r, scores.seq_q - 1)
+
+                self.keep.fill(place, key0, first, end)
             with b.loop(first, end, shape.panel, name="panel") as panel:
                 self._panel(head, row0, row, key0, panel, reach)
             with b.if_(low < high):
@@ -182,7 +201,7 @@ class _Backward:
 
         kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
         modify(self.scores, engine, c, [(head, at_row) for at_row in rows], key, partial, kinds, keep_slope)
-        number = engine.index(self.batch * self.heads + head) * engine.index(self.scores.seq_q)
+        number = self.scores.extent.row_base(self.p, self.batch * self.heads + head, head)
         lse_all = self.p.buffer("lse", config.work)
         for at_row, place, variables in zip(rows, places, c, strict=True):
             lse = b.load(lse_all, number + engine.index(at_row))
@@ -198,12 +217,17 @@ class _Backward:
         engine.multiply(c, do, v, 0, config.value_dim, unroll=4)
         delta_all = self.p.buffer("delta", config.work)
         guarded = config.everywhere or config.left or config.right
-        for at_row, place, variables in zip(rows, places, c, strict=True):
+        for r, (at_row, place, variables) in enumerate(zip(rows, places, c, strict=True)):
             delta = b.load(delta_all, number + engine.index(at_row))
             for j, variable in enumerate(variables):
                 to = place + j * shape.lanes
                 p = b.load(self.p_scores, to, shape.lanes)
-                ds = p * (variable.value - delta)
+                dp = variable.value
+                if self.keep is not None:
+                    factor = self.keep.load(r, width + j * shape.lanes)
+                    dp = dp * factor
+                    b.store(self.p_scores, to, p * factor)
+                ds = p * (dp - delta)
                 if guarded:  # V of a dropped key may hold Inf or NaN
                     ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
                 if config.scores:
@@ -281,7 +305,8 @@ class _Backward:
             ("dk", self.dk, self.head_cols, config.head_dim),
             ("dv", self.dv, self.value_cols, config.value_dim),
         ):
-            out = self.p.matrix(name, self.batch, self.kv_head, self.scores.seq_kv, dim, True, "write")
+            seq_kv, first = self.scores.seq_kv, self.scores.extent.first(name)
+            out = self.p.matrix(name, self.batch, self.kv_head, seq_kv, dim, True, "write", first=first)
             with b.loop(b.const(0, i32), keys, name="key") as key:
                 start = out.row_start(b, key0 + key)
                 for col, width in engine.columns(dim):

@@ -114,6 +114,7 @@ class PackConfig:
     shape: CpuShape
     values: bool
     unit: tuple[bool, ...]
+    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,14 @@ block by block. Within a block it takes a few rows at a time: their scores with 
 
 from __future__ import annotations
 
+import functools
+
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64
 from aule.ops.attention.cpu.config import CpuConfig
+from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
+from aule.ops.attention.cpu.pack import packed_keys
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Reach, Scores
 from aule.target import Target
@@ -24,7 +28,12 @@ KERNEL_NAME = "flash_attention_cpu"
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration."""
     b = Builder(name, workgroup=1)
-    _Forward(b, config).run()
+    forward = _Forward(b, config)
+    if config.packed:
+        with b.if_(forward.count > 0):  # sequences have as many tasks as the longest needs
+            forward.run()
+    else:
+        forward.run()
     return b.finish()
 
 
@@ -44,6 +53,10 @@ class _Forward:
         self.m = b.private("m", work, shape.block_q)
         self.l = b.private("l", work, shape.block_q)
         self.alpha = b.private("alpha", work, shape.rows)
+        self.keep: Keep | None = None
+        dropout = self.scores.dropout()
+        if dropout is not None:
+            self.keep = Keep(b, config, self.engine, dropout, self.p.number("keep_scale", work))
 
     # -- place ---------------------------------------------------------------------------------------------------------
 
@@ -52,13 +65,16 @@ class _Forward:
         b, config, number = self.b, self.config, self.p.number
         self.heads, self.heads_kv, group = number("heads_q"), number("heads_kv"), number("group")
         self.task = b.group_id(0)
-        seq_q, seq_kv, zero = number("seq_q"), number("seq_kv"), b.const(0, i32)
-        self.split_first, self.split_end = zero, seq_kv
+        if not config.packed:
+            self._lengths()  # declared first
+        zero = b.const(0, i32)
         if config.grouped:
             splits = number("splits")
             kv_number, self.split = self.task // splits, self.task % splits
             self.batch, kv_head = kv_number // self.heads_kv, kv_number % self.heads_kv
+            seq_q, seq_kv = self._lengths()
             self.first_head, self.row0, self.count = kv_head * group, zero, group * seq_q
+            self.split_first, self.split_end = zero, seq_kv
             if config.split:
                 self.split_first = self.split * number("split_keys")
                 self.split_end = b.min(seq_kv, self.split_first + number("split_keys"))
@@ -67,18 +83,31 @@ class _Forward:
             blocks = number("blocks_q")
             head_number = self.task // blocks
             self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
+            if config.packed:  # lengths depend on it
+                self.batch = head_number // self.heads
+            seq_q, seq_kv = self._lengths()
+            self.split_first, self.split_end = zero, seq_kv
             self.count = b.min(seq_q - self.row0, self.shape.block_q)
             self.batch, self.first_head = head_number // self.heads, head_number % self.heads
             kv_head = self.first_head // group
             kv_number = self.batch * self.heads_kv + kv_head
-        self.kv_number = kv_number
-        self.scores = Scores(self.p, self.batch)
+        self.kv_number, self.kv_head = kv_number, kv_head
+        if not config.packed:
+            self.scores = Scores(self.p, self.batch)
+        first = self.scores.extent.first_kv
         self.k: Matrix | None = None
         self.v: Matrix | None = None
         if config.panels != "workspace":
-            self.k = self.p.matrix("k", self.batch, kv_head, seq_kv, config.head_dim, config.unit[1])
+            self.k = self.p.matrix("k", self.batch, kv_head, seq_kv, config.head_dim, config.unit[1], first=first)
         if config.values != "workspace":
-            self.v = self.p.matrix("v", self.batch, kv_head, seq_kv, config.value_dim, config.unit[2])
+            self.v = self.p.matrix("v", self.batch, kv_head, seq_kv, config.value_dim, config.unit[2], first=first)
+
+    def _lengths(self) -> tuple[Value, Value]:
+        """seq_q and seq_kv of this task, which packed sequences have each their own."""
+        if self.config.packed:
+            self.scores = Scores(self.p, self.batch)
+            return self.scores.seq_q, self.scores.seq_kv
+        return self.p.number("seq_q"), self.p.number("seq_kv")
 
     def place(self, row: Value) -> tuple[Value, Value]:
         """Query head and query row of a row of this task."""
@@ -86,6 +115,11 @@ class _Forward:
             return self.first_head, self.row0 + row
         seq_q = self.scores.seq_q
         return self.first_head + row // seq_q, row % seq_q
+
+    def _numbered(self, row: Value, r: Value) -> tuple[Value, Value]:
+        """The same of row ``row + r``, the head counted over all batches; rows past the last repeat it."""
+        head, at = self.place(self.b.min(row + r, self.count - 1))
+        return self.batch * self.heads + head, at
 
     def reach(self, row: Value, rows: int) -> Reach:
         """Keys of some consecutive rows of this task."""
@@ -116,6 +150,8 @@ class _Forward:
                     first_panel = low // shape.panel * shape.panel
                     last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
                     self._multiply_scores(row, key0, panels, first_panel, last_panel, reach)
+                    if self.keep is not None:
+                        self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
                     self._softmax(row, first_panel, last_panel)
                     self._multiply_values(row, values, low, high, wild)
         self._finish()
@@ -126,7 +162,8 @@ class _Forward:
         scale = self.p.number("scale", config.work)
         with b.loop(b.const(0, i32), self.groups * shape.rows, name="row") as row:
             head, at = self.place(b.min(row, self.count - 1))
-            q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0])
+            first = self.scores.extent.first_q
+            q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0], first=first)
             start = q.row_start(b, at)
             for col, width in engine.columns(config.head_dim):
                 x = engine.read(q, start, col, width) * scale
@@ -149,10 +186,14 @@ class _Forward:
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
         zero = b.const(0, i64)
         at = engine.index(key0)
-        padded_keys = engine.index((self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv * shape.block_kv)
+        if config.packed:
+            at_packed = packed_keys(self.p, engine, self.scores.extent, shape.block_kv, self.batch, self.kv_head) + at
+        else:
+            padded_keys = engine.index((self.scores.seq_kv + (shape.block_kv - 1)) // shape.block_kv * shape.block_kv)
         panels: Operand | None = None
         if self.k is None:
-            base = (engine.index(self.kv_number) * padded_keys + at) * config.head_dim
+            place = at_packed if config.packed else engine.index(self.kv_number) * padded_keys + at
+            base = place * config.head_dim
             panels = Operand(self.p.buffer("panels", config.work), base, 0, shape.panel)
         elif config.panels == "scratch":
             scratch = b.private("panels", config.work, shape.block_kv * config.head_dim)
@@ -162,7 +203,8 @@ class _Forward:
                 engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * config.head_dim)
             panels = Operand(scratch, zero, 0, shape.panel)
         if self.v is None:
-            base = (engine.index(self.kv_number) * padded_keys + at) * self.padded
+            place = at_packed if config.packed else engine.index(self.kv_number) * padded_keys + at
+            base = place * self.padded
             return panels, Operand(self.p.buffer("values", config.work), base, 0, self.padded)
         if config.values == "direct":
             return panels, Operand(self.v.buffer, self.v.base + at * self.v.row_stride, 0, self.v.row_stride)
@@ -238,7 +280,7 @@ class _Forward:
                 for j, variable in enumerate(sums):
                     place = base + panel + j * shape.lanes
                     p = b.exp2(b.load(self.s, place, shape.lanes) - m)
-                    b.store(self.s, place, p)
+                    b.store(self.s, place, p if self.keep is None else p * self.keep.load(r, panel + j * shape.lanes))
                     variable.value = variable.value + p
             total = sums[0].value
             for variable in sums[1:]:
@@ -290,15 +332,16 @@ class _Forward:
         """O / l and the log-sum-exp."""
         b, config, engine = self.b, self.config, self.engine
         head, at = self.place(row)
-        o = self.p.matrix("o", self.batch, head, self.scores.seq_q, config.value_dim, config.unit[3], access="write")
+        seq_q, unit, first = self.scores.seq_q, config.unit[3], self.scores.extent.first_q
+        o = self.p.matrix("o", self.batch, head, seq_q, config.value_dim, unit, access="write", first=first)
         columns = [
             (col, width, b.load(self.o, engine.index(row) * self.padded + col, engine.lanes))
             for col, width in engine.columns(config.value_dim)
         ]
         lse = store_row(b, engine, o, at, columns, b.load(self.m, row), b.load(self.l, row))
         if config.lse:
-            number = engine.index(self.batch * self.heads + head)
-            to = number * engine.index(self.scores.seq_q) + engine.index(at)
+            base = self.scores.extent.row_base(self.p, self.batch * self.heads + head, head)
+            to = base + engine.index(at)
             b.store(self.p.buffer("lse", config.work, "write"), to, lse)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from aule.ir import Builder, KernelIR
+from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, i32
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import PackConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Extent
 from aule.target import Target
 from aule.tile.vector import Vectors, work_type
 
@@ -17,22 +18,40 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     """Trace the kernel: one task for each block of keys of each head of K and V."""
     b = Builder(KERNEL_NAME, workgroup=1)
     shape, work = config.shape, work_type(SCALARS[config.dtype])
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim))
+    scores = ScoreConfig(dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim, packed=config.packed)
+    p = Parameters(b, scores)
     engine = Vectors(b, work, shape.lanes)
-    heads, seq, blocks = p.number("heads_kv"), p.number("seq_kv"), p.number("blocks_kv")
+    heads = p.number("heads_kv")
+    if not config.packed:
+        seq = p.number("seq_kv")
+    blocks = p.number("blocks_kv")
     task = b.group_id(0)
     number, block = task // blocks, task % blocks
     batch, head = number // heads, number % heads
     key0 = block * shape.block_kv
-    first = engine.index(number) * engine.index(blocks * shape.block_kv) + engine.index(key0)
+    begin = None
+    if config.packed:
+        extent = Extent.of(p, batch)
+        seq, begin = extent.seq_kv, extent.first_kv
+        first = packed_keys(p, engine, extent, shape.block_kv, batch, head) + engine.index(key0)
+    else:
+        first = engine.index(number) * engine.index(blocks * shape.block_kv) + engine.index(key0)
     count = b.min(shape.block_kv, seq - key0)
-    k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0])
+    k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0], first=begin)
     panels = p.buffer("panels", work, "write")
     with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
         to = (first + engine.index(panel)) * config.head_dim
         engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
     if config.values:
         padded = shape.padded(config.value_dim)
-        v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1])
+        v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1], first=begin)
         engine.copy_rows(v, key0, count, p.buffer("values", work, "write"), first * padded, padded)
     return b.finish()
+
+
+def packed_keys(p: Parameters, engine: Vectors, extent: Extent, block_kv: int, batch: Value, head: Value) -> Value:
+    """Where the keys of a packed sequence begin among those of the workspace. Each sequence has room for a whole last
+    block: at most so much before it as all sequences before it have keys, and a block for each of them."""
+    assert extent.first_kv is not None
+    each = p.number("total_kv", p.index) + engine.index(p.number("batches") * block_kv)
+    return engine.index(head) * each + engine.index(extent.first_kv) + engine.index(batch * block_kv)

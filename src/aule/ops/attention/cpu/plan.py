@@ -22,7 +22,7 @@ from aule.ops.attention.cpu.config import (
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import Step, StepPlan, problem_scalars, score_options, view_scalars
+from aule.ops.attention.plan import Step, StepPlan, problem_scalars, row_scalars, score_options, view_scalars
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
@@ -41,7 +41,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     views : dict
         As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
     """
-    if problem.batch * problem.heads_q * problem.seq_q == 0:
+    if math.prod(problem.out_shape[:3]) == 0:
         return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
     unit = vector_unit(target, work)
@@ -84,6 +84,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     blocks_q, blocks_kv = -(-problem.seq_q // shape.block_q), -(-problem.seq_kv // shape.block_kv)
     numbers = scalars | {"blocks_q": blocks_q, "blocks_kv": blocks_kv}
     keys = heads_kv * blocks_kv * shape.block_kv
+    if problem.packed is not None:
+        keys = problem.heads_kv * (problem.packed[1] + problem.batch * shape.block_kv)  # `packed_keys` says where
     workspace = {"panels": keys * problem.head_dim}
     if not in_place:
         workspace["values"] = keys * shape.padded(problem.value_dim)
@@ -94,6 +96,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         shape,
         not in_place,
         unit_strides[1:3],
+        problem.packed is not None,
     )
     forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
     return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
@@ -119,14 +122,14 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         ``lse``, in the type that is computed in; so is ``ds``, where the gradient of what is added to the scores is
         wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before.
     """
-    if problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv == 0:
+    if math.prod(problem.out_shape[:3]) * problem.key_rows == 0:
         return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
     unit = vector_unit(target, work)
     strides = {
         name: view.strides[3] == 1 or view.shape[3] == 1 for name, view in views.items() if len(view.strides) == 4
     }
-    heads_kv, heads_q = problem.batch * problem.heads_kv, problem.batch * problem.heads_q
+    heads_kv = problem.batch * problem.heads_kv
     shape = _backward_shape(problem, unit)
     blocks_kv = -(-problem.seq_kv // shape.block_kv)
     threads = max(target.compute_units, 1)
@@ -153,12 +156,13 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         bias_columns=_columns(views.get("bias")),
     )
     delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, (strides["o"], strides["do"]))
+    rows = math.prod(problem.out_shape[:3])
+    each, heads_q = numbers | row_scalars(problem), math.prod(problem.out_shape[:2])
     steps = (
-        Step(delta, build_delta, (heads_q, 1, 1), numbers),
+        Step(delta, build_delta, (heads_q, 1, 1), each),
         Step(config, build_backward, (heads_kv * splits, 1, 1), numbers),
-        Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, (heads_q, 1, 1), numbers),
+        Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, (heads_q, 1, 1), each),
     )
-    rows = heads_q * problem.seq_q
     return StepPlan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
 
 
@@ -212,6 +216,8 @@ def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[i
     that the last to finish has little left."""
     heads = problem.batch * problem.heads_kv
     blocks = max(1, -(-problem.seq_kv // shape.block_kv))
+    if problem.packed is not None:  # `build_combine` knows of one length only
+        return 1, problem.seq_kv
     wanted = 1 if heads >= 4 * threads or threads == 1 else -(-4 * threads // heads)
     per_split = -(-blocks // min(wanted, max(1, blocks // 4)))
     return -(-blocks // per_split), per_split * shape.block_kv

@@ -1,0 +1,295 @@
+"""Hugging Face diffusers: a backend for its attention dispatcher, and a processor for UNets.
+
+Transformers (Flux, Qwen-Image, Wan ...) ask the dispatcher: after ``register()`` they take
+``model.set_attention_backend("aule")``. UNets and VAEs do not, and ``set_attention_backend`` leaves them as they are
+without a word; they take ``unet.set_attn_processor(AuleAttnProcessor())``.
+
+What aule cannot serve (head dimensions above 256, context parallelism, tensors that it does not compute on in place)
+goes to PyTorch's attention and is counted with its reason in `aule.dispatch_stats`. Inside of ``torch.compile`` all
+calls go there, uncounted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from aule.backends import registry
+from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
+from aule.install import attempt, pass_on
+
+__all__ = ["AuleAttnProcessor", "register", "unregister"]
+
+_lock = threading.Lock()
+_active_before: dict[str, Any] = {}
+"""Every name that is registered, and the dispatcher's active backend at that time."""
+
+
+def register(name: str = "aule", backend: str | None = None) -> None:
+    """Make aule known to diffusers' attention dispatcher.
+
+    It may be called again, with another ``backend``. No model uses it before ``model.set_attention_backend(name)`` or
+    ``with diffusers.attention_backend(name)``.
+
+    Parameters
+    ----------
+    name : str
+        In lower case, and none of diffusers' own.
+    backend : str, optional
+        As in `aule.flash_attention`; one that is missing raises here. Default: CPU tensors on the CPU engine, CUDA
+        tensors where they are.
+    """
+    dispatch = _dispatcher()
+    names, backends = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
+    if not name.isidentifier() or name != name.lower():
+        raise InvalidArgumentError(f"[diffusers] expected a name in lower case, got {name!r}; 'aule' is the default")
+    if backend is not None:
+        registry.find(backend)
+    with _lock:
+        if name not in _active_before:
+            if name.upper() in names.__members__ or name in {member.value for member in names}:
+                expected = "expected a name that is not taken by a backend of diffusers"
+                raise InvalidArgumentError(f"[diffusers] {expected}, got {name!r}; 'aule' is the default")
+            _add_member(names, name)
+            _active_before[name] = backends._active_backend
+        backends.register(names(name))(_backend_function(dispatch, backend))
+
+
+def unregister(name: str = "aule") -> None:
+    """Take aule out of diffusers' dispatcher again; nothing happens when it is not there.
+
+    Models that were set to it must be given another backend (``model.reset_attention_backend()``). Where it is the
+    dispatcher's active one, what was active before `register` is so again.
+    """
+    dispatch = _dispatcher()
+    names, backends = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
+    with _lock:
+        if name not in _active_before:
+            return
+        before = _active_before.pop(name)
+        member = names(name)
+        if backends._active_backend == member:
+            backends.set_active_backend(before)
+        for table in (backends._backends, backends._constraints, backends._supported_arg_names):
+            del table[member]
+        _remove_member(names, member)
+
+
+class AuleAttnProcessor:
+    """Attention of a UNet or a VAE: ``unet.set_attn_processor(AuleAttnProcessor())``.
+
+    It does what diffusers' ``AttnProcessor2_0`` does, and for layers with added key and value projections what
+    ``AttnAddedKVProcessor2_0`` does. ``unet.attn_processors``, kept from before, puts everything back.
+
+    Parameters
+    ----------
+    backend : str, optional
+        As in `register`.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        if backend is not None:
+            registry.find(backend)
+        self._backend = backend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Any,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        temb: Any = None,
+    ) -> Any:
+        """One layer.
+
+        Parameters
+        ----------
+        attn : diffusers.models.attention_processor.Attention
+            The layer, with its weights.
+        hidden_states : Tensor
+            ``[batch, seq, channels]`` or ``[batch, channels, height, width]``.
+        encoder_hidden_states : Tensor, optional
+            ``[batch, seq_kv, channels]``: what to attend to, instead of or (added projections) besides itself.
+        attention_mask : Tensor, optional
+            Added to the scores, ``[batch, 1, seq_kv]``.
+        temb : Tensor, optional
+            For a spatial norm.
+
+        Returns
+        -------
+        Tensor
+            Of the shape of ``hidden_states``.
+        """
+        added = _has_added_projections(attn)
+        residual = hidden_states
+        if not added and attn.spatial_norm is not None:
+            hidden_states = attn.spatial_norm(hidden_states, temb)
+        image = added or hidden_states.dim() == 4
+        if image:
+            hidden_states = hidden_states.flatten(2).transpose(1, 2)
+        project = _project_with_added if added else _project
+        query, key, value, mask = project(attn, hidden_states, encoder_hidden_states, attention_mask)
+
+        out = self._attention(query, key, value, mask, attn.scale)
+        out = out.transpose(1, 2).flatten(2)
+        for layer in attn.to_out:  # a projection and a dropout
+            out = layer(out)
+        if image:
+            out = out.transpose(1, 2).reshape(residual.shape)
+        if added:
+            return out + residual
+        if attn.residual_connection:
+            out = out + residual
+        return out / attn.rescale_output_factor
+
+    def _attention(self, query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
+        if not torch.compiler.is_compiling():
+            out, reason = attempt(query, key, value, mask, scale=scale, backend=self._backend)
+            if reason is None:
+                return out
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+# -- the dispatcher ----------------------------------------------------------------------------------------------------
+
+
+def _dispatcher() -> ModuleType:
+    try:
+        from diffusers.models import attention_dispatch
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "diffusers",
+            f"[diffusers] expected diffusers with an attention dispatcher, got {error}; pip install -U diffusers",
+        ) from error
+    module: ModuleType = attention_dispatch
+    return module
+
+
+def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[..., Any]:
+    """The function for the dispatcher's table; from its parameters the dispatcher reads what it may be given."""
+    native = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
+
+    def aule_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Any:
+        if return_lse:
+            raise AuleError(
+                "AULE_ERROR_UNSUPPORTED",
+                "[diffusers] expected return_lse=False, got True; call aule.flash_attention for the log-sum-exp",
+            )
+        if torch.compiler.is_compiling():
+            pass
+        elif _parallel_config is not None:
+            pass_on("context parallelism")
+        else:
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            mask = attn_mask
+            if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):  # says which keys are padding
+                mask = mask[:, None, None]
+            out, reason = attempt(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, backend)
+            if reason is None:
+                return out.transpose(1, 2)
+        return native(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config=_parallel_config
+        )
+
+    return aule_attention
+
+
+def _add_member(names: Any, value: str) -> None:
+    """Give an enumeration of strings one more member: the dispatcher knows backends by the members of one."""
+    member = str.__new__(names, value)
+    member._name_, member._value_, member.__objclass__ = value.upper(), value, names
+    member._sort_order_ = len(names._member_names_)
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = member
+    names._value2member_map_[value] = member
+    _values(names).append(value)
+    type.__setattr__(names, member._name_, member)
+
+
+def _remove_member(names: Any, member: Any) -> None:
+    names._member_names_.remove(member._name_)
+    del names._member_map_[member._name_], names._value2member_map_[member._value_]
+    if member._value_ in _values(names):
+        _values(names).remove(member._value_)
+    type.__delattr__(names, member._name_)
+
+
+def _values(names: Any) -> list[str]:
+    """The values of all members, which ``in`` asks in newer versions of Python; older ones have no such list."""
+    values: list[str] = getattr(names, "_hashable_values_", [])
+    return values
+
+
+# -- layers of a UNet --------------------------------------------------------------------------------------------------
+
+
+def _has_added_projections(attn: Any) -> bool:
+    """Whether keys and values of the text come besides those of the image; layers of other models are refused."""
+    from diffusers.models.attention_processor import Attention
+
+    # Layers of joint attention have queries of the text too, and results for it.
+    if not isinstance(attn, Attention) or getattr(attn, "add_q_proj", None) is not None or attn.to_out is None:
+        raise AuleError(
+            "AULE_ERROR_UNSUPPORTED",
+            f"[diffusers] expected an attention layer of a UNet or a VAE, got {type(attn).__name__} of another model; "
+            "use model.set_attention_backend('aule') after aule.integrations.diffusers.register(), or aule.install()",
+        )
+    added: bool = attn.added_kv_proj_dim is not None
+    return added
+
+
+def _project(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+    """Query, key and value ``[batch, heads, seq, head_dim]`` and the mask ``[batch, heads, 1 or seq_q, seq_kv]``."""
+    batch, seq_kv, _ = (hidden if encoder is None else encoder).shape
+    mask = attn.prepare_attention_mask(mask, seq_kv, batch)
+    if mask is not None:
+        mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
+    hidden = _group_norm(attn, hidden)
+    query, key, value = attn.to_q(hidden), *_key_value(attn, hidden, encoder)
+    query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
+    query = query if attn.norm_q is None else attn.norm_q(query)
+    key = key if attn.norm_k is None else attn.norm_k(key)
+    return query, key, value, mask
+
+
+def _project_with_added(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+    """The same where keys and values of the text are put before those of the image, or in their place."""
+    batch, seq_q, _ = hidden.shape
+    mask = attn.prepare_attention_mask(mask, seq_q, batch, out_dim=4)
+    encoder = hidden if encoder is None else _cross_norm(attn, encoder)
+    hidden = _group_norm(attn, hidden)
+    query, key, value = attn.to_q(hidden), attn.add_k_proj(encoder), attn.add_v_proj(encoder)
+    if not attn.only_cross_attention:
+        key = torch.cat([key, attn.to_k(hidden)], dim=1)
+        value = torch.cat([value, attn.to_v(hidden)], dim=1)
+    query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
+    return query, key, value, mask
+
+
+def _key_value(attn: Any, hidden: Any, encoder: Any) -> tuple[Any, Any]:
+    source = hidden if encoder is None else _cross_norm(attn, encoder)
+    return attn.to_k(source), attn.to_v(source)
+
+
+def _cross_norm(attn: Any, encoder: Any) -> Any:
+    return attn.norm_encoder_hidden_states(encoder) if attn.norm_cross else encoder
+
+
+def _group_norm(attn: Any, hidden: Any) -> Any:
+    return hidden if attn.group_norm is None else attn.group_norm(hidden.transpose(1, 2)).transpose(1, 2)

@@ -1,0 +1,515 @@
+"""The backward kernels for matrix units: the two passes of `backward.py`, with scores and their gradients in registers.
+
+Both are one kernel. A workgroup *owns* rows of two matrices and passes over the rows of two *others*:
+
+    dQ        owns Q and dO, passes over K and V:     S = Q K^T     dP = dO V^T     dQ = dS K
+    dK, dV    owns K and V, passes over Q and dO:     S = K Q^T     dP = V dO^T     dK = dS Q     dV = P dO
+
+A subgroup has its own rows of S and dP, which go on as left factors without leaving registers. Nothing is added up
+between workgroups, so the results are the same every time. That costs seven products; where it need not be so
+(``config.sums``), the second kernel adds what its keys bring to dQ to sums in memory, and five are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, Scalar, bf16, f32, i32, i64, u16, u32
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.config import FragmentBackwardConfig, RoundConfig, ScoreConfig
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Scores
+from aule.target import Target
+from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, place_of, row_stride
+from aule.tile.math import LOG2E, NEG_INF
+from aule.tile.matrix import Matrix, divmod_const
+from aule.tile.simt import padded
+
+
+def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
+    """Trace the kernel of dQ, or that of dK and dV."""
+    name = f"flash_attention_backward_{config.of}"
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
+    kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+def build_round(config: RoundConfig, target: Target) -> KernelIR:
+    """Trace the kernel that makes dQ of its sums: one thread for two neighbouring elements of a row."""
+    assert target.matrix_layout is not None
+    b = Builder("attention_round", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    elem, dim = SCALARS[config.dtype], config.head_dim
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
+    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
+    factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
+    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    line, pair = divmod_const(b, number, dim // 2)
+    with b.if_(line < p.number("rows")):
+        head_number, row = line // seq_q, line % seq_q
+        col = pair * 2
+        block = (head_number * p.number("row_blocks") + (row >> 4)) * -(-dim // SIZE) + (col >> 4)
+        start = b.cast(block, index) * (SIZE * SIZE)
+        values = []
+        for i in range(2):
+            lane, part = place_of(b, target.matrix_layout, row & 15, (col + i) & 15)
+            values.append(b.load(sums, start + b.cast(part * target.subgroup_size + lane, index)) * factor)
+        b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
+    return b.finish()
+
+
+class _Kernel:
+    """Parameters, memory, and the passage of one workgroup's rows over the others'."""
+
+    scores: Scores
+    row0: Value
+    """The first row that the workgroup owns."""
+    own: tuple[Matrix, Matrix]
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        self.b, self.config, self.shape = b, config, config.shape
+        self.index: Scalar = i64 if config.index64 else i32
+        self.p = Parameters(b, config, self.index)
+        number = self.p.number
+        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
+        self.scale = number("scale", f32)
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
+        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = self.task < number("blocks")
+        self.engine = Fragments(b, target, self.shape, SCALARS[config.dtype])
+        self.subgroup_row = self.engine.subgroup * self.shape.rows
+        dims = config.head_dim, config.value_dim
+        self.strides = tuple(row_stride(dim) for dim in dims)
+        self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
+        rows, width = self.shape.block_q, self.shape.block_kv
+        self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
+        self.other_start = rows * sum(self.strides)
+        self.stage_size = width * sum(self.strides)
+        self.ds_start = self.other_start + self.shape.stages * self.stage_size
+        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
+
+    def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
+        config, first = self.config, self.scores.extent.first(name)
+        return self.p.matrix(
+            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
+        )
+
+    def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
+        first, aligned = self.scores.extent.first(name), cols % RUN == 0
+        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+
+    def transfer(self, matrix: Matrix) -> Transfer:
+        """The way of the others' rows. With one stage they must wait in registers until everyone is done."""
+        return self.engine.transfer(matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def load_own(self) -> None:
+        """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
+        for matrix, start in zip(self.own, self.own_start, strict=True):
+            transfer = self.engine.transfer(matrix, self.shape.block_q, self.memory)
+            transfer.clear_padding(start, 1)
+            transfer.start(self.row0, start)
+            transfer.finish(start)
+            if self.config.sums and start is self.own_start[0]:
+                transfer.rewrite_own(start, self.finite)
+
+    def finite(self, run: Value) -> Value:
+        """Zeros for Inf and NaN. dS is 0 where a key is dropped, and 0 times either is NaN; where it is not dropped,
+        the log-sum-exp has been NaN since the forward pass."""
+        b, elem = self.b, self.engine.elem
+        exponent = 0x7F80 if elem == bf16 else 0x7C00
+        parts = []
+        for x in b.unpack(run):
+            word = b.cast(b.bitcast(x, u16), u32)
+            parts.append(b.select((word & 0x7FFF) < exponent, x, b.const(0, elem)))
+        return b.vector(parts)
+
+    def stage(self, i: Value) -> tuple[Value, Value]:
+        """Where the two other matrices lie for tile number ``i``."""
+        start = self.b.const(self.other_start, i32)
+        if self.shape.stages == 2:
+            start = start + (i & 1) * self.stage_size
+        return start, start + self.shape.block_kv * self.strides[0]
+
+    def left(self, which: int, k: int) -> list[Value]:
+        """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
+        stride = self.strides[which]
+        start = self.own_start[which] + self.subgroup_row * stride
+        blocks = range(self.shape.rows // SIZE)
+        return [self.engine.load_left(self.memory, start, stride, i * SIZE, k * SIZE) for i in blocks]
+
+    # -- one tile ------------------------------------------------------------------------------------------------------
+
+    def scores_of(self, which: int, at: Value) -> FragmentTile:
+        """``own other^T``."""
+        engine, stride = self.engine, self.strides[which]
+        tile = engine.tile(self.shape.rows, self.shape.block_kv)
+        engine.multiply(
+            tile,
+            lambda k: self.left(which, k),
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE, transposed=True),
+            self.depths[which],
+        )
+        return tile
+
+    def accumulate(self, result: FragmentTile, factors: list[list[Value]], which: int, at: Value) -> None:
+        """``result += factors other``; ``factors`` by 16 rows and 16 columns."""
+        engine, stride = self.engine, self.strides[which]
+        engine.multiply(
+            result,
+            lambda k: [row[k] for row in factors],
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE),
+            self.shape.block_kv // SIZE,
+        )
+
+    def weigh(
+        self,
+        S: FragmentTile,
+        head: Value,
+        place: Callable[[int, int], tuple[Value, Value]],
+        partial: Value,
+        base: Callable[[int, int], Value],
+    ) -> list[list[Value]] | None:
+        """P in the place of S; ``place`` gives query row and key of an element, ``base`` what is added to its scaled
+        score. Returns the derivative of the softcap where there is one."""
+        b, scores, config = self.b, self.scores, self.config
+        slope: list[list[Value]] | None = None
+        if not config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        for number, modifier in enumerate(scores.modifiers(head, {"mask": "any", "bias": "any"})):
+
+            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
+                row, key = place(r, c)
+                return modifier.apply(b, s, mod.Site(scores.batch, head, row, key, row + scores.shift))
+
+            if modifier.everywhere:
+                S.map(apply)
+            else:
+                with b.if_(partial):
+                    S.map(apply)
+            if config.softcap and number == 0:
+                inverse = b.rcp(self.p.number("softcap", f32))
+                bent = [[x * inverse for x in row] for row in S.values()]
+                slope = [[1.0 - x * x for x in row] for row in bent]
+        if config.folded:
+            S.map(lambda s, r, c: b.exp2(b.fma(s, self.scale, base(r, c))))
+        else:
+            S.map(lambda s, r, c: b.exp2(s + base(r, c)))
+        return slope
+
+    def differentiate(
+        self,
+        p: list[list[Value]],
+        dp: list[list[Value]],
+        delta: Callable[[int, int], Value],
+        slope: list[list[Value]] | None,
+        kept: list[list[Value]] | None,
+    ) -> list[list[Value]]:
+        """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides."""
+        b, zero = self.b, self.b.const(0.0, f32)
+        result = []
+        for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
+            line = []
+            for c, (weight, x) in enumerate(zip(weights, row, strict=True)):
+                if kept is not None:
+                    x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
+                ds = b.select(b.eq(weight, 0.0), zero, weight * (x - delta(r, c)))
+                line.append(ds if slope is None else ds * slope[r][c])
+            result.append(line)
+        return result
+
+    def kept(
+        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], rows: int, cols: int, run: int
+    ) -> list[list[Value]] | None:
+        """Which weights dropout keeps; None when all. ``run`` elements of a row that follow each other are keys that
+        do."""
+        dropout = self.scores.dropout()
+        if dropout is None:
+            return None
+        head_number = self.scores.batch * self.heads + head
+        result: list[list[Value]] = []
+        for r in range(rows):
+            line: list[Value] = []
+            for c in range(0, cols, run):
+                row, key = place(r, c)
+                line += dropout.strip(head_number, row, key, run)
+            result.append(line)
+        return result
+
+    def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
+        """What is added to the scaled scores of a query row, and its delta. For a row past the end, or one that keeps
+        nothing, that is -inf: its weights are 0."""
+        b, scores = self.b, self.scores
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
+        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
+        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
+        empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
+        return b.select(empty, b.const(NEG_INF, f32), lse * -LOG2E), delta
+
+    def store(self, tile: FragmentTile, out: Matrix, factor: Value | None) -> None:
+        b, run = self.b, self.engine.run
+        for r, row in enumerate(tile.values()):
+            at = self.row0 + self.subgroup_row + tile.row(r)
+            with b.if_(at < out.rows):
+                for c in range(0, len(row), run):
+                    strip = [x if factor is None else x * factor for x in row[c : c + run]]
+                    out.store(b, at, tile.col(c), strip, padded(out.cols, SIZE))
+
+    # -- the passage ---------------------------------------------------------------------------------------------------
+
+    def passage(
+        self,
+        transfers: tuple[Transfer, Transfer],
+        first: Value,
+        last: Value,
+        body: Callable[[Value, tuple[Value, Value]], None],
+        arrive: Callable[[Value, tuple[Value, Value]], None],
+        start: Callable[[Value, Value], None] | None = None,
+    ) -> None:
+        """Call ``body`` with every tile and where it lies; each is fetched one ahead. ``arrive`` may change what a
+        thread has brought in before others see it, ``start`` fetch more."""
+        b, width = self.b, self.shape.block_kv
+
+        def fetch(tile: Value) -> None:
+            at = self.stage(tile)
+            for transfer, place in zip(transfers, at, strict=True):
+                transfer.start(tile * width, place)
+            if start is not None:
+                start(tile, tile & 1)
+
+        for stage in range(self.shape.stages):
+            for transfer, place in zip(transfers, self.stage(b.const(stage, i32)), strict=True):
+                transfer.clear_padding(place, 1)
+        with b.if_(first < last):
+            fetch(first)
+        with b.loop(first, last, name="tile") as tile:
+            at = self.stage(tile)
+            if self.shape.stages == 1:
+                b.barrier()  # everyone is done with the tile before
+            for transfer, place in zip(transfers, at, strict=True):
+                transfer.finish(place)
+            arrive(tile, at)
+            b.barrier()
+            with b.if_(tile + 1 < last):
+                fetch(tile + 1)
+            body(tile, at)
+        b.barrier()  # the next passage begins with the same memory
+
+
+class _Queries(_Kernel):
+    """dQ of a block of query rows."""
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target)
+        blocks = self.p.number("blocks_each")
+        head_number = self.task // blocks
+        # The last blocks of rows come first: with a causal mask they have the most work.
+        self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
+        batch, self.head = head_number // self.heads, head_number % self.heads
+        scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_q)
+        kv_head = self.head // self.group
+        self.own = (
+            self.matrix("q", self.head, scores.seq_q, config.head_dim, 0),
+            self.matrix("do", self.head, scores.seq_q, config.value_dim, 3),
+        )
+        self.other = (
+            self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2),
+        )
+
+    def run(self) -> None:
+        b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
+        dQ = engine.tile(shape.rows, self.config.head_dim)
+        own_row = self.row0 + self.subgroup_row
+        rows = [own_row + dQ.row(r) for r in range(engine.rows_held)]
+        numbers = [self.row_numbers(self.head, row) for row in rows]
+        last_row = b.min(self.row0 + shape.block_q, scores.seq_q) - 1
+        reach = scores.reach(self.row0 + scores.shift, last_row + scores.shift)
+        width = shape.block_kv
+        first, last = reach.first // width, (reach.end + (width - 1)) // width
+        keys, values = (self.transfer(matrix) for matrix in self.other)
+        self.load_own()
+
+        def partial(tile: Value) -> Value:
+            return (tile * width < reach.full_first) | (tile * width + width > reach.full_end)
+
+        def arrive(tile: Value, at: tuple[Value, Value]) -> None:
+            if self.config.everywhere:
+                keys.rewrite_own(at[0], self.finite)
+            else:
+                with b.if_(partial(tile)):
+                    keys.rewrite_own(at[0], self.finite)
+
+        def body(tile: Value, at: tuple[Value, Value]) -> None:
+            b.comment("P = exp2(Q K^T - lse)")
+            S = self.scores_of(0, at[0])
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return rows[r], tile * width + S.col(c)
+
+            slope = self.weigh(S, self.head, place, partial(tile), lambda r, c: numbers[r][0])
+            b.comment("dS = P * (dO V^T - delta)")
+            dP = self.scores_of(1, at[1])
+            p = S.values()
+            kept = self.kept(self.head, place, len(p), len(p[0]), engine.run)
+            ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
+            b.comment("dQ = dQ + dS K")
+            self.accumulate(dQ, engine.pack(ds, engine.left), 0, at[0])
+
+        self.passage((keys, values), first, last, body, arrive)
+        out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
+        self.store(dQ, out, self.p.number("dq_factor", f32))
+
+
+class _Keys(_Kernel):
+    """dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target)
+        blocks = self.p.number("blocks_each")
+        head_number = self.task // blocks
+        self.row0 = (self.task % blocks) * self.shape.block_q
+        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
+        scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_kv)
+        self.own = (
+            self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
+        )
+        # Of the query rows of a tile: what is added to scores, and delta.
+        self.numbers = b.shared("numbers", f32, 2 * self.shape.stages * self.shape.block_kv)
+
+    def run(self) -> None:
+        b, engine, shape, scores, config = self.b, self.engine, self.shape, self.scores, self.config
+        dK, dV = engine.tile(shape.rows, config.head_dim), engine.tile(shape.rows, config.value_dim)
+        width = shape.block_kv
+        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
+        low, high = scores.rows_reaching(self.row0, end)
+        first, last = low // width, (high + (width - 1)) // width
+        self.load_own()
+        with b.loop(b.const(0, i32), self.group, name="member") as member:
+            self._pass(self.kv_head * self.group + member, first, last, end, dK, dV)
+        factor = self.p.number("keep_scale", f32) if config.dropout else None
+        self.store(dV, self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim), factor)
+        out = self.gradient("dk", self.kv_head, scores.seq_kv, config.head_dim)
+        self.store(dK, out, self.p.number("dq_factor", f32))
+
+    def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
+        """What the rows of one query head bring to the block's dK and dV."""
+        b, engine, shape, scores, config = self.b, self.engine, self.shape, self.scores, self.config
+        width = shape.block_kv
+        queries = self.transfer(self.matrix("q", head, scores.seq_q, config.head_dim, 0))
+        results = self.transfer(self.matrix("do", head, scores.seq_q, config.value_dim, 3))
+        fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
+        own_key = self.row0 + self.subgroup_row
+
+        def numbers_at(tile: Value) -> Value:
+            return (tile & 1) * (2 * width) if shape.stages == 2 else b.const(0, i32)
+
+        def start(tile: Value, stage: Value) -> None:
+            with b.if_(engine.thread < width):
+                for variable, x in zip(fetched, self.row_numbers(head, tile * width + engine.thread), strict=True):
+                    variable.value = x
+
+        def arrive(tile: Value, at: tuple[Value, Value]) -> None:
+            with b.if_(engine.thread < width):
+                for i, variable in enumerate(fetched):
+                    b.store(self.numbers, numbers_at(tile) + i * width + engine.thread, variable.value)
+
+        def body(tile: Value, at: tuple[Value, Value]) -> None:
+            row0 = tile * width
+            reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
+            # Keys past the end are in nobody's way until they are added up.
+            past = self.row0 + shape.block_q if config.sums else end
+            partial = (self.row0 < reach.full_first) | (past > reach.full_end)
+            b.comment("P^T = exp2(K Q^T - lse)")
+            S = self.scores_of(0, at[0])
+            base, delta = self._columns(S, numbers_at(tile)), self._columns(S, numbers_at(tile) + width)
+            columns = [row0 + S.col(c) for c in range(len(base))]
+            keys = [own_key + S.row(r) for r in range(engine.rows_held)]
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return columns[c], keys[r]
+
+            slope = self.weigh(S, head, place, partial, lambda r, c: base[c])
+            b.comment("dS^T = P^T * (V dO^T - delta)")
+            dP = self.scores_of(1, at[1])
+            p = S.values()
+            kept = self.kept(head, place, len(p), len(p[0]), 1)
+            ds = self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept)
+            if kept is not None:
+                zero = b.const(0.0, f32)
+                p = [
+                    [b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)
+                ]
+            if config.sums:
+                self._keep_ds(S, ds)
+            b.comment("dV = dV + P^T dO")
+            self.accumulate(dV, engine.pack(p, engine.left), 1, at[1])
+            b.comment("dK = dK + dS^T Q")
+            self.accumulate(dK, engine.pack(ds, engine.left), 0, at[0])
+            if config.sums:
+                b.barrier()
+                self._add_to_sums(head, row0)
+
+        self.passage((queries, results), first, last, body, arrive, start)
+
+    def _keep_ds(self, S: FragmentTile, ds: list[list[Value]]) -> None:
+        """dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last readers."""
+        b, engine, run = self.b, self.engine, self.engine.run
+        stride = row_stride(self.shape.block_kv)
+        for r, row in enumerate(ds):
+            start = self.ds_start + (self.subgroup_row + S.row(r)) * stride
+            for c in range(0, len(row), run):
+                strip = b.cast(b.vector(row[c : c + run]), engine.elem)
+                b.store(self.memory, start + S.col(c), strip)
+
+    def _add_to_sums(self, head: Value, row0: Value) -> None:
+        """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows, and then its columns."""
+        b, shape = self.b, self.shape
+        blocks = shape.block_kv // SIZE
+        down = min(blocks, shape.subgroups)
+        across = next(n for n in range(shape.subgroups // down, 0, -1) if self.depths[0] % n == 0)
+        part, block = divmod_const(b, self.engine.subgroup, down)
+        with b.if_(part < across):
+            for step in range(blocks // down):
+                row, col = (block + step * down) * SIZE, part * (self.depths[0] // across * SIZE)
+                self._add_block(head, row0, row, col, self.depths[0] // across)
+
+    def _add_block(self, head: Value, row0: Value, row: Value, col: Value, blocks: int) -> None:
+        """The 16 rows of the tile from ``row`` and ``blocks`` times 16 columns from ``col`` on."""
+        b, engine, scores = self.b, self.engine, self.scores
+        ds_start, k_start = self.ds_start + row, self.own_start[0] + col
+        ds_stride = row_stride(self.shape.block_kv)
+        tile = engine.tile(SIZE, blocks * SIZE)
+        engine.multiply(
+            tile,
+            lambda k: [engine.load_left(self.memory, ds_start, ds_stride, 0, k * SIZE, transposed=True)],
+            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * SIZE),
+            self.shape.block_q // SIZE,
+        )
+        # Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts
+        # them. Rows past the end have their place there, too, and add nothing.
+        sums, size = self.p.buffer("dq_sum", f32, "readwrite"), self.shape.lanes
+        above = (scores.batch * self.heads + head) * self.p.number("row_blocks") + (row0 + row) // SIZE
+        block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
+        start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
+        for j, variable in enumerate(tile.vars[0]):
+            fragment = variable.value
+            for part in range(SIZE * SIZE // size):
+                b.atomic("add", sums, start + (j * SIZE * SIZE + part * size), b.fragment_get(fragment, part))
+
+    def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
+        """What belongs to this lane's columns, out of shared memory."""
+        b, run = self.b, self.engine.run
+        result: list[Value] = []
+        for c in range(0, len(self.engine.part_cols) * len(S.vars[0]), run):
+            result += b.unpack(b.load(self.numbers, start + S.col(c), run))
+        return result

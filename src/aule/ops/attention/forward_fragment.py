@@ -1,0 +1,425 @@
+"""The forward kernel for matrix units: the same algorithm as `forward.py` in the schedule that they want.
+
+A subgroup keeps its rows of S, P and O in registers; only K and V pass through shared memory. Three things differ from
+the kernel for plain arithmetic:
+
+* The scale is not multiplied into Q, which would be rounded again, but into the exponent,
+  ``exp2(scale * S + base)``, where it costs nothing. Modifiers that add to scores want them scaled before
+  (``config.folded``).
+* The base, minus the largest score, follows the running maximum only when that has grown by more than `LAG` powers of
+  two. P stays below 2^LAG, far from the limits of fp16, and O is multiplied through a few times in all instead of with
+  every tile.
+* Inf and NaN of dropped keys are searched for where keys are dropped; a tile that has any takes a slow product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.config import FragmentConfig
+from aule.ops.attention.dropout import Dropout
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Scores
+from aule.target import Target
+from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
+from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
+from aule.tile.matrix import Matrix
+from aule.tile.simt import padded
+
+LAG = 8.0
+"""How far, in powers of two, the maximum that is subtracted may lag behind."""
+
+
+def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
+    """Trace the forward kernel of a configuration for a target with matrix units."""
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
+    kernel = _Forward(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tile, the stage it lies in, the tile that comes next, and whether one does."""
+
+    tile: Value
+    stage: Value
+    next: Value
+    more: Value
+
+
+class _Forward:
+    """The parameters of the kernel, the place of this workgroup's block, and the passage over the keys."""
+
+    def __init__(self, b: Builder, config: FragmentConfig, target: Target) -> None:
+        self.b, self.config, shape = b, config, config.shape
+        self.shape = shape
+        self.index: Scalar = i64 if config.index64 else i32
+        p = self.p = Parameters(b, config, self.index)
+        heads, blocks = p.number("heads_q"), p.number("blocks_q")
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis. The last
+        # blocks of rows come first: with a causal mask they have the most work.
+        number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = number < p.number("blocks")
+        self.head_number = number // blocks
+        self.row0 = (blocks - 1 - number % blocks) * shape.block_q
+        batch, self.head = self.head_number // heads, self.head_number % heads
+        kv_head = self.head // p.number("group")
+        scores = self.scores = Scores(p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_q)
+        self.scale = p.number("scale", f32)
+
+        def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
+            unit, aligned = config.unit[number], config.aligned[number]
+            first = scores.extent.first(name)
+            return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned, first=first)
+
+        self.q = matrix("q", self.head, scores.seq_q, config.head_dim, 0)
+        self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
+        self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
+
+        self.dropout = scores.dropout()
+        self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
+        self.subgroup_row = engine.subgroup * shape.rows
+        q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
+        self.memory = b.shared("tiles", engine.elem, shape.shared_bytes(config.head_dim, config.value_dim) // 2)
+        self.k_start = b.const(0 if shape.resident_q else q, i32)
+        self.v_start = self.k_start + shape.stages * k
+        self.k_size, self.v_size = k, v
+        self.k_stride, self.v_stride = row_stride(config.head_dim), row_stride(config.value_dim)
+        self.k_depth = padded(config.head_dim, SIZE) // SIZE
+        self.keys = engine.transfer(self.k, shape.block_kv, self.memory)
+        self.values = engine.transfer(self.v, shape.block_kv, self.memory)
+
+        self._order_tiles()
+
+    def _order_tiles(self) -> None:
+        """Tiles with keys that some row drops come first, on both sides of the band; then those without, whose loop has
+        no code for them."""
+        b, width = self.b, self.shape.block_kv
+        shift = self.scores.shift
+        last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
+        reach = self.scores.reach(self.row0 + shift, last_row + shift)
+        self.first = reach.first // width
+        last = b.max((reach.end + (width - 1)) // width, self.first)
+        self.inner_first = self.inner_last = last
+        if not self.config.everywhere:
+            self.inner_first = b.min(b.max((reach.full_first + (width - 1)) // width, self.first), last)
+            self.inner_last = b.max(reach.full_end // width, self.inner_first)
+        self.edges = last - self.first - (self.inner_last - self.inner_first)
+
+    def _edge(self, i: Value) -> _Place:
+        """The ``i``-th of the tiles at the edges; after them come the inner ones."""
+        b = self.b
+
+        def tile(i: Value) -> Value:
+            left = self.first + i
+            right = b.select(i < self.edges, left + (self.inner_last - self.inner_first), self.inner_first)
+            return b.select(left < self.inner_first, left, right)
+
+        more = (i + 1 < self.edges) | (self.inner_first < self.inner_last)
+        return _Place(tile(i), i & 1, tile(i + 1), more)
+
+    def _inner(self, tile: Value) -> _Place:
+        return _Place(tile, (tile + (self.edges - self.inner_first)) & 1, tile + 1, tile + 1 < self.inner_last)
+
+    # -- the algorithm ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        b, engine, config = self.b, self.engine, self.config
+        zero = b.const(0.0, f32)
+        base, l = engine.row_vars(b.const(-LOWEST, f32)), engine.row_vars(zero)
+        O = engine.tile(self.shape.rows, config.value_dim)
+        if config.sinks:
+            self._start_from_sink(base, l)
+        q = self._load_q()
+        start = self._edge(b.const(-1, i32))
+        with b.if_(start.more):
+            self._start_tile(start.next, b.const(0, i32), whole=False)
+        with b.loop(0, self.edges, name="edge") as i:
+            self._pass(self._edge(i), q, O, base, l, whole=False)
+        if not config.everywhere:
+            with b.loop(self.inner_first, self.inner_last, name="tile") as tile:
+                self._pass(self._inner(tile), q, O, base, l, whole=True)
+        self._finish(O, base, l)
+
+    def _pass(
+        self, at: _Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
+    ) -> None:
+        """One tile of keys; ``whole`` when no row drops any of them."""
+        b, engine = self.b, self.engine
+        key0 = at.tile * self.shape.block_kv
+        k_at, v_at = self._memory_of(at.stage)
+        wild = self._arrive_keys(at, whole)
+        b.comment("S = Q K^T")
+        S = engine.tile(self.shape.rows, self.shape.block_kv)
+        engine.multiply(
+            S,
+            q,
+            lambda k, j: engine.load_right(self.memory, k_at, self.k_stride, k * SIZE, j * SIZE, transposed=True),
+            self.k_depth,
+        )
+        if self.shape.stages == 1:
+            wild = self._arrive_values(at, whole)
+        self._modify(S, key0, whole)
+        b.comment("online softmax: P = exp2(S + base), l = l + sum P")
+        s = S.values()
+        self._follow_maximum(s, O, base, l)
+        b.comment("O = O + P V")
+
+        def weights(k: int) -> list[Value]:
+            p = self._weigh(s, base, l, k)
+            if self.dropout is not None:
+                p = self._drop(self.dropout, p, S, key0, k)
+            return [blocks[0] for blocks in engine.pack(p, engine.left)]
+
+        if whole:
+            self._multiply_values(O, weights, v_at)
+            return
+        factors = [weights(k) for k in range(self.shape.block_kv // SIZE)]
+        assert wild is not None
+        with b.if_(wild):
+            self._multiply_guarded(O, factors, key0, v_at)
+        with b.else_():
+            self._multiply_values(O, lambda k: factors[k], v_at)
+
+    def _follow_maximum(self, s: list[list[Value]], O: FragmentTile, base: list[Var], l: list[Var]) -> None:
+        """Where the maximum of a row has grown by too much, the base follows it, and what was summed up shrinks."""
+        b = self.b
+        highest = [fold(b, "max", row) for row in s]  # of this lane's columns alone until it matters
+        if self.config.folded:
+            highest = [x * self.scale for x in highest]
+        grown = [high + low.value > LAG for high, low in zip(highest, base, strict=True)]
+        with b.if_(b.subgroup_any(fold(b, "or", grown))):
+            alphas = []
+            for high, low, total in zip(self.engine.reduce_rows("max", highest), base, l, strict=True):
+                new = b.min(low.value, -high)
+                alpha = b.exp2(new - low.value)
+                low.value = new
+                total.value = total.value * alpha
+                alphas.append(alpha)
+            O.map(lambda x, r, c: x * alphas[r])
+
+    def _weigh(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[list[Value]]:
+        """P of the ``k``-th 16 keys; their sum goes into l."""
+        b, width = self.b, len(self.engine.part_cols)
+        p: list[list[Value]] = []
+        for row, low, total in zip(s, base, l, strict=True):
+            part = row[k * width : (k + 1) * width]
+            if self.config.folded:
+                p.append([b.exp2(b.fma(x, self.scale, low.value)) for x in part])
+            else:
+                p.append([b.exp2(x + low.value) for x in part])
+            total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
+        return p
+
+    def _drop(self, dropout: Dropout, p: list[list[Value]], S: FragmentTile, key0: Value, k: int) -> list[list[Value]]:
+        """Zeros in the place of dropped weights."""
+        b, width, run = self.b, len(self.engine.part_cols), self.engine.run
+        result: list[list[Value]] = []
+        for r, weights in enumerate(p):
+            keep: list[Value] = []
+            for c in range(0, width, run):
+                row, column = self.row0 + self.subgroup_row + S.row(r), key0 + S.col(k * width + c)
+                keep += dropout.strip(self.head_number, row, column, run)
+            result.append([b.select(kept, x, b.const(0.0, f32)) for kept, x in zip(keep, weights, strict=True)])
+        return result
+
+    def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
+        b, scores = self.b, self.scores
+        if not self.config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
+        columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
+
+        def apply(modifier: mod.Modifier) -> None:
+            def at(r: int, c: int) -> mod.Site:
+                return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
+
+            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
+
+        for modifier in self.modifiers:
+            if modifier.everywhere or not whole:
+                apply(modifier)
+
+    def _finish(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
+        b, engine, config = self.b, self.engine, self.config
+        zero = b.const(0.0, f32)
+        b.comment("O / l, and the log-sum-exp")
+        batch, head = self.scores.batch, self.head
+        unit, aligned = config.unit[3], config.aligned[3]
+        extent = self.scores.extent
+        seq_q, first = self.scores.seq_q, extent.first("o")
+        out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
+        totals = engine.reduce_rows("add", [x.value for x in l])
+        lse_base = extent.row_base(self.p, self.head_number, head)
+        run = engine.run
+        for r, row in enumerate(O.values()):
+            nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
+            inverse = b.select(nothing, zero, b.rcp(totals[r]))
+            if config.dropout:
+                inverse = inverse * self.p.number("keep_scale", f32)
+            at = self.row0 + self.subgroup_row + O.row(r)
+            with b.if_(at < self.scores.seq_q):
+                for c in range(0, len(row), run):
+                    parts = [x * inverse for x in row[c : c + run]]
+                    out.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
+                if config.lse:
+                    lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
+                    with b.if_(b.eq(engine.lane_col, 0)):
+                        b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+
+    def _start_from_sink(self, base: list[Var], l: list[Var]) -> None:
+        """The sink is a key without a value: it is counted before the first tile, by one lane of a row."""
+        b = self.b
+        sink = b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", self.head)) * LOG2E
+        start = b.max(sink, LOWEST)
+        weight = b.select(b.eq(self.engine.lane_col, 0), b.exp2(sink - start), b.const(0.0, f32))
+        for low, total in zip(base, l, strict=True):
+            low.value = -start
+            total.value = weight
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _load_q(self) -> Callable[[int], list[Value]]:
+        """Bring in the block's rows of Q; returns what gives the fragments of 16 columns, one for each 16 rows."""
+        b, engine, shape = self.b, self.engine, self.shape
+        start = b.const(0, i32)
+        transfer = engine.transfer(self.q, shape.block_q, self.memory)
+        transfer.clear_padding(start, 1)
+        transfer.start(self.row0, start)
+        transfer.finish(start)
+        own = self.subgroup_row * self.k_stride
+
+        def load(k: int) -> list[Value]:
+            blocks = range(shape.rows // SIZE)
+            return [engine.load_left(self.memory, own, self.k_stride, i * SIZE, k * SIZE) for i in blocks]
+
+        if not shape.resident_q:
+            self._clear_padding()  # the first barrier of the loop shows Q, too
+            return load
+        b.barrier()
+        fragments = [load(k) for k in range(self.k_depth)]
+        b.barrier()  # everyone has read Q: its memory is K's and V's from here on
+        self._clear_padding()
+        return lambda k: fragments[k]
+
+    def _clear_padding(self) -> None:
+        self.keys.clear_padding(self.k_start, self.shape.stages)
+        self.values.clear_padding(self.v_start, self.shape.stages)
+
+    def _memory_of(self, stage: Value) -> tuple[Value, Value]:
+        """Where K and V of a stage lie."""
+        if self.shape.stages == 1:
+            return self.k_start, self.v_start
+        return self.k_start + stage * self.k_size, self.v_start + stage * self.v_size
+
+    def _start_tile(self, tile: Value, stage: Value, whole: bool) -> None:
+        """Begin to fetch what the first product of a tile needs, and with two stages all of it."""
+        k_at, v_at = self._memory_of(stage)
+        self.keys.start(tile * self.shape.block_kv, k_at, whole)
+        if self.shape.stages == 2:
+            self.values.start(tile * self.shape.block_kv, v_at, whole)
+
+    def _arrive_keys(self, at: _Place, whole: bool) -> Value | None:
+        """K of the tile is there for all; the next thing is on its way. Returns whether V is wild where it is known."""
+        b = self.b
+        k_at, v_at = self._memory_of(at.stage)
+        self.keys.finish(k_at)
+        if self.shape.stages == 1:
+            b.barrier()
+            self.values.start(at.tile * self.shape.block_kv, v_at, whole)
+            return None
+        self.values.finish(v_at)
+        wild = self._barrier(v_at, whole)
+        with b.if_(at.more):
+            self._start_tile(at.next, at.stage ^ 1, whole)
+        return wild
+
+    def _arrive_values(self, at: _Place, whole: bool) -> Value | None:
+        """The same for V, with one stage."""
+        _, v_at = self._memory_of(at.stage)
+        self.values.finish(v_at)
+        wild = self._barrier(v_at, whole)
+        with self.b.if_(at.more):
+            self._start_tile(at.next, at.stage, whole)
+        return wild
+
+    def _barrier(self, v_at: Value, whole: bool) -> Value | None:
+        """Wait for all; find out whether V of a tile that may have dropped keys holds Inf or NaN: 0 times either is
+        NaN."""
+        b = self.b
+        if whole:
+            b.barrier()
+            return None
+        exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
+        lowest = exponent & -exponent
+        found = b.var(b.const(0, u32), "found")
+
+        def check(run: Value) -> None:
+            # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+            for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
+                found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
+
+        self.values.own_runs(v_at, check)
+        return b.workgroup_any(b.ne(found.value & 0x80008000, 0))
+
+    # -- products with V -------------------------------------------------------------------------------------------
+
+    def _multiply_values(self, O: FragmentTile, factors: Callable[[int], list[Value]], v_at: Value) -> None:
+        engine = self.engine
+        engine.multiply(
+            O,
+            factors,
+            lambda k, j: engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE),
+            self.shape.block_kv // SIZE,
+        )
+
+    def _multiply_guarded(self, O: FragmentTile, factors: list[list[Value]], key0: Value, v_at: Value) -> None:
+        """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
+        values first, then what is infinite in either direction, as ones. NaN counts for both, and Inf - Inf is NaN."""
+        b, engine = self.b, self.engine
+        exponent, one = (0x7F80, 0x3F80) if engine.elem == bf16 else (0x7C00, 0x3C00)
+        with b.loop(0, 3, name="kind") as kind:
+
+            def rewritten(run: Value, kind: Value = kind) -> Value:
+                return b.vector([b.bitcast(self._sorted(b.bitcast(x, u16), kind, exponent, one), engine.elem)
+                                 for x in b.unpack(run)])  # fmt: skip
+
+            b.barrier()
+            self.values.rewrite(key0, v_at, rewritten)
+            b.barrier()
+            infinite = b.select(b.eq(kind, 1), b.const(float("inf"), f32), b.const(NEG_INF, f32))
+            for j in range(len(O.vars[0])):
+                part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
+                for k in range(self.shape.block_kv // SIZE):
+                    right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE)
+                    part = [b.fragment_mma(factors[k][i], right, x) for i, x in enumerate(part)]
+                for row, x in zip(O.vars, part, strict=True):
+                    row[j].value = self._added(row[j].value, x, kind, infinite)
+
+    def _added(self, o: Value, part: Value, kind: Value, infinite: Value) -> Value:
+        b, engine = self.b, self.engine
+        parts = []
+        for c in range(len(engine.part_rows) * len(engine.part_cols)):
+            x = b.fragment_get(part, c)
+            added = b.select(b.eq(kind, 0), x, b.select(x > 0.0, infinite, b.const(0.0, f32)))
+            parts.append(b.fragment_get(o, c) + added)
+        return b.fragment_pack(engine.accumulator, parts)
+
+    def _sorted(self, bits: Value, kind: Value, exponent: int, one: int) -> Value:
+        """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""
+        b = self.b
+        word = b.cast(bits, u32)
+        size = word & 0x7FFF
+        finite, nan = size < exponent, size > exponent
+        wanted = nan | b.eq(word >> 15, b.cast(kind - 1, u32))
+        bad = b.select(~finite & wanted, b.const(one, u32), b.const(0, u32))
+        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), u16)

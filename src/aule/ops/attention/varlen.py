@@ -1,0 +1,218 @@
+"""Packed batches: sequences of different lengths one behind the other, ``[rows of all sequences, heads, dim]``.
+
+Offsets ``cu_seqlens`` of ``[batch + 1]`` say at which row each sequence begins, and at which the last one ends. Kernels
+read them: one launch serves all sequences, with as many workgroups for each as the longest needs; those past the end of
+a shorter one return at once. What goes without kernels, NumPy and the reference, takes the sequences one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.reference import Array, Expected, attention_reference, attention_twin
+from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
+from aule.ops.attention.validate import Operands, attention_problem
+from aule.view import TensorView
+
+OP = "flash_attention_varlen"
+
+
+def varlen_problem(
+    q: TensorView,
+    k: TensorView,
+    v: TensorView,
+    cu_q: TensorView,
+    cu_k: TensorView,
+    max_q: int | None,
+    max_k: int | None,
+    op: str = OP,
+    **options: Any,
+) -> tuple[AttentionProblem, Operands]:
+    """Check one call on packed batches and bring its operands into normal form.
+
+    Parameters
+    ----------
+    q, k, v : TensorView
+        ``[rows, heads, dim]``.
+    cu_q, cu_k : TensorView
+        i32 ``[batch + 1]``; their contents are checked where they are in host memory.
+    max_q, max_k : int, optional
+        Lengths of the longest sequences; needed where the offsets are not in host memory.
+    op : str
+        The public function that was called, for messages.
+    **options
+        Those of `attention_problem`, as views where they are arrays; neither mask nor bias.
+
+    Returns
+    -------
+    problem : AttentionProblem
+    operands : Operands
+        q, k and v as ``[1, heads, rows, dim]``; the result is ``[1, heads_q, rows, value_dim]`` likewise.
+    """
+    for name in ("mask", "bias"):
+        if options.pop(name, None) is not None:
+            raise InvalidArgumentError(
+                f"[{op}] expected no {name}, got one; sequences of different lengths have no common {name}: "
+                "pad them into one batch for it"
+            )
+    for name, view in (("q", q), ("k", k), ("v", v)):
+        if len(view.shape) != 3:
+            raise InvalidShapeError(
+                f"[{op}] expected {name} of shape [rows of all sequences, heads, head_dim], got {list(view.shape)}; "
+                "put the sequences one behind the other"
+            )
+    batch = _check_offsets(op, cu_q, cu_k)
+    slopes: TensorView | None = options.pop("alibi_slopes", None)
+    problem, operands = attention_problem(_turned(q), _turned(k), _turned(v), op=op, **options)
+    alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
+    problem = replace(
+        problem,
+        batch=batch,
+        seq_q=_longest(op, "q", cu_q, q.shape[0], max_q),
+        seq_kv=_longest(op, "k", cu_k, k.shape[0], max_k),
+        packed=(q.shape[0], k.shape[0]),
+        alibi=alibi is not None,
+    )
+    return problem, replace(operands, alibi=alibi, cu_q=cu_q, cu_k=cu_k)
+
+
+def _turned(view: TensorView) -> TensorView:
+    """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
+    rows, heads, dim = view.shape
+    storage = view.storage.transpose(1, 0, 2)[None] if view.is_host else view.storage
+    strides = (0, view.strides[1], view.strides[0], view.strides[2])
+    return TensorView(view.dtype, (1, heads, rows, dim), strides, view.device, storage, view.offset)
+
+
+def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
+    for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if view.dtype != "i32" or len(view.shape) != 1 or view.shape[0] < 1:
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} as int32 [batch + 1], got {view.dtype} {list(view.shape)}; convert it"
+            )
+    if cu_q.shape != cu_k.shape:
+        raise InvalidShapeError(
+            f"[{op}] expected as many sequences of keys as of queries, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
+            f"{cu_k.shape[0] - 1} in cu_seqlens_k; give both alike"
+        )
+    return cu_q.shape[0] - 1
+
+
+def _longest(op: str, name: str, offsets: TensorView, total: int, given: int | None) -> int:
+    """The length of the longest sequence: as given, and checked against the offsets where these can be read."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 0):
+        raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} as an int >= 0 or None, got {given!r}")
+    if not offsets.is_host:
+        if given is None:
+            raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} with offsets on a device, got None; give it")
+        return min(int(given), total)
+    at: npt.NDArray[np.int32] = offsets.storage
+    lengths = np.diff(at.astype(np.int64))
+    if at[0] != 0 or at[-1] != total or (lengths < 0).any():
+        raise InvalidShapeError(
+            f"[{op}] expected cu_seqlens_{name} to rise from 0 to {total}, the rows there are, got {at.tolist()[:8]}"
+            f"{'...' if len(at) > 8 else ''}; give the cumulated lengths"
+        )
+    longest = int(lengths.max(initial=0))
+    if given is not None and given < longest:
+        raise InvalidArgumentError(
+            f"[{op}] expected max_seqlen_{name} of at least {longest}, the longest sequence, got {given}; pass None"
+        )
+    return longest
+
+
+def _slopes(op: str, view: TensorView, batch: int, heads: int) -> TensorView:
+    if view.dtype != "f32" or view.shape not in ((heads,), (batch, heads)):
+        raise InvalidShapeError(
+            f"[{op}] expected alibi_slopes as float32 [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], "
+            f"got {view.dtype} {list(view.shape)}; give one slope per query head"
+        )
+    if len(view.shape) == 2:
+        return view
+    shape, strides, storage = (batch, heads), (0, *view.strides), view.storage
+    if view.is_host:
+        storage = np.broadcast_to(storage, shape)
+    return TensorView(view.dtype, shape, strides, view.device, storage, view.offset)
+
+
+# -- one by one --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One sequence of a packed batch, by itself: its number, its problem and operands, and its rows and keys."""
+
+    number: int
+    problem: AttentionProblem
+    operands: Operands
+    rows: slice
+    keys: slice
+
+
+def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
+    """The sequences of a packed batch in host memory."""
+    assert operands.cu_q is not None and operands.cu_k is not None
+    at_q, at_k = operands.cu_q.storage.tolist(), operands.cu_k.storage.tolist()
+    for i in range(problem.batch):
+        rows, keys = slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
+        own = replace(problem, batch=1, seq_q=rows.stop - rows.start, seq_kv=keys.stop - keys.start, packed=None)
+        own_operands = replace(
+            operands,
+            q=_cut(operands.q, rows, 2),
+            k=_cut(operands.k, keys, 2),
+            v=_cut(operands.v, keys, 2),
+            alibi=None if operands.alibi is None else _cut(operands.alibi, slice(i, i + 1), 0),
+            cu_q=None,
+            cu_k=None,
+        )
+        yield Piece(i, own, own_operands, rows, keys)
+
+
+def _cut(view: TensorView, part: slice, axis: int) -> TensorView:
+    storage = view.storage[(slice(None),) * axis + (part,)]
+    return TensorView(view.dtype, storage.shape, view.strides, view.device, storage)
+
+
+def expect_varlen(problem: AttentionProblem, operands: Operands) -> Expected:
+    """What a backend must come close to: `aule.ops.attention.reference.expect`, sequence by sequence."""
+    out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)
+    half = problem.dtype in ("f16", "bf16")
+    twin = np.zeros(problem.out_shape) if half else None
+    for piece in pieces(problem, operands):
+        arrays, first = _arrays(piece.operands), piece.number
+        where = (slice(None), slice(None), piece.rows)
+        out[where], lse[where] = attention_reference(piece.problem, **arrays, first_batch=first)
+        if twin is not None:
+            twin[where] = attention_twin(piece.problem, **arrays, first_batch=first)
+    return Expected(out, lse, twin)
+
+
+def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout: Array) -> ExpectedGradients:
+    """Gradients likewise; ``dout`` as ``problem.out_shape``."""
+    shapes = dict(zip(NAMES, (operands.q.shape, operands.k.shape, operands.v.shape), strict=True))
+    reference = {name: np.zeros(shape) for name, shape in shapes.items()}
+    half = problem.dtype in ("f16", "bf16")
+    twin = {name: np.zeros(shape) for name, shape in shapes.items()} if half else None
+    magnitude = dict.fromkeys(NAMES, 0.0)
+    for piece in pieces(problem, operands):
+        part = dout[:, :, piece.rows]
+        found = expect_gradients(piece.problem, part, **_arrays(piece.operands), first_batch=piece.number)
+        for name in NAMES:
+            where = (slice(None), slice(None), piece.rows if name == "dq" else piece.keys)
+            reference[name][where] = found.reference[name]
+            if twin is not None and found.twin is not None:
+                twin[name][where] = found.twin[name]
+            magnitude[name] = max(magnitude[name], found.magnitude[name])
+    return ExpectedGradients(reference, twin, magnitude)
+
+
+def _arrays(operands: Operands) -> dict[str, Any]:
+    names = ("q", "k", "v", "alibi", "sinks", "seed")
+    return {name: getattr(operands, name).storage for name in names if getattr(operands, name) is not None}

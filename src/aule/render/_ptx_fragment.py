@@ -1,0 +1,150 @@
+"""Matrix fragments in PTX: 16 x 16 matrices over a warp, by ldmatrix and mma.sync.
+
+A fragment of use "a" or "b" is four registers of two 16-bit floats each, an accumulator eight of f32. They lie as
+mma.sync wants them: two products of m16n8k16 (on Turing four of m16n8k8) make one of 16 x 16 x 16, and an accumulator's
+components are those of an "a" fragment (`aule.target.NVIDIA_LAYOUT`).
+"""
+
+from __future__ import annotations
+
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Fragment, element
+from aule.render._ptx_convert import join, split
+from aule.render._ptx_emitter import Emitter, refuse
+from aule.render._ptx_memory import Addresses, at
+
+_SIZE = 16
+
+
+def registers_of(op: Op, type_: Fragment) -> int:
+    """Registers that hold a fragment; refuses those that mma.sync does not have."""
+    half = type_.elem.name in ("f16", "bf16") and type_.use != "accumulator"
+    single = type_.elem.name == "f32" and type_.use == "accumulator"
+    if (type_.rows, type_.cols) != (_SIZE, _SIZE) or not (half or single):
+        expected = "16 x 16 of f16 or bf16 as factors and of f32 as accumulator"
+        raise refuse(op, expected, type_, "plan for such fragments")
+    return 4 if half else 8
+
+
+def render(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """One operation on fragments."""
+    if op.opcode == "fragment_load":
+        _load(e, addresses, op)
+    elif op.opcode == "fragment_mma":
+        _mma(e, op)
+    elif op.opcode == "fragment_fill":
+        _fill(e, op)
+    elif op.opcode == "fragment_pack":
+        _pack(e, op)
+    elif op.opcode == "fragment_get":
+        _get(e, op)
+    elif op.opcode == "fragment_set":
+        _set(e, op)
+    else:
+        raise refuse(op, "fragments that stay in registers", op.opcode, "store their components")
+
+
+def _type(value: Value) -> Fragment:
+    assert isinstance(value.type, Fragment)
+    return value.type
+
+
+def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """ldmatrix: every lane names one row of eight elements; which one decides what comes out where."""
+    assert op.result is not None
+    type_, memory = _type(op.result), addresses.memory(op.args[0])
+    if registers_of(op, type_) != 4 or memory.space != "shared":
+        raise refuse(op, "a factor from shared memory", f"{type_} from {memory.space}", "load the components")
+    # Blocks of 8 x 8: the lower half of a warp's lanes name blocks 0 and 1, the upper half 2 and 3.
+    lane = e.once("%laneid", "mov.u32", "r", "%laneid")
+    e.uses_subgroups = True
+    low = e.once("lane & 15", "and.b32", "r", lane, "15")
+    far = e.once("lane >> 4", "shr.u32", "r", lane, "4")
+    straight = type_.use == "a"
+    if op.attrs["layout"] == ("row" if straight else "column"):
+        suffix = ""
+    else:
+        suffix, straight = ".trans", not straight
+    if straight:  # blocks go down the rows first
+        row, column = low, e.once("(lane >> 4) * 8", "shl.b32", "r", far, "3")
+    else:
+        eight = e.once("lane & 8", "and.b32", "r", lane, "8")
+        seven = e.once("lane & 7", "and.b32", "r", lane, "7")
+        row = e.once("(lane & 7) + (lane >> 4) * 8", "mad.lo.s32", "r", far, "8", seven)
+        column = eight
+    stride = e.operands(op.args[2])[0]
+    own = e.once(("own", row, column, stride), "mad.lo.s32", "r", row, stride, column)
+    bytes_ = e.once(("own bytes", own), "shl.b32", "r", own, "1")
+    base, offset = addresses.locate(memory, op.args[1])
+    if not base.startswith("%"):
+        base = addresses.symbol_of(memory)
+    place = e.once(("ldmatrix", base, bytes_), "add.s32", "r", base, bytes_)
+    out = [e.new("r") for _ in range(4)]
+    e.line(f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{{', '.join(out)}}}, {at(place, offset)};")
+    e.bind(op.result, tuple(out))
+
+
+def _mma(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    for value in op.args:
+        registers_of(op, _type(value))
+    kind = element(op.args[0].type).name
+    a, b, c = (e.registers(value) for value in op.args)
+    if kind == "bf16" and e.arch.number < 80:
+        raise refuse(op, "f16 before sm_80", kind, "convert to f16, or plan without fragments")
+    out: list[str] = []
+    for n in range(2):
+        right, total = b[2 * n : 2 * n + 2], c[4 * n : 4 * n + 4]
+        if e.arch.number >= 80:
+            total = _multiply(e, f"m16n8k16.row.col.f32.{kind}.{kind}.f32", a, right, total)
+        else:
+            for k in range(2):
+                total = _multiply(e, "m16n8k8.row.col.f32.f16.f16.f32", a[2 * k : 2 * k + 2], right[k : k + 1], total)
+        out += total
+    e.uses_subgroups = True
+    e.bind(op.result, tuple(out))
+
+
+def _multiply(e: Emitter, shape: str, a: tuple[str, ...], b: tuple[str, ...], c: tuple[str, ...]) -> tuple[str, ...]:
+    result = tuple(e.new("f") for _ in c)
+    operands = ", ".join("{" + ", ".join(x) + "}" for x in (result, a, b, c))
+    e.line(f"mma.sync.aligned.{shape} {operands};")
+    return result
+
+
+def _fill(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    count, value = registers_of(op, _type(op.result)), e.registers(op.args[0])[0]
+    if count == 4:
+        value = join(e, (value, value), 16, 32, "r")
+    e.bind(op.result, (value,) * count)
+
+
+def _pack(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    parts = [e.registers(value)[0] for value in op.args]
+    if registers_of(op, _type(op.result)) == 4:
+        parts = [e.joined(low, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+    e.bind(op.result, tuple(parts))
+
+
+def _get(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    registers, component = e.registers(op.args[0]), op.attrs["component"]
+    if registers_of(op, _type(op.args[0])) == 4:
+        e.bind(op.result, (split(e, registers[component // 2], 32, 16)[component % 2],))
+    else:
+        e.bind(op.result, (registers[component],))
+
+
+def _set(e: Emitter, op: Op) -> None:
+    assert op.result is not None
+    registers, component = list(e.registers(op.args[0])), op.attrs["component"]
+    new = e.registers(op.args[1])[0]
+    if registers_of(op, _type(op.args[0])) == 4:
+        halves = split(e, registers[component // 2], 32, 16)
+        halves[component % 2] = new
+        registers[component // 2] = e.joined(*halves)
+    else:
+        registers[component] = new
+    e.bind(op.result, tuple(registers))

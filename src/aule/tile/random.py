@@ -1,0 +1,28 @@
+"""Random numbers that depend on where they are used and on nothing else: Philox4x32-10.
+
+A counter-based generator (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011) is a
+function of a counter and a key: no state, so any thread has the number of any place, and forward and backward agree.
+"""
+
+from __future__ import annotations
+
+from aule.ir import Builder, Value
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+"""What the two words of the key are increased by from round to round."""
+ROUNDS = 10
+
+
+def philox(b: Builder, counter: tuple[Value, Value, Value, Value], key: tuple[Value, Value]) -> list[Value]:
+    """Four random words of a counter of four words and a key of two, all u32.
+
+    The words of the counter may be vectors of one length; a scalar beside vectors counts in every lane.
+    """
+    x = list(counter)
+    for number in range(ROUNDS):
+        k0, k1 = (word + (step * number & 0xFFFFFFFF) for word, step in zip(key, WEYL, strict=True))
+        high0, low0 = b.mulhi(x[0], MULTIPLIERS[0]), x[0] * MULTIPLIERS[0]
+        high1, low1 = b.mulhi(x[2], MULTIPLIERS[1]), x[2] * MULTIPLIERS[1]
+        x = [high1 ^ x[1] ^ k0, low1, high0 ^ x[3] ^ k1, low0]
+    return x

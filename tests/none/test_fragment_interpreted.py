@@ -1,0 +1,143 @@
+"""The kernels for matrix units on the interpreter with the sanitizer on, in its own layout of fragments, which is no
+device's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grid
+import numpy as np
+import pytest
+from test_backward_interpreted import run as backward
+
+from aule.engine.attention import contiguous_strides, named
+from aule.ir.interpret import interpret
+from aule.ir.verify import verify
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.reference import compare
+from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
+from aule.ops.attention.validate import Operands, attention_problem
+from aule.target import FragmentLayout, Target
+from aule.tile.fragment import FragmentShape
+from aule.view import TensorView
+
+ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
+"""Of the interpreter: lane L holds elements 8 L ... 8 L + 7, which is half of row L / 2."""
+
+SHAPES = {
+    "two-stages": FragmentShape(32, 32, 2, 2, True),
+    "one-stage": FragmentShape(32, 32, 2, 1, True),
+    "q-in-memory": FragmentShape(32, 16, 2, 2, False),
+    "two-blocks-of-rows": FragmentShape(32, 32, 1, 1, False),
+}
+CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "bf16")]
+STORED = {"f16": np.float16, "bf16": np.uint16}
+
+
+def target(arch: str = "sm_90") -> Target:
+    return Target(
+        "cuda", arch=arch, subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, max_shared_bytes=1 << 20,
+        int64=True, matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"), matrix_layout=ROW_HALVES,
+    )  # fmt: skip
+
+
+def run(
+    problem: AttentionProblem, operands: Operands, shape: FragmentShape, device: Target, aligned: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward pass on the interpreter, on copies packed as the engine packs them."""
+    out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
+    out = np.zeros(out_shape, STORED[problem.dtype])
+    lse = np.zeros(out_shape[:3], np.float32)
+    result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "device", None)
+    views: dict[str, TensorView] = {"o": result}
+    memory: dict[str, Any] = {"o": out.reshape(-1), "lse": lse.reshape(-1)}
+    for name, view in named(operands, result).items():
+        if name != "o":
+            used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
+            packed = np.ascontiguousarray(view.storage[used])
+            steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
+            views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
+            memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
+    base = dict.fromkeys("qkvo", aligned)
+    plan = plan_forward(problem, views, device, base, shape)
+    kernel = build_forward(plan.config, device)
+    verify(kernel)
+    values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
+    if plan.grid[0]:
+        interpret(kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=32)
+    return out, lse
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_small_grid(case: grid.Case, shape: str) -> None:
+    inputs = grid.make_inputs(case, seed=3)
+    problem, operands = grid.case_problem(case, inputs)
+    out, lse = run(problem, operands, SHAPES[shape], target())
+    verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("way", ["no asynchronous copies", "rows that are not aligned"])
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_fetched_through_registers(case: grid.Case, way: str) -> None:
+    inputs = grid.make_inputs(case, seed=3)
+    problem, operands = grid.case_problem(case, inputs)
+    device = target("sm_75" if way.startswith("no") else "sm_90")
+    out, lse = run(problem, operands, SHAPES["two-stages"], device, aligned=way.startswith("no"))
+    verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropped_infinities_do_not_leak(shape: str, bad: float) -> None:
+    """Key 5 is dropped for all rows, key 20 for those before it; rows from 20 on get what it holds."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, 40, 16)).astype(np.float16) for _ in range(3))
+    mask = np.ones((40, 40), bool)
+    mask[:, 5] = False
+    k[:, :, 5], v[:, :, 5], v[:, :, 20, 3] = bad, bad, bad
+    views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v, "mask": mask}.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    out, lse = run(problem, operands, SHAPES[shape], target())
+    assert np.isfinite(lse).all() and np.isfinite(out[:, :, :20]).all()
+    assert np.isfinite(np.delete(out[:, :, 20:], 3, axis=3)).all()
+    np.testing.assert_array_equal(out[0, 0, 20:, 3], np.full(20, bad, np.float16))
+
+
+BACKWARD = {
+    "two-stages": FragmentShape(32, 32, 2, 2, False),
+    "one-stage": FragmentShape(32, 16, 2, 1, False),
+    "two-blocks-of-rows": FragmentShape(32, 32, 1, 2, False),
+}
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
+@pytest.mark.parametrize("shape", BACKWARD)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
+    inputs = grid.make_inputs(case, seed=3)
+    problem, operands = grid.case_problem(case, inputs)
+    problem = replace(problem, deterministic=deterministic)
+    found, dout = backward(problem, operands, inputs, BACKWARD[shape], case.seq_q % 2 == 0, target())
+    arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+def test_a_negative_scale() -> None:
+    case = replace(CASES[0])
+    inputs = grid.make_inputs(case, seed=3)
+    views = {name: grid.view_of(inputs[name]) for name in "qkv"}
+    problem, operands = attention_problem(**views, causal=False, scale=-0.3)
+    out, _ = run(problem, operands, SHAPES["two-stages"], target())
+    q, k, v = (np.asarray(inputs[name], np.float64) for name in "qkv")
+    k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
+    s = -0.3 * q @ k.swapaxes(2, 3)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    expected = p / p.sum(-1, keepdims=True) @ v
+    assert np.abs(out.astype(np.float64) - expected).max() < 4e-3
