@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
-from aule.api import attention, flash_attention, flash_attention_varlen
+from aule.api import attention, aule_attention, flash_attention, flash_attention_varlen
 from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
@@ -61,6 +61,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "attention",
+    "aule_attention",
     "codegen",
     "dispatch_stats",
     "flash_attention",

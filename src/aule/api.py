@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from aule.context import Aule
-from aule.errors import InvalidArgumentError
-from aule.frontends import front_end
+from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.frontends import by_type, front_end
 from aule.options import AttentionOptions
 
 
@@ -28,6 +28,7 @@ def flash_attention(
     seed: int | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
+    deterministic: bool = False,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
@@ -67,6 +68,10 @@ def flash_attention(
         Where the diagonal ends when ``seq_q != seq_kv``: FlashAttention's choice or PyTorch's.
     return_lse : bool
         Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
+    deterministic : bool
+        Gradients of half-precision inputs on matrix units add up dQ in any order where that is faster;
+        ``deterministic=True`` gives the same bits every time, and so does ``torch.use_deterministic_algorithms(True)``
+        for torch tensors. Everything else is deterministic always.
     out : array, optional
         Write the result here.
     backend : str, optional
@@ -79,10 +84,40 @@ def flash_attention(
         come back finished; on a GPU the result is ordered after the call like any other work on the stream.
     """
     options = AttentionOptions(
-        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse, out,
-        backend,
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
+        deterministic, out, backend,
     )  # fmt: skip
-    return front_end(q).flash_attention(q, k, v, options)
+    found = by_type.get(type(q))  # a call saved, where every repeated one passes
+    return (front_end(q) if found is None else found).flash_attention(q, k, v, options)
+
+
+def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | None = None, **options: Any) -> Any:
+    """Attention on torch tensors, with gradients.
+
+    It is `flash_attention` for torch tensors alone, with ``causal`` and ``scale`` by position too.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        As for `flash_attention`.
+    causal : bool
+        Row ``i`` attends to keys up to its own position.
+    scale : float, optional
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    **options
+        Every other option of `flash_attention`.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        As `flash_attention` returns it. Gradients of q, k, v, of an additive mask, of a bias and of sinks are there
+        once: they cannot be differentiated again.
+    """
+    if front_end(q).__name__ != "aule.frontends.torch":
+        raise InvalidDtypeError(
+            f"[aule_attention] expected torch tensors, got {type(q).__name__}; use aule.flash_attention for others"
+        )
+    return flash_attention(q, k, v, causal=causal, scale=scale, **options)
 
 
 def flash_attention_varlen(
@@ -106,6 +141,7 @@ def flash_attention_varlen(
     seed: int | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
+    deterministic: bool = False,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
@@ -128,7 +164,7 @@ def flash_attention_varlen(
         Not for packed batches.
     alibi_slopes : float32 array, optional
         ``[heads_q]`` or ``[batch, heads_q]``.
-    causal, scale, window, softcap, sinks, dropout_p, seed, causal_align, return_lse, out, backend
+    causal, scale, window, softcap, sinks, dropout_p, seed, causal_align, return_lse, deterministic, out, backend
         As in `flash_attention`. Positions count within each sequence; for dropout sequence ``i`` is batch ``i``.
 
     Returns
@@ -137,8 +173,8 @@ def flash_attention_varlen(
         ``[total_q, heads_q, value_dim]`` and, with ``return_lse``, float32 ``[heads_q, total_q]``.
     """
     options = AttentionOptions(
-        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse, out,
-        backend,
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
+        deterministic, out, backend,
     )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return front_end(q).flash_attention_varlen(q, k, v, *offsets, options)

@@ -197,8 +197,9 @@ class Aule:
         """Gradients of q, k and v into tensors of their shapes: no host copy; asynchronous on a GPU.
 
         ``out`` and ``lse`` are those of `attention_forward_with_lse` with the same options (with ``dropout_p`` also the
-        same ``seed``), ``dout`` the gradient of ``out``. Scratch memory for one number to a row (on a CPU also for
-        parts of dQ) is allocated and given back.
+        same ``seed``), ``dout`` the gradient of ``out``. ``deterministic=True`` gives the same bits every time, where
+        half precision on matrix units would not. Scratch memory for a few numbers to a row (on a CPU and on matrix
+        units also for sums of dQ) is allocated and given back.
         """
         results = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
         problem, operands = self._problem(q, k, v, results, options, True)

@@ -60,6 +60,7 @@ def get_backend_info() -> dict[str, Any]:
     dict
         ``version``, ``python``, ``numpy``, ``platform``; ``forced`` (``AULE_BACKEND``); ``default_device``, where
         arrays in host memory are computed (None when a forced backend is missing: ``default_error`` says why);
+        ``torch``, for each kind of torch tensor how it is computed on (None without PyTorch or a default device);
         ``backends``, for each by name ``available``, ``devices`` (``device`` as ``backend=`` takes it, and every field
         of its `Target`) and ``error``.
     """
@@ -81,6 +82,7 @@ def get_backend_info() -> dict[str, Any]:
         "forced": settings.backend(),
         "default_device": default,
         "default_error": error,
+        "torch": _torch_routes(default) if default and _installed("torch") else None,
         "backends": backends,
     }
 
@@ -109,6 +111,8 @@ def _report(info: dict[str, Any]) -> list[str]:
             )
     lines += table(rows)
     lines += ["", _default_line(info)]
+    if info["torch"]:
+        lines += ["", "Torch tensors:", *(f"  {kind:5} {how}" for kind, how in info["torch"].items())]
 
     refused = {name: b["error"] for name, b in info["backends"].items() if b["error"]}
     if refused:
@@ -132,6 +136,25 @@ def _default_line(info: dict[str, Any]) -> str:
     if default == registry.NUMPY and not forced:
         why = "there is no hardware device; a software one is used only when asked for, as backend='vulkan'"
     return f"* Host arrays go to {default}: {why}. GPU arrays stay where they are."
+
+
+def _torch_routes(default: str) -> dict[str, str]:
+    """How tensors of each kind are computed on; kinds that this PyTorch lacks are told as well."""
+    forced = settings.backend()
+    lacks = ", without gradients" if default == registry.NUMPY else ""
+    staged = f"copied through host memory, computed by {default}{lacks}"
+    host = f"in place, by {default}{lacks}"
+    if default.partition(":")[0] not in ("cpu", registry.NUMPY):
+        host = f"brought to {default}"
+        if forced is None and "cpu" in registry.available():
+            host += "; in place, by cpu:0, for gradients, PyTorch's own attention function and compiled code"
+    return {
+        "cpu": host,
+        "cuda": staged if forced and not forced.startswith("cuda") else "in place, on PyTorch's current stream",
+        "rocm": staged,
+        "xpu": staged,
+        "mps": staged if forced and not forced.startswith("metal") else "in place, by torch.mps.compile_shader",
+    }
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -72,9 +72,8 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    Gradients of query, key, value and a float mask are there for CPU and CUDA tensors, once: they cannot be
-    differentiated again. Autocast is followed. CPU tensors are computed by the CPU engine (extra ``cpu``) where there
-    is one.
+    Gradients of query, key, value and a float mask are there once: they cannot be differentiated again. Autocast is
+    followed. CPU tensors are computed by the CPU engine (extra ``cpu``) where there is one.
     """
     function = _front_end("scaled_dot_product_attention").scaled_dot_product_attention
     return function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -83,16 +82,18 @@ def scaled_dot_product_attention(
 def install(backend: str | None = None, verbose: bool = False) -> None:
     """Put aule in the place of ``torch.nn.functional.scaled_dot_product_attention``.
 
-    What aule cannot serve goes to PyTorch's own function and is counted with its reason: see `dispatch_stats`. Calls
-    inside of ``torch.compile`` go there uncounted. Whoever imported PyTorch's function by name before keeps that one,
-    and modules in evaluation mode with gradients switched off may use PyTorch's fused encoder instead of any attention
-    function (``torch.backends.mha.set_fastpath_enabled(False)`` prevents it).
+    What aule cannot serve goes to PyTorch's own function and is counted with its reason: see `dispatch_stats`. A call
+    in code that ``torch.compile`` or ``torch.export`` trace becomes the operator ``aule::attention``, and is counted
+    when it is traced, not when it runs. Under functorch transforms and dispatch modes PyTorch's own is called, since it
+    has second derivatives and forward mode, which aule has not. Whoever imported PyTorch's function by name before
+    keeps that one, and modules in evaluation mode with gradients switched off may use PyTorch's fused encoder instead
+    of any attention function (``torch.backends.mha.set_fastpath_enabled(False)`` prevents it).
 
     Parameters
     ----------
     backend : str, optional
-        As in `flash_attention`; one that is missing raises here. Default: CPU tensors on the CPU engine, CUDA tensors
-        where they are; tensors of other devices are passed on.
+        As in `flash_attention`; one that is missing raises here. Default: CPU tensors on the CPU engine, CUDA and MPS
+        tensors where they are; tensors of other devices are passed on.
     verbose : bool
         Print a line for the first call that is served, and for every new reason why one is not.
     """
@@ -104,12 +105,14 @@ def install(backend: str | None = None, verbose: bool = False) -> None:
         original = front_end.get_function()
         if _now is not None and original is _now.ours:
             _now = _Installed(_now.original, _now.ours, backend, verbose)
+            front_end.tag_graphs(True, backend)
             return
         ours = _made.get(original)
         if ours is None:
             ours = _made[original] = front_end.replacement(original, _settings, _count)
         _now = _Installed(original, ours, backend, verbose)
         front_end.set_function(ours)
+        front_end.tag_graphs(True, backend)
 
 
 def uninstall() -> None:
@@ -122,6 +125,7 @@ def uninstall() -> None:
         # Somebody may have put a function of their own over ours since; theirs stays, and ours passes everything on.
         if front_end.get_function() is _now.ours:
             front_end.set_function(_now.original)
+        front_end.tag_graphs(False)
         _now = None
 
 

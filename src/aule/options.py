@@ -21,6 +21,7 @@ class AttentionOptions(NamedTuple):
     seed: Any = None
     causal_align: str = "bottom-right"
     return_lse: bool = False
+    deterministic: bool = False
     out: Any = None
     backend: str | None = None
 
@@ -34,6 +35,7 @@ class AttentionOptions(NamedTuple):
             "dropout_p": self.dropout_p,
             "causal_align": self.causal_align,
             "return_lse": self.return_lse,
+            "deterministic": self.deterministic,
         }
 
     def arrays(self) -> dict[str, Any]:

@@ -156,9 +156,9 @@ def test_torch_gradients_of_bias_mask_and_sinks(name: str, shape: tuple[int, ...
     torch = pytest.importorskip("torch")
     chosen = devices.need(name)
     import aule
-    from aule.frontends import torch as front_end
+    from aule.frontends import torch_host
 
-    monkeypatch.setattr(front_end, "_gradient_device", lambda spec: chosen)
+    monkeypatch.setattr(torch_host, "gradient_device", lambda *_: chosen)
     generator = torch.Generator().manual_seed(0)
 
     def made(*size: int) -> Any:

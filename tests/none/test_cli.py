@@ -66,6 +66,32 @@ def test_info_with_a_forced_backend(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "AULE_BACKEND=nonsense cannot be served" in capsys.readouterr().out
 
 
+def test_info_says_how_torch_tensors_are_computed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from aule import info
+
+    monkeypatch.setattr(info, "_installed", lambda module: True)
+    routes = aule.get_backend_info()["torch"]
+    assert list(routes) == ["cpu", "cuda", "rocm", "xpu", "mps"]
+    default = aule.get_backend_info()["default_device"]
+    assert routes["cuda"].startswith("in place") and routes["mps"] == "in place, by torch.mps.compile_shader"
+    assert routes["rocm"] == routes["xpu"] and f"computed by {default}" in routes["rocm"]
+    assert main(["info"]) == 0
+    assert f"  xpu   {routes['xpu']}\n" in capsys.readouterr().out
+
+    monkeypatch.setenv("AULE_BACKEND", "numpy")
+    routes = aule.get_backend_info()["torch"]
+    assert routes["cpu"] == "in place, by numpy, without gradients"
+    assert routes["cuda"] == routes["mps"] == routes["rocm"] and routes["rocm"].endswith("numpy, without gradients")
+    monkeypatch.delenv("AULE_BACKEND")
+    monkeypatch.setattr(info, "_default_device", lambda: ("vulkan:0", None))
+    routes = aule.get_backend_info()["torch"]
+    assert routes["cpu"].startswith("brought to vulkan:0") and routes["rocm"].endswith("computed by vulkan:0")
+    monkeypatch.setattr(info, "_installed", lambda module: False)
+    assert aule.get_backend_info()["torch"] is None
+
+
 def test_info_names_the_extras_that_are_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,3 +150,22 @@ def test_what_is_no_layout_is_refused() -> None:
     doubled = table(NVIDIA_LAYOUT)
     doubled[16:] = doubled[:16]
     assert decode(doubled) is None
+
+
+def test_buffers_are_in_the_order_that_callers_rely_on() -> None:
+    """torch's way to CUDA passes q, k, v, o, then what is added, then the log-sum-exp, without looking at names."""
+    device = target("sm_90")
+    problem = AttentionProblem(
+        1, 8, 8, 256, 256, 64, 64, "bf16", 0.125, causal=True, mask="bool", bias="f32", alibi=True, sinks=True,
+        dropout_p=0.1, return_lse=True,
+    )  # fmt: skip
+    square, more = (1, 8, 256, 256), views(problem)
+    for name, dtype in (("mask", "bool"), ("bias", "f32")):
+        more[name] = TensorView(dtype, square, contiguous_strides(square), "device", None)
+    more["alibi"] = TensorView("f32", (1, 8), (8, 1), "device", None)
+    more["sinks"] = TensorView("f32", (8,), (1,), "device", None)
+    more["seed"] = TensorView("u32", (2,), (1,), "device", None)
+    kernel = build_forward(plan_forward(problem, more, device).config, device)
+    buffers = [p.name.removesuffix("_ptr") for p in kernel.params if p.kind == "buffer"]
+    assert buffers[:4] == ["q", "k", "v", "o"] and buffers[-1] == "lse"
+    assert sorted(buffers[4:-1]) == ["alibi", "bias", "mask", "seed", "sinks"]

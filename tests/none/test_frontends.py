@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import ml_dtypes
@@ -191,20 +192,74 @@ def test_out_of_torch(dtype: str, rank: int) -> None:
 
 def test_torch_cpu_memory_is_used_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the engine are views of the tensors' own memory, the result's included."""
-    from aule.frontends import torch as front_end
+    from aule.frontends import torch_host as front_end
 
     seen: dict[str, Any] = {}
     compute = front_end.forward_on_host
 
-    def spy(problem: Any, operands: Any, device: Any, out: Array) -> Any:
+    def spy(problem: Any, operands: Any, device: Any, out: Array, **options: Any) -> Any:
         seen.update(q=operands.q.storage, k=operands.k.storage, v=operands.v.storage, out=out)
-        return compute(problem, operands, device, out)
+        return compute(problem, operands, device, out, **options)
 
     monkeypatch.setattr(front_end, "forward_on_host", spy)
     q, k, v = map(tensor, inputs(dtype="bf16"))
     result = aule.flash_attention(q, k, v)
     for name, value in {"q": q, "k": k, "v": v, "out": result}.items():
         assert seen[name].ctypes.data == value.data_ptr(), name
+
+
+def test_repeated_calls_on_the_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call of a signature validates nothing again; what is no part of it may differ, what is may not."""
+    pytest.importorskip("llvmlite")
+    from aule.frontends import torch_host
+
+    seen: list[str] = []
+    checked = torch_host.host_problem
+    monkeypatch.setattr(torch_host, "host_problem", lambda *given: (seen.append("checked"), checked(*given))[1])
+
+    def called(*tensors: Any, **options: Any) -> Any:
+        seen.clear()
+        return aule.flash_attention(*tensors, backend="cpu", **options)
+
+    q, k, v = map(tensor, inputs(dtype="f32", heads_kv=2))
+    bias = torch.linspace(-1, 1, 81).reshape(9, 9)
+    for options in ({}, {"window": [3, 0]}, {"scale": torch.tensor(0.5)}, {"return_lse": True}, {"bias": bias}):
+        first = called(q, k, v, **options)
+        again = called(q.clone(), k, v, **options)
+        assert not seen, options
+        twice = called(2 * q, k, v, **options)
+        numpy = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        expected = aule.flash_attention(2 * q.numpy(), k.numpy(), v.numpy(), backend="numpy", **numpy)
+        results = ((x if isinstance(x, tuple) else (x,)) for x in (first, again, twice, expected))
+        for one, two, three, four in zip(*results, strict=True):
+            assert torch.equal(one, two)
+            np.testing.assert_allclose(three.numpy(), four, rtol=1e-5, atol=1e-5)
+    called(q, k, v, scale=torch.tensor(0.25))
+    assert seen, "another scale"
+    called(q.transpose(0, 1).contiguous().transpose(0, 1), k, v)
+    assert seen, "other strides"
+    with pytest.raises(DeviceMismatchError, match="expected k on the CPU"):
+        called(q, k.to("meta"), v)
+    with pytest.raises(InvalidDtypeError, match="torch tensor like q, got ndarray"):
+        called(q, k.numpy(), v)
+    with pytest.raises(RuntimeError, match="negative bit"):
+        called(torch.complex(q, q).conj().imag, k, v)
+    out = torch.empty(2, 9, 4, 16).transpose(1, 2)
+    assert called(q, k, v, out=out) is out
+    assert called(q, k, v, out=out) is out and not seen
+    assert torch.equal(out, called(q, k, v))
+    with pytest.raises(InvalidShapeError, match="expected out of shape"):
+        called(q, k, v, out=torch.empty(2, 4, 9, 8))
+
+
+def test_another_device_has_its_own_signatures() -> None:
+    pytest.importorskip("llvmlite")
+    from aule.backends import registry
+
+    q, k, v = map(tensor, inputs())
+    first = aule.flash_attention(q, k, v, backend="cpu")
+    registry.forget()  # closes it
+    assert torch.equal(aule.flash_attention(q, k, v, backend="cpu"), first)
 
 
 @pytest.mark.parametrize("target", ["q", "k", "v"])
@@ -216,6 +271,13 @@ def test_out_may_be_an_input(target: str) -> None:
     tensors = {name: tensor(x) for name, x in zip("qkv", inputs(), strict=True)}
     aule.flash_attention(**tensors, out=tensors[target])
     np.testing.assert_array_equal(tensors[target].numpy(), expected)
+    if importlib.util.find_spec("llvmlite") is not None:
+        tensors = {name: tensor(x) for name, x in zip("qkv", inputs(), strict=True)}
+        apart = aule.flash_attention(**tensors, backend="cpu")
+        for _ in range(2):  # with a signature that is new, and with one that is known
+            tensors = {name: tensor(x) for name, x in zip("qkv", inputs(), strict=True)}
+            aule.flash_attention(**tensors, backend="cpu", out=tensors[target])
+            assert torch.equal(tensors[target], apart)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def _at(address: int, dtype: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     made = Interpreted()
     monkeypatch.setattr(engine, "program", lambda device, config, build: Program(build()))
-    monkeypatch.setattr(torch_varlen, "_drives", lambda q, options: options.backend is None)
-    monkeypatch.setattr(torch_varlen, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch_varlen, "route", lambda q, options: "host" if options.backend else "cuda")
+    monkeypatch.setattr(torch_varlen, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch_varlen, "_ready", {})
     monkeypatch.setattr(torch_varlen.registry, "find", _or_else(made, torch_varlen.registry.find))
     return made

@@ -245,6 +245,7 @@ BAD: dict[str, tuple[type[AuleError], str, dict[str, Any]]] = {
     "softcap negative": (InvalidArgumentError, r"finite softcap >= 0, got -1\.0", {"softcap": -1}),
     "softcap inf": (InvalidArgumentError, "finite softcap >= 0, got inf", {"softcap": math.inf}),
     "softcap list": (InvalidArgumentError, "softcap to be a number or None, got list", {"softcap": [1.0]}),
+    "deterministic": (InvalidArgumentError, "deterministic to be True or False, got 1", {"deterministic": 1}),
     "causal_align": (InvalidArgumentError, "'bottom-right' or 'top-left', got 'middle'", {"causal_align": "middle"}),
 }
 

@@ -107,7 +107,12 @@ def forward_on_device(problem: AttentionProblem, operands: Operands, device: Dev
 
 def host_device(problem: AttentionProblem, spec: str | None) -> Device | None:
     """The device for arrays in host memory; None stands for NumPy. float64 is computed by the CPU alone."""
-    if problem.dtype == "f64" and not (spec or settings.backend()):
+    return host_device_of(problem.dtype, spec)
+
+
+def host_device_of(dtype: str, spec: str | None) -> Device | None:
+    """The same before there is a problem."""
+    if dtype == "f64" and not (spec or settings.backend()):
         try:
             return registry.find("cpu")
         except AuleError:

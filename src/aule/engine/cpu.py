@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
+class Ready:
     """A plan whose kernels are loaded: the launches, each with the names of its buffers."""
 
     launches: tuple[tuple[Any, tuple[str, ...]], ...]
@@ -41,12 +41,22 @@ Memory = Array | Allocation
 def forward(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Memory | None) -> None:
     """Compute attention. ``views`` are those of ``q``, ``k``, ``v``, ``o`` and what else there is; ``lse`` is
     C-contiguous, float64 for an fp64 problem and else float32."""
-    _run(problem, views, device, plan_forward, {} if lse is None else {"lse": lse})
+    _compute(prepare_forward(problem, views, device), views, device, {} if lse is None else {"lse": lse})
 
 
 def backward(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Memory) -> None:
     """Compute the gradients. ``views`` as for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``; ``lse`` from it."""
-    _run(problem, views, device, plan_backward, {"lse": lse})
+    _compute(prepare_backward(problem, views, device), views, device, {"lse": lse})
+
+
+def prepare_forward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> Ready:
+    """The forward pass of a signature, planned and loaded once, for `run`. ``views`` as for `forward`."""
+    return _ready(problem, views, device, plan_forward)
+
+
+def prepare_backward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> Ready:
+    """The gradients of a signature, planned and loaded once, for `run`. ``views`` as for `backward`."""
+    return _ready(problem, views, device, plan_backward)
 
 
 def work_dtype(problem: AttentionProblem) -> Any:
@@ -54,22 +64,30 @@ def work_dtype(problem: AttentionProblem) -> Any:
     return np.float64 if problem.dtype == "f64" else np.float32
 
 
-def _run(
+def _ready(
     problem: AttentionProblem,
     views: dict[str, TensorView],
     device: Device,
     planner: Callable[[AttentionProblem, dict[str, TensorView], Any], StepPlan],
-    extra: dict[str, Memory],
-) -> None:
-    known: dict[Any, _Ready] = vars(device).setdefault("_ready_attention", {})
+) -> Ready:
+    known: dict[Any, Ready] = vars(device).setdefault("_ready_attention", {})
     key = (planner, problem, tuple((name, view.strides, view.offset) for name, view in views.items()))
     ready = known.get(key)
     if ready is None:
         if len(known) >= _MAX_SIGNATURES:
             known.clear()
         ready = known[key] = _prepare(planner(problem, views, device.target), problem, device)
+    return ready
+
+
+def _compute(ready: Ready, views: dict[str, TensorView], device: Device, extra: dict[str, Memory]) -> None:
     addresses = {name: _address(view.storage) for name, view in views.items()}
     addresses |= {name: _address(array) for name, array in extra.items()}
+    run(ready, device, addresses)
+
+
+def run(ready: Ready, device: Device, addresses: dict[str, int]) -> None:
+    """Compute, with the address of each buffer by name; whoever calls keeps the memory alive."""
     total = sum(ready.workspace.values())
     block = _take(device, total) if total else None
     try:
@@ -85,11 +103,11 @@ def _run(
             _give(device, block)
 
 
-def _prepare(plan: StepPlan, problem: AttentionProblem, device: Any) -> _Ready:
+def _prepare(plan: StepPlan, problem: AttentionProblem, device: Any) -> Ready:
     size = np.dtype(work_dtype(problem)).itemsize
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}
-    return _Ready(tuple(_launch(step, device) for step in plan.steps), workspace)
+    return Ready(tuple(_launch(step, device) for step in plan.steps), workspace)
 
 
 def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:

@@ -6,35 +6,56 @@ array could not belong to: an array of torch exists only when torch is loaded.
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from aule.errors import InvalidDtypeError
 
-FRONT_ENDS: tuple[tuple[str, str | None], ...] = (
-    ("aule.frontends.numpy", None),
-    ("aule.frontends.torch", "torch"),
-    ("aule.frontends.dlpack", None),
+
+def _numpy() -> ModuleType:
+    from aule.frontends import numpy
+
+    return numpy
+
+
+def _torch() -> ModuleType:
+    from aule.frontends import torch
+
+    return torch
+
+
+def _dlpack() -> ModuleType:
+    from aule.frontends import dlpack
+
+    return dlpack
+
+
+FRONT_ENDS: tuple[tuple[Callable[[], ModuleType], str | None], ...] = (
+    (_numpy, None),
+    (_torch, "torch"),
+    (_dlpack, None),
 )
-"""Module of each front end, and the framework that must be loaded already for it to apply."""
+"""What imports each front end, and the framework that must be loaded already for it to apply. By import statements,
+because PyTorch's compiler follows a first call through them, but not through importlib."""
 
 
-_by_type: dict[type, ModuleType] = {}
+by_type: dict[type, ModuleType] = {}
+"""Front ends found so far."""
 
 
 def front_end(array: object) -> ModuleType:
     """The front end that serves an array; found once per type."""
-    found = _by_type.get(type(array))
+    found = by_type.get(type(array))
     if found is None:
-        found = _by_type[type(array)] = _find(array)
+        found = by_type[type(array)] = _find(array)
     return found
 
 
 def _find(array: object) -> ModuleType:
-    for module, framework in FRONT_ENDS:
+    for load, framework in FRONT_ENDS:
         if framework is None or framework in sys.modules:
-            candidate = importlib.import_module(module)
+            candidate = load()
             if candidate.accepts(array):
                 return candidate
     raise InvalidDtypeError(

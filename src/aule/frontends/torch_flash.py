@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from aule.backends import registry
-from aule.engine.attention import backward_on_host, forward_on_host, host_view
 from aule.errors import AuleError
-from aule.frontends.torch import _host_problem, _host_view, _tensor_like
+from aule.frontends.torch_host import host_gradients, host_with_lse
 from aule.options import AttentionOptions
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -41,7 +40,7 @@ class _Active:
 
     def __init__(self, count: Callable[[str | None], None]) -> None:
         self.count = count
-        self.device: Any = registry.find("cpu")
+        registry.find("cpu")  # refuses here where there is none
         self.originals = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in (FORWARD, BACKWARD)}
         self.library = torch.library.Library("aten", "IMPL", "CPU")
         self.library.impl(FORWARD, self.forward, "CPU", with_keyset=True)
@@ -63,10 +62,8 @@ class _Active:
         scale: float | None = None,
     ) -> Any:
         try:
-            problem, operands = _host_problem(query, key, value, _options(is_causal, attn_mask, scale))
-            out = torch.empty_like(query)
-            target = _host_view(out, "out").storage
-            _, lse = forward_on_host(problem, operands, self.device, target, exact_lse=True)
+            options = _options(is_causal, attn_mask, scale)._replace(out=torch.empty_like(query))
+            out, lse = host_with_lse(query, key, value, options, training=True)
         except AuleError as error:
             self.count(error.code)
             original = self.originals[FORWARD]
@@ -75,7 +72,7 @@ class _Active:
             )  # fmt: skip
         self.count(None)
         # PyTorch promises this layout to graphs that it compiled.
-        kept = torch.from_numpy(lse).transpose(1, 2).contiguous().transpose(1, 2)
+        kept = lse.transpose(1, 2).contiguous().transpose(1, 2)
         return out, kept
 
     def backward(
@@ -94,22 +91,20 @@ class _Active:
         scale: float | None = None,
     ) -> Any:
         try:
-            problem, operands = _host_problem(query, key, value, _options(is_causal, attn_mask, scale))
-            results = [_host_view(x, name).storage for name, x in (("out", out), ("dout", grad_out))]
-            dout = host_view(problem.dtype, results[1])
-            lse = logsumexp.contiguous().numpy()
-            grads = backward_on_host(problem, operands, self.device, results[0], lse, dout)
+            options = _options(is_causal, attn_mask, scale)
+            lse = logsumexp.contiguous()
+            grads, _ = host_gradients(query, key, value, out, lse, grad_out, options, False)
         except AuleError:
             original = self.originals[BACKWARD]
             return original.call_boxed(
                 keys, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal,
                 attn_mask=attn_mask, scale=scale,
             )  # fmt: skip
-        return tuple(_laid_out(_tensor_like(g, x)) for g, x in zip(grads, (query, key, value), strict=True))
+        return tuple(map(_laid_out, grads))
 
 
 def _options(is_causal: bool, mask: Any, scale: float | None) -> AttentionOptions:
-    return AttentionOptions(causal=is_causal, scale=scale, mask=mask, causal_align="top-left", return_lse=True)
+    return AttentionOptions(causal=is_causal, scale=scale, mask=mask, causal_align="top-left", backend="cpu")
 
 
 def _laid_out(grad: Any) -> Any:

@@ -13,18 +13,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
 from aule import settings
+from aule._version import __version__
 from aule.backends import registry
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.frontends.torch import flash_attention
+from aule.frontends import torch as front_end
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.options import AttentionOptions
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OP = "[scaled_dot_product_attention]"
-_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_TAG = " aule "
+
+
+_serving: list[Callable[..., Any]] = []
+"""What `replacement` made, which compiled graphs know by number."""
 
 
 class Refused(Exception):
@@ -42,6 +48,22 @@ class Refused(Exception):
         super().__init__(reason)
         self.reason = reason
         self.error = error
+
+
+class Band(NamedTuple):
+    """What a CausalBias says.
+
+    In this form it goes through a compiled graph, where its class would be lost, and the tensor below has no elements.
+    """
+
+    lower_right: bool
+    seq_q: int
+    seq_kv: int
+
+    def mask(self, device: Any) -> Any:
+        """The same as a boolean mask."""
+        shift = self.seq_kv - self.seq_q if self.lower_right else 0
+        return torch.ones(self.seq_q, self.seq_kv, dtype=torch.bool, device=device).tril(shift)
 
 
 class Call(NamedTuple):
@@ -63,7 +85,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """Compute it."""
-        out = flash_attention(self.q, self.k, self.v, self.options)
+        out = front_end.flash_attention(self.q, self.k, self.v, self.options)
         if out.shape[-1] != self.out_shape[-1]:  # a value dimension of 0, which was padded to 1
             out = out[..., : self.out_shape[-1]]
         return out if out.shape == self.out_shape else out.reshape(self.out_shape)
@@ -81,8 +103,20 @@ def scaled_dot_product_attention(
     backend: str | None = None,
 ) -> Any:
     """As `aule.scaled_dot_product_attention`; ``backend`` as in `aule.flash_attention`."""
+    if torch.compiler.is_compiling():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        mask = band(attn_mask)
+        return torch_traced.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, backend
+        )
+    return compute(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+
+
+def compute(*arguments: Any) -> Any:
+    """The same with the arguments in a row, unless PyTorch's compiler reads along."""
     try:
-        call = prepare(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+        call = prepare(*arguments)
     except Refused as refused:
         raise refused.error from None
     return call.run()
@@ -107,6 +141,38 @@ def replacement(
         Told of every call: None when it was served, else the reason.
     """
 
+    def serve(
+        query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, gqa: bool,
+        compiled: bool = False,
+    ) -> Any:  # fmt: skip
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        active, backend = settings_now()
+        if active:
+            # A graph is traced several times; the first of them, with fake tensors, is where a call is counted.
+            counts = not (compiled and type(query) is FunctionalTensor)
+            try:
+                result = prepare(*arguments, scale, gqa, backend, True, compiled).run()
+            except Refused as refused:
+                reason: str | None = refused.reason
+            except AuleError as error:
+                reason = error.code
+            else:
+                if counts:
+                    count(None)
+                return result
+            if counts:
+                count(reason)
+        if isinstance(attn_mask, Band):
+            arguments = (query, key, value, attn_mask.mask(query.device), dropout_p, is_causal)
+        if _causal_bias(attn_mask):  # which knows what to do, but not where the builtin function is
+            return torch.overrides.handle_torch_function(
+                scaled_dot_product_attention, (attn_mask,), *arguments, scale=scale, enable_gqa=gqa
+            )
+        return original(*arguments, scale=scale, enable_gqa=gqa)
+
+    number = len(_serving)
+    _serving.append(serve)
+
     def scaled_dot_product_attention(
         query: Any,
         key: Any,
@@ -117,36 +183,28 @@ def replacement(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        # The compiler traces this function: it sees PyTorch's own, and no counter that it would have to guard.
         if torch.compiler.is_compiling():
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        active, backend = settings_now()
+            from aule.frontends import torch_traced  # which imports the compiler
+
+            mask = band(attn_mask)
+            return torch_traced.installed(number, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        options = {"scale": scale, "enable_gqa": enable_gqa}
         tensors = (query, key, value, attn_mask)
-        if torch.overrides.has_torch_function(tensors) and not (active and _is_causal_bias_alone(tensors)):
+        if torch.overrides.has_torch_function(tensors) and not (settings_now()[0] and _is_causal_bias_alone(tensors)):
             # A subclass or a mode has its say first, with this very function, as with the builtin one.
+            options = {"scale": scale, "enable_gqa": enable_gqa}
             return torch.overrides.handle_torch_function(scaled_dot_product_attention, tensors, *arguments, **options)
-        if not active:
-            return original(*arguments, **options)
-        try:
-            call = prepare(*arguments, scale, enable_gqa, backend, installed=True)
-            result = call.run()
-        except Refused as refused:
-            count(refused.reason)
-        except AuleError as error:
-            count(error.code)
-        else:
-            count(None)
-            return result
-        if _causal_bias(attn_mask):  # which knows what to do, but not where the builtin function is
-            return torch.overrides.handle_torch_function(scaled_dot_product_attention, tensors, *arguments, **options)
-        return original(*arguments, **options)
+        return serve(*arguments, scale, enable_gqa)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     # TorchScript takes it for PyTorch's operator, as it does the builtin function.
     torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
     return scaled_dot_product_attention
+
+
+def serve(number: int, *arguments: Any) -> Any:
+    """A call of a replacement out of compiled code."""
+    return _serving[number](*arguments, compiled=True)
 
 
 def get_function() -> Any:
@@ -159,9 +217,26 @@ def set_function(function: Any) -> None:
     functional.scaled_dot_product_attention = function
 
 
+def tag_graphs(serving: bool, backend: str | None = None) -> None:
+    """Keep apart, on disk, compiled graphs in which aule stands in the place of PyTorch's function, and its own.
+
+    PyTorch finds a stored graph by what its compiler saw, and of ``torch.nn.MultiheadAttention`` that is one call,
+    whatever is called inside. Like all settings of PyTorch's compiler this one is the calling thread's.
+    """
+    from torch.compiler import config
+
+    from aule.frontends import torch_ops  # of which a stored graph may be the first to speak
+
+    own = config.cache_key_tag.partition(_TAG)[0]
+    config.cache_key_tag = f"{own}{_TAG}{__version__} {backend} {torch_ops.SCHEMA}" if serving else own
+
+
 def host_backend(tensor: Any) -> str | None:
-    """The backend for a tensor when nobody named one: the CPU engine for CPU tensors, where it can be had."""
-    if tensor.device.type != "cpu" or settings.backend():
+    """The backend for a tensor when nobody named one: the CPU engine for CPU tensors, where it can be had.
+
+    None in compiled code, where the operator takes the CPU engine by itself.
+    """
+    if torch.compiler.is_compiling() or tensor.device.type != "cpu" or settings.backend():
         return None
     try:
         registry.devices("cpu")
@@ -184,21 +259,25 @@ def prepare(
     enable_gqa: bool,
     backend: str | None = None,
     installed: bool = False,
+    compiled: bool = False,
 ) -> Call:
     """Bring a call into the form that `flash_attention` takes, or raise `Refused`.
 
-    ``installed`` refuses further what a direct call means on purpose: tensors that would be copied through the host.
+    ``installed`` refuses further what a direct call means on purpose: tensors that would be copied through the host,
+    transforms, and modes but for those of the compiler when the call is ``compiled``.
     """
     align = "top-left"
-    if _causal_bias(attn_mask):
-        is_causal, align = _from_causal_bias(query, key, attn_mask, is_causal)
+    attn_mask = band(attn_mask)
+    if isinstance(attn_mask, Band):
+        is_causal, align = _from_band(query, key, attn_mask, is_causal)
         attn_mask = None
     _check_tensors(query, key, value, attn_mask)
-    _check_transforms(query, key, value, attn_mask)
+    _check_transforms(installed, compiled, query, key, value, attn_mask)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_kinds(query, key, value, attn_mask)
-    if installed and backend is None and query.device.type not in ("cpu", "cuda"):
-        _refuse(f"device {query.device.type}", DeviceMismatchError, "expected CPU or CUDA tensors", query.device)
+    if installed and backend is None and query.device.type != "meta" and not front_end.in_place(query):
+        expected = "expected tensors that aule computes on in place"
+        _refuse(f"device {query.device.type}", DeviceMismatchError, expected, query.device)
     _check_numbers(dropout_p, scale)
     if attn_mask is not None and is_causal:
         _refuse(
@@ -259,35 +338,27 @@ def _check_tensors(query: Any, key: Any, value: Any, mask: Any) -> None:
         _refuse("not a tensor", InvalidDtypeError, "expected attn_mask to be a torch tensor", type(mask).__name__)
 
 
-def _check_transforms(*tensors: Any) -> None:
-    """Refuse where the elements are not really in memory, or where PyTorch wants to see its own operators."""
+def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:
+    """Refuse where our operator would not do, or where PyTorch may want more of its own than ours has."""
     got = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        got = "a functorch transform"
-    elif torch._C._len_torch_dispatch_stack() > 0:
-        got = "a torch dispatch mode"
-    elif torch._C._get_tracing_state() is not None:
+    if torch._C._get_tracing_state() is not None:
         got = "torch.jit.trace"
     elif torch.autograd.forward_ad._current_level >= 0:
         got = "forward-mode differentiation"
-    elif any(x is not None and type(x).__torch_dispatch__ is not _PLAIN_DISPATCH for x in tensors):
+    elif installed and torch._C._functorch.peek_interpreter_stack() is not None:
+        got = "a functorch transform"
+    elif installed and not compiled and torch._C._len_torch_dispatch_stack() > 0:
+        got = "a torch dispatch mode"
+    elif installed and not compiled and any(map(front_end.dispatches, tensors)):
         got = "a tensor subclass with __torch_dispatch__"
     if got is not None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
 
 
-def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """What autocast does to the arguments of PyTorch's function: floats but float64 become the chosen type."""
-    query, key, value, mask = (x if x is None or not x.is_neg() else x.resolve_neg() for x in (query, key, value, mask))
-    kind = query.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return query, key, value, mask
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-
-    return cast(query), cast(key), cast(value), cast(mask)
+def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, ...]:
+    """What autocast does to the arguments of PyTorch's function."""
+    resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in (query, key, value, mask))
+    return front_end.autocast(*resolved)
 
 
 def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
@@ -435,17 +506,25 @@ def _is_causal_bias_alone(tensors: tuple[Any, ...]) -> bool:
     return _causal_bias(tensors[3]) and not torch.overrides.has_torch_function(tensors[:3])
 
 
-def _from_causal_bias(query: Any, key: Any, bias: Any, is_causal: bool) -> tuple[bool, str]:
+def band(mask: Any) -> Any:
+    """A CausalBias as what it says; anything else as it is."""
+    if not _causal_bias(mask):
+        return mask
+    upper_left = mask.variant == type(mask.variant).UPPER_LEFT
+    return Band(not upper_left, mask.seq_len_q, mask.seq_len_kv)
+
+
+def _from_band(query: Any, key: Any, said: Band, is_causal: bool) -> tuple[bool, str]:
     """The causal flag and its alignment; nothing is materialised."""
     if is_causal:
         expected = "expected either a CausalBias or is_causal=True"
         _refuse("attn_mask with is_causal", InvalidArgumentError, expected, "both", "drop is_causal")
-    if bias.variant == type(bias.variant).UPPER_LEFT or bias.seq_len_q == bias.seq_len_kv:
+    lower_right, seq_q, seq_kv = said
+    if not lower_right or seq_q == seq_kv:
         return True, "top-left"
     _check_tensors(query, key, key, None)
     lengths = (query.shape[-2], key.shape[-2]) if min(query.dim(), key.dim()) >= 2 else ()
-    if lengths != (bias.seq_len_q, bias.seq_len_kv):
+    if lengths != (seq_q, seq_kv):
         expected = f"expected a bias of lengths {lengths}"
-        got = (bias.seq_len_q, bias.seq_len_kv)
-        _refuse("shape of attn_mask", InvalidShapeError, expected, got, "make it for these lengths")
+        _refuse("shape of attn_mask", InvalidShapeError, expected, (seq_q, seq_kv), "make it for these lengths")
     return True, "bottom-right"

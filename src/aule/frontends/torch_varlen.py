@@ -24,19 +24,9 @@ from aule.engine.attention import (
     prepare_forward,
 )
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
-from aule.frontends.torch import (
-    _checked_out,
-    _device_view,
-    _drives,
-    _gradient_device,
-    _host_view,
-    _needs_gradient,
-    _once,
-    _raw_stream,
-    _require_tensor,
-    _signature,
-    _tensor_like,
-)
+from aule.frontends.torch import autocast, device_view, dispatches, last, needs_gradient, raw_stream, route, signature
+from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
+from aule.frontends.torch_views import checked_out, refuse_tracing, require_tensor
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
@@ -48,19 +38,21 @@ def flash_attention_varlen(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:
     """As `aule.flash_attention_varlen`; a seed is a tensor on the device of ``q`` already."""
+    _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
+    q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
-        _require_tensor(tensor, name)
+        require_tensor(tensor, name)
         if tensor.device != q.device:
             raise DeviceMismatchError(
                 f"[{OP}] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
             )
     call = _Call(_offsets("cu_seqlens_q", cu_q, q), _offsets("cu_seqlens_k", cu_k, q), max_q, max_k, options)
-    wants_gradient = torch.is_grad_enabled() and _needs_gradient(q, k, v, options)
+    wants_gradient = torch.is_grad_enabled() and needs_gradient(q, k, v, options)
     if wants_gradient:
         for name in ("alibi_slopes", "out"):
             if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
                 raise _no_gradient(f"{name}=", f"detach {name}, or leave it away")
-    drives = _drives(q, options) and not _elsewhere(options)
+    drives = route(q, options) == "cuda" and not _elsewhere(options)
     if not drives and q.device.type != "cpu":
         if wants_gradient:
             where = f"tensors on {q.device}" + (f" and backend {options.backend}" if options.backend else "")
@@ -102,18 +94,15 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        return _once(ctx, dout, _Packed._gradients)
-
-    @staticmethod
-    def _gradients(ctx: Any, dout: Any) -> Any:
         # Raises when one of them was changed in place since: the operands are views of their memory.
         _, _, _, sinks, out, lse = ctx.saved_tensors
-        grads = ctx.gradients(out, lse, dout)
-        of_sinks = None
-        if ctx.needs_input_grad[3]:
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-            of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sinks.dtype)
-        return (*grads, of_sinks, None, None)
+        with torch.no_grad():
+            grads = ctx.gradients(out, lse, dout)
+            of_sinks = None
+            if ctx.needs_input_grad[3]:
+                delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+                of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sinks.dtype)
+        return (*last((*grads, of_sinks), dout, *ctx.saved_tensors), None, None)
 
 
 # -- host --------------------------------------------------------------------------------------------------------------
@@ -122,11 +111,11 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[Any, Any, Gradients]:
     options = call.options
     tensors = {"q": q, "k": k, "v": v, **options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
-    views: dict[str, Any] = {name: _host_view(tensor, name) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
     plain = options.plain() | ({"return_lse": True} if wants_gradient else {})
     problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
     if wants_gradient:
-        device = _gradient_device(options.backend or settings.backend())
+        device = gradient_device(q, options.backend, training=True, foreign=False)
     else:
         device = host_device(problem, options.backend)
     _, heads, rows, dim = problem.out_shape
@@ -134,16 +123,17 @@ def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     if out is None:
         out = torch.empty((rows, heads, dim), dtype=q.dtype)
     else:
-        _checked_out(out, (rows, heads, dim), q)
-    target = _host_view(out, "out").storage.transpose(1, 0, 2)[None]
+        checked_out(out, (rows, heads, dim), q)
+    target = host_view_of(out, "out").storage.transpose(1, 0, 2)[None]
     _, found = forward_on_host(problem, operands, device, target, exact_lse=wants_gradient)
     lse = None if found is None else torch.from_numpy(found[0])
 
     def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
-        results = [_host_view(x, name).storage.transpose(1, 0, 2)[None] for name, x in (("out", out), ("dout", dout))]
+        results = [host_view_of(x, name).storage.transpose(1, 0, 2)[None] for name, x in (("out", out), ("dout", dout))]
         grad_of_out = host_view(problem.dtype, results[1])
-        grads = backward_on_host(problem, operands, device, results[0], lse.numpy()[None], grad_of_out)
-        dq, dk, dv = (_tensor_like(g, x.transpose(0, 1)[None]) for g, x in zip(grads, (q, k, v), strict=True))
+        asked = _as_asked(problem)
+        grads = backward_on_host(asked, operands, device, results[0], lse.numpy()[None], grad_of_out)
+        dq, dk, dv = (tensor_like(g, x.transpose(0, 1)[None]) for g, x in zip(grads, (q, k, v), strict=True))
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
     return out, lse, gradients
@@ -156,7 +146,7 @@ def _staged(q: Any, k: Any, v: Any, call: _Call) -> Any:
     there = replace(call, cu_q=call.cu_q.cpu(), cu_k=call.cu_k.cpu(), options=options._replace(out=None, **moved))
     out, lse, _ = _on_host(q.cpu(), k.cpu(), v.cpu(), there, False)
     if options.out is not None:
-        out = _checked_out(options.out, tuple(out.shape), q).copy_(out)
+        out = checked_out(options.out, tuple(out.shape), q).copy_(out)
     out = out.to(q.device)
     return (out, lse.to(q.device)) if options.return_lse else out
 
@@ -195,10 +185,10 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     if out is None:  # rows that no sequence has are zero
         out = q.new_zeros((rows, heads, dim))
     else:
-        _checked_out(out, (rows, heads, dim), q)
+        checked_out(out, (rows, heads, dim), q)
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
     numbers = (*_keyed(plain), max_q, max_k, options.backend)
-    key = (*(_signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
+    key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
     ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
     memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
     _launch(ready, memory, q)
@@ -206,7 +196,11 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
         made = {f"d{n}": x.new_zeros((x.shape[1], x.shape[0], x.shape[2])) for n, x in given.items()}
         used = memory | made | {"o": out, "do": dout, "lse": lse}
-        backward = _remembered((*key, _signature(out), _signature(dout)), lambda: _plan_backward(ready, used, q))
+        problem = _as_asked(ready.problem)
+        backward = _remembered(
+            (*key, signature(out), signature(dout), problem.deterministic),
+            lambda: _plan_backward(problem, ready, used, q),
+        )
         _launch(backward, used, q)
         return made["dq"].transpose(0, 1), made["dk"].transpose(0, 1), made["dv"].transpose(0, 1)
 
@@ -231,7 +225,7 @@ def _remembered(key: Any, plan: Callable[[], _Ready]) -> _Ready:
 
 
 def _launch(ready: _Ready, memory: dict[str, Any], q: Any) -> None:
-    stream = _raw_stream(q.get_device())
+    stream = raw_stream(q.get_device())
     memory = memory | {
         name: torch.empty(count, dtype=torch.float32, device=q.device) for name, count in ready.workspace.items()
     }
@@ -243,7 +237,7 @@ def _plan_forward(
     given: dict[str, Any], arrays: dict[str, Any], out: Any, call: _Call, plain: dict[str, Any]
 ) -> _Ready:
     q, backend = given["q"], call.options.backend
-    views: dict[str, Any] = {name: _device_view(x, name, q) for name, x in (given | arrays).items()}
+    views: dict[str, Any] = {name: device_view(x, name, q) for name, x in (given | arrays).items()}
     problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
     device: Any = registry.find(backend or f"cuda:{q.device.index}")
     if device is None or device.index != q.device.index:
@@ -258,8 +252,8 @@ def _plan_forward(
     return _Ready(problem, operands, device, launches, {})
 
 
-def _plan_backward(forward: _Ready, memory: dict[str, Any], q: Any) -> _Ready:
-    problem, operands, device = forward.problem, forward.operands, forward.device
+def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str, Any], q: Any) -> _Ready:
+    operands, device = forward.operands, forward.device
     views = named(operands, _turned_view(memory["o"], q)) | {"do": _turned_view(memory["do"], q)}
     for name in ("dq", "dk", "dv"):
         shape = (1, *memory[name].shape)
@@ -276,8 +270,31 @@ def _plan_backward(forward: _Ready, memory: dict[str, Any], q: Any) -> _Ready:
 
 def _turned_view(tensor: Any, q: Any) -> TensorView:
     """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
-    view = _device_view(tensor.transpose(0, 1), "out", q)
+    view = device_view(tensor.transpose(0, 1), "out", q)
     return replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
+
+
+def _as_asked(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of gradients, when these are computed: PyTorch may be told then to be deterministic."""
+    exactly = problem.deterministic or torch.are_deterministic_algorithms_enabled()
+    return replace(problem, deterministic=exactly)
+
+
+def _refuse_transforms(*tensors: Any) -> None:
+    """Refuse tensors whose elements are not simply in memory: there is no operator for packed batches."""
+    refuse_tracing()
+    got = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        got = "a functorch transform"
+    elif torch.autograd.forward_ad._current_level >= 0:
+        got = "forward-mode differentiation"
+    else:
+        got = next((type(x).__name__ for x in tensors if dispatches(x)), None)
+    if got is not None:
+        raise AuleError(
+            "AULE_ERROR_UNSUPPORTED",
+            f"[{OP}] expected plain tensors outside of transforms, got {got}; call flash_attention on each sequence",
+        )
 
 
 def _elsewhere(options: AttentionOptions) -> bool:

@@ -4,7 +4,7 @@ Transformers (Flux, Qwen-Image, Wan ...) ask the dispatcher: after ``register()`
 ``model.set_attention_backend("aule")``. UNets and VAEs do not, and ``set_attention_backend`` leaves them as they are
 without a word; they take ``unet.set_attn_processor(AuleAttnProcessor())``.
 
-What aule cannot serve (dropout, head dimensions above 256, context parallelism, tensors neither on the CPU nor on CUDA)
+What aule cannot serve (head dimensions above 256, context parallelism, tensors that it does not compute on in place)
 goes to PyTorch's attention and is counted with its reason in `aule.dispatch_stats`. Inside of ``torch.compile`` all
 calls go there, uncounted.
 """

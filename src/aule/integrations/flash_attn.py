@@ -2,7 +2,7 @@
 
 Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read where
 they lie: the layout is a matter of strides. Refused are ``return_attn_probs`` and a paged cache (``block_table``).
-``deterministic`` is accepted and always true. float32 and float64 are served too.
+float32 and float64 are served too.
 
 Gradients of q, k and v are there for CPU and CUDA tensors. Where one is needed, the result is copied once, into the
 layout that flash-attn gives it.
@@ -17,6 +17,7 @@ import torch
 
 from aule.api import flash_attention, flash_attention_varlen
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.frontends.torch import autocast
 from aule.frontends.torch_sdpa import host_backend
 
 __all__ = [
@@ -38,6 +39,7 @@ class _Options(NamedTuple):
     window_size: Sequence[int]
     softcap: float
     alibi_slopes: Any
+    deterministic: bool
     return_attn_probs: bool
 
 
@@ -75,7 +77,7 @@ def flash_attn_func(
     alibi_slopes : float32 Tensor, optional
         ``[heads]`` or ``[batch, heads]``.
     deterministic : bool
-        Always the case.
+        Gradients are the same bits every time, as in `aule.flash_attention`; results always are.
     return_attn_probs : bool
         False: the probabilities are never stored.
 
@@ -84,7 +86,9 @@ def flash_attn_func(
     Tensor
         ``[batch, seq_q, heads, head_dim]``, contiguous.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     return _batched("flash_attn_func", q, k, v, options)
 
 
@@ -101,7 +105,9 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` on ``qkv`` of ``[batch, seq, 3, heads, head_dim]``."""
     op = "flash_attn_qkvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     q, k, v = _unpacked(op, "qkv", qkv, 3, 5)
     return _batched(op, q, k, v, options)
 
@@ -120,7 +126,9 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` on ``kv`` of ``[batch, seq_kv, 2, heads_kv, head_dim]``."""
     op = "flash_attn_kvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     k, v = _unpacked(op, "kv", kv, 2, 5)
     return _batched(op, q, k, v, options)
 
@@ -165,7 +173,9 @@ def flash_attn_varlen_func(
 
     Other parameters are those of `flash_attn_func`.
     """
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     op = "flash_attn_varlen_func"
     if block_table is not None:
         raise _unsupported(op, "block_table=None", "a paged cache", "gather k and v first")
@@ -187,7 +197,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``."""
     op = "flash_attn_varlen_qkvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     q, k, v = _unpacked(op, "qkv", qkv, 3, 4)
     return _packed(op, q, k, v, cu_seqlens, cu_seqlens, (max_seqlen, max_seqlen), options)
 
@@ -210,7 +222,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``."""
     op = "flash_attn_varlen_kvpacked_func"
-    options = _Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     k, v = _unpacked(op, "kv", kv, 2, 4)
     return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
@@ -221,6 +235,7 @@ def flash_attn_varlen_kvpacked_func(
 def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
     given = _keywords(op, options)
     _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v)
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     given["backend"] = host_backend(q)
     if _needs_gradient(q, k, v):
@@ -280,6 +295,7 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
         "dropout_p": options.dropout_p,
+        "deterministic": options.deterministic,
     }
 
 

@@ -92,6 +92,7 @@ def attention_problem(
     seed: TensorView | None = None,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
+    deterministic: bool = False,
     op: str = "flash_attention",
 ) -> tuple[AttentionProblem, Operands]:
     """Check one attention call and bring its operands into normal form.
@@ -100,7 +101,7 @@ def attention_problem(
     ----------
     q, k, v : TensorView
         ``[seq, dim]``, ``[heads, seq, dim]`` or ``[batch, heads, seq, dim]``, all three alike.
-    causal, scale, window, softcap, dropout_p, causal_align, return_lse
+    causal, scale, window, softcap, dropout_p, causal_align, return_lse, deterministic
         As in `aule.flash_attention`.
     mask, bias : TensorView, optional
         2-D to 4-D, broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
@@ -145,13 +146,14 @@ def attention_problem(
         scale=_scale(op, scale, head_dim),
         causal=bool(causal),
         causal_align=_causal_align(op, causal_align),
-        window=_window(op, window, bool(causal)),
+        window=window_sides(op, window, bool(causal)),
         softcap=_softcap(op, softcap),
         mask=None if mask is None else mask.dtype,
         bias=None if bias is None else bias.dtype,
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
         return_lse=bool(return_lse),
+        deterministic=checked_deterministic(op, deterministic),
         dropout_p=dropout_p,
     )
     operands = Operands(
@@ -267,6 +269,15 @@ def checked_dropout(op: str, dropout_p: Any) -> float:
     return value
 
 
+def checked_deterministic(op: str, deterministic: Any) -> bool:
+    """Whether gradients are to be the same bits every time, or a clear error."""
+    if not isinstance(deterministic, (bool, np.bool_)):
+        raise InvalidArgumentError(
+            f"[{op}] expected deterministic to be True or False, got {deterministic!r}; pass a bool"
+        )
+    return bool(deterministic)
+
+
 def checked_seed(op: str, seed: Any) -> int | None:
     """A seed of 64 bits or None, or a clear error."""
     if seed is None:
@@ -302,7 +313,8 @@ def _causal_align(op: str, causal_align: str) -> Literal["bottom-right", "top-le
     return cast("Literal['bottom-right', 'top-left']", causal_align)
 
 
-def _window(op: str, window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+def window_sides(op: str, window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
+    """A window as the user gave it, as (left, right) with `UNBOUNDED` for an open side."""
     if window is None:
         return UNBOUNDED, UNBOUNDED
     if isinstance(window, (tuple, list)):

@@ -1,0 +1,264 @@
+"""Torch tensors in host memory: computed on where they lie by the CPU engine, or brought to another device and back.
+
+On the CPU engine a signature is validated and planned once. Every further call goes from one dictionary look-up to the
+launches, with the tensors' addresses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from aule import settings
+from aule.backends import registry
+from aule.engine import cpu
+from aule.engine.attention import (
+    backward_on_host,
+    contiguous_strides,
+    forward_on_host,
+    host_device_of,
+    host_view,
+    named,
+)
+from aule.errors import AuleError, DeviceMismatchError
+from aule.frontends.torch_views import NAMES, checked_out, dtype_name, refuse_tracing, require_tensor
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.validate import Operands, attention_problem
+from aule.options import AttentionOptions
+from aule.view import TensorView
+
+_MAX_SIGNATURES = 1024
+_BUFFERS = {"alibi_slopes": "alibi"}
+"""Names of buffers that are not those of the options."""
+
+
+def on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    """Attention on CPU tensors."""
+    device = host_device_of(NAMES.get(q.dtype, ""), options.backend)
+    out, lse = _forward(q, k, v, options, device)
+    return (out, lse if lse.dtype == torch.float32 else lse.float()) if options.return_lse else out
+
+
+def host_with_lse(
+    q: Any, k: Any, v: Any, options: AttentionOptions, *, training: bool, foreign: bool = False
+) -> tuple[Any, Any]:
+    """Attention and its log-sum-exp in the type that is computed in; the device is that of `gradient_device`."""
+    return _forward(q, k, v, options._replace(return_lse=True), gradient_device(q, options.backend, training, foreign))
+
+
+def host_gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool,
+    foreign: bool = False,
+) -> tuple[list[Any], Any]:  # fmt: skip
+    """Gradients of q, k and v, and of what is added to the scores where it is wanted."""
+    device = gradient_device(q, options.backend, True, foreign)
+    options = options._replace(return_lse=True)
+    if device.target.backend == "cpu" and out.numel() and k.shape[-2]:
+        return _gradients_on_cpu(q, k, v, out, lse, dout, options, want_scores, device)
+    problem, operands = host_problem(q, k, v, options)
+    results = [_four_axes(host_view_of(x, name).storage) for name, x in (("out", out), ("dout", dout))]
+    rows = lse.numpy()
+    ds = torch.zeros(_scores(problem), dtype=lse.dtype) if want_scores else None
+    grads = backward_on_host(
+        problem,
+        operands,
+        device,
+        results[0],
+        rows[(None,) * (3 - rows.ndim)],
+        host_view(problem.dtype, results[1]),
+        None if ds is None else ds.numpy(),
+    )
+    return [tensor_like(g, x) for g, x in zip(grads, (q, k, v), strict=True)], ds
+
+
+def gradient_device(q: Any, spec: str | None, training: bool, foreign: bool) -> Any:
+    """The device for a call whose gradients may be asked for.
+
+    CPU tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
+    anyway, go to the best. NumPy, as None, has no gradients: with ``training`` it is refused.
+    """
+    spec = spec or settings.backend()
+    device: Any = None
+    if spec is not None or foreign:
+        device = host_device_of(NAMES.get(q.dtype, ""), spec)
+    else:
+        try:
+            device = registry.find("cpu")
+        except AuleError:
+            device = registry.choose(None)
+    if device is None and training:
+        raise no_gradient(
+            "NumPy", 'NumPy alone computes none: pip install "aule-attention[cpu]", or choose a device with backend='
+        )
+    return device
+
+
+def no_gradient(got: str, remedy: str) -> AuleError:
+    """The error for a gradient that there is not."""
+    return AuleError(
+        "AULE_ERROR_NO_GRADIENT",
+        f"[flash_attention] expected tensors that need no gradient, got requires_grad=True with {got}; {remedy}",
+    )
+
+
+# -- by signature, on the CPU engine -----------------------------------------------------------------------------------
+
+
+class _Signature(NamedTuple):
+    """What is known of a call once it was validated and planned."""
+
+    ready: cpu.Ready
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    score_shape: tuple[int, ...]
+
+
+def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> tuple[Any, Any]:
+    """The result, and where it is wanted the log-sum-exp in the type that is computed in."""
+    out = options.out
+    if device is None or device.target.backend != "cpu" or (out is not None and _overlaps(out, q, k, v, options)):
+        return _slowly(q, k, v, options, device)
+    arrays = options.arrays()
+    key = (_key(q, k, v, options, arrays), None if out is None else _layout(out))
+    known: dict[Any, _Signature] = vars(device).setdefault("_torch_forward", {})
+    found = known.get(key)
+    if found is None:
+        problem, operands = host_problem(q, k, v, options)
+        given = torch.empty(operands.out_shape, dtype=q.dtype) if out is None else out
+        target = _four_axes(host_view_of(checked_out(given, operands.out_shape, q), "out").storage)
+        ready = cpu.prepare_forward(problem, named(operands, host_view(problem.dtype, target)), device)
+        found = _Signature(ready, operands.out_shape, operands.lse_shape, ())
+        _keep(known, key, found)
+    if out is None:
+        out = torch.empty(found.out_shape, dtype=q.dtype)
+    addresses = _addresses(q, k, v, out, arrays)
+    lse = None
+    if options.return_lse:
+        lse = torch.empty(found.lse_shape, dtype=_work(q))
+        addresses["lse"] = lse.data_ptr()
+    cpu.run(found.ready, device, addresses)
+    return out, lse
+
+
+def _gradients_on_cpu(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool, device: Any
+) -> tuple[list[Any], Any]:
+    arrays = options.arrays()
+    key = (_key(q, k, v, options, arrays), _layout(out), _layout(dout), want_scores)
+    known: dict[Any, _Signature] = vars(device).setdefault("_torch_backward", {})
+    found = known.get(key)
+    if found is None:
+        problem, operands = host_problem(q, k, v, options)
+        results = [_four_axes(host_view_of(x, name).storage) for name, x in (("out", out), ("dout", dout))]
+        views = named(operands, host_view(problem.dtype, results[0])) | {"do": host_view(problem.dtype, results[1])}
+        for name, view in (("dq", operands.q), ("dk", operands.k), ("dv", operands.v)):
+            views[name] = TensorView(problem.dtype, view.shape, contiguous_strides(view.shape), "host", None)
+        if want_scores:
+            work = "f64" if problem.dtype == "f64" else "f32"
+            views["ds"] = TensorView(work, _scores(problem), contiguous_strides(_scores(problem)), "host", None)
+        ready = cpu.prepare_backward(problem, views, device)
+        found = _Signature(ready, operands.out_shape, operands.lse_shape, _scores(problem))
+        _keep(known, key, found)
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    addresses = _addresses(q, k, v, out, arrays)
+    addresses |= {name: x.data_ptr() for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
+    addresses |= {"do": dout.data_ptr(), "lse": lse.data_ptr()}
+    ds = None
+    if want_scores:
+        ds = torch.zeros(found.score_shape, dtype=lse.dtype)
+        addresses["ds"] = ds.data_ptr()
+    cpu.run(found.ready, device, addresses)
+    return grads, ds
+
+
+def _key(q: Any, k: Any, v: Any, options: AttentionOptions, arrays: dict[str, Any]) -> Any:
+    for name, x in (("k", k), ("v", v)):
+        require_tensor(x, name)
+    plain = options.plain()
+    if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
+        plain = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
+        plain["scale"] = None if options.scale is None else float(options.scale)
+    key = (_layout(q), _layout(k), _layout(v), *plain.values())
+    return (key, *((name, _layout(x)) for name, x in arrays.items())) if arrays else key
+
+
+def _layout(x: Any) -> Any:
+    """All of a tensor but its address, and what says that it is no plain memory of the host."""
+    if not isinstance(x, torch.Tensor):
+        return type(x)
+    return x.shape, x.stride(), x.dtype, x.is_cpu, x.is_neg()
+
+
+def _keep(known: dict[Any, _Signature], key: Any, found: _Signature) -> None:
+    if len(known) >= _MAX_SIGNATURES:
+        known.clear()
+    known[key] = found
+
+
+def _addresses(q: Any, k: Any, v: Any, out: Any, arrays: dict[str, Any]) -> dict[str, int]:
+    addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "o": out.data_ptr()}
+    for name, x in arrays.items():
+        addresses[_BUFFERS.get(name, name)] = x.data_ptr()
+    return addresses
+
+
+def _work(q: Any) -> Any:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _overlaps(out: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
+    """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way."""
+    tensors = [x for x in (out, q, k, v, *options.arrays().values()) if isinstance(x, torch.Tensor) and x.is_cpu]
+    first, *others = (x.untyped_storage().data_ptr() for x in tensors)
+    return first in others
+
+
+# -- by views, on any device -------------------------------------------------------------------------------------------
+
+
+def _slowly(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> tuple[Any, Any]:
+    """CPU tensors are NumPy arrays over the same memory; bfloat16 goes by its bits."""
+    problem, operands = host_problem(q, k, v, options)
+    out = options.out
+    if out is None:
+        out = torch.empty(operands.out_shape, dtype=q.dtype)
+    else:
+        checked_out(out, operands.out_shape, q)
+    target = _four_axes(host_view_of(out, "out").storage)
+    _, lse = forward_on_host(problem, operands, device, target, exact_lse=True)
+    return out, None if lse is None else torch.from_numpy(lse).reshape(operands.lse_shape)
+
+
+def host_problem(q: Any, k: Any, v: Any, options: AttentionOptions) -> tuple[AttentionProblem, Operands]:
+    """The problem of a call on CPU tensors, and views of their memory."""
+    refuse_tracing()
+    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
+    views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
+    return attention_problem(**views, **options.plain())
+
+
+def host_view_of(tensor: Any, name: str) -> TensorView:
+    """A view of a CPU tensor's memory."""
+    require_tensor(tensor, name)
+    if tensor.device.type != "cpu":
+        raise DeviceMismatchError(
+            f"[flash_attention] expected {name} on the CPU like q, got {tensor.device}; move it with .to"
+        )
+    dtype = dtype_name(tensor, name)
+    plain = tensor.detach()
+    array = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
+    return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", array)
+
+
+def _four_axes(array: Any) -> Any:
+    return array[(None,) * (4 - array.ndim)]
+
+
+def _scores(problem: AttentionProblem) -> tuple[int, int, int, int]:
+    return (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+
+
+def tensor_like(array: Any, like: Any) -> Any:
+    """An array of stored elements as a tensor of another's dtype and shape."""
+    return torch.from_numpy(array).view(like.dtype).reshape(like.shape)

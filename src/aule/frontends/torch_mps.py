@@ -1,0 +1,145 @@
+"""Torch tensors on Apple's GPUs: our MSL, which PyTorch compiles and launches among its own work.
+
+``torch.mps.compile_shader`` takes the source and gives kernels that are called with tensors, in the order of the
+kernel's buffer indices. The scalars follow in one block, as our MSL declares them, held by a small tensor.
+
+This has not been run on Apple hardware. Tests run it whole, with a stand-in for ``compile_shader`` that compiles the
+same source with g++ and calls it on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from aule.artifact import Artifact
+from aule.errors import ShaderCompileError
+from aule.frontends.torch import PreparedLaunch, device_gradients, keyed, prepare_launch, signature
+from aule.options import AttentionOptions
+from aule.runtime._refused import save_refused
+from aule.runtime.base import Program
+from aule.target import Target
+
+_MAX_LAUNCHES = 4096
+_launches: dict[Any, PreparedLaunch] = {}
+_devices: dict[Any, MpsDevice] = {}
+
+
+def available() -> bool:
+    """Whether this PyTorch can compile our kernels (2.7 and later)."""
+    return hasattr(torch.mps, "compile_shader")
+
+
+def on_mps(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+    """Attention where the tensors lie; planned and built once per signature."""
+    options = keyed(options)
+    arrays = options.arrays()
+    key = (
+        *(signature(x) for x in (q, k, v, options.out, *arrays.values())), *arrays, *options.plain().values(),
+    )  # fmt: skip
+    found = _launches.get(key)
+    if found is None:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        found = _launches[key] = prepare_launch(q, k, v, options, device_of(q))
+    out = q.new_empty(found.out_shape) if options.out is None else options.out
+    lse = q.new_empty(found.lse_shape, dtype=torch.float32) if options.return_lse else None
+    if found.launch is not None:
+        extra = [getattr(options, name) for name in found.extra]
+        found.launch([q, k, v, out, *extra, *([] if lse is None else [lse])])
+    return out if lse is None else (out, lse)
+
+
+def mps_gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool
+) -> tuple[list[Any], Any]:
+    """Gradients of q, k and v, and of what is added to the scores where it is wanted."""
+    return device_gradients(
+        q, k, v, out, lse, dout, options, want_scores, lambda: device_of(q), lambda launch, tensors: launch(tensors)
+    )  # fmt: skip
+
+
+def device_of(tensor: Any) -> MpsDevice:
+    """The device of a tensor."""
+    found = _devices.get(tensor.device)
+    if found is None:
+        found = _devices[tensor.device] = MpsDevice(tensor.device)
+    return found
+
+
+class MpsDevice:
+    """As much of a device as the engine needs to build kernels: what it can do, and how one is loaded.
+
+    Memory is PyTorch's, and so is the order of the work.
+    """
+
+    def __init__(self, where: Any) -> None:
+        self.where = where
+        self.target = _target()
+
+    def load(self, artifact: Artifact) -> Program:
+        """Have a kernel compiled."""
+        try:
+            kernel = getattr(torch.mps.compile_shader(artifact.text), artifact.entry)
+        except (RuntimeError, SyntaxError) as error:
+            path = save_refused("msl", artifact.code)
+            raise ShaderCompileError(
+                f"[mps] {artifact.entry}: expected a kernel that torch.mps.compile_shader accepts, got: {error}; the "
+                f"source is in {path or 'no file (the cache directory cannot be written)'}",
+                str(error),
+                path,
+            ) from None
+        allowed = int(kernel.max_threads_per_threadgroup)
+        if artifact.workgroup > allowed:
+            raise ShaderCompileError(
+                f"[mps] {artifact.entry} expected workgroups of {artifact.workgroup} threads, got room for {allowed} "
+                "with the registers it uses; use fewer threads"
+            )
+        return Program(self, artifact, kernel)  # type: ignore[arg-type]
+
+    def prepare(self, program: Program, grid: tuple[int, int, int], arguments: list[Any]) -> _Launch:
+        """A launch with everything but the tensors. ``arguments`` follow the parameters; those of buffers are None."""
+        artifact = program.artifact
+        scalars = [x for x, p in zip(arguments, artifact.params, strict=True) if p.kind == "scalar"]
+        block = []
+        if scalars:
+            packed = bytearray(artifact.scalar_struct.pack(*scalars))
+            block = [torch.frombuffer(packed, dtype=torch.uint8).to(self.where, copy=True)]
+        return _Launch(program.handle, block, grid, artifact.workgroup)
+
+
+class _Launch:
+    def __init__(self, kernel: Any, block: list[Any], grid: tuple[int, int, int], workgroup: int) -> None:
+        self.kernel = kernel
+        self.block = block
+        self.threads = [grid[0] * workgroup, grid[1], grid[2]]
+        self.group = [workgroup, 1, 1]
+
+    def launch(self, tensors: list[Any]) -> None:
+        """Start it, behind what PyTorch was asked for before."""
+        self.kernel(*tensors, *self.block, threads=self.threads, group_size=self.group)
+
+
+def _target() -> Target:
+    """What every GPU has that this PyTorch runs on: Apple's own."""
+    version = platform.mac_ver()[0]
+    return Target(
+        backend="metal",
+        name="Apple GPU (mps)",
+        vendor="apple",
+        driver=f"torch {torch.__version__}, macOS {version}",
+        subgroup_size=32,
+        max_threads=1024,
+        max_shared_bytes=32768,
+        max_grid=((1 << 31) - 1, 65535, 65535),
+        max_buffers=30,  # of 31 indices, one is for the scalars
+        max_buffer_bytes=(1 << 32) - 1,
+        unified_memory=True,
+        f16=True,
+        int64=True,
+        storage16=True,
+        storage8=True,
+        bf16=int(version.split(".")[0] or 0) >= 14,  # MSL 3.1, which has bfloat
+    )

@@ -1,0 +1,184 @@
+"""The route of MPS tensors, whole, on CPU tensors: a stand-in for ``torch.mps.compile_shader`` compiles the very source
+with g++ and calls the kernel as PyTorch would. What it cannot show is Apple's compiler and Apple's hardware."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import devices
+import pytest
+
+import aule
+from aule.artifact import Artifact, Param
+from aule.runtime.base import Device
+
+torch = pytest.importorskip("torch")
+
+
+class Library:
+    """What ``compile_shader`` gives back: kernels by name."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __getattr__(self, entry: str) -> Kernel:
+        return Kernel(self.source, entry)
+
+
+class Kernel:
+    """A kernel, called as ``kernel(*arguments, threads=, group_size=)``: each argument is bound at its own index."""
+
+    max_threads_per_threadgroup = 1024
+    launched = 0
+
+    def __init__(self, source: str, entry: str) -> None:
+        assert f"kernel void {entry}(" in source
+        self.source, self.entry = source, entry
+        self.buffers = len(re.findall(r"^ +device .*\[\[buffer\(\d+\)\]\]", source, re.MULTILINE))
+        self.block = "constant Params& params" in source
+        self.function: Any = None
+
+    def __call__(self, *arguments: Any, threads: list[int], group_size: list[int]) -> None:
+        assert len(arguments) == self.buffers + self.block and all(isinstance(x, torch.Tensor) for x in arguments)
+        assert group_size[1:] == [1, 1] and threads[0] % group_size[0] == 0
+        if self.function is None:
+            params = [Param(f"b{i}", "buffer", "f32") for i in range(self.buffers)]
+            params += [Param("s", "scalar", "i32")] if self.block else []
+            artifact = Artifact("msl", self.source.encode(), self.entry, tuple(params), group_size[0])
+            self.function = devices.shim().load(artifact).handle
+        pointers = (ctypes.c_void_p * self.buffers)(*(x.data_ptr() for x in arguments[: self.buffers]))
+        block = bytes(arguments[-1].numpy().tobytes()) if self.block else b""
+        self.function(pointers, block, ctypes.c_uint(threads[0] // group_size[0]), *map(ctypes.c_uint, threads[1:]))
+        Kernel.launched += 1
+
+
+@pytest.fixture
+def shader(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """CPU tensors take the route of MPS tensors."""
+    from aule.frontends import torch as front_end
+    from aule.frontends import torch_mps
+
+    device = devices.need("msl-shim")
+    monkeypatch.setattr(front_end, "route", lambda q, options: "mps")
+    monkeypatch.setattr(torch.mps, "compile_shader", Library, raising=False)
+    monkeypatch.setattr(torch_mps, "_launches", {})
+    monkeypatch.setattr(torch_mps, "_devices", {})
+    monkeypatch.setattr(front_end, "_gradient_launches", {})
+    Kernel.launched = 0
+    return device
+
+
+def made(*shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def reference(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    q, k, v = (x.double() for x in (q, k, v))
+    if options.get("attn_mask") is not None and options["attn_mask"].dtype != torch.bool:
+        options["attn_mask"] = options["attn_mask"].double()
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_forward(shader: Device, dtype: Any) -> None:
+    q, k, v = (made(*shape, dtype=dtype) for shape in ((2, 4, 33, 32), (2, 2, 40, 32), (2, 2, 40, 16)))
+    out, lse = aule.flash_attention(q, k, v, causal=False, return_lse=True)
+    expected = reference(q, k, v)
+    allowed = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    assert (out.double() - expected).abs().max() <= allowed * expected.abs().max()
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 32**-0.5
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert Kernel.launched == 1
+    again = torch.empty(2, 33, 4, 16, dtype=dtype).transpose(1, 2)
+    assert aule.flash_attention(q, k, v, causal=False, out=again) is again
+    assert torch.equal(again, out) and Kernel.launched == 2
+
+
+def test_layouts_and_options(shader: Device) -> None:
+    packed = made(2, 20, 3, 4, 16)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    mask = made(2, 1, 1, 20) > -1
+    sinks, slopes = made(4), made(4).abs()
+    given = {
+        "mask": mask,
+        "bias": made(20, 20),
+        "alibi_slopes": slopes,
+        "sinks": sinks,
+        "window": [5, 3],
+        "softcap": 2.0,
+    }
+    found = aule.flash_attention(q, k, v, causal=False, scale=torch.tensor(0.3), **given)
+    with pytest.MonkeyPatch.context() as plain:
+        from aule.frontends import torch as front_end
+
+        plain.setattr(front_end, "route", lambda q, options: "host")
+        expected = aule.flash_attention(q, k, v, causal=False, scale=0.3, backend="numpy", **given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    odd = made(1, 2, 9, 17)[..., 1:]  # starts 4 bytes into a row
+    torch.testing.assert_close(
+        aule.flash_attention(odd, odd, odd), reference(odd, odd, odd, is_causal=True).float(), rtol=1e-5, atol=1e-5
+    )
+    for seq_q, seq_kv in ((0, 4), (4, 0)):
+        out = aule.flash_attention(made(1, 2, seq_q, 16), made(1, 2, seq_kv, 16), made(1, 2, seq_kv, 16))
+        assert out.shape == (1, 2, seq_q, 16) and not out.any()
+
+
+def test_gradients(shader: Device) -> None:
+    leaves = [made(2, 4, 33, 16), made(2, 2, 33, 16), made(2, 2, 33, 16), made(2, 1, 33, 33)]
+    mine = [x.clone().requires_grad_() for x in leaves]
+    exact = [x.double().requires_grad_() for x in leaves]
+    out = aule.scaled_dot_product_attention(*mine, enable_gqa=True)
+    dout = made(2, 4, 33, 16)
+    found = torch.autograd.grad(out, mine, dout)
+    expected = torch.autograd.grad(reference(*exact[:3], attn_mask=exact[3]), exact, dout.double())
+    for f, e in zip(found, expected, strict=True):
+        assert (f.double() - e).abs().max() <= 2e-5 * e.abs().max()
+    assert Kernel.launched == 4  # forward, and three of the backward pass
+
+
+def test_compiled(shader: Device) -> None:
+    def step(q: Any) -> Any:
+        return aule.flash_attention(q * 2, q, q)
+
+    q = made(1, 2, 9, 16).requires_grad_()
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        out = function(q)
+        results.append((out, *torch.autograd.grad(out.sum(), q)))
+    assert all(map(torch.equal, *results))
+
+
+def test_refusals(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = made(1, 1, 4, 16)
+    with pytest.raises(aule.InvalidDtypeError, match="got float64"):
+        aule.flash_attention(q.double(), q.double(), q.double())
+    monkeypatch.setattr(Kernel, "max_threads_per_threadgroup", 32)
+    with pytest.raises(aule.ShaderCompileError, match="got room for 32"):
+        aule.flash_attention(made(1, 1, 200, 64), made(1, 1, 200, 64), made(1, 1, 200, 64))
+
+    def refuse(source: str) -> Any:
+        raise SyntaxError("program_source:3: error")
+
+    monkeypatch.setattr(torch.mps, "compile_shader", refuse)
+    with pytest.raises(aule.ShaderCompileError, match="program_source:3") as caught:
+        aule.flash_attention(made(1, 1, 8, 48), made(1, 1, 8, 48), made(1, 1, 8, 48))
+    assert caught.value.source_path is None or caught.value.source_path.endswith(".metal")
+
+
+def test_which_tensors_take_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aule.frontends import torch as front_end
+    from aule.options import AttentionOptions
+
+    monkeypatch.delenv("AULE_BACKEND", raising=False)
+    mps = SimpleNamespace(is_cuda=False, device=torch.device("mps"))
+    assert front_end.route(mps, AttentionOptions()) == "mps"
+    assert front_end.route(mps, AttentionOptions(backend="metal")) == "mps"
+    assert front_end.route(mps, AttentionOptions(backend="cpu")) == "staged"
+    monkeypatch.setenv("AULE_BACKEND", "cpu")
+    assert front_end.route(mps, AttentionOptions()) == "staged"
+    monkeypatch.delenv("AULE_BACKEND")
+    monkeypatch.delattr(torch.mps, "compile_shader")  # as before PyTorch 2.7
+    assert front_end.route(mps, AttentionOptions()) == "staged"
