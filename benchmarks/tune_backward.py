@@ -4,13 +4,15 @@
     python benchmarks/tune_backward.py cuda bf16 64:2048:full,64:8192:causal keys f:128,32,4,2 f:64,64,4,2
 
 Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], or for matrix
-units f:rows,width,subgroups,stages[,registers]; ``queries`` times dQ, ``keys`` dK and dV.
+units f:rows,width,subgroups,stages[,registers]; ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added
+up by the kernel of the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,31 +70,43 @@ class Case:
 
     def measure(self, of: str, shape: SimtShape | FragmentShape, repeats: int = 5) -> str:
         device = self.device
+        problem = replace(self.problem, deterministic=of != "sums")
+        spent, loaded, extra = [], None, {}
         try:
-            plan = plan_backward(self.problem, self.views, device.target, shapes=(shape, shape))
-            chosen = [step for step in plan.steps if getattr(step.config, "of", "delta") in (of, "delta")]
-            spent = []
+            plan = plan_backward(problem, self.views, device.target, shapes=(shape, shape))
+            extra = {name: device.alloc(4 * count) for name, count in plan.workspace.items() if name not in self.memory}
+            chosen = [step for step in plan.steps if of == "sums" or getattr(step.config, "of", of) == of]
             for step in chosen:
                 loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
-                values = {f"{n}_ptr": m for n, m in self.memory.items()} | dict(step.scalars)
+                values = {f"{n}_ptr": m for n, m in (self.memory | extra).items()} | dict(step.scalars)
                 args = [values[p.name] for p in loaded.artifact.params]
                 times = [device.time_launch(loaded, step.grid, args) for _ in range(repeats + 2)][2:]
                 spent.append(statistics.median(times))
+            if of == "sums":  # the timing above has added up many times
+                for step in chosen:
+                    loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
+                    values = {f"{n}_ptr": m for n, m in (self.memory | extra).items()} | dict(step.scalars)
+                    device.launch(loaded, step.grid, [values[p.name] for p in loaded.artifact.params])
+                device.synchronize()
         except AuleError as error:
             return f"refused: {error.message[:150]}"
+        finally:
+            for allocation in extra.values():
+                device.free(allocation)
         worst = 0.0
-        for name in ("dq",) if of == "queries" else ("dk", "dv"):
+        for name in {"queries": ("dq",), "keys": ("dk", "dv"), "sums": ("dq", "dk", "dv")}[of]:
             out = torch.empty(self.dims, dtype=DTYPES[self.dtype])
             device.download(self.memory[name], stored(out))
             want = self.want[name]
             worst = max(worst, float((out[-1:, -1:].double() - want).abs().max() / want.abs().max()))
         stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
         shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in ("registers", "local_bytes", "Register Count"))
-        products = 3 if of == "queries" else 4
-        rate = self.problem.flops / 2 * products / spent[-1] / 1e12
+        products = {"queries": 3, "keys": 4, "sums": 5}[of]
+        main = sum(spent) if of == "sums" else spent[-1]
+        rate = self.problem.flops / 2 * products / main / 1e12
         verdict = "" if worst < {"f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2}[self.dtype] else " WRONG"
-        both = f"{1e3 * spent[-1]:8.3f} ms (delta {1e3 * spent[0]:.3f})"
-        return f"{rate:6.1f} TFLOPS of its own products, {both}, error {worst:.1e}{verdict}; {shown}"
+        each = ", ".join(f"{1e3 * x:.3f}" for x in spent)
+        return f"{rate:6.1f} TFLOPS of its own products, {each} ms, error {worst:.1e}{verdict}; {shown}"
 
     def close(self) -> None:
         for allocation in self.memory.values():
@@ -111,7 +125,7 @@ def main() -> None:
     parser.add_argument("device")
     parser.add_argument("dtype", choices=DTYPES)
     parser.add_argument("cases")
-    parser.add_argument("of", choices=["queries", "keys"])
+    parser.add_argument("of", choices=["queries", "keys", "sums"])
     parser.add_argument("shapes", nargs="+")
     args = parser.parse_args()
     device = registry.find(args.device)

@@ -210,6 +210,8 @@ def prepare_backward(
 ) -> BackwardLaunch:
     """Plan the gradients on a GPU and build their kernels, or find both in memory. ``views`` as for `plan_backward`."""
     check_device(problem, device, views)
+    if problem.dtype in ("f16", "bf16"):
+        find_layout(device)
     plan = plan_backward(problem, views, device.target, aligned_base)
     steps = []
     for step in plan.steps:

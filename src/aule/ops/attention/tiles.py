@@ -202,6 +202,11 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # By rule, for less shared memory.
         FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 32, 4, 2, False)),
     ),
+    # H200, f16, 48 KiB. Chosen by what fits; 32 rows a subgroup and rows by 32 were within 20% either way.
+    "vulkan": (
+        FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(64, 64, 4, 1, False)),
+        FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+    ),
 }
 """By backend; the first that is wide enough and fits is taken. Wider heads have no matrix units in the backward pass:
 dK and dV of 256 columns are all the registers of a thread."""
