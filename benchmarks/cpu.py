@@ -30,8 +30,8 @@ import aule
 from aule.backends import registry
 from aule.engine.programs import program
 from aule.ir import Builder
-from aule.ir.types import f32, i64
-from aule.tile.vector import vector_unit
+from aule.ir.types import Vector, bf16, f32, i64, u32
+from aule.tile.vector import has_pairs, vector_unit
 
 
 @dataclass(frozen=True)
@@ -137,27 +137,30 @@ class Problem:
         return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
 
 
-def peak() -> Callable[[], float]:
-    """A function that measures the rate of independent fused multiply-adds on all threads, in GFLOP/s."""
+def peak(pairs: bool = False) -> Callable[[], float]:
+    """A function that measures the rate of independent fused multiply-adds on all threads, in GFLOP/s; or of products
+    of pairs of bf16."""
     device: Any = registry.find("cpu")
     lanes, chains, steps, tasks = vector_unit(device.target, f32).lanes, 12, 600000, 8
-    b = Builder("fma_peak", workgroup=1)
+    b = Builder("pair_peak" if pairs else "fma_peak", workgroup=1)
     out, x = b.buffer("out_ptr", f32, "write"), b.splat(b.scalar("x", f32), lanes)
     sums = [b.var(b.splat(b.const(float(i), f32), lanes)) for i in range(chains)]
+    bits = b.bitcast(x, Vector(u32, lanes))
     with b.loop(b.const(0, i64), steps, unroll=4):
         for s in sums:
-            s.value = b.fma(s.value, x, x)
+            s.value = b.dot_pairs(bits, bits, s.value) if pairs else b.fma(s.value, x, x)
     total = sums[0].value
     for s in sums[1:]:
         total = total + s.value
     b.store(out, b.cast(b.group_id(0), i64) * lanes, total, align=1)
-    launch = device.prepare(program(device, ("fma_peak", lanes, steps), b.finish), (tasks, 1, 1), [0.5])
+    launch = device.prepare(program(device, ("peak", pairs, lanes, steps), b.finish), (tasks, 1, 1), [0.5])
     memory = np.zeros(tasks * lanes, np.float32)
 
     def measure() -> float:
         start = time.perf_counter()
         launch.launch([memory.ctypes.data])
-        return 2.0 * tasks * steps * chains * lanes / (time.perf_counter() - start) / 1e9
+        flops = (4.0 if pairs else 2.0) * tasks * steps * chains * lanes
+        return flops / (time.perf_counter() - start) / 1e9
 
     measure()
     return measure
@@ -237,7 +240,9 @@ def main() -> int:
     args = parser.parse_args()
     device = registry.find("cpu")
     assert device is not None
-    peak_of = peak()
+    fp32_peak = peak()
+    # What is converted to fp32 is measured against fp32; pairs of bf16, where they are multiplied, by themselves.
+    bf16_peak = peak(pairs=True) if has_pairs(device.target, bf16) else fp32_peak
     print(
         f"{device.target.name}, {torch.get_num_threads()} threads, torch {torch.__version__}, aule {aule.__version__}"
     )
@@ -246,6 +251,7 @@ def main() -> int:
         if args.only not in case.name:
             continue
         problem = Problem(case)
+        peak_of = bf16_peak if case.dtype == torch.bfloat16 else fp32_peak
         errors = problem.check()
         limit = 1e-5 if case.dtype == torch.float32 else 2e-2
         passes = [("forward", case.forward, errors[0], 1.0)]

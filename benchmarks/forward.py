@@ -3,7 +3,8 @@
     python benchmarks/forward.py [--csv FILE] [--dtype float32] [--quick]
 
 On a CUDA machine: PyTorch's EFFICIENT_ATTENTION (fp32, TF32 off) or FLASH_ATTENTION (half), aule through CUDA on the
-same tensors, and aule through Vulkan where it is found. B·S = 16384, H·D = 2048. Also the host's cost of a repeated
+same tensors, and aule through Vulkan where it is found; in half precision cuDNN's figure too. B·S = 16384, H·D = 2048
+(d256 in half precision only). Also the host's cost of a repeated
 call, the first call with a cold and with a warm disk cache, and the extra device memory at S = 16384.
 """
 
@@ -96,6 +97,10 @@ def compare(dtype: torch.dtype, dim: int, seq: int, causal: bool, repeats: int) 
         "dtype": str(dtype).removeprefix("torch."), "head_dim": dim, "seq": seq, "causal": causal,
         "peer": peer.name, "peer_tflops": round(flops / peer_seconds / 1e12, 1), "peer_error": f"{peer_error:.1e}",
     }  # fmt: skip
+    if dtype != torch.float32:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            seconds = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), repeats)
+        row["cudnn_tflops"] = round(flops / seconds / 1e12, 1)
     results = {"cuda": (timed(lambda: aule.flash_attention(q, k, v, causal=causal), repeats),
                         error_of(aule.flash_attention(q, k, v, causal=causal), q, k, v, causal))}  # fmt: skip
     try:
@@ -176,7 +181,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
-    for dim in (64, 128):
+    for dim in (64, 128) if args.dtype == "float32" else (64, 128, 256):
         for seq in (2048, 8192) if args.quick else (512, 2048, 8192):
             for causal in (False, True):
                 compare(getattr(torch, args.dtype), dim, seq, causal, 7 if args.quick else 15)

@@ -140,6 +140,7 @@ def cases() -> Iterator[Case]:
     yield from control()
     yield from workgroups()
     yield from subgroups()
+    yield from votes()
     yield from fragments()
 
 
@@ -774,6 +775,20 @@ def subgroups() -> Iterator[Case]:
     yield Case("subgroup_barrier", handover, [numbers(f32), zeros(f32, N)], needs=needs)
 
 
+def votes() -> Iterator[Case]:
+    @trace("workgroup_any", 64)
+    def vote(b: Builder) -> None:
+        x, out = b.buffer("x", f32), b.buffer("result", f32, "write")
+        at = b.group_id() * 64 + b.thread_id()
+        value = b.load(x, at)
+        for limit in (0.9, 0.99, 2.0):
+            found = b.workgroup_any(value > limit)
+            value = b.select(found, value + 1.0, value)
+        b.store(out, at, value)
+
+    yield Case("workgroup_any", vote, [numbers(f32, low=0, high=1), zeros(f32, N)])
+
+
 def fragments() -> Iterator[Case]:
     for elem in (f32, f16):
 
@@ -791,6 +806,9 @@ def fragments() -> Iterator[Case]:
             scaled = total.value
             for component in range(2):
                 scaled = b.fragment_set(scaled, component, b.fragment_get(scaled, component) * 0.5)
+            scaled = b.fragment_pack(
+                Fragment(f32, 8, 8, "accumulator"), [b.fragment_get(scaled, i) + 1.0 for i in range(2)]
+            )
             b.fragment_store(tile, s * 64, 8, scaled)
             b.barrier()
             b.store(out, b.thread_id() * 2, b.load(tile, b.thread_id() * 2, 2))

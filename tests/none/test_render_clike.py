@@ -255,6 +255,15 @@ def test_an_intrinsic_belongs_to_one_language(language: str) -> None:
         render(language, other.finish())
 
 
+@pytest.mark.parametrize("language", GOLDEN)
+def test_products_of_pairs_are_refused(language: str) -> None:
+    b = Builder("pairs", 32)
+    pair = b.const(0x3F803F80, u32)
+    b.store(b.buffer("result", f32, "write"), b.thread_id(), b.dot_pairs(pair, pair, b.const(0.0, f32)))
+    with pytest.raises(KernelError, match="has no dot_pairs"):
+        render(language, b.finish())
+
+
 @pytest.mark.parametrize("language", ["opencl", "wgsl"])
 def test_fragments_are_refused_where_there_are_none(language: str) -> None:
     case = next(c for c in cases() if "fragments" in c.needs)

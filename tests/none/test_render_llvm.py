@@ -129,7 +129,11 @@ def test_halves_without_instructions_are_integers() -> None:
     assert "half" in render(kernel, target(*V3)).text
     assert "half" not in render(kernel, target("avx2")).text
     assert "half" in render(kernel, target(arch="aarch64")).text
-    assert "bfloat" not in render(CASES["bf16_exact_8"].kernel, target(*AVX512, "avx512bf16")).text
+    kernel = CASES["bf16_exact_8"].kernel
+    assert "bfloat" not in render(kernel, target(*AVX512)).text
+    assert "bfloat" not in render(kernel, target("bf16", arch="aarch64")).text
+    rounded = render(kernel, target(*AVX512, "avx512bf16"))
+    assert "fptrunc" in rounded.text and "avx512bf16" in rounded.extensions
 
 
 def test_arrays_are_aligned_and_in_the_entry_block() -> None:
@@ -174,6 +178,25 @@ def test_what_llvm_has_not_is_refused() -> None:
     b.intrinsic("llvm", "{0} = {3}", [], i32)
     with pytest.raises(KernelError, match="double literal braces"):
         render(b.finish(), target())
+
+
+def dot_pairs(lanes: int) -> KernelIR:
+    b = Builder("dot_pairs", 1)
+    sources = [b.buffer(name, elem) for name, elem in (("a", u32), ("x", u32), ("c", f32))]
+    out, at = b.buffer("result", f32, "write"), b.group_id() * lanes
+    a, x, c = (b.load(source, at, lanes) for source in sources)
+    b.store(out, at, b.dot_pairs(a, x, c))
+    return b.finish()
+
+
+def test_pairs_are_multiplied_where_there_is_an_instruction() -> None:
+    with pytest.raises(KernelError, match="AVX512_BF16 instructions, got a target for x86_64 without them"):
+        render(dot_pairs(16), target(*AVX512))
+    with pytest.raises(KernelError, match="AVX512_BF16 instructions, got a target for aarch64 without them"):
+        render(dot_pairs(4), target("bf16", arch="aarch64"))
+    with pytest.raises(KernelError, match=r"4, 8 or 16 lanes .*, got 2 lanes"):
+        render(dot_pairs(2), target(*AVX512, "avx512bf16"))
+    assert "avx512bf16" in render(dot_pairs(8), target(*AVX512, "avx512bf16")).extensions
 
 
 def test_codegen_knows_the_language() -> None:
@@ -297,6 +320,28 @@ def test_a_cpu_computes_what_the_interpreter_does(name: str) -> None:
             wrong.append(difference)
     assert count > 150
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_pairs_are_multiplied_as_the_interpreter_does(lanes: int) -> None:
+    jit, machine = level("host")
+    if "avx512bf16" not in machine.extensions:
+        pytest.skip("this machine has no AVX512_BF16")
+    rng = np.random.default_rng(0)
+    count = 64
+    a, x = ((rng.standard_normal(2 * count).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for _ in "ax")
+    c = rng.standard_normal(count).astype(np.float32)
+    # Infinities and NaN come out where they go in, in either half and in the sum.
+    a[[3, 10]], x[[20, 31]], c[[20, 21]] = 0x7F80, 0x7FC0, (np.inf, np.nan)
+    a[6], x[6] = 0x7F80, 0  # 0 times infinity
+    args = [a.view(np.uint32), x.view(np.uint32), c, np.zeros(count, np.float32)]
+    expected = [arg.copy() for arg in args]
+    grid = (count // lanes, 1, 1)
+    interpret(dot_pairs(lanes), grid, expected)
+    assert np.isnan(expected[3]).sum() == 4
+    assembly = jit.run(render(dot_pairs(lanes), machine), grid, args)
+    assert "vdpbf16ps" in assembly
+    np.testing.assert_array_equal(args[3], expected[3])
 
 
 def alone() -> Iterator[Case]:

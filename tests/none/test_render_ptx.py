@@ -454,13 +454,19 @@ def test_constants() -> None:
     assert moved(-1, i32) == "-1" and moved(2**32 - 1, i32) == "-1" and moved(-1, u32) == str(2**32 - 1)
 
 
+def _accumulator(b: Builder) -> Value:
+    return b.fragment_fill(Fragment(f32, 16, 16, "accumulator"), 0.0)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda b: b.fragment_fill(Fragment(f32, 16, 16, "accumulator"), 0.0), "mma engine"),
+        (lambda b: b.fragment_fill(Fragment(f32, 8, 8, "accumulator"), 0.0), "plan for such fragments"),
+        (lambda b: b.fragment_store(b.shared("s", f32, 256), 0, 16, _accumulator(b)), "store their components"),
         (lambda b: b.exp2(b.const(1.0, f64)), "cast to f32"),
         (lambda b: b.intrinsic("msl", "x", (), None), "an intrinsic of ptx"),
         (lambda b: b.intrinsic("ptx", "{3}", (), None), "double literal braces"),
+        (lambda b: b.dot_pairs(b.const(0, u32), b.const(0, u32), b.const(1.0, f32)), "multiply in f32"),
         (lambda b: b.shuffle_xor(b.const(1.0, f16), 1), "32 bits"),
         (lambda b: b.subgroup_reduce("mul", b.const(1.0, f32)), "add, min or max"),
         (lambda b: b.atomic("max", b.shared("s", f32, 4), 0, 1.0), "an atomic of ir.ops"),

@@ -332,11 +332,11 @@ def test_fragments() -> None:
     constants = {w[1]: w[2] for op, w in instructions(artifact.code) if op == Op.Constant and len(w) == 3}
     strides = [constants[w[4]] for op, w in instructions(artifact.code) if op == Op.CooperativeMatrixLoadKHR]
     assert strides == [6, 64]
-    # In views of shared memory the same vectors are found, and so are those of matrices alone.
+    # In views of shared memory matrices have the widest that their stride allows: 24 elements are 3 of eight.
     views = render(kernel_of("fragments", _fragments), EXPLICIT)
     constants = {w[1]: w[2] for op, w in instructions(views.code) if op == Op.Constant and len(w) == 3}
     strides = [constants[w[4]] for op, w in instructions(views.code) if op == Op.CooperativeMatrixLoadKHR]
-    assert strides == [6, 64] and blocks_of(views) == {"shared_x4": {"tile": (0, 8)}}
+    assert strides == [3, 64] and blocks_of(views) == {"shared_x4": {"tile": (0, 8)}, "shared_x8": {"tile": (0, 16)}}
     with pytest.raises(KernelError, match="cooperative matrices"):
         render(kernel_of("fragments", _fragments), dataclasses.replace(TARGET, matrix_units=()))
 
@@ -374,6 +374,12 @@ def test_refusals() -> None:
     def double(b: Builder) -> None:
         b.store(b.buffer("out", f64, "write"), 0, 1.0)
 
+    def pairs(b: Builder) -> None:
+        pair = b.const(0, u32)
+        b.store(b.buffer("out", f32, "write"), 0, b.dot_pairs(pair, pair, b.const(1.0, f32)))
+
+    with pytest.raises(KernelError, match=r"\[spirv\] expected no products of packed pairs"):
+        render(kernel_of("pairs", pairs), TARGET)
     with pytest.raises(KernelError, match=r"\[spirv\] expected a target with f64"):
         render(kernel_of("double", double), dataclasses.replace(TARGET, f64=False))
     with pytest.raises(KernelError, match=r"\[spirv\] expected portable operations, got an intrinsic of ptx"):

@@ -434,6 +434,9 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
         start = device.prepare(launch.program, launch.plan.grid, scalars).launch
     fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
+    # `_on_cuda` puts pointers together without looking at names.
+    ends = ("lse",) if options.return_lse else ()
+    assert launch.buffers == ("q", "k", "v", "o", *(n for n in launch.buffers if n in fields), *ends), launch.buffers
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, i32, u32, with_element
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, f32, i32, u32, with_element
 
 if TYPE_CHECKING:
     from aule.ir.verify import Verifier
@@ -104,6 +104,16 @@ def _compare(v: Verifier, op: Op) -> None:
     v.require(op, op.result.type == with_element(type_, bool_), f"{with_element(type_, bool_)} as the result")
 
 
+def _dot_pairs(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    type_ = op.result.type
+    v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == f32, "f32 or a vector of it as the result")
+    assert isinstance(type_, Scalar | Vector)
+    pair = with_element(type_, u32)
+    expected = f"two operands of {pair} and one of {type_}"
+    v.require(op, [arg.type for arg in op.args] == [pair, pair, type_], expected)
+
+
 def _select(v: Verifier, op: Op) -> None:
     assert op.result is not None
     condition, type_ = op.args[0].type, op.result.type
@@ -159,8 +169,8 @@ def _permute(v: Verifier, op: Op) -> None:
     if len(op.args) not in (1, 2):
         v.fail(op, "1 or 2 operands", f"{len(op.args)}")
     type_, lanes = op.args[0].type, op.attrs["lanes"]
-    if not isinstance(lanes, tuple) or not lanes or not all(is_int(lane, 0) for lane in lanes):
-        v.fail(op, "a tuple of lanes", repr(lanes))
+    if not isinstance(lanes, tuple) or not all(is_int(lane, 0) for lane in lanes):
+        v.fail(op, "lanes to be a tuple of lanes", repr(lanes))
     v.require(op, isinstance(type_, Vector) and all(arg.type == type_ for arg in op.args), "vectors of one type")
     assert isinstance(type_, Vector)
     wanted = type_.elem if len(lanes) == 1 else Vector(type_.elem, len(lanes))
@@ -330,7 +340,7 @@ def _intrinsic(v: Verifier, op: Op) -> None:
 
 RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "const": _const, "leaf": _leaf,
-    "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "select": _select,
+    "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "store": _store, "atomic": _atomic,

@@ -214,6 +214,10 @@ class Builder:
         """``a * b + c``."""
         return self.emit("fma", (a, self._like(b, a), self._like(c, a)), a.type)
 
+    def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
+        """``c`` and the products of two pairs of bf16, each pair in a u32; see ``ops.OPS["dot_pairs"]``."""
+        return self.emit("dot_pairs", (a, b, c), c.type)
+
     def select(self, condition: Value, yes: Any, no: Any) -> Value:
         """``yes`` where the condition holds, else ``no``."""
         if not isinstance(yes, Value):

@@ -95,6 +95,13 @@ OPS: dict[str, OpInfo] = {
     "eq": OpInfo("compare", 2, "T, T -> bool of T's shape; bool too"),
     "ne": OpInfo("compare", 2, "T, T -> bool of T's shape; bool too; true when unordered"),
     "fma": OpInfo("ternary", 3, "same; floats; a*b+c, rounded once where the target can"),
+    "dot_pairs": OpInfo(
+        "ternary",
+        3,
+        "u32, u32, f32 of one shape -> f32; each u32 holds two bf16, the first in its low half: the products of the "
+        "firsts and of the seconds are added to the third operand. The order of the sum is the target's, and "
+        "subnormals may count as zero. Only targets with such an instruction have it",
+    ),
     "select": OpInfo("ternary", 3, "bool (scalar, or of T's shape), T, T -> T; both sides are evaluated"),
     # -- conversion --------------------------------------------------------------------------------------------------
     "cast": OpInfo(

@@ -169,7 +169,11 @@ class Verifier:
     def memory(self, op: Op, spaces: tuple[str, ...], *, reads: bool, writes: bool, at: int = 0) -> Pointer:
         """Rules of all operations on a pointer, operand number ``at``, and an index behind it."""
         pointer, index = op.args[at].type, op.args[at + 1].type
-        self.require(op, isinstance(pointer, Pointer), f"a pointer as operand {at}")
+        self.require(
+            op,
+            isinstance(pointer, Pointer),
+            "a pointer as the first operand" if at == 0 else f"a pointer as operand {at + 1}",
+        )
         assert isinstance(pointer, Pointer)
         self.require(op, pointer.space in spaces, f"{' or '.join(spaces)} memory")
         self.require(op, is_index(index), f"an index of type {', '.join(INDEX_TYPES)}")

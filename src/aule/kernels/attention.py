@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from aule.artifact import Artifact
 from aule.backends import registry
 from aule.codegen import generate, target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles
+from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
 from aule.ops.attention.cpu import forward as cpu_forward
 from aule.ops.attention.cpu.plan import plan_alone
 from aule.ops.attention.forward import KERNEL_NAME, build_forward
@@ -45,6 +46,9 @@ class AttentionKernel:
         Of q, k, v and o; sums are always fp32.
     tiles : (int, int), optional
         Query rows of a workgroup and keys of a step. Default: what `aule.flash_attention` uses on the target.
+    use_tensor_cores : bool
+        Products run on matrix units (`tensor_core`), not on the ordinary ones. `aule.flash_attention` does so in fp16
+        and bf16 wherever a device has them and their layout is known.
 
     Examples
     --------
@@ -62,9 +66,7 @@ class AttentionKernel:
     causal: bool
     dtype: str
     tiles: tuple[int, int] | None
-
-    use_tensor_cores = False
-    """Products run on ordinary FMA units."""
+    use_tensor_cores: bool
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class AttentionKernel:
         causal: bool = False,
         dtype: str = "f32",
         tiles: tuple[int, int] | None = None,
+        use_tensor_cores: bool = False,
     ) -> None:
         fields = {
             "seq_len": seq_len,
@@ -88,6 +91,7 @@ class AttentionKernel:
             "causal": bool(causal),
             "dtype": dtype,
             "tiles": None if tiles is None else (int(tiles[0]), int(tiles[1])),
+            "use_tensor_cores": bool(use_tensor_cores),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -110,8 +114,24 @@ class AttentionKernel:
             )
         if self.dtype not in _DTYPES:
             raise InvalidDtypeError(f"[AttentionKernel] expected dtype {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.use_tensor_cores and self.dtype not in ("f16", "bf16"):
+            raise InvalidDtypeError(
+                f"[AttentionKernel] expected dtype f16 or bf16 for tensor cores, got {self.dtype!r}; fp32 is computed "
+                "without them"
+            )
         if self.tiles is not None:
             check_tiles(*self.tiles)
+
+    @classmethod
+    def tensor_core(cls, seq_len: int, head_dim: int, *, dtype: str = "f16", **options: Any) -> AttentionKernel:
+        """The kernel for matrix units, whose products are of fp16 or bf16 and summed in fp32.
+
+        Parameters
+        ----------
+        options
+            As for `AttentionKernel`.
+        """
+        return cls(seq_len, head_dim, dtype=dtype, use_tensor_cores=True, **options)
 
     # -- variants --------------------------------------------------------------------------------------------------
 
@@ -138,7 +158,8 @@ class AttentionKernel:
     @property
     def name(self) -> str:
         """Entry point of the emitted code."""
-        return f"{KERNEL_NAME}_causal" if self.causal else KERNEL_NAME
+        engine = "_tensor_core" if self.use_tensor_cores else ""
+        return f"{KERNEL_NAME}{engine}{'_causal' if self.causal else ''}"
 
     @property
     def tile_q(self) -> int:
@@ -163,6 +184,8 @@ class AttentionKernel:
                 "[AttentionKernel] expected a GPU, got the CPU, which has no tiles in shared memory; plan() says how "
                 "the kernel is cut up there"
             )
+        if self.use_tensor_cores:
+            return tensor_core_config(resolved, self.head_dim, self.dtype, self.tiles)
         if self.tiles is None:
             return config_for(resolved, self.head_dim)
         shape = shape_for_tiles(resolved, *self.tiles, self.head_dim, self.head_dim)
@@ -271,6 +294,8 @@ class AttentionKernel:
         if target is not None:
             return target_for(target)
         portable, roomy = target_for("wgsl"), target_for("ptx")
+        if self.use_tensor_cores:
+            return roomy
         if self.tiles is None:
             return portable
         try:

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from aule.codegen import TARGETS
 from aule.errors import InvalidArgumentError
-from aule.ops.attention.tiles import ENTRIES, choose_shape
+from aule.ops.attention.tiles import ENTRIES, choose_fragments, choose_shape
 from aule.target import Target
+from aule.tile.fragment import SIZE, FragmentShape, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 TILE_STEP = 8
@@ -48,8 +49,8 @@ class TileConfig:
         The device that the tiles were chosen for.
     head_dim, value_dim : int
         Head dimensions that they were chosen for.
-    shape : SimtShape
-        Blocks, threads and chunks.
+    shape : SimtShape or FragmentShape
+        Blocks, threads and chunks; the latter for matrix units.
     origin : str
         How the choice was made: a measurement, or ``"by rule, not measured"``.
     """
@@ -58,7 +59,7 @@ class TileConfig:
     target: Target
     head_dim: int
     value_dim: int
-    shape: SimtShape
+    shape: SimtShape | FragmentShape
     origin: str = BY_RULE
 
     @property
@@ -79,6 +80,8 @@ class TileConfig:
     @property
     def shared_memory_bytes(self) -> int:
         """Shared memory of a workgroup on the target."""
+        if isinstance(self.shape, FragmentShape):
+            return self.shape.shared_bytes(self.head_dim, self.value_dim)
         return self.shape.shared_bytes(self.head_dim, self.value_dim, uses_subgroups(self.target, self.shape))
 
     def for_head_dim(self, head_dim: int, value_dim: int | None = None) -> TileConfig:
@@ -90,6 +93,41 @@ def config_for(target: Target, head_dim: int, value_dim: int | None = None, name
     """The configuration that calls of `aule.flash_attention` use on a target."""
     values = head_dim if value_dim is None else value_dim
     return TileConfig(name or target.name, target, head_dim, values, choose_shape(target, head_dim, values))
+
+
+def tensor_core_config(target: Target, head_dim: int, dtype: str, tiles: tuple[int, int] | None) -> TileConfig:
+    """The configuration of a kernel on matrix units: the table's, or one for tiles that a person chose.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The target has no matrix units for the type, or the tiles do not suit them.
+    """
+    if not multiplies(target, dtype):
+        raise InvalidArgumentError(
+            f"[tensor_core] expected a target whose matrix units take {dtype} and whose fragments are known, got "
+            f"{target.name}; take target_for('ptx'), or the target of a device that aule has opened"
+        )
+    if tiles is None:
+        shape = choose_fragments(target, dtype, head_dim, head_dim, False, False)
+        if shape is None:
+            raise InvalidArgumentError(
+                f"[tensor_core] expected a device with enough shared memory for head_dim {head_dim}, got "
+                f"{target.max_shared_bytes} bytes on {target.name}; choose smaller tiles with .with_tiles(q, kv)"
+            )
+        return TileConfig(target.name, target, head_dim, head_dim, shape)
+    tile_q, tile_kv = tiles
+    for name, size in (("tile_q", tile_q), ("tile_kv", tile_kv)):
+        if size % SIZE:
+            raise InvalidArgumentError(
+                f"[with_tiles] expected {name} to be a multiple of {SIZE} on matrix units, got {size}; "
+                f"take {padded(size, SIZE)}"
+            )
+    rows = 2 * SIZE if tile_q % (2 * SIZE) == 0 else SIZE
+    shape = FragmentShape(tile_q, tile_kv, tile_q // rows, 1, False)
+    config = TileConfig(target.name, target, head_dim, head_dim, shape, "chosen by hand")
+    validate_config(config, target)
+    return config
 
 
 def required_shared_memory(config: NeedsSharedMemory) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aule.ir.builder import Builder
 from aule.ir.kernel import Op, Value
 from aule.ir.ops import OPS
-from aule.ir.types import Scalar, Vector, element, f16, f32, u64
-from aule.render._llvm_emitter import Emitter, constant, llvm_type, suffix
+from aule.ir.types import Scalar, Vector, element, f16, f32, u16, u64
+from aule.render._llvm_emitter import Emitter, constant, lanes_of, llvm_type, refuse, suffix
 from aule.render._llvm_exp2 import AVX512, condition, exp2
 
 _FLOAT_BINARY = {"add": "fadd contract", "sub": "fsub contract", "mul": "fmul contract", "div": "fdiv"}
@@ -42,6 +43,11 @@ class Processor:
     def fma(self) -> str:
         """The intrinsic for a*b+c: without the instruction, a fused one would be a slow function."""
         return "fma" if "fma" in self.features or self.arch == "aarch64" else "fmuladd"
+
+    @property
+    def bfloats(self) -> bool:
+        """bf16 is rounded to, and pairs of it are multiplied, by instructions (AVX512_BF16)."""
+        return self.features.issuperset((*AVX512, "avx512bf16"))
 
     @property
     def avx512(self) -> bool:
@@ -142,6 +148,31 @@ def _integer(e: Emitter, opcode: str, args: list[str], type_: Shape) -> str:
 def _call(e: Emitter, name: str, type_: Shape, args: list[str]) -> str:
     t = llvm_type(type_)
     return e.emit(f"call {t} @llvm.{name}.{suffix(type_)}({', '.join(f'{t} {a}' for a in args)})")
+
+
+def dot_pairs(e: Emitter, op: Op, processor: Processor) -> None:
+    """One instruction of AVX512_BF16, in vectors of any of its lengths."""
+    assert op.result is not None
+    lanes = lanes_of(op.result.type)
+    if not processor.bfloats or lanes not in (4, 8, 16):
+        got = f"{lanes} lanes" if processor.bfloats else f"a target for {processor.arch} without them"
+        raise refuse(op, "vectors of 4, 8 or 16 lanes and AVX512_BF16 instructions", got, "multiply in f32")
+    e.needs.update((*AVX512, "avx512bf16"))
+    t, pairs = llvm_type(op.result.type), f"<{2 * lanes} x bfloat>"
+    left, right = (f"{pairs} {e.emit(f'bitcast {e.typed(x)} to {pairs}')}" for x in op.args[:2])
+    intrinsic = f"@llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+    e.bind(op.result, e.emit(f"call {t} {intrinsic}({e.typed(op.args[2])}, {left}, {right})"))
+
+
+def float_to_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits in a u16 of the same shape, by instructions: nearest, ties to even; subnormals become zero."""
+    shape = _shape(value)
+    source, bits = llvm_type(shape), llvm_type(with_element(shape, u16))
+    bfloat = source.replace("float", "bfloat")
+    code = f"{{0}}.b = fptrunc {source} {{1}} to {bfloat}\n  {{0}} = bitcast {bfloat} {{0}}.b to {bits}"
+    result = b.intrinsic("llvm", code, [value], with_element(shape, u16))
+    assert result is not None
+    return result
 
 
 def select(e: Emitter, op: Op) -> None:

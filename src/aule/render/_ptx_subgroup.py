@@ -20,7 +20,7 @@ def render(e: Emitter, op: Op) -> None:
         return
     if op.opcode == "workgroup_any":
         assert op.result is not None
-        e.bind(op.result, (e.emit("barrier.cta.red.or.pred", "p", "0", e.operands(op.args[0])[0]),))
+        e.bind(op.result, (e.emit("bar.red.or.pred", "p", "0", e.operands(op.args[0])[0]),))
         return
     if op.opcode == "async_commit":
         e.line("cp.async.commit_group;")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aule.errors import KernelError
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f16, f32, u32, with_element
+from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f32, u32
 from aule.render._spirv_memory import Memory
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -182,17 +182,12 @@ class Group:
 
     def _fragment_pack(self, op: Op) -> Parts:
         assert op.result is not None
-        type_ = register(op.result)
-        assert isinstance(type_, Fragment)
-        # bf16 is put together as the f16 of the same bits: NVIDIA's compiler (580.159) takes components of bf16 through
-        # memory, which makes attention six times slower.
-        held = with_element(type_, f16) if type_.elem == bf16 and self._target.f16 else type_
-        type_id = self._m.type(held)
-        parts = [self._component(value, element(held)) for value in op.args]
+        type_id, elem = self._m.type(register(op.result)), element(op.result.type)
+        parts = [self._component(value, elem) for value in op.args]
         whole = self._m.result(Spv.CompositeConstruct, type_id, parts[0])
         for i, part in enumerate(parts[1:], 1):
             whole = self._m.result(Spv.CompositeInsert, type_id, part, whole, i)
-        return (whole if held == type_ else self._m.result(Spv.Bitcast, self._m.type(type_), whole),)
+        return (whole,)
 
     def fragment_cast(self, source: Fragment, result: Fragment, fragment: int) -> int:
         """Convert a whole fragment. To bf16 it is rounded before: OpFConvert of a matrix truncates there (NVIDIA

@@ -98,6 +98,7 @@ class KernelRenderer:
             "set": self._set,
             "if": self._if,
             "loop": self._loop,
+            "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
             # Nobody reads a binary.
             "comment": lambda op: None,
@@ -384,6 +385,9 @@ class KernelRenderer:
         m.label(merge)
 
     # -- what only one language has --------------------------------------------------------------------------------
+
+    def _dot_pairs(self, op: Op) -> Parts:
+        raise KernelError("[spirv] expected no products of packed pairs, got dot_pairs; multiply in f32")
 
     def _intrinsic(self, op: Op) -> Parts:
         raise KernelError(

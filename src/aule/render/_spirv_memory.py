@@ -18,7 +18,7 @@ from math import gcd
 
 from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, bf16, element, f16, i32, u32, with_element
+from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, i32, u32, with_element
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -302,10 +302,6 @@ class Memory:
         assert op.result is not None and isinstance(op.result.type, Fragment)
         address, layout, stride, flags = self._matrix(op)
         type_id = self._m.type(op.result.type)
-        if op.result.type.elem == bf16 and f16 in self._computable:
-            held = self._m.type(with_element(op.result.type, f16))
-            loaded = self._m.result(Spv.CooperativeMatrixLoadKHR, held, address, layout, stride, *flags)
-            return (self._m.result(Spv.Bitcast, type_id, loaded),)
         return (self._m.result(Spv.CooperativeMatrixLoadKHR, type_id, address, layout, stride, *flags),)
 
     def fragment_store(self, op: Op, parts: Parts) -> None:

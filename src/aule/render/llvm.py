@@ -13,8 +13,8 @@ a subgroup is the thread.
 The text names no machine: the caller sets data layout and triple before it optimises, and compiles with the features of
 the Target. ``floor`` without SSE4.1, ``log2``, ``sin`` and ``cos`` are functions of libm; nothing else is called.
 
-An intrinsic of "llvm" is an instruction, ``{0} = fadd float {1}, {2}``; operands come without their types. LLVM
-declares its own intrinsics.
+An intrinsic of "llvm" is an instruction, ``{0} = fadd float {1}, {2}``, or lines of them; operands come without their
+types. LLVM declares its own intrinsics.
 """
 
 from __future__ import annotations
@@ -70,7 +70,13 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     _check(kernel)
     processor = _llvm_math.Processor(target.arch, frozenset(target.extensions))
     soft = {bf16} if processor.halves else {bf16, f16}
-    body = _Body(soft_half(kernel, soft) if soft & _elements(kernel) else kernel, processor)
+    lowered = kernel
+    if soft & _elements(kernel):
+        narrow = _llvm_math.float_to_bfloat if processor.bfloats else None
+        lowered = soft_half(kernel, soft, float_to_bfloat=narrow)
+    body = _Body(lowered, processor)
+    if processor.bfloats and bf16 in _elements(kernel):
+        body.emitter.needs.add("avx512bf16")
     body.run()
     lines = [f"; {kernel.name}, rendered by aule for {_ascii(target.name)}.", ""]
     for section in (_entry(kernel), body.function(), *body.emitter.helpers.values(), _ATTRIBUTES):
@@ -191,6 +197,7 @@ class _Body:
             "binary": lambda op: _llvm_math.arithmetic(e, op, processor),
             "compare": lambda op: _llvm_math.arithmetic(e, op, processor),
             "fma": lambda op: _llvm_math.arithmetic(e, op, processor),
+            "dot_pairs": lambda op: _llvm_math.dot_pairs(e, op, processor),
             "select": lambda op: _llvm_math.select(e, op),
             "cast": lambda op: _llvm_math.cast_op(e, op, processor),
             "bitcast": lambda op: _llvm_math.bitcast(e, op),

@@ -246,6 +246,10 @@ class _Msl(CPrinter):
         elif op.opcode == "fragment_set":
             self.emit(f"{shape} {name} = {self._matrix(op.args[0])};")
             self.emit(f"{name}.thread_elements()[{op.attrs['component']}] = {self.bare(op.args[1])};")
+        elif op.opcode == "fragment_pack":
+            self.emit(f"{shape} {name};")
+            for i, part in enumerate(op.args):
+                self.emit(f"{name}.thread_elements()[{i}] = {self.bare(part)};")
         return Expr(name)
 
     def fragment_store(self, op: Op) -> list[str]:

@@ -68,7 +68,10 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     body = _Body(kernel, arch)
     body.run()
     dynamic = kernel.shared_bytes > _ptx_memory.STATIC_SHARED_BYTES
-    lines = [f".version {arch.version}", f".target {arch.name}", ".address_size 64", ""]
+    version = arch.version
+    if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
+        version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
+    lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
     if dynamic:  # aligned for what the largest swizzle of a bulk copy wants
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]
     elif kernel.shared:
@@ -146,6 +149,7 @@ class _Body:
             "set": self._set,
             "loop": self._loop,
             "if": self._if,
+            "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
             "comment": self._comment,
         }
@@ -363,6 +367,9 @@ class _Body:
         lanes = self.emitter.registers(value)
         one = isinstance(value.type.target if isinstance(value.type, Ref) else value.type, Scalar)
         return lanes[0] if one else lanes
+
+    def _dot_pairs(self, op: Op) -> None:
+        raise refuse(op, "no products of packed pairs", op.opcode, "multiply in f32, or use the mma engine")
 
     def _comment(self, op: Op) -> None:
         for text in str(op.attrs["text"]).splitlines():

@@ -98,6 +98,8 @@ def function(opcode: str, elem: Scalar) -> Function:
         return np.where
     if opcode == "fma":
         return _FMA[elem.name]
+    if opcode == "dot_pairs":
+        return _dot_pairs
     plain = (_FLOAT if elem.is_float else _INTEGER)[opcode]
     if elem.name != "bf16" or opcode in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "min", "max"):
         return plain
@@ -124,6 +126,15 @@ def _fma_bf16(a: Array, b: Array, c: Array) -> Array:
 
 
 _FMA: dict[str, Function] = {"f64": _fma_f64, "f32": _fma_f32, "f16": _fma_f16, "bf16": _fma_bf16}
+
+
+def _dot_pairs(a: Array, b: Array, c: Array) -> Array:
+    """The second products first, as AVX512_BF16 has it; every product is exact, every sum rounded."""
+    a, b = np.broadcast_arrays(a, b)
+    high = np.uint32(0xFFFF0000)
+    for first, second in ((a & high, b & high), (a << np.uint32(16), b << np.uint32(16))):
+        c = _fma_f32(first.view(np.float32), second.view(np.float32), c)
+    return c
 
 
 def cast_function(source: Scalar, target: Scalar) -> Function:

@@ -17,10 +17,15 @@ from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
 from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, f16, f32, u16, u32, with_element
 
 Convert = Callable[[Builder, Value], Value]
-"""A language's own conversion: u32 with fp16 bits in its low half to f32 (scalars)."""
+"""A language's own conversion."""
 
 
-def soft_half(kernel: KernelIR, soft: Iterable[Scalar], half_to_float: Convert | None = None) -> KernelIR:
+def soft_half(
+    kernel: KernelIR,
+    soft: Iterable[Scalar],
+    half_to_float: Convert | None = None,
+    float_to_bfloat: Convert | None = None,
+) -> KernelIR:
     """Replace registers and memory of the types in ``soft`` (f16, bf16) by their bits.
 
     Parameters
@@ -30,16 +35,26 @@ def soft_half(kernel: KernelIR, soft: Iterable[Scalar], half_to_float: Convert |
     soft : iterable of Scalar
         The types to replace.
     half_to_float : callable, optional
-        A built-in of the language that reads fp16 exactly. Without it, integers do it.
+        A built-in of the language that reads fp16 exactly: u32 with fp16 bits in its low half to f32 (scalars).
+        Without it, integers do it.
+    float_to_bfloat : callable, optional
+        A built-in of the language that rounds to bf16: f32 to u16 of the same shape. Without it, integers do it.
     """
-    return _SoftHalf(kernel, frozenset(soft), half_to_float).run()
+    return _SoftHalf(kernel, frozenset(soft), half_to_float, float_to_bfloat).run()
 
 
 class _SoftHalf(Rewriter):
-    def __init__(self, kernel: KernelIR, soft: frozenset[Scalar], half_to_float: Convert | None) -> None:
+    def __init__(
+        self,
+        kernel: KernelIR,
+        soft: frozenset[Scalar],
+        half_to_float: Convert | None,
+        float_to_bfloat: Convert | None,
+    ) -> None:
         super().__init__(kernel)
         self._soft = soft
         self._half_to_float = half_to_float
+        self._float_to_bfloat = float_to_bfloat
         for opcode, info in OPS.items():
             if info.category in ("unary", "binary", "compare") or opcode == "fma":
                 self.hooks[opcode] = self._arithmetic
@@ -112,6 +127,8 @@ class _SoftHalf(Rewriter):
         return self.b.vector([self._half_to_float(self.b, lane) for lane in self.b.unpack(bits)])
 
     def _narrow(self, value: Value, elem: Scalar) -> Value:
+        if elem != f16 and self._float_to_bfloat is not None:
+            return self._float_to_bfloat(self.b, value)
         return self.b.cast(float_to_half(self.b, value) if elem == f16 else float_to_bfloat(self.b, value), u16)
 
 

@@ -83,6 +83,7 @@ class _Forward:
         self.q = matrix("q", self.head, scores.seq_q, config.head_dim, 0)
         self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
+        p.buffer("o", SCALARS[config.dtype], "write")  # the fourth, as callers may rely on; the log-sum-exp is the last
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
 
         self.dropout = scores.dropout()

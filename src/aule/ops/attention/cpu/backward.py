@@ -9,6 +9,10 @@ dK and dV of a block belong to one task. dQ does not: tasks leave it in parts, a
 which `build_gather` sums in a fixed order. So nothing depends on who comes first.
 
 Scores are in the base-2 log domain. With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor.
+
+With pairs of bf16 a product takes two steps of its sum at a time, so its operands are paired along that dimension: Q,
+K, V and dO along the head dimension for the scores, Q and dO by rows and K by keys for the gradients, P and dS by rows,
+and dS once more by keys. Q is not scaled then (that would round it), but the scores are.
 """
 
 from __future__ import annotations
@@ -50,14 +54,25 @@ class _Backward:
         self.k = self._matrix("k", self.kv_head, self.scores.seq_kv, config.head_dim, config.unit[1])
         self.v = self._matrix("v", self.kv_head, self.scores.seq_kv, config.value_dim, config.unit[2])
         self.head_cols, self.value_cols = shape.padded(config.head_dim), shape.padded(config.value_dim)
-        self.k_panels = b.private("k_panels", work, shape.block_kv * config.head_dim)
-        self.v_panels = b.private("v_panels", work, shape.block_kv * config.value_dim)
+        factor, step = config.factor, config.step
+        self.head_steps, self.value_steps = -(-config.head_dim // step), -(-config.value_dim // step)
+        self.k_panels = b.private("k_panels", factor, shape.block_kv * self.head_steps)
+        self.v_panels = b.private("v_panels", factor, shape.block_kv * self.value_steps)
         self.dk = b.private("dk", work, shape.block_kv * self.head_cols)
         self.dv = b.private("dv", work, shape.block_kv * self.value_cols)
-        self.q = b.private("q", work, shape.block_q * self.head_cols)
-        self.do = b.private("do", work, shape.block_q * self.value_cols)
-        self.p_scores = b.private("p", work, shape.block_q * shape.block_kv)
-        self.ds = b.private("ds", work, shape.block_q * shape.block_kv)
+        # Rows as the scores read them, and as the gradients do.
+        self.q = self.q_rows = b.private("q", factor, shape.block_q * self.head_cols // step)
+        self.do = self.do_rows = b.private("do", factor, shape.block_q * self.value_cols // step)
+        self.p_scores = b.private("p", factor, shape.block_q * shape.block_kv // step)
+        self.ds = b.private("ds", factor, shape.block_q * shape.block_kv // step)
+        # A few rows of P and dS as they are made, and dS as dQ reads it.
+        self.p_panel, self.ds_panel, self.ds_rows = self.p_scores, self.ds, self.ds
+        if config.pairs:
+            self.q_rows = b.private("q_rows", factor, shape.block_q * self.head_cols // step)
+            self.do_rows = b.private("do_rows", factor, shape.block_q * self.value_cols // step)
+            self.p_panel = b.private("p_panel", work, shape.rows * shape.panel)
+            self.ds_panel = b.private("ds_panel", work, shape.rows * shape.panel)
+            self.ds_rows = b.private("ds_rows", factor, shape.rows * shape.block_kv // step)
         self.keep: Keep | None = None
         dropout = self.scores.dropout()
         if dropout is not None:
@@ -117,8 +132,8 @@ class _Backward:
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
         with b.loop(b.const(0, i32), keys, shape.panel, name="panel") as panel:
             at = engine.index(panel)
-            engine.pack_panel(self.k, key0 + panel, shape.panel, self.k_panels, at * config.head_dim)
-            engine.pack_panel(self.v, key0 + panel, shape.panel, self.v_panels, at * config.value_dim)
+            engine.pack_panel(self.k, key0 + panel, shape.panel, self.k_panels, at * self.head_steps)
+            engine.pack_panel(self.v, key0 + panel, shape.panel, self.v_panels, at * self.value_steps)
         for array, cols in ((self.dk, self.head_cols), (self.dv, self.value_cols)):
             with b.loop(self.zero, shape.block_kv * cols, engine.lanes, name="i") as i:
                 b.store(array, i, engine.const(0.0))
@@ -126,19 +141,34 @@ class _Backward:
             start = self.k.base + engine.index(key0) * self.k.row_stride
             rows = Operand(self.k.buffer, start, 0, self.k.row_stride)
         else:
-            scratch = b.private("k_rows", config.work, shape.block_kv * self.head_cols)
-            engine.copy_rows(self.k, key0, keys, scratch, self.zero, self.head_cols)
+            scratch = b.private("k_rows", config.factor, shape.block_kv // config.step * self.head_cols)
+            bring = engine.pair_rows if config.pairs else engine.copy_rows
+            bring(self.k, key0, keys, scratch, self.zero, self.head_cols)
             rows = Operand(scratch, self.zero, 0, self.head_cols)
         if not (config.everywhere or config.left or config.right):
             return rows, None
-        return rows, engine.has_wild(rows, shape.vectors(config.head_dim), self.zero, engine.index(keys))
+        return rows, engine.has_wild(rows, shape.vectors(config.head_dim), self.zero, self._steps(keys))
+
+    def _steps(self, count: Value) -> Value:
+        """So many keys or rows as steps of a product, the last perhaps not whole."""
+        step = self.config.step
+        return self.engine.index(count if step == 1 else (count + (step - 1)) // step)
 
     def _bring_rows(self, head: Value, row0: Value, count: Value) -> None:
-        """Q', scaled, and dO of a block of rows; rows up to a whole group repeat the last."""
+        """Q', scaled, and dO of a block of rows; rows up to a whole group repeat the last, or, in pairs of rows, are
+        zero."""
         config, engine, shape = self.config, self.engine, self.shape
         padded = (count + (shape.rows - 1)) // shape.rows * shape.rows
         q = self._matrix("q", head, self.scores.seq_q, config.head_dim, config.unit[0])
         do = self._matrix("do", head, self.scores.seq_q, config.value_dim, config.unit[3])
+        if config.pairs:
+            for source, pairs, rows, cols in (
+                (q, self.q, self.q_rows, self.head_cols),
+                (do, self.do, self.do_rows, self.value_cols),
+            ):
+                engine.pair_rows(source, row0, padded, pairs, self.zero, cols)
+                engine.copy_row_pairs(source, row0, padded, rows, self.zero, cols // 2)
+            return
         scale = self.p.number("scale", config.work)
         engine.copy_rows(q, row0, padded, self.q, self.zero, self.head_cols, scale)
         engine.copy_rows(do, row0, padded, self.do, self.zero, self.value_cols)
@@ -170,26 +200,34 @@ class _Backward:
 
     def _clear_scores(self, row: Value, first: Value, end: Value) -> None:
         """P = dS = 0 where no key is kept: the products with whole blocks read it."""
-        b, engine, shape = self.b, self.engine, self.shape
+        b, engine, shape, config = self.b, self.engine, self.shape, self.config
+        zero = b.splat(b.const(0, config.factor), shape.lanes)
         with b.loop(engine.index(first), engine.index(end), shape.lanes, name="i") as i:
-            for r in range(shape.rows):
-                at = (engine.index(row) + r) * shape.block_kv + i
-                b.store(self.p_scores, at, engine.const(0.0))
-                b.store(self.ds, at, engine.const(0.0))
+            for r in range(shape.rows // config.step):
+                at = (engine.index(row) // config.step + r) * shape.block_kv + i
+                b.store(self.p_scores, at, zero)
+                b.store(self.ds, at, zero)
 
     def _panel(self, head: Value, row0: Value, row: Value, key0: Value, panel: Value, reach: Reach) -> None:
         """P and dS of a few rows with one panel."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
         at, width = engine.index(row), engine.index(panel)
-        q = Operand(self.q, at * self.head_cols, self.head_cols, 1)
-        k = Operand(self.k_panels, width * config.head_dim, 0, shape.panel)
+        head_stride, value_stride = self.head_cols // config.step, self.value_cols // config.step
+        q = Operand(self.q_rows, at * head_stride, head_stride, 1)
+        k = Operand(self.k_panels, width * self.head_steps, 0, shape.panel)
         c = engine.accumulators(shape.rows, shape.panel_vectors)
-        engine.multiply(c, q, k, 0, config.head_dim, unroll=4)
+        engine.multiply(c, q, k, 0, self.head_steps, unroll=4)
+        if config.pairs:
+            scale = b.splat(self.p.number("scale", config.work), shape.lanes)
+            for variable in (variable for variables in c for variable in variables):
+                variable.value = variable.value * scale
 
         key = key0 + panel
         rows = [b.min(row0 + row + r, self.scores.seq_q - 1) for r in range(shape.rows)]
         partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
         places = [at * shape.block_kv + (r * shape.block_kv) + width for r in range(shape.rows)]
+        if config.pairs:
+            places = [b.const(r * shape.panel, i64) for r in range(shape.rows)]
 
         def keep_slope(c: list[list[Var]]) -> None:
             """The softcap's derivative, 1 - tanh^2, waits where dS will be."""
@@ -197,7 +235,7 @@ class _Backward:
             for place, variables in zip(places, c, strict=True):
                 for j, variable in enumerate(variables):
                     bend = variable.value * inverse
-                    b.store(self.ds, place + j * shape.lanes, 1.0 - bend * bend)
+                    b.store(self.ds_panel, place + j * shape.lanes, 1.0 - bend * bend)
 
         kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
         modify(self.scores, engine, c, [(head, at_row) for at_row in rows], key, partial, kinds, keep_slope)
@@ -209,32 +247,51 @@ class _Backward:
             nothing = b.eq(lse, float("-inf"))
             lse = b.select(nothing, b.const(float("inf"), config.work), lse * LOG2E)
             for j, variable in enumerate(variables):
-                b.store(self.p_scores, place + j * shape.lanes, b.exp2(variable.value - lse))
+                b.store(self.p_panel, place + j * shape.lanes, b.exp2(variable.value - lse))
+        if config.pairs and self.keep is None:  # still in registers; dropout changes it below
+            self._pair_by_rows(self.p_panel, self.p_scores, row, panel)
 
-        do = Operand(self.do, at * self.value_cols, self.value_cols, 1)
-        v = Operand(self.v_panels, width * config.value_dim, 0, shape.panel)
+        do = Operand(self.do_rows, at * value_stride, value_stride, 1)
+        v = Operand(self.v_panels, width * self.value_steps, 0, shape.panel)
         c = engine.accumulators(shape.rows, shape.panel_vectors)
-        engine.multiply(c, do, v, 0, config.value_dim, unroll=4)
+        engine.multiply(c, do, v, 0, self.value_steps, unroll=4)
         delta_all = self.p.buffer("delta", config.work)
         guarded = config.everywhere or config.left or config.right
         for r, (at_row, place, variables) in enumerate(zip(rows, places, c, strict=True)):
             delta = b.load(delta_all, number + engine.index(at_row))
             for j, variable in enumerate(variables):
                 to = place + j * shape.lanes
-                p = b.load(self.p_scores, to, shape.lanes)
+                p = b.load(self.p_panel, to, shape.lanes)
                 dp = variable.value
                 if self.keep is not None:
                     factor = self.keep.load(r, width + j * shape.lanes)
                     dp = dp * factor
-                    b.store(self.p_scores, to, p * factor)
+                    b.store(self.p_panel, to, p * factor)
                 ds = p * (dp - delta)
                 if guarded:  # V of a dropped key may hold Inf or NaN
                     ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
                 if config.scores:
                     self._keep_scores(head, at_row, key + j * shape.lanes, ds)
                 if config.softcap:
-                    ds = ds * b.load(self.ds, to, shape.lanes)
-                b.store(self.ds, to, ds)
+                    ds = ds * b.load(self.ds_panel, to, shape.lanes)
+                b.store(self.ds_panel, to, ds)
+                if config.pairs:
+                    by_keys = (width >> 1) + (r * shape.block_kv + j * shape.lanes) // 2
+                    b.store(self.ds_rows, by_keys, engine.pairs(ds))
+        if config.pairs and self.keep is not None:
+            self._pair_by_rows(self.p_panel, self.p_scores, row, panel)
+        if config.pairs:
+            self._pair_by_rows(self.ds_panel, self.ds, row, panel)
+
+    def _pair_by_rows(self, source: Value, target: Value, row: Value, panel: Value) -> None:
+        """Round a panel of a few rows, rows paired. What a row past the last has here does not count: in the pairs of
+        Q and dO it is zero."""
+        b, engine, shape = self.b, self.engine, self.shape
+        base = (engine.index(row) >> 1) * shape.block_kv + engine.index(panel)
+        for r in range(0, shape.rows, 2):
+            for j in range(shape.panel_vectors):
+                pair = [b.load(source, (r + i) * shape.panel + j * shape.lanes, shape.lanes) for i in range(2)]
+                b.store(target, base + (r // 2 * shape.block_kv + j * shape.lanes), engine.pair_up(*pair))
 
     def _keep_scores(self, head: Value, row: Value, key: Value, ds: Value) -> None:
         """Store a vector of dS where its keys exist. Rows that repeat the last store the same again."""
@@ -254,21 +311,22 @@ class _Backward:
     ) -> None:  # fmt: skip
         """``dQ += dS K`` of a few rows. Rows past the last are left out as they are stored."""
         b, engine, shape = self.b, self.engine, self.shape
-        begin, end = engine.index(low), engine.index(high)
-        vectors = shape.vectors(self.config.head_dim)
-        rows, width = shape.unit.tile(shape.rows, vectors)
+        config, step = self.config, self.config.step
+        begin, end = engine.index(low if step == 1 else low // step), self._steps(high)
+        rows, pieces = engine.pieces(shape.unit, shape.rows, config.head_dim, config.pairs)
         with b.loop(b.const(0, i32), shape.rows, rows, name="r") as r, b.if_(row + r < count):
             starts = [self._part(head, b.min(row0 + row + r + i, self.scores.seq_q - 1)) for i in range(rows)]
-            ds = Operand(self.ds, engine.index(row + r) * shape.block_kv, shape.block_kv, 1)
-            for first in range(0, vectors, width):
-                c = engine.accumulators(rows, min(width, vectors - first))
+            stride = shape.block_kv // step
+            ds = Operand(self.ds_rows, engine.index(r if config.pairs else row + r) * stride, stride, 1)
+            for first, widths in pieces:
+                c = engine.accumulators(rows, widths)
                 k = Operand(k_rows.pointer, k_rows.base + first * shape.lanes, 0, k_rows.step)
                 engine.multiply_guarding(c, ds, k, begin, end, wild)
                 for i, (start, variables) in enumerate(zip(starts, c, strict=True)):
                     with b.if_(row + r + i < count):
-                        for j, variable in enumerate(variables):
+                        for j, (variable, lanes) in enumerate(zip(variables, widths, strict=True)):
                             at = start + (first + j) * shape.lanes
-                            old = b.load(self.parts, at, shape.lanes, align=1)
+                            old = b.load(self.parts, at, lanes, align=1)
                             b.store(self.parts, at, old + variable.value, align=1)
 
     def _key_gradients(self, row0: Value, count: Value, key0: Value, keys: Value) -> None:
@@ -279,17 +337,17 @@ class _Backward:
             (self.dk, self.ds, self.q, self.head_cols, config.head_dim),
         )
         for target, left, right, cols, dim in products:
-            vectors = shape.vectors(dim)
-            piece, width = shape.unit.tile(shape.rows, vectors)
+            piece, pieces = engine.pieces(shape.unit, shape.rows, dim, config.pairs)
             with b.loop(b.const(0, i32), keys, piece, name="key") as key:
                 first, end = scores.rows_reaching(key0 + key, key0 + key + piece)
-                begin = engine.index(b.max(first - row0, 0))
-                stop = engine.index(b.min(end - row0, count))
+                begin = b.max(first - row0, 0)
+                begin = engine.index(begin if config.step == 1 else begin // config.step)
+                stop = self._steps(b.min(end - row0, count))
                 at = engine.index(key)
-                for start in range(0, vectors, width):
-                    span = range(min(width, vectors - start))
+                for start, widths in pieces:
+                    span = range(len(widths))
                     places = [[at * cols + (i * cols + (start + j) * shape.lanes) for j in span] for i in range(piece)]
-                    c = [[b.var(b.load(target, place, shape.lanes)) for place in row] for row in places]
+                    c = [[b.var(b.load(target, row[j], widths[j])) for j in span] for row in places]
                     a = Operand(left, at, 1, shape.block_kv)
                     x = Operand(right, b.const(start * shape.lanes, i64), 0, cols)
                     engine.multiply(c, a, x, begin, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from aule.ir.types import SCALARS, Scalar
+from aule.ir.types import SCALARS, Scalar, u32
 from aule.ops.attention.config import Columns, ScoreConfig
 from aule.tile.vector import VectorUnit, work_type
 
@@ -58,11 +58,14 @@ class CpuScoreConfig(ScoreConfig):
 
     Attributes
     ----------
+    pairs : bool
+        Products are of pairs of bf16: Q, K, V and dO stay as they are, P and dS are rounded for them.
     mask_columns, bias_columns : {"unit", "same", "any"}
         How mask and bias run along a row.
     """
 
     shape: CpuShape
+    pairs: bool = False
     mask_columns: Columns = "any"
     bias_columns: Columns = "any"
 
@@ -70,6 +73,16 @@ class CpuScoreConfig(ScoreConfig):
     def work(self) -> Scalar:
         """The type that is computed in."""
         return work_type(SCALARS[self.dtype])
+
+    @property
+    def factor(self) -> Scalar:
+        """What an element of a product's operands is."""
+        return u32 if self.pairs else self.work
+
+    @property
+    def step(self) -> int:
+        """Numbers in it."""
+        return 2 if self.pairs else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +117,8 @@ class PackConfig:
     ----------
     values : bool
         Convert V into padded rows too, beside packing K into panels.
+    pairs : bool
+        Panels hold pairs of columns of K, rows pairs of rows of V.
     unit : tuple of bool
         For k and v: the head dimension has stride 1.
     """
@@ -115,6 +130,7 @@ class PackConfig:
     values: bool
     unit: tuple[bool, ...]
     packed: bool = False
+    pairs: bool = False
 
 
 @dataclass(frozen=True)

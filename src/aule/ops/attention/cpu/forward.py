@@ -8,9 +8,10 @@ block by block. Within a block it takes a few rows at a time: their scores with 
 from __future__ import annotations
 
 import functools
+import operator
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import f32, i32, i64
+from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
 from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
@@ -23,6 +24,9 @@ from aule.tile.matrix import Matrix
 from aule.tile.vector import Operand, Vectors
 
 KERNEL_NAME = "flash_attention_cpu"
+TOGETHER = (4, 2, 1)
+"""How many rows softmax takes at a time: as many as divide the rows there are. With one, it waits for the lanes of its
+vectors to be combined (Zen 4, bf16, d64: 2.7%)."""
 
 
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
@@ -46,9 +50,12 @@ class _Forward:
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
         self.groups = (self.count + (shape.rows - 1)) // shape.rows
-        self.head_cols = shape.padded(config.head_dim)
-        self.q = b.private("q", work, shape.block_q * self.head_cols)
+        self.head_cols = shape.padded(config.head_dim) // config.step
+        self.head_steps = -(-config.head_dim // config.step)
+        self.q = b.private("q", config.factor, shape.block_q * self.head_cols)
         self.s = b.private("s", work, shape.rows * shape.block_kv)
+        # P replaces S, except where it is rounded to pairs.
+        self.weights = b.private("p", u32, shape.rows * shape.block_kv // 2) if config.pairs else self.s
         self.o = b.private("o", work, shape.block_q * self.padded)
         self.m = b.private("m", work, shape.block_q)
         self.l = b.private("l", work, shape.block_q)
@@ -166,8 +173,11 @@ class _Forward:
             q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0], first=first)
             start = q.row_start(b, at)
             for col, width in engine.columns(config.head_dim):
-                x = engine.read(q, start, col, width) * scale
-                b.store(self.q, engine.index(row) * self.head_cols + col, x)
+                if config.pairs:  # exact; scores are scaled instead
+                    x = engine.pairs(engine.read_raw(q, start, col, width))
+                else:
+                    x = engine.read(q, start, col, width) * scale
+                b.store(self.q, engine.index(row) * self.head_cols + col // config.step, x)
             for col, _ in engine.columns(config.value_dim):
                 b.store(self.o, engine.index(row) * self.padded + col, engine.const(0.0), align=1)
             m, l = b.const(lowest(config.work), config.work), b.const(0.0, config.work)
@@ -193,24 +203,24 @@ class _Forward:
         panels: Operand | None = None
         if self.k is None:
             place = at_packed if config.packed else engine.index(self.kv_number) * padded_keys + at
-            base = place * config.head_dim
-            panels = Operand(self.p.buffer("panels", config.work), base, 0, shape.panel)
+            panels = Operand(self.p.buffer("panels", config.factor), place * self.head_steps, 0, shape.panel)
         elif config.panels == "scratch":
-            scratch = b.private("panels", config.work, shape.block_kv * config.head_dim)
+            scratch = b.private("panels", config.factor, shape.block_kv * self.head_steps)
             with b.loop(
                 b.const(0, i32), b.min(shape.block_kv, self.scores.seq_kv - key0), shape.panel, name="panel"
             ) as panel:
-                engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * config.head_dim)
+                engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * self.head_steps)
             panels = Operand(scratch, zero, 0, shape.panel)
         if self.v is None:
             place = at_packed if config.packed else engine.index(self.kv_number) * padded_keys + at
-            base = place * self.padded
-            return panels, Operand(self.p.buffer("values", config.work), base, 0, self.padded)
+            base = place // config.step * self.padded
+            return panels, Operand(self.p.buffer("values", config.factor), base, 0, self.padded)
         if config.values == "direct":
             return panels, Operand(self.v.buffer, self.v.base + at * self.v.row_stride, 0, self.v.row_stride)
-        scratch = b.private("values", config.work, shape.block_kv * self.padded)
+        scratch = b.private("values", config.factor, shape.block_kv // config.step * self.padded)
         count = b.min(shape.block_kv, self.scores.seq_kv - key0)
-        engine.copy_rows(self.v, key0, count, scratch, zero, self.padded)
+        bring = engine.pair_rows if config.pairs else engine.copy_rows
+        bring(self.v, key0, count, scratch, zero, self.padded)
         return panels, Operand(scratch, zero, 0, self.padded)
 
     def _wild(self, mine: Reach, key0: Value, values: Operand) -> Value | None:
@@ -224,10 +234,15 @@ class _Forward:
         if config.everywhere:
             dropped = b.eq(key0, key0)
         with b.if_(dropped):
-            count = self.engine.index(b.min(shape.block_kv, self.scores.seq_kv - key0))
+            count = self._steps(b.min(shape.block_kv, self.scores.seq_kv - key0))
             found = self.engine.has_wild(values, shape.vectors(config.value_dim), b.const(0, i64), count)
             flag.value = b.select(found, b.const(1, i32), b.const(0, i32))
         return b.ne(flag.value, 0)
+
+    def _steps(self, keys: Value) -> Value:
+        """So many keys as steps of a product, the last perhaps not whole."""
+        step = self.config.step
+        return self.engine.index(keys if step == 1 else (keys + (step - 1)) // step)
 
     def _multiply_scores(
         self, row: Value, key0: Value, panels: Operand | None, first: Value, last: Value, reach: Reach
@@ -244,9 +259,13 @@ class _Forward:
                     for variables, x in zip(c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes), strict=True):
                         variables[j].value = x
             else:
-                dim = config.head_dim
-                at = Operand(panels.pointer, panels.base + engine.index(panel) * dim, 0, shape.panel)
-                engine.multiply(c, q, at, 0, dim, unroll=4)
+                steps = self.head_steps
+                at = Operand(panels.pointer, panels.base + engine.index(panel) * steps, 0, shape.panel)
+                engine.multiply(c, q, at, 0, steps, unroll=4)
+            if config.pairs:
+                scale = b.splat(self.p.number("scale", config.work), shape.lanes)
+                for variable in (variable for variables in c for variable in variables):
+                    variable.value = variable.value * scale
             partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
             places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
             kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
@@ -259,50 +278,58 @@ class _Forward:
         """P = exp2(S - m) in place of S, l = l * alpha + sum P; alpha is what O is still to be multiplied with."""
         b, engine, shape = self.b, self.engine, self.shape
         begin, end = engine.index(first), engine.index(last)
-        with b.loop(b.const(0, i64), shape.rows, name="r") as r:
-            base = r * shape.block_kv
-            highest = [b.var(engine.const(NEG_INF)) for _ in range(shape.panel_vectors)]
+        together = next(n for n in TOGETHER if shape.rows % n == 0)
+        with b.loop(b.const(0, i64), shape.rows, together, name="r") as r:
+            bases = [(r + i) * shape.block_kv for i in range(together)]
+            offsets = range(0, shape.panel, shape.lanes)
+            highest = [[b.var(engine.const(NEG_INF)) for _ in offsets] for _ in bases]
             with b.loop(begin, end, shape.panel, name="panel") as panel:
-                for j, variable in enumerate(highest):
-                    x = b.load(self.s, base + panel + j * shape.lanes, shape.lanes)
-                    variable.value = b.max(variable.value, x)
-            top = highest[0].value
-            for variable in highest[1:]:
-                top = b.max(top, variable.value)
-            at = engine.index(row) + r
-            m_old = b.load(self.m, at)
-            m = b.max(m_old, engine.reduce("max", top))
-            alpha = b.exp2(m_old - m)
-            b.store(self.m, at, m)
-            b.store(self.alpha, r, alpha)
-            sums = [b.var(engine.const(0.0)) for _ in range(shape.panel_vectors)]
+                for base, variables in zip(bases, highest, strict=True):
+                    for j, variable in zip(offsets, variables, strict=True):
+                        variable.value = b.max(variable.value, b.load(self.s, base + panel + j, shape.lanes))
+            tops = [functools.reduce(b.max, [x.value for x in variables]) for variables in highest]
+            maxima = []
+            for i, top in enumerate(tops):
+                at = engine.index(row) + r + i
+                m_old = b.load(self.m, at)
+                m = b.max(m_old, engine.reduce("max", top))
+                b.store(self.m, at, m)
+                b.store(self.alpha, r + i, b.exp2(m_old - m))
+                maxima.append(m)
+            sums = [[b.var(engine.const(0.0)) for _ in offsets] for _ in bases]
             with b.loop(begin, end, shape.panel, name="panel") as panel:
-                for j, variable in enumerate(sums):
-                    place = base + panel + j * shape.lanes
-                    p = b.exp2(b.load(self.s, place, shape.lanes) - m)
-                    b.store(self.s, place, p if self.keep is None else p * self.keep.load(r, panel + j * shape.lanes))
-                    variable.value = variable.value + p
-            total = sums[0].value
-            for variable in sums[1:]:
-                total = total + variable.value
-            b.store(self.l, at, b.fma(b.load(self.l, at), alpha, engine.reduce("add", total)))
+                for i, (base, m, variables) in enumerate(zip(bases, maxima, sums, strict=True)):
+                    for j, variable in zip(offsets, variables, strict=True):
+                        place = base + panel + j
+                        p = b.exp2(b.load(self.s, place, shape.lanes) - m)
+                        variable.value = variable.value + p
+                        if self.keep is not None:
+                            p = p * self.keep.load(r + i, panel + j)
+                        if self.config.pairs:
+                            b.store(self.weights, place >> 1, engine.pairs(p))
+                        else:
+                            b.store(self.weights, place, p)
+            for i, variables in enumerate(sums):
+                total = engine.reduce("add", functools.reduce(operator.add, [x.value for x in variables]))
+                at = engine.index(row) + r + i
+                b.store(self.l, at, b.fma(b.load(self.l, at), b.load(self.alpha, r + i), total))
 
     def _multiply_values(self, row: Value, values: Operand, low: Value, high: Value, wild: Value | None) -> None:
         """``O = O * alpha + P V``, in pieces that stay in registers."""
         b, engine, shape = self.b, self.engine, self.shape
-        vectors = shape.vectors(self.config.value_dim)
-        rows, width = shape.unit.tile(shape.rows, vectors)
-        begin, end = engine.index(low), engine.index(high)
+        rows, pieces = engine.pieces(shape.unit, shape.rows, self.config.value_dim, self.config.pairs)
+        step = self.config.step
+        begin, end = engine.index(low if step == 1 else low // step), self._steps(high)
         with b.loop(b.const(0, i64), shape.rows, rows, name="r") as r:
-            for first in range(0, vectors, width):
-                count = min(width, vectors - first)
+            for first, widths in pieces:
                 at = (engine.index(row) + r) * self.padded + first * shape.lanes
                 c = []
                 for i in range(rows):
-                    alpha = b.splat(b.load(self.alpha, r + i), shape.lanes)
-                    places = [at + (i * self.padded + j * shape.lanes) for j in range(count)]
-                    c.append([b.var(b.load(self.o, place, shape.lanes) * alpha) for place in places])
-                p = Operand(self.s, r * shape.block_kv, shape.block_kv, 1)
+                    alpha = b.load(self.alpha, r + i)
+                    places = [at + (i * self.padded + j * shape.lanes) for j in range(len(widths))]
+                    olds = [b.load(self.o, place, width) for place, width in zip(places, widths, strict=True)]
+                    c.append([b.var(old * alpha) for old in olds])
+                p = Operand(self.weights, r * (shape.block_kv // step), shape.block_kv // step, 1)
                 v = Operand(values.pointer, values.base + first * shape.lanes, 0, values.step)
                 engine.multiply_guarding(c, p, v, begin, end, wild)
                 for i, variables in enumerate(c):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, i32
+from aule.ir.types import SCALARS, i32, u32
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import PackConfig
 from aule.ops.attention.parameters import Parameters
@@ -38,14 +38,19 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
         first = engine.index(number) * engine.index(blocks * shape.block_kv) + engine.index(key0)
     count = b.min(shape.block_kv, seq - key0)
     k = p.matrix("k", batch, head, seq, config.head_dim, config.unit[0], first=begin)
-    panels = p.buffer("panels", work, "write")
+    factor, step = (u32, 2) if config.pairs else (work, 1)
+    panels = p.buffer("panels", factor, "write")
     with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
-        to = (first + engine.index(panel)) * config.head_dim
+        to = (first + engine.index(panel)) * -(-config.head_dim // step)
         engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
     if config.values:
         padded = shape.padded(config.value_dim)
         v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1], first=begin)
-        engine.copy_rows(v, key0, count, p.buffer("values", work, "write"), first * padded, padded)
+        values, to = p.buffer("values", factor, "write"), first // step * padded
+        if config.pairs:
+            engine.pair_rows(v, key0, count, values, to, padded)
+        else:
+            engine.copy_rows(v, key0, count, values, to, padded)
     return b.finish()
 
 

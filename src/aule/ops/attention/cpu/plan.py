@@ -26,7 +26,7 @@ from aule.ops.attention.plan import Step, StepPlan, problem_scalars, row_scalars
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
-from aule.tile.vector import VectorUnit, vector_unit, work_type
+from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type
 from aule.view import TensorView
 
 GROUPED_ROWS = 16
@@ -47,6 +47,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     unit = vector_unit(target, work)
     grouped = problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
     unit_strides = tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in (views[n] for n in "qkvo"))
+    pairs = not grouped and has_pairs(target, SCALARS[problem.dtype])
     in_place = problem.dtype == work.name and unit_strides[2] and problem.value_dim % unit.lanes == 0
     threads = max(target.compute_units, 1)
     scalars = problem_scalars(problem) | view_scalars(views)
@@ -67,6 +68,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         split=splits > 1,
         panels=("none" if _dotted(shape, unit_strides) else "scratch") if grouped else "workspace",
         values=values,
+        pairs=pairs,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
@@ -86,9 +88,9 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     keys = heads_kv * blocks_kv * shape.block_kv
     if problem.packed is not None:
         keys = problem.heads_kv * (problem.packed[1] + problem.batch * shape.block_kv)  # `packed_keys` says where
-    workspace = {"panels": keys * problem.head_dim}
+    workspace = {"panels": keys * -(-problem.head_dim // config.step)}
     if not in_place:
-        workspace["values"] = keys * shape.padded(problem.value_dim)
+        workspace["values"] = keys // config.step * shape.padded(problem.value_dim)
     pack = PackConfig(
         problem.dtype,
         problem.head_dim,
@@ -97,6 +99,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         not in_place,
         unit_strides[1:3],
         problem.packed is not None,
+        pairs,
     )
     forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
     return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
@@ -130,9 +133,10 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         name: view.strides[3] == 1 or view.shape[3] == 1 for name, view in views.items() if len(view.strides) == 4
     }
     heads_kv = problem.batch * problem.heads_kv
-    shape = _backward_shape(problem, unit)
-    blocks_kv = -(-problem.seq_kv // shape.block_kv)
+    pairs = has_pairs(target, SCALARS[problem.dtype])
     threads = max(target.compute_units, 1)
+    shape = _backward_shape(problem, unit, threads, pairs)
+    blocks_kv = -(-problem.seq_kv // shape.block_kv)
     # Each further task to a head costs a part of dQ; as many as keep every thread busy to the end are enough.
     splits = 1 if heads_kv >= 4 * threads or threads == 1 else min(blocks_kv, -(-4 * threads // heads_kv))
     numbers = (
@@ -142,8 +146,8 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
             "splits": splits,
             "blocks_kv": blocks_kv,
             "dq_factor": problem.scale,
-            # dK is made with Q', which holds the scale and log2(e), or the scale over the cap.
-            "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
+            # dK is made with Q', which holds the scale and log2(e), or the scale over the cap; with pairs, with Q.
+            "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
         }
     )
     config = CpuBackwardConfig(
@@ -151,6 +155,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
         shape=shape,
         scores="ds" in views,
+        pairs=pairs,
         direct_keys=problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
@@ -179,17 +184,25 @@ def _shape(problem: AttentionProblem, unit: VectorUnit, threads: int) -> CpuShap
     block_kv = panel * max(1, (256 if problem.head_dim <= 128 else 128) // panel)
     # Few tasks: smaller blocks, so that no thread waits long for the last.
     heads = problem.batch * problem.heads_q
-    block_q = next((n for n in (96, 48, 24) if heads * -(-problem.seq_q // n) >= 8 * threads), 24)
+    least = {192: 32, 96: 8, 48: 8} if problem.head_dim <= 128 else {96: 8, 48: 8}
+    block_q = next((n for n in least if heads * -(-problem.seq_q // n) >= least[n] * threads), 24)
     return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
-def _backward_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
+def _backward_shape(problem: AttentionProblem, unit: VectorUnit, threads: int, pairs: bool) -> CpuShape:
     """Blocks of keys are whole panels and whole groups of rows both: dK and dV are cut like rows."""
     rows = 12 if unit.registers >= 32 else 6
     panel = 2 * unit.lanes
     step = math.lcm(rows, panel)
-    block_kv = step * max(1, (96 if max(problem.head_dim, problem.value_dim) <= 128 else 48) // step)
-    return CpuShape(unit, rows, panel, 4 * rows if unit.registers >= 32 else 8 * rows, block_kv)
+    narrow = max(problem.head_dim, problem.value_dim) <= 128
+    block_kv = step * max(1, (96 if narrow else 48) // step)
+    block_q = 4 * rows if unit.registers >= 32 else 8 * rows
+    # Larger blocks, unless they were too few for the threads (Zen 4: 1% in fp32; more rows lose there, but pairs take
+    # half the bytes and gain 2% with both).
+    blocks = problem.batch * problem.heads_kv * -(-problem.seq_kv // (2 * block_kv))
+    if narrow and unit.lanes * unit.registers >= 512 and blocks >= 8 * threads:
+        block_q, block_kv = (2 if pairs else 1) * block_q, 2 * block_kv
+    return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
 def _grouped_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
