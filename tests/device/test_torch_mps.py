@@ -139,6 +139,26 @@ def test_gradients(shader: Device) -> None:
     assert Kernel.launched == 4  # forward, and three of the backward pass
 
 
+def test_dropout(shader: Device) -> None:
+    q, k, v = (made(2, 2, 33, 16).requires_grad_() for _ in range(3))
+    dout = made(2, 2, 33, 16)
+
+    def run(seed: int, **options: Any) -> list[Any]:
+        out = aule.flash_attention(q, k, v, dropout_p=0.3, seed=seed, **options)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    for seed in (3, 4):
+        found = run(seed)
+        with pytest.MonkeyPatch.context() as plain:
+            from aule.frontends import torch as front_end
+
+            plain.setattr(front_end, "route", lambda q, options: "host")
+            expected = run(seed, backend="cpu")
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert Kernel.launched == 8
+
+
 def test_compiled(shader: Device) -> None:
     def step(q: Any) -> Any:
         return aule.flash_attention(q * 2, q, q)

@@ -118,3 +118,30 @@ def test_rows_of_no_sequence_are_zero(device: Interpreted) -> None:
     out = aule.flash_attention_varlen(x, x, x, at, at, 4, 4)
     (grad,) = torch.autograd.grad(out.square().sum(), x)
     assert out[:7].any() and grad[:7].any() and not out[7:].any() and not grad[7:].any()
+
+
+def test_dropout_of_one_batch(device: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of batches that are not packed, with a seed in the memory of the device."""
+    monkeypatch.setattr(front_end, "route", lambda q, options: "host" if options.backend else "cuda")
+    monkeypatch.setattr(front_end, "raw_stream", lambda index: 0)
+    for known in ("_launches", "_gradient_launches"):
+        monkeypatch.setattr(front_end, known, {})
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, 33, 16), (1, 2, 30, 16), (1, 2, 30, 16), (1, 1, 33, 30))
+    q, k, v, bias = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    dout = torch.randn(1, 4, 33, 16, generator=generator)
+
+    def run(backend: str | None, **options: Any) -> list[Any]:
+        out, lse = aule.flash_attention(
+            q, k, v, bias=bias, window=(12, 3), causal=False, return_lse=True, backend=backend, **options
+        )
+        return [out, lse, *torch.autograd.grad(out, (q, k, v, bias), dout)]
+
+    seen = []
+    for options in ({}, {"dropout_p": 0.2, "seed": 3}, {"dropout_p": 0.2, "seed": 4}, {"dropout_p": 0.4, "seed": 4}):
+        found = run(None, **options)
+        for mine, theirs in zip(found, run("cpu", **options), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        seen.append(device.prepared)
+    # Planned for each chance to drop, forward and three kernels for the gradients, and not again for another seed.
+    assert seen == [4, 8, 8, 12]
