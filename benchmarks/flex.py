@@ -88,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--csv")
     args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64  # every case is compiled anew
     compiled = torch.compile(flex_attention, dynamic=False)
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")

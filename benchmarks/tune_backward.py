@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tune_forward import warm_up
 
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, forward_on_host
@@ -80,7 +81,8 @@ class Case:
                 loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
                 values = {f"{n}_ptr": m for n, m in (self.memory | extra).items()} | dict(step.scalars)
                 args = [values[p.name] for p in loaded.artifact.params]
-                times = [device.time_launch(loaded, step.grid, args) for _ in range(repeats + 2)][2:]
+                warm_up(device, loaded, step.grid, args)
+                times = [device.time_launch(loaded, step.grid, args) for _ in range(repeats)]
                 spent.append(statistics.median(times))
             if of == "sums":  # the timing above has added up many times
                 for step in chosen:

@@ -148,7 +148,8 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         _entry(256, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 16, 4, 1, 0)),
         _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
-    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is.
+    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is. The alternatives may have been
+    # timed at low clocks (docs/performance.md).
     "vulkan": (
         # 297 / 274; keys by 64 304 / 226, one stage 281 / 209, 16 rows a subgroup 249 / 232.
         _entry(64, (128, 32, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
