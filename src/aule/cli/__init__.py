@@ -1,4 +1,4 @@
-"""``aule info | check | show``.
+"""``aule info | check | tune | show``.
 
 ADD A COMMAND HERE: a module with ``add_arguments(parser)`` and ``run(args) -> int``.
 """
@@ -17,6 +17,7 @@ from aule.errors import AuleError
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("info", "aule.cli.info", "what this machine has: devices, the default, and why other backends were refused"),
     ("check", "aule.cli.check", "attention on every device against the fp64 reference, with errors and times"),
+    ("tune", "aule.cli.tune", "the fastest tiles on this machine's device, measured and kept for later calls"),
     ("show", "aule.cli.show", "the source of a kernel in any language, or its IR"),
 )
 """Name, module and one line of help of each command."""

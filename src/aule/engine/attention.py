@@ -14,6 +14,7 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.probe import find_layout
 from aule.engine.programs import program
+from aule.engine.tuning import tuned_shape
 from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
@@ -60,7 +61,7 @@ def prepare_forward(
     check_device(problem, device, views)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
-    plan = plan_forward(problem, views, device.target, aligned_base)
+    plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
     return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers))
 

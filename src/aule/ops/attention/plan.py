@@ -82,6 +82,7 @@ def plan_forward(
     target: Target,
     aligned_base: dict[str, bool] | None = None,
     shape: SimtShape | FragmentShape | None = None,
+    preferred: SimtShape | FragmentShape | None = None,
 ) -> ForwardPlan:
     """Plan a forward pass.
 
@@ -94,6 +95,8 @@ def plan_forward(
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
+    preferred : SimtShape or FragmentShape, optional
+        The same where there is no mask, bias, other modifier or strided row.
     """
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
@@ -103,6 +106,9 @@ def plan_forward(
 
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
+    strided = not all(aligned(RUN if isinstance(preferred, FragmentShape) else QUAD)[:3])
+    if not strided and problem.modifiers == 0:
+        shape = shape or preferred
     shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
     memory: dict[str, Any] = {
