@@ -59,9 +59,9 @@ _THIRDS = {"vulkan": 0, "opencl": 1, "webgpu": 2, "metal": 0}
 
 
 def spare(device: Device, number: int) -> None:
-    """Skip two of three cases on software devices, the shim, and a processor of fewer features, to spare time: compiling
-    is most of it. Each has another third, so that together they run every case; a GPU and the processor as it is run all
-    of them themselves, and so does every device with ``AULE_FULL_GRID=1``."""
+    """Skip two of three cases on software devices, the shim, and a processor of fewer features, to spare time, most of
+    which is compiling. Each has another third, so that together they run every case; a GPU and the processor as it is
+    run all of them themselves, and so does every device with ``AULE_FULL_GRID=1``."""
     backend = device.target.backend
     if backend == "cpu":
         mine = None if device is registry.find("cpu") else 1 if device is lowered("avx2") else 2
