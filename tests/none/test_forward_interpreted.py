@@ -19,6 +19,7 @@ from aule.ops.attention.reference import compare
 from aule.ops.attention.tiles import ENTRIES, OWN
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.target import Target
+from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 
@@ -37,8 +38,9 @@ def target(subgroup_size: int) -> Target:
 
 
 def run(
-    problem: AttentionProblem, operands: Operands, shape: SimtShape, subgroup_size: int, index64: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+    problem: AttentionProblem, operands: Operands, shape: SimtShape | FragmentShape, device: Target, *,
+    index64: bool = False, aligned: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Forward pass on the interpreter, on copies packed as the engine packs them."""
     out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
     out = np.zeros(out_shape, STORED[problem.dtype])
@@ -53,12 +55,12 @@ def run(
             steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    plan = plan_forward(problem, views, target(subgroup_size), shape=shape)
-    kernel = build_forward(replace(plan.config, index64=index64), target(subgroup_size))
+    plan = plan_forward(problem, views, device, dict.fromkeys("qkvo", aligned), shape)
+    kernel = build_forward(replace(plan.config, index64=index64), device)
     verify(kernel)
     values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
     if plan.grid[0]:
-        interpret(kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=subgroup_size or 32)
+        interpret(kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=device.subgroup_size or 32)
     return out, lse
 
 
@@ -68,7 +70,7 @@ def run(
 def test_small_grid(case: grid.Case, shape: str, subgroup_size: int) -> None:
     inputs = grid.make_inputs(case, seed=3)
     problem, operands = grid.case_problem(case, inputs)
-    out, lse = run(problem, operands, SMALL_SHAPES[shape], subgroup_size)
+    out, lse = run(problem, operands, SMALL_SHAPES[shape], target(subgroup_size))
     verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
     assert verdict, verdict.message
 
@@ -81,7 +83,7 @@ def test_tiles_of_the_table(entry: Any) -> None:
     case = next(c for c in grid.forward_grid("full") if c.causal and c.seq_q == 200 and c.head_dim <= 64)
     inputs = grid.make_inputs(case, seed=4)
     problem, operands = grid.case_problem(case, inputs)
-    out, lse = run(problem, operands, entry.shape, 32)
+    out, lse = run(problem, operands, entry.shape, target(32))
     verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
     assert verdict, verdict.message
 
@@ -97,7 +99,7 @@ def test_guarded_product_has_no_race(shape: str, bad: float) -> None:
     k[:, :, 5], v[:, :, 5] = bad, bad
     views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v, "mask": mask}.items()}
     problem, operands = attention_problem(**views, causal=True, return_lse=True)
-    out, lse = run(problem, operands, SMALL_SHAPES[shape], 8)
+    out, lse = run(problem, operands, SMALL_SHAPES[shape], target(8))
     assert np.isfinite(out).all() and np.isfinite(lse).all()
 
 
@@ -105,7 +107,7 @@ def test_indices_of_64_bits() -> None:
     case = grid.forward_grid("small")[2]
     inputs = grid.make_inputs(case, seed=5)
     problem, operands = grid.case_problem(case, inputs)
-    out, _ = run(problem, operands, SMALL_SHAPES["streamed"], 8, index64=True)
+    out, _ = run(problem, operands, SMALL_SHAPES["streamed"], target(8), index64=True)
     verdict = compare(problem, out, None, grid.expected(case, inputs))
     assert verdict, verdict.message
 

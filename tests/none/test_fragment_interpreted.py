@@ -4,25 +4,18 @@ device's."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import grid
 import numpy as np
 import pytest
 from test_backward_interpreted import run as backward
+from test_forward_interpreted import run
 
-from aule.engine.attention import contiguous_strides, named
-from aule.ir.interpret import interpret
-from aule.ir.verify import verify
-from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import plan_forward
-from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
-from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.attention.validate import attention_problem
 from aule.target import FragmentLayout, Target
 from aule.tile.fragment import FragmentShape
-from aule.view import TensorView
 
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
 """Of the interpreter: lane L holds elements 8 L ... 8 L + 7, which is half of row L / 2."""
@@ -34,7 +27,6 @@ SHAPES = {
     "two-blocks-of-rows": FragmentShape(32, 32, 1, 1, False),
 }
 CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "bf16")]
-STORED = {"f16": np.float16, "bf16": np.uint16}
 
 
 def target(arch: str = "sm_90") -> Target:
@@ -42,33 +34,6 @@ def target(arch: str = "sm_90") -> Target:
         "cuda", arch=arch, subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, max_shared_bytes=1 << 20,
         int64=True, matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"), matrix_layout=ROW_HALVES,
     )  # fmt: skip
-
-
-def run(
-    problem: AttentionProblem, operands: Operands, shape: FragmentShape, device: Target, aligned: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """Forward pass on the interpreter, on copies packed as the engine packs them."""
-    out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
-    out = np.zeros(out_shape, STORED[problem.dtype])
-    lse = np.zeros(out_shape[:3], np.float32)
-    result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "device", None)
-    views: dict[str, TensorView] = {"o": result}
-    memory: dict[str, Any] = {"o": out.reshape(-1), "lse": lse.reshape(-1)}
-    for name, view in named(operands, result).items():
-        if name != "o":
-            used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
-            packed = np.ascontiguousarray(view.storage[used])
-            steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
-            views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
-            memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    base = dict.fromkeys("qkvo", aligned)
-    plan = plan_forward(problem, views, device, base, shape)
-    kernel = build_forward(plan.config, device)
-    verify(kernel)
-    values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
-    if plan.grid[0]:
-        interpret(kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=32)
-    return out, lse
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,13 +46,23 @@ def test_small_grid(case: grid.Case, shape: str) -> None:
     assert verdict, verdict.message
 
 
-@pytest.mark.parametrize("way", ["no asynchronous copies", "rows that are not aligned"])
+WAYS = {
+    "no asynchronous copies": (target("sm_75"), True),
+    "rows that are not aligned": (target(), False),
+    "as for Vulkan": (
+        replace(target(""), backend="vulkan", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32")),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_fetched_through_registers(case: grid.Case, way: str) -> None:
     inputs = grid.make_inputs(case, seed=3)
     problem, operands = grid.case_problem(case, inputs)
-    device = target("sm_75" if way.startswith("no") else "sm_90")
-    out, lse = run(problem, operands, SHAPES["two-stages"], device, aligned=way.startswith("no"))
+    device, aligned = WAYS[way]
+    out, lse = run(problem, operands, SHAPES["two-stages"], device, aligned=aligned)
     verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
     assert verdict, verdict.message
 

@@ -44,6 +44,8 @@ class FragmentShape:
         Q stays in registers; otherwise it is read from shared memory again for every tile.
     registers : int
         Registers a thread may use, where the language can say so.
+    lanes : int
+        Lanes of a subgroup.
     """
 
     block_q: int
@@ -184,8 +186,9 @@ class Fragments:
             partial = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in partial]
         return partial
 
-    def pack(self, values: Sequence[Sequence[Value]], type_: Fragment) -> list[list[Value]]:
-        """Fragments out of this lane's elements by row and column, rounded to the fragments' type."""
+    def pack(self, values: Sequence[Sequence[Value]], type_: Fragment, weights: bool = False) -> list[list[Value]]:
+        """Fragments out of this lane's elements by row and column, rounded to the fragments' type. ``weights`` says
+        that NaN among them may be lost, because their sum has it, too."""
         b, heights, widths = self.b, len(self.part_rows), len(self.part_cols)
         result = []
         for r in range(0, len(values), heights):
@@ -194,19 +197,19 @@ class Fragments:
                 parts = [
                     values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self._places
                 ]
-                blocks.append(b.fragment_pack(type_, self._rounded(parts, type_.elem)))
+                blocks.append(b.fragment_pack(type_, self._rounded(parts, type_.elem, weights)))
             result.append(blocks)
         return result
 
-    def _rounded(self, parts: list[Value], elem: Scalar) -> list[Value]:
+    def _rounded(self, parts: list[Value], elem: Scalar, weights: bool) -> list[Value]:
         """Converted two at a time, which some devices do in one instruction."""
         if elem == f32:
             return parts
         b = self.b
         pairs = []
         for x, y in zip(parts[::2], parts[1::2], strict=True):
-            if elem == bf16 and not self.converts:
-                # Half a unit upwards: right but for ties, and for weights nothing else is needed.
+            if elem == bf16 and weights and not self.converts:
+                # Half a unit upwards: right but for ties, and for NVIDIA's NaN, all ones, which becomes -0.
                 low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
                 pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
             else:

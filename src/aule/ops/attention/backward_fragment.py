@@ -268,7 +268,7 @@ class _Kernel:
         last: Value,
         body: Callable[[Value, tuple[Value, Value]], None],
         arrive: Callable[[Value, tuple[Value, Value]], None],
-        start: Callable[[Value, Value], None] | None = None,
+        start: Callable[[Value], None] | None = None,
     ) -> None:
         """Call ``body`` with every tile and where it lies; each is fetched one ahead. ``arrive`` may change what a
         thread has brought in before others see it, ``start`` fetch more."""
@@ -279,7 +279,7 @@ class _Kernel:
             for transfer, place in zip(transfers, at, strict=True):
                 transfer.start(tile * width, place)
             if start is not None:
-                start(tile, tile & 1)
+                start(tile)
 
         for stage in range(self.shape.stages):
             for transfer, place in zip(transfers, self.stage(b.const(stage, i32)), strict=True):
@@ -413,7 +413,7 @@ class _Keys(_Kernel):
         def numbers_at(tile: Value) -> Value:
             return (tile & 1) * (2 * width) if shape.stages == 2 else b.const(0, i32)
 
-        def start(tile: Value, stage: Value) -> None:
+        def start(tile: Value) -> None:
             with b.if_(engine.thread < width):
                 for variable, x in zip(fetched, self.row_numbers(head, tile * width + engine.thread), strict=True):
                     variable.value = x

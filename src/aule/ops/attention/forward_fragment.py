@@ -179,7 +179,7 @@ class _Forward:
             p = self._weigh(s, base, l, k)
             if self.dropout is not None:
                 p = self._drop(self.dropout, p, S, key0, k)
-            return [blocks[0] for blocks in engine.pack(p, engine.left)]
+            return [blocks[0] for blocks in engine.pack(p, engine.left, weights=True)]
 
         if whole:
             self._multiply_values(O, weights, v_at)

@@ -177,6 +177,7 @@ def plan_backward(
     width = keys_shape.block_kv if keys_shape else SIZE  # tiles of query rows are whole in the sums
     row_blocks, depth = -(-problem.seq_q // width) * width // SIZE, -(-problem.head_dim // SIZE)
     clear = problem.batch * problem.heads_q * row_blocks * depth * SIZE * SIZE
+    index64 = index64 or (sums and clear > 2**31 - 1)  # padded to whole tiles, they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     delta = DeltaConfig(
         problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, sums
@@ -220,6 +221,8 @@ def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | Fragm
     """Whether dQ can be added up by the kernel of dK and dV."""
     adds = target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
     if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % 2 or problem.packed is not None:
+        return False
+    if math.prod(problem.out_shape[:3]) * problem.head_dim // 2 > 2**31 - 1:  # threads of `build_round`
         return False
     return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
 
