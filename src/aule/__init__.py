@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
-from aule.api import attention, aule_attention, flash_attention, flash_attention_varlen
+from aule.api import (
+    attention,
+    aule_attention,
+    decode_attention,
+    flash_attention,
+    flash_attention_paged,
+    flash_attention_varlen,
+    merge_states,
+)
 from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
@@ -63,8 +71,10 @@ __all__ = [
     "attention",
     "aule_attention",
     "codegen",
+    "decode_attention",
     "dispatch_stats",
     "flash_attention",
+    "flash_attention_paged",
     "flash_attention_varlen",
     "get_available_backends",
     "get_backend_errors",
@@ -72,6 +82,7 @@ __all__ = [
     "install",
     "installed",
     "kernels",
+    "merge_states",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",

@@ -8,7 +8,7 @@ from typing import Any
 from aule.context import Aule
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.frontends import by_type, front_end
-from aule.options import AttentionOptions
+from aule.options import AttentionOptions, DecodeOptions
 
 
 def flash_attention(
@@ -178,6 +178,144 @@ def flash_attention_varlen(
     )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return front_end(q).flash_attention_varlen(q, k, v, *offsets, options)
+
+
+def decode_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    context_lens: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention of the newest tokens of each sequence over its cache of keys and values.
+
+    Parameters
+    ----------
+    q : array
+        ``[batch, heads_q, seq_q, head_dim]``: the last ``seq_q`` tokens of each sequence; or, for one token each,
+        ``[batch, heads_q, head_dim]``.
+    k, v : array
+        ``[batch, heads_kv, max_len, head_dim]`` of any strides: a cache ``[batch, max_len, heads_kv, head_dim]`` comes
+        as its transposed view. What lies behind a sequence's end is never looked at.
+    context_lens : int32 array, optional
+        ``[batch]``: keys of each sequence, those of ``q`` included; None: all. Query row ``i`` stands at key
+        ``context_len - seq_q + i``. In host memory they are checked; on a GPU they are taken as they are, never beyond
+        ``max_len``, and nothing waits for them.
+    causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
+        As in `flash_attention`. There are no gradients.
+
+    Returns
+    -------
+    array or (array, array)
+        The kind, dtype, device and shape of ``q``, and with ``return_lse`` float32 of that shape without its last axis.
+        A sequence without keys gives zeros and -inf.
+    """
+    options = DecodeOptions(
+        context_lens, None, None, None, None, None, "HND", causal, scale, window, softcap, alibi_slopes, sinks,
+        return_lse, out, backend,
+    )  # fmt: skip
+    found = by_type.get(type(q))  # a call saved, where every repeated one passes
+    return (front_end(q) if found is None else found).decode(q, k, v, options)
+
+
+def flash_attention_paged(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "NHD",
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention over keys and values that lie in pages of a pool.
+
+    Parameters
+    ----------
+    q : array
+        ``[batch, heads_q, seq_q, head_dim]``: the last tokens of each sequence; or ``[batch, heads_q, head_dim]``, one
+        each; or, with ``cu_seqlens_q``, ``[total_q, heads_q, head_dim]``: each sequence's own number of them, one
+        sequence behind the other, so that prefill and decoding share a batch.
+    k_cache, v_cache : array
+        The pool: ``[pages, page, heads_kv, head_dim]`` (layout "NHD") or ``[pages, heads_kv, page, head_dim]`` ("HND"),
+        pages of 1 to 256 keys, any strides. Of q's dtype, or int8, or float8_e4m3fn, with scales.
+    block_tables : int32 array
+        ``[batch, max_pages]``: the pages of each sequence in order. Those behind its end are never looked at. Numbers
+        outside of the pool are refused where the table is in host memory; on a GPU some page of the pool is read
+        instead.
+    context_lens : int32 array
+        ``[batch]``: keys of each sequence, those of ``q``, which are in the pool already, included.
+    cu_seqlens_q : int32 array, optional
+        ``[batch + 1]``: the row of q at which each sequence begins, and where the last one ends.
+    max_seqlen_q : int, optional
+        Rows of the sequence that has most. Where it is not given and the offsets are on a GPU, the call waits for it
+        to read them.
+    k_scale, v_scale : float32 array, optional
+        Of the cache's shape without its last axis: what each token and head of an int8 or fp8 cache is multiplied by.
+    layout : {"NHD", "HND"}
+        Order of the cache's axes.
+    causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
+        As in `flash_attention`. There are no gradients.
+
+    Returns
+    -------
+    array or (array, array)
+        The kind, dtype, device and shape of ``q``, and with ``return_lse`` float32 of that shape without its last axis,
+        or, packed, ``[heads_q, total_q]``. A sequence without keys gives zeros and -inf.
+    """
+    if block_tables is None or context_lens is None:
+        raise InvalidArgumentError(
+            "[flash_attention_paged] expected block_tables and context_lens, got None; use aule.decode_attention for a "
+            "contiguous cache"
+        )
+    options = DecodeOptions(
+        context_lens, block_tables, cu_seqlens_q, max_seqlen_q, k_scale, v_scale, layout, causal, scale, window,
+        softcap, alibi_slopes, sinks, return_lse, out, backend,
+    )  # fmt: skip
+    found = by_type.get(type(q))
+    return (front_end(q) if found is None else found).decode(q, k_cache, v_cache, options)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Attention over two disjoint sets of keys, from the results over each.
+
+    Parameters
+    ----------
+    o_a, o_b : array
+        Results of attention of the same queries, one over the first keys, one over the others; of one shape.
+    lse_a, lse_b : float32 array
+        Their log-sum-exps, of that shape without its last axis.
+
+    Returns
+    -------
+    o : array
+        What attention over all keys gives, with the dtype of ``o_a``.
+    lse : float32 array
+        Its log-sum-exp.
+    """
+    merged: tuple[Any, Any] = front_end(o_a).merge_states(o_a, lse_a, o_b, lse_b)
+    return merged
 
 
 _PRECISIONS = ("fp16", "bf16", "fp32")
