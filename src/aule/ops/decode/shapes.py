@@ -80,7 +80,7 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target) -> int:
         return waves / -(-blocks * splits // slots)
 
     best = max(filled(n) for n in range(1, most + 1))
-    return next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
+    return next(n for n in range(1, most + 1) if filled(n) >= 0.97 * best)
 
 
 def _power(n: int) -> int:
