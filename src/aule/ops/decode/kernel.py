@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
+from aule.ops.attention.pages import Pages
 from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores import Reach
+from aule.ops.attention.scores import Extent, Reach
 from aule.ops.decode.config import DecodeConfig
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
@@ -77,10 +78,15 @@ class _Decode:
         self.q: Matrix
         self.k: Matrix
         self.v: Matrix
-        self.length, self.seq_q, self.first_q = self._extent()
+        self.extent = Extent.of(p, self.batch)
+        self.length, self.seq_q = self.extent.seq_kv, self.extent.seq_q
+        self.first_q = b.const(0, i32) if self.extent.first_q is None else self.extent.first_q
+        self.pages = None if config.paging == "none" else Pages(p, self.batch)
         self.row0 = row_block * shape.rows
         self.rows = self.seq_q * self.group
         self.exists = self.exists & (self.row0 < self.rows)
+        if config.packed:  # sequences of many rows are left to the kernel for matrix units
+            self.exists = self.exists & (self.seq_q <= p.number("tokens"))
         self._reach()
         self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys)
         self.subgroup = self.team.thread // shape.subgroup if shape.subgroup else b.const(0, i32)
@@ -115,19 +121,6 @@ class _Decode:
             return "u32"
         return {"e4m3": "u8"}.get(self.config.cache, self.config.cache)
 
-    def _extent(self) -> tuple[Value, Value, Value]:
-        """Keys and query rows of the sequence, and the first of these rows in q."""
-        b, p, config = self.b, self.p, self.config
-        length = p.number("seq_kv")
-        if config.lens:
-            given = b.load(p.buffer("lens", i32), p.strided("lens", self.batch))
-            length = b.min(b.max(given, 0), length)  # nothing outside of the cache is read, whatever they say
-        if not config.packed:
-            return length, p.number("seq_q"), b.const(0, i32)
-        cu_q = p.buffer("cu_q", i32)
-        first, end = (b.load(cu_q, p.strided("cu_q", self.batch + i)) for i in (0, 1))
-        return length, end - first, first
-
     def _reach(self) -> None:
         """Keys of this workgroup: a part of those that any of its rows may keep."""
         b, p, config, shape = self.b, self.p, self.config, self.shape
@@ -159,24 +152,12 @@ class _Decode:
 
     def _pages(self, start: Value) -> list[Value]:
         """Numbers of the pages that hold a step's keys; one for all of them where they lie in one page."""
-        b, p, config = self.b, self.p, self.config
+        b = self.b
         keys = self._keys(start)
-        if config.whole:
+        if self.config.whole:
             keys = [b.min(start + self.subgroup * self.shape.stretch, self.end - 1)]
-        table = p.buffer("tables", i32)
-        row = p.strided("tables", self.batch)
-        found = []
-        for key in keys:
-            place = b.cast(self._in_page(key)[0], self.index) * p.number("tables_stride1", self.index)
-            # Whatever the table says, nothing outside of the pool is read.
-            found.append(b.min(b.max(b.load(table, row + place), 0), p.number("pages") - 1))
-        return found
-
-    def _in_page(self, key: Value) -> tuple[Value, Value]:
-        """Which page of its sequence a key is in, and where there."""
-        if self.config.paging == "shift":
-            return key >> self.p.number("page_shift"), key & (self.p.number("page") - 1)
-        return self._split(key, "page")
+        assert self.pages is not None
+        return [self.pages.number(self.pages.split(key)[0]) for key in keys]
 
     def _places(self, name: str, keys: list[Value], pages: list[Value]) -> list[Value]:
         """Where rows of keys begin in an operand, from its base."""
@@ -184,10 +165,11 @@ class _Decode:
         row_stride = p.number(f"{name}_row_stride", index)
         if not pages:
             return [b.cast(key, index) * row_stride for key in keys]
+        assert self.pages is not None
         pages = pages * len(keys) if self.config.whole else pages
         stride = p.number(f"{name}_stride0", index)
         return [
-            b.cast(page, index) * stride + b.cast(self._in_page(key)[1], index) * row_stride
+            b.cast(page, index) * stride + b.cast(self.pages.split(key)[1], index) * row_stride
             for key, page in zip(keys, pages, strict=True)
         ]
 
@@ -314,11 +296,8 @@ class _Decode:
         b, p = self.b, self.p
         keys = [b.min(key, self.end - 1) for key in self._own_keys(start)]
         if pages and not self.config.whole:
-            table = p.buffer("tables", i32)
-            row = p.strided("tables", self.batch)
-            step = p.number("tables_stride1", self.index)
-            places = [row + b.cast(self._in_page(key)[0], self.index) * step for key in keys]
-            pages = [b.min(b.max(b.load(table, place), 0), p.number("pages") - 1) for place in places]
+            assert self.pages is not None
+            pages = [self.pages.number(self.pages.split(key)[0]) for key in keys]
         found = []
         for name in ("k_scale", "v_scale"):
             buffer = p.buffer(name, f32)
@@ -493,22 +472,20 @@ class _Decode:
         factor = b.select(nothing, b.const(0.0, f32), b.rcp(total)) * rescale
         return factor, b.select(nothing, b.const(NEG_INF, f32), base + b.log2(total))
 
-    def _place(self, row: Value) -> Value:
-        """The place of a row in what has one number for each: ``[batch, heads, rows]``, or packed ``[heads, rows]``."""
+    def _part_place(self, row: Value) -> Value:
+        """The place of a row's part: ``[batch, heads, tokens, splits]``."""
         b, p, index = self.b, self.p, self.index
         token, head = self._token(row)
-        if self.config.packed:
-            return b.cast(head, index) * p.number("total_q", index) + b.cast(self.first_q + token, index)
         heads = b.cast(self.batch * p.number("heads_q") + head, index)
-        return heads * b.cast(self.seq_q, index) + b.cast(token, index)
+        rows = heads * b.cast(p.number("tokens"), index) + b.cast(token, index)
+        return rows * b.cast(p.number("splits"), index) + b.cast(self.part, index)
 
     def _store(self, row: Value, column: Value, values: list[Value]) -> None:
         """Store columns of a result: of the whole one, or of one part of the keys."""
         b, p, config, shape = self.b, self.p, self.config, self.shape
         padded = shape.pieces(config.value_dim) * shape.lanes * shape.run
         if config.split:
-            at = self._place(row) * b.cast(p.number("splits"), self.index) + b.cast(self.part, self.index)
-            base = at * config.value_dim
+            base = self._part_place(row) * config.value_dim
             whole = Matrix(
                 p.buffer("part", f32, "write"), base, b.const(0, i32), config.value_dim, b.const(0, self.index), None,
                 config.value_dim % QUAD == 0 and len(values) % QUAD == 0,
@@ -528,12 +505,13 @@ class _Decode:
     def _store_lse(self, row: Value, lse: Value, chosen: Value) -> None:
         b, p, config = self.b, self.p, self.config
         if config.split:
-            at = self._place(row) * b.cast(p.number("splits"), self.index) + b.cast(self.part, self.index)
             with b.if_(chosen):
-                b.store(p.buffer("part_lse", f32, "write"), at, lse)
+                b.store(p.buffer("part_lse", f32, "write"), self._part_place(row), lse)
         elif config.lse:
+            token, head = self._token(row)
+            first = self.extent.row_base(p, self.batch * p.number("heads_q") + head, head)
             with b.if_(chosen):
-                b.store(p.buffer("lse", f32, "write"), self._place(row), lse * LN2)
+                b.store(p.buffer("lse", f32, "write"), first + b.cast(token, self.index), lse * LN2)
 
 
 def _dot(b: Builder, x: list[Value], y: list[Value]) -> Value:
