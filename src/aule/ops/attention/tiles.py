@@ -158,6 +158,13 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         # 161 / -; keys by 32 49 / -.
         _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
     ),
+    # By rule, not measured: no Apple machine. 32 KiB of memory, and 128 registers a thread: 16 rows a subgroup, of
+    # which O takes half a register a column. Q stays in registers where they are left. O of 256 columns would be all.
+    "metal": (
+        _entry(64, (64, 32, 4, 1, 1), (64, 32, 4, 1, 1), (64, 32, 4, 1, 1)),
+        _entry(96, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+        _entry(128, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
+    ),
 }
 """Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
 
@@ -207,6 +214,12 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
     "vulkan": (
         FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(64, 64, 4, 1, False)),
         FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+    ),
+    # By rule, not measured: no Apple machine. As for the forward pass; dK and dV of 128 columns take all 128 registers,
+    # and no tile changes that: a subgroup has 16 rows at least.
+    "metal": (
+        FragmentBackwardEntry(64, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+        FragmentBackwardEntry(128, FragmentShape(32, 16, 2, 1, False), FragmentShape(32, 16, 2, 1, False)),
     ),
 }
 """By backend; the first that is wide enough and fits is taken. Wider heads have no matrix units in the backward pass:
