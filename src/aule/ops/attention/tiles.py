@@ -224,7 +224,7 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
     ),
     # By rule, not measured: no Apple machine. As for the forward pass; dK and dV of 128 columns take all 128 registers,
-    # and no tile changes that: a subgroup has 16 rows at least.
+    # and subgroups that share 32 keys, which would halve that, need 40 KiB.
     "metal": (
         FragmentBackwardEntry(64, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
         FragmentBackwardEntry(128, FragmentShape(32, 16, 2, 1, False), FragmentShape(32, 16, 2, 1, False)),
