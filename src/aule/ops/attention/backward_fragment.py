@@ -503,9 +503,7 @@ class _Keys(_Kernel):
         """The subgroup's rows of what `_keep` has kept, as left factors."""
         own = start + self.subgroup_row * self.kept_stride
         blocks = range(self.shape.rows // SIZE)
-        return lambda k: [
-            self.engine.load_left(self.memory, own, self.kept_stride, i * SIZE, k * SIZE) for i in blocks
-        ]
+        return lambda k: [self.engine.load_left(self.memory, own, self.kept_stride, i * SIZE, k * SIZE) for i in blocks]
 
     def _add_to_sums(self, head: Value, row0: Value) -> None:
         """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows and its columns, in the way

@@ -217,8 +217,8 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
     ),
     # H200, f16, 48 KiB, S 2048 full.
     "vulkan": (
-        # dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as 220;
-        # sums, for which only 64 keys have room, as 183 to 195.
+        # dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as
+        # 220; sums, for which only 64 keys have room, as 183 to 195.
         FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(128, 32, 4, 1, False)),
         # dQ 216; 32 rows 198. dK and dV 201; 32 keys 165. Both together count as 148, sums as 159; with 32 keys 101.
         FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
@@ -230,8 +230,8 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         FragmentBackwardEntry(128, FragmentShape(32, 16, 2, 1, False), FragmentShape(32, 16, 2, 1, False)),
     ),
 }
-"""By backend; the first that is wide enough and fits is taken. Heads that none fits have no matrix units in the backward
-pass."""
+"""By backend; the first that is wide enough and fits is taken. Heads that none fits have no matrix units in the
+backward pass."""
 
 
 def choose_backward_fragments(
