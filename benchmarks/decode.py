@@ -104,7 +104,8 @@ class Inputs:
         self.arguments["block_tables"] = order.view(batch, -1).to(torch.int32).contiguous()
         self.stored = []
         for name, x in zip("kv", plain, strict=True):
-            tokens = x.transpose(1, 2).reshape(pages, case.page, HEADS_KV, DIM)
+            # One sequence would stay a view, whose strides the pool would get, too.
+            tokens = x.transpose(1, 2).reshape(pages, case.page, HEADS_KV, DIM).contiguous()
             scale = None
             if case.cache != torch.bfloat16:
                 limit = 127.0 if case.cache == torch.int8 else 448.0
@@ -225,8 +226,8 @@ class Engine:
         self.memory: dict[str, Any] = {}
         for name, x in tensors.items():
             allocation = self.device.alloc(x.numel() * x.element_size())
-            host = x.detach().cpu().contiguous().view(torch.uint8).numpy()
-            self.device.upload(allocation, host)
+            x = x.detach().contiguous()
+            self.device.upload(allocation, x.cpu().view(torch.uint8).numpy())
             views[name] = TensorView(NAMES[x.dtype], tuple(x.shape), tuple(x.stride()), backend, allocation)
         self.problem, operands = decode_problem(op, **views)
         out = TensorView("bf16", self.problem.out_shape, contiguous_strides(self.problem.out_shape), backend, None)
