@@ -81,6 +81,7 @@ CASES = {
     "32k-1-int8": Case(1, 32768, 16, torch.int8),
     "32k-1-fp8": Case(1, 32768, 16, torch.float8_e4m3fn),
     "four-tokens": Case(32, 4096, 16, torch.bfloat16, 4),
+    "prefill": Case(4, 8192, 16, torch.bfloat16, 512),
 }
 
 

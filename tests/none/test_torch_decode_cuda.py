@@ -80,3 +80,13 @@ def test_gradients_are_refused(device: Interpreted) -> None:
 def test_what_is_no_tensor_is_named(device: Interpreted) -> None:
     with pytest.raises(aule.InvalidDtypeError, match="context_lens"):
         aule.decode_attention(normal(1, 2, 1, 16), normal(1, 2, 5, 16), normal(1, 2, 5, 16), context_lens=[5])
+
+
+def test_a_compiled_function_may_decode() -> None:
+    """The compiler's graph ends before the call, and the next begins behind it."""
+    q, k, v = normal(1, 2, 1, 16), normal(1, 2, 9, 16), normal(1, 2, 9, 16)
+
+    def step(q: Any) -> Any:
+        return aule.decode_attention(q * 2.0, k, v, backend="numpy") + 1.0
+
+    torch.testing.assert_close(torch.compile(step, backend="eager")(q), step(q))
