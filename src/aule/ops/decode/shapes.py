@@ -42,7 +42,7 @@ def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> Dec
         shape = DecodeShape(rows, lanes, run, 2, 0, teams)
     else:
         # Two workgroups of 256 threads share a multiprocessor's registers when each thread has 128.
-        registers = 128 if 16 < rows * columns <= 32 else 0
+        registers = 128 if rows * columns <= 32 else 0
         threads = max(subgroup, min(256, target.max_threads))
         shape = DecodeShape(rows, lanes, run, keys, subgroup, threads // subgroup, registers)
     while shape.subgroups > 1 and shape.shared_bytes(problem.value_dim) > target.max_shared_bytes:
