@@ -2,8 +2,8 @@
 
 Accuracy of f32: add, sub, mul, fma and sqrt round correctly; div is within 2 ulp, rcp 1, rsqrt 2, exp2 2 (results below
 2**-126 become 0), log2 within 2**-22 (absolute between 0.5 and 2, relative elsewhere), sin and cos 2 ulp for
-|x| <= 1e6. f16 adds and multiplies natively, everything else in f16 and all of bf16 is computed in f32 and rounded
-once more. f64 has no exp2, log2, sin and cos.
+|x| <= 1e6. f16 adds and multiplies natively, vectors of it two lanes at a time; everything else in f16 and all of bf16
+is computed in f32 and rounded once more. f64 has no exp2, log2, sin and cos.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 from aule.ir.kernel import Op
 from aule.ir.types import SCALARS, Scalar, element, f32
-from aule.render._ptx_convert import extend_byte, from_f32, integer_type, to_f32
+from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split, to_f32
 from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class, wrap
 
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
+_PAIRED = {"add", "sub", "mul", "fma"}
+"""What one instruction does to two fp16 numbers."""
 _OVERFLOWING = {"add", "sub", "mul", "div", "neg", "abs", "not", "shl"}
 """What can leave the range of an 8-bit integer that is computed in 16 bits."""
 
@@ -74,6 +76,9 @@ def lanewise(e: Emitter, op: Op) -> None:
     if elem.is_int and lane_count(op.result) == 1 and _known(e, op, elem):
         return
     instruction = _INSTRUCTIONS.get((op.opcode, elem.name))
+    if elem.name == "f16" and op.opcode in _PAIRED and lane_count(op.result) > 1:
+        e.bind(op.result, _in_pairs(e, f"{op.opcode}.rn.f16x2", [e.registers(x) for x in op.args]))
+        return
     if instruction is not None and elem.bits != 8:
         cls = "p" if op.opcode in _COMPARE else register_class(elem)
         lanes = zip(*[e.operands(x) for x in op.args], strict=True)
@@ -84,6 +89,14 @@ def lanewise(e: Emitter, op: Op) -> None:
         return
     lanes = zip(*[e.operands(x) for x in op.args], strict=True)
     e.bind(op.result, tuple([compute(e, op, elem, *lane) for lane in lanes]))
+
+
+def _in_pairs(e: Emitter, instruction: str, operands: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The lanes of fp16 vectors two by two."""
+    out: list[str] = []
+    for i in range(0, len(operands[0]), 2):
+        out += split(e, e.emit(instruction, "r", *(e.joined(*x[i : i + 2]) for x in operands)), 32, 16)
+    return tuple(out)
 
 
 def compute(e: Emitter, op: Op, elem: Scalar, *x: str) -> str:
