@@ -18,6 +18,8 @@ from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, r
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
 _PAIRED = {"add", "sub", "mul", "fma"}
 """What one instruction does to two fp16 numbers."""
+_LOGIC = {"or": "0xEA", "xor": "0x6A"}
+"""lop3's table of what these do to a first operand that is masked by a second, and a third."""
 _OVERFLOWING = {"add", "sub", "mul", "div", "neg", "abs", "not", "shl"}
 """What can leave the range of an 8-bit integer that is computed in 16 bits."""
 
@@ -83,12 +85,24 @@ def lanewise(e: Emitter, op: Op) -> None:
         cls = "p" if op.opcode in _COMPARE else register_class(elem)
         lanes = zip(*[e.operands(x) for x in op.args], strict=True)
         if elem.is_int:  # indices are traced again and again; equal ones must meet to share their addresses
-            e.bind(op.result, tuple([e.once((instruction, *lane), instruction, cls, *lane) for lane in lanes]))
+            e.bind(op.result, tuple([_shared(e, op.opcode, instruction, cls, *lane) for lane in lanes]))
         else:
             e.bind(op.result, tuple([e.emit(instruction, cls, *lane) for lane in lanes]))
         return
     lanes = zip(*[e.operands(x) for x in op.args], strict=True)
     e.bind(op.result, tuple([compute(e, op, elem, *lane) for lane in lanes]))
+
+
+def _shared(e: Emitter, opcode: str, instruction: str, cls: str, *x: str) -> str:
+    """An instruction on integers, once for the same operands."""
+    if opcode in _LOGIC and cls == "r" and x[1][0] != "%":
+        masked = e.masked.get(x[0])
+        if masked is not None:  # one instruction, which ptxas does not make of two with different constants
+            return e.once((opcode, *masked, x[1]), "lop3.b32", cls, *masked, x[1], _LOGIC[opcode])
+    result = e.once((instruction, *x), instruction, cls, *x)
+    if opcode == "and" and cls == "r" and x[0][0] == "%" and x[1][0] != "%":
+        e.masked[result] = (x[0], x[1])
+    return result
 
 
 def _in_pairs(e: Emitter, instruction: str, operands: list[tuple[str, ...]]) -> tuple[str, ...]:

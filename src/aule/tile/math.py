@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, element, f64, u32
+from aule.ir.types import Scalar, bf16, element, f64, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -52,3 +52,11 @@ def tanh(b: Builder, x: Value) -> Value:
 def is_finite(b: Builder, x: Value) -> Value:
     """False for Inf and NaN, by the bits: drivers may assume that floats are finite."""
     return (b.bitcast(x, u32) & 0x7F800000) < 0x7F800000
+
+
+def overflowing(b: Builder, word: Value, elem: Scalar) -> Value:
+    """Other than 0 where one of two fp16 or bf16 numbers in a word is Inf or NaN."""
+    exponent = 0x7F80 if elem == bf16 else 0x7C00
+    lowest = exponent & -exponent
+    # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+    return ((word & exponent * 0x10001) + lowest * 0x10001) & 0x80008000

@@ -31,9 +31,7 @@ def floats(b: Builder, word: Value, cache: str, halves: bool = False) -> list[Va
     if cache == "i8":
         # The last bit of a mantissa is 1 from 2^23 on, and the ninth from 2^15 on.
         ways = ((0x000000FF, 0x4B000080, 2.0**23 + 128), (0x0000FF00, 0x47008000, 2.0**15 + 128))
-        return [
-            b.bitcast((x & mask) ^ bits, f32) - excess for x in (word, word >> 16) for mask, bits, excess in ways
-        ]
+        return [b.bitcast((x & mask) ^ bits, f32) - excess for x in (word, word >> 16) for mask, bits, excess in ways]
     if halves:
         even, odd = (b.unpack(b.cast(b.bitcast(x, Vector(f16, 2)), f32)) for x in half_pairs(b, word, cache))
         return [even[0], odd[0], even[1], odd[1]]

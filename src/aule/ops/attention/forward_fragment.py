@@ -28,7 +28,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
-from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
+from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
 from aule.tile.simt import padded
 
@@ -368,17 +368,14 @@ class _Forward:
         if whole:
             b.barrier()
             return None
-        exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
-        lowest = exponent & -exponent
         found = b.var(b.const(0, u32), "found")
 
         def check(run: Value) -> None:
-            # An exponent of ones carries into the bit of the sign, which the mask has cleared.
             for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
-                found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
+                found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
-        return b.workgroup_any(b.ne(found.value & 0x80008000, 0))
+        return b.workgroup_any(b.ne(found.value, 0))
 
     # -- products with V -------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ class Place:
     """The place of one workgroup.
 
     Rows are the query heads of a key head, and the query tokens: row ``token * group + head`` of them. The workgroup
-    has those from ``row0`` on, and keys ``first .. end - 1``; every row keeps all of ``full_first .. full_end - 1``, and
-    none keeps any before ``kept``.
+    has those from ``row0`` on, and keys ``first .. end - 1``; every row keeps all of ``full_first .. full_end - 1``,
+    and none keeps any before ``kept``.
 
     Parameters
     ----------

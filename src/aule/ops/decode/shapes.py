@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from aule.ops.decode.config import DecodeShape
+from aule.ops.decode.config import DecodeShape, FragmentDecodeShape
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
+from aule.tile.direct import choose_run, holds_pairs
+from aule.tile.fragment import multiplies
 from aule.view import ITEMSIZE
 
 _RUN_BYTES = 16
 _MAX_ROWS = 8
 CHUNK_SIZE = 512
 """Keys below which a part of a sequence costs more than it brings: a second launch takes as long as reading them."""
+SHORT = 1024
+"""Keys that are not divided among workgroups of matrix units. By estimate: a multiprocessor reads them in the time of a
+second launch."""
+_SHORT_SUBGROUPS = 16
 _USUAL_UNITS = 64
 """Multiprocessors of a device that does not say how many it has."""
 _MAX_SPLITS = 128
@@ -50,6 +56,71 @@ def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> Dec
     return shape
 
 
+@dataclass(frozen=True)
+class FragmentEntry:
+    """When matrix units are used, and how, for heads of up to ``dim``.
+
+    Attributes
+    ----------
+    fewest : int
+        Query rows of a key head from which on they are, for caches of 16 bits. Those of 8 bits always take them.
+    few, many : FragmentDecodeShape
+        For up to eight rows, and for more; blocks of keys are doubled for caches of 8 bits.
+    """
+
+    dim: int
+    fewest: int
+    few: FragmentDecodeShape
+    many: FragmentDecodeShape
+
+
+FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
+    "cuda": (
+        FragmentEntry(64, 1, FragmentDecodeShape(8, 2, 4), FragmentDecodeShape(16, 2, 4)),
+        FragmentEntry(128, 1, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 1, 4)),
+    ),
+    "vulkan": (
+        FragmentEntry(64, 5, FragmentDecodeShape(8, 2, 4), FragmentDecodeShape(16, 2, 4)),
+        FragmentEntry(128, 5, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 1, 4)),
+    ),
+}
+"""By backend. By rule, not measured yet."""
+
+
+def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentDecodeShape | None:
+    """The shape of a workgroup on matrix units; None where there are none for it, or plain arithmetic is as good."""
+    dims, rows = (problem.head_dim, problem.value_dim), problem.group * max(problem.seq_q, 1)
+    if problem.dtype not in ("f16", "bf16") or not multiplies(target, "f16" if problem.quantised else problem.dtype):
+        return None
+    assert target.matrix_layout is not None
+    if not holds_pairs(target.matrix_layout) or (problem.quantised and not target.f16):
+        return None
+    for entry in FRAGMENTS.get(target.backend, ()):
+        if max(dims) > entry.dim or (rows < entry.fewest and not problem.quantised):
+            continue
+        shape = entry.few if rows <= entry.few.rows else entry.many
+        if problem.quantised:
+            shape = replace(shape, blocks=2 * shape.blocks)
+        if problem.seq_kv <= SHORT and shape is not entry.many and target.max_threads >= _SHORT_SUBGROUPS * shape.lanes:
+            # One launch, and everything under way at once, in the registers that are left to each.
+            shape = replace(shape, blocks=1, subgroups=_SHORT_SUBGROUPS, registers=128)
+        while shape.subgroups > 1 and shape.shared_bytes(*dims) > target.max_shared_bytes:
+            shape = replace(shape, subgroups=shape.subgroups // 2)
+        fits = shape.threads <= target.max_threads and shape.shared_bytes(*dims) <= target.max_shared_bytes
+        if fits and shape.lanes == target.subgroup_size:
+            return shape
+    return None
+
+
+def fragment_runs(problem: DecodeProblem, target: Target) -> tuple[int, int]:
+    """Elements of K and of V that the kernel for matrix units reads at once."""
+    assert target.matrix_layout is not None
+    return (
+        choose_run(target.matrix_layout, problem.head_dim, problem.cache, "columns"),
+        choose_run(target.matrix_layout, problem.value_dim, problem.cache, "rows"),
+    )
+
+
 def subgroup_size(target: Target) -> int:
     """Lanes of a subgroup that a kernel can rely on; 0 when there are none."""
     if target.subgroup_sizes:
@@ -80,7 +151,7 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target) -> int:
         return waves / -(-blocks * splits // slots)
 
     best = max(filled(n) for n in range(1, most + 1))
-    return next(n for n in range(1, most + 1) if filled(n) >= 0.97 * best)
+    return next(n for n in range(1, most + 1) if filled(n) >= 0.96 * best)
 
 
 def _power(n: int) -> int:
