@@ -225,6 +225,7 @@ class Engine:
     def __init__(self, inputs: Inputs, backend: str) -> None:
         self.inputs, self.device = inputs, registry.find(backend)
         assert self.device is not None
+        find_layout(self.device)
         op = "flash_attention_paged" if inputs.case.page else "decode_attention"
         tensors = {"q": inputs.q, "k": inputs.stored[0], "v": inputs.stored[1], **inputs.arguments}
         views: dict[str, Any] = {}
@@ -332,7 +333,6 @@ def tune(names: str, alternatives: list[str], backend: str) -> None:
     for name in names.split(","):
         inputs = Inputs(CASES[name])
         engine = Engine(inputs, backend)
-        find_layout(engine.device)
         for text in ["", *alternatives]:
             shape, splits = alternative(text, engine.problem, engine.device.target) if text else (None, None)
             try:

@@ -203,49 +203,62 @@ class _Decode:
 
     def _queries(self) -> tuple[list[Value], list[_Row]]:
         """Q as right factors, along columns in the order in which lanes hold those of K; and this lane's rows."""
-        b, engine, place, dim = self.b, self.engine, self.place, self.keys.padded
-        stride = row_stride(dim)
+        b, engine, shape = self.b, self.engine, self.shape
+        stride = row_stride(self.keys.padded)
         memory = b.shared("queries", engine.elem, SIZE * stride)
         narrow = self.config.quantised and self.config.dtype == "bf16"
-        factors = b.shared("factors", f32, SIZE) if narrow else None
-        for first in range(0, SIZE, self.shape.subgroups):
+        factors = b.shared("factors", f32, shape.rows) if narrow else None
+        for first in range(0, shape.rows, shape.subgroups):
             row = engine.subgroup + first
-            start = place.row_start("q", place.q, *place.existing(row))
-            columns = [engine.lane + i for i in range(0, dim, self.shape.lanes)]
-            inside = [b.min(column, dim - 1) for column in columns]
-            found = [place.q.load_quad(b, start, self.keys.source(column), dim, 1) for column in inside]
-            if factors is not None:
-                found, factor = self._narrowed([b.cast(x, f32) for x in found])
-                with b.if_(b.eq(engine.lane, 0)):
-                    b.store(factors, row, factor)
-            for i, (column, x) in enumerate(zip(columns, found, strict=True)):
-                if (i + 1) * self.shape.lanes <= dim:
-                    b.store(memory, row * stride + column, x)
-                else:
-                    with b.if_(column < dim):
-                        b.store(memory, row * stride + column, x)
-        if self.shape.rows < SIZE:  # weights of the others are never written, but multiplied
+            if shape.subgroups <= shape.rows:
+                self._bring_query(row, memory, stride, factors)
+            else:
+                with b.if_(row < shape.rows):
+                    self._bring_query(row, memory, stride, factors)
+        if shape.rows < SIZE:  # the others are multiplied, too
             nothing = b.splat(b.const(0, engine.elem), QUAD)
-            with b.loop(engine.thread * QUAD, self.shape.step * row_stride(SIZE), self.shape.threads * QUAD) as at:
-                b.store(self.weights, at, nothing)
+            for array, begin, size in (
+                (memory, shape.rows * stride, (SIZE - shape.rows) * stride),
+                (self.weights, 0, shape.step * row_stride(SIZE)),
+            ):
+                with b.loop(engine.thread * QUAD, size, shape.threads * QUAD, name="zero") as at:
+                    b.store(array, at + begin, nothing)
         b.barrier()
-        zero = b.const(0, i32)
         depth = range(self.keys.fragments)
-        q = [engine.load_right(memory, zero, stride, k * SIZE, 0, transposed=True) for k in depth]
+        start = b.const(0, i32)
+        q = [engine.load_right(memory, start, stride, k * SIZE, 0, transposed=True) for k in depth]
+        # Those that no lane has are left out.
+        return q, [self._row(part, factors) for part in engine.part_cols if part < shape.rows]
+
+    def _bring_query(self, row: Value, memory: Value, stride: int, factors: Value | None) -> None:
+        """One row of Q into shared memory, by the subgroup."""
+        b, engine, place, dim, lanes = self.b, self.engine, self.place, self.keys.padded, self.shape.lanes
+        start = place.row_start("q", place.q, *place.existing(row))
+        columns = [engine.lane + i for i in range(0, dim, lanes)]
+        sources = [self.keys.source(b.min(column, dim - 1) if dim % lanes else column) for column in columns]
+        found = [place.q.load_quad(b, start, column, dim, 1) for column in sources]
+        if factors is not None:
+            found, factor = self._narrowed([b.cast(x, f32) for x in found])
+            with b.if_(b.eq(engine.lane, 0)):
+                b.store(factors, row, factor)
+        for i, (column, x) in enumerate(zip(columns, found, strict=True)):
+            if (i + 1) * lanes <= dim:
+                b.store(memory, row * stride + column, x)
+            else:
+                with b.if_(column < dim):
+                    b.store(memory, row * stride + column, x)
+
+    def _row(self, part: int, factors: Value | None) -> _Row:
+        b, place = self.b, self.place
+        number = self.engine.lane_col + part
         scale = self.p.number("scale", f32)
         if self.config.cache == "e4m3":
             scale = scale * (1.0 / E4M3_HALF)
-        rows = []
-        for part in engine.part_cols:
-            if part >= self.shape.rows:  # of no lane
-                continue
-            number = engine.lane_col + part
-            factor = scale if factors is None else scale * b.load(factors, number)
-            token, head = place.existing(number)
-            base, total = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
-            position = place.extent.shift + token
-            rows.append(_Row(part, number, factor, place.modifiers(head), head, position, base, total))
-        return q, rows
+        if factors is not None:
+            scale = scale * b.load(factors, b.min(number, self.shape.rows - 1))
+        token, head = place.existing(number)
+        base, total = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
+        return _Row(part, number, scale, place.modifiers(head), head, place.extent.shift + token, base, total)
 
     def _narrowed(self, found: list[Value]) -> tuple[list[Value], Value]:
         """A row of Q, of which this subgroup holds the elements, as fp16 below 2; and the power of two to be made up

@@ -18,11 +18,11 @@ from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.reduce import build_reduce
 from aule.ops.decode.shapes import (
-    SHORT,
     choose_decode_fragments,
     choose_decode_shape,
     choose_splits,
     fragment_runs,
+    is_short,
 )
 from aule.ops.decode.validate import DecodeOperands
 from aule.target import Target
@@ -116,7 +116,7 @@ def _plan_few(
     row_blocks = -(-problem.group * tokens // shape.rows)
     blocks = row_blocks * problem.heads_kv * problem.batch
     if splits is None:
-        short = isinstance(shape, FragmentDecodeShape) and problem.seq_kv <= SHORT
+        short = isinstance(shape, FragmentDecodeShape) and is_short(problem, target)
         splits = 1 if short else choose_splits(blocks, problem.seq_kv, _resident(shape), target)
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens

@@ -8,17 +8,16 @@ from aule.ops.decode.config import DecodeShape, FragmentDecodeShape
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
 from aule.tile.direct import choose_run, holds_pairs
-from aule.tile.fragment import multiplies
+from aule.tile.fragment import SIZE, multiplies
 from aule.view import ITEMSIZE
 
 _RUN_BYTES = 16
 _MAX_ROWS = 8
 CHUNK_SIZE = 512
 """Keys below which a part of a sequence costs more than it brings: a second launch takes as long as reading them."""
-SHORT = 1024
+_SHORT = 1024
 """Keys that are not divided among workgroups of matrix units. By estimate: a multiprocessor reads them in the time of a
 second launch."""
-_SHORT_SUBGROUPS = 16
 _USUAL_UNITS = 64
 """Multiprocessors of a device that does not say how many it has."""
 _MAX_SPLITS = 128
@@ -101,15 +100,21 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
         shape = entry.few if rows <= entry.few.rows else entry.many
         if problem.quantised:
             shape = replace(shape, blocks=2 * shape.blocks)
-        if problem.seq_kv <= SHORT and shape is not entry.many and target.max_threads >= _SHORT_SUBGROUPS * shape.lanes:
+        if is_short(problem, target) and rows <= shape.rows < SIZE:
             # One launch, and everything under way at once, in the registers that are left to each.
-            shape = replace(shape, blocks=1, subgroups=_SHORT_SUBGROUPS, registers=128)
+            shape = replace(shape, blocks=1, subgroups=min(16, target.max_threads // shape.lanes), registers=128)
         while shape.subgroups > 1 and shape.shared_bytes(*dims) > target.max_shared_bytes:
             shape = replace(shape, subgroups=shape.subgroups // 2)
         fits = shape.threads <= target.max_threads and shape.shared_bytes(*dims) <= target.max_shared_bytes
         if fits and shape.lanes == target.subgroup_size:
             return shape
     return None
+
+
+def is_short(problem: DecodeProblem, target: Target) -> bool:
+    """Whether few and short sequences are best read by one workgroup of matrix units for each key head."""
+    blocks = problem.batch * problem.heads_kv
+    return problem.seq_kv <= _SHORT and blocks <= (target.compute_units or _USUAL_UNITS)
 
 
 def fragment_runs(problem: DecodeProblem, target: Target) -> tuple[int, int]:
