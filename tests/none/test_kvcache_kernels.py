@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import kvcache_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
+import test_fragment_compiles as compiles
 
 from aule.engine.kvcache import words
 from aule.ir.interpret import interpret
@@ -104,3 +107,19 @@ def test_large_pools_have_64_bit_indices() -> None:
     wide = Step(step.config, step.build, small.grid, small.scalars)
     run((wide,), TARGETS["subgroups"], memory)
     np.testing.assert_array_equal(views["k_cache"].storage, wanted["k_cache"])
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_ptx_moves_whole_vectors_and_spills_nothing(arch: str, tmp_path: Path) -> None:
+    target = compiles.target(arch)
+    for case in (cases.CASES[1], cases.CASES[4], cases.CASES[6]):
+        problem, views = cases.make(case)
+        for step in plan_append(problem, views, target):
+            text, spilled = compiles.assemble(step.build(step.config, target), target, tmp_path)
+            assert spilled == 0
+            assert "ld.global.nc.v4.b32" in text  # eight halves at once
+            assert ("st.global.v2.b32" if case.quantize else "st.global.v4.b32") in text
+    (copy,) = plan_copy(1, {"k_cache": words(np.zeros((1, 2, 64), np.uint16))}, target)
+    text, spilled = compiles.assemble(copy.build(copy.config, target), target, tmp_path)
+    assert spilled == 0 and "ld.global.v4.b32" in text and "st.global.v4.b32" in text
