@@ -46,6 +46,9 @@ class FragmentShape:
         Registers a thread may use, where the language can say so.
     lanes : int
         Lanes of a subgroup.
+    columns : int
+        Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
+        pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     """
 
     block_q: int
@@ -55,6 +58,7 @@ class FragmentShape:
     resident_q: bool
     registers: int = 255
     lanes: int = 32
+    columns: int = 1
 
     @property
     def threads(self) -> int:
@@ -63,7 +67,7 @@ class FragmentShape:
     @property
     def rows(self) -> int:
         """Rows of one subgroup."""
-        return self.block_q // self.subgroups
+        return self.block_q * self.columns // self.subgroups
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
@@ -77,10 +81,11 @@ class FragmentShape:
         return 2 * (max(q, stages) if self.resident_q else q + stages)
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
-        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; and
-        dS where it also adds up dQ."""
+        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS
+        where it also adds up dQ; and dS and P where subgroups share rows."""
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
-        return 2 * (rows + (self.block_q * row_stride(self.block_kv) if sums else 0))
+        tiles = 2 if self.columns > 1 else int(sums)
+        return 2 * (rows + tiles * self.block_q * row_stride(self.block_kv))
 
 
 def row_stride(dim: int) -> int:
