@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import aule
-from aule.engine.kvcache import programs, words
-from aule.ops.attention.plan import Step
+from aule.engine.attention import launch_steps, load_steps
+from aule.engine.kvcache import words
+from aule.ops.attention.plan import StepPlan
 from aule.ops.kvcache import numpy_append
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.runtime.base import Device
@@ -22,15 +23,13 @@ def device(request: pytest.FixtureRequest) -> Device:
     return devices.need(request.param)
 
 
-def run(steps: tuple[Step, ...], device: Device, arrays: dict[str, np.ndarray], back: list[str]) -> None:
+def run(plan: StepPlan, device: Device, arrays: dict[str, np.ndarray], back: list[str]) -> None:
     """Launch on copies in device memory, and bring some of them back."""
     memory = {name: device.alloc(max(array.nbytes, 16)) for name, array in arrays.items()}
     try:
         for name, array in arrays.items():
             device.upload(memory[name], array)
-        for step, loaded in programs(steps, device):
-            values: dict[str, Any] = {f"{name}_ptr": held for name, held in memory.items()} | dict(step.scalars)
-            device.launch(loaded, step.grid, [values[p.name] for p in loaded.artifact.params])
+        launch_steps(load_steps(plan, device), device, memory)
         for name in back:
             device.download(memory[name], arrays[name])
     finally:
@@ -60,8 +59,8 @@ def test_copy(device: Device) -> None:
     pairs = np.array([[0, 3], [0, 4], [2, 1]], np.int32)
     wanted = {name: array.copy() for name, array in arrays.items()}
     numpy_append.copy_pages(pairs, wanted)
-    steps = plan_copy(len(pairs), {name: words(array) for name, array in arrays.items()}, device.target)
-    run(steps, device, {"pairs": pairs, **arrays}, list(arrays))
+    plan = plan_copy(len(pairs), {name: words(array) for name, array in arrays.items()}, device.target)
+    run(plan, device, {"pairs": pairs, **arrays}, list(arrays))
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, wanted[name])
 

@@ -15,7 +15,7 @@ import test_fragment_compiles as compiles
 from aule.engine.kvcache import words
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
-from aule.ops.attention.plan import Step
+from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.kvcache import numpy_append
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.target import Target
@@ -27,8 +27,8 @@ TARGETS = {
 }
 
 
-def run(steps: tuple[Step, ...], target: Target, memory: dict[str, Any]) -> None:
-    for step in steps:
+def run(plan: StepPlan, target: Target, memory: dict[str, Any]) -> None:
+    for step in plan.steps:
         kernel = step.build(step.config, target)
         verify(kernel)
         values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
@@ -49,11 +49,11 @@ def flat(view: cases.TensorView) -> np.ndarray:
 def test_append(case: cases.Case, target: str) -> None:
     problem, views = cases.make(case)
     wanted = cases.expected(problem, views)
-    steps = plan_append(problem, views, TARGETS[target])
+    plan = plan_append(problem, views, TARGETS[target])
     buffers = 5 + (2 if case.quantize else 0) + (2 if case.rotary_dim else 0)
-    assert len(steps) == (1 if buffers <= TARGETS[target].max_buffers else 2)
+    assert len(plan.steps) == (1 if buffers <= TARGETS[target].max_buffers else 2)
     memory = {n: flat(v).view(np.uint32) if n.endswith("_scale") else flat(v) for n, v in views.items()}
-    run(steps, TARGETS[target], memory)
+    run(plan, TARGETS[target], memory)
     cases.compare(case, {name: v.storage for name, v in views.items() if cases.written(name)}, wanted)
 
 
@@ -87,8 +87,8 @@ def test_copy(target: str) -> None:
     pairs = np.array([[0, 3], [0, 4], [2, 1]], np.int32)
     wanted = {name: array.copy() for name, array in arrays.items()}
     numpy_append.copy_pages(pairs, wanted)
-    steps = plan_copy(len(pairs), {name: words(array) for name, array in arrays.items()}, TARGETS[target])
-    run(steps, TARGETS[target], {"pairs": pairs.reshape(-1), **{n: a.reshape(-1) for n, a in arrays.items()}})
+    plan = plan_copy(len(pairs), {name: words(array) for name, array in arrays.items()}, TARGETS[target])
+    run(plan, TARGETS[target], {"pairs": pairs.reshape(-1), **{n: a.reshape(-1) for n, a in arrays.items()}})
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, wanted[name])
         assert (array[:, 3] == array[:, 0]).all() and (array[:, 1] == array[:, 2]).all()
@@ -98,14 +98,14 @@ def test_large_pools_have_64_bit_indices() -> None:
     problem, views = cases.make(cases.CASES[0])
     cache = views["k_cache"]
     far = cases.TensorView(cache.dtype, (1 << 26, *cache.shape[1:]), cache.strides, "host", None)
-    (step,) = plan_append(problem, views | {"k_cache": far, "v_cache": far}, TARGETS["subgroups"])
+    (step,) = plan_append(problem, views | {"k_cache": far, "v_cache": far}, TARGETS["subgroups"]).steps
     assert step.config.index64 and step.scalars["slots"] == 1 << 28
-    (small,) = plan_append(problem, views, TARGETS["subgroups"])
+    (small,) = plan_append(problem, views, TARGETS["subgroups"]).steps
     assert not small.config.index64
     memory = {name: flat(view) for name, view in views.items()}
     wanted = cases.expected(problem, views)
     wide = Step(step.config, step.build, small.grid, small.scalars)
-    run((wide,), TARGETS["subgroups"], memory)
+    run(StepPlan((wide,)), TARGETS["subgroups"], memory)
     np.testing.assert_array_equal(views["k_cache"].storage, wanted["k_cache"])
 
 
@@ -115,11 +115,11 @@ def test_ptx_moves_whole_vectors_and_spills_nothing(arch: str, tmp_path: Path) -
     target = compiles.target(arch)
     for case in (cases.CASES[1], cases.CASES[4], cases.CASES[6]):
         problem, views = cases.make(case)
-        for step in plan_append(problem, views, target):
+        for step in plan_append(problem, views, target).steps:
             text, spilled = compiles.assemble(step.build(step.config, target), target, tmp_path)
             assert spilled == 0
             assert "ld.global.nc.v4.b32" in text  # eight halves at once
             assert ("st.global.v2.b32" if case.quantize else "st.global.v4.b32") in text
-    (copy,) = plan_copy(1, {"k_cache": words(np.zeros((1, 2, 64), np.uint16))}, target)
+    (copy,) = plan_copy(1, {"k_cache": words(np.zeros((1, 2, 64), np.uint16))}, target).steps
     text, spilled = compiles.assemble(copy.build(copy.config, target), target, tmp_path)
     assert spilled == 0 and "ld.global.v4.b32" in text and "st.global.v4.b32" in text

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
 
 from aule import settings
 from aule.backends import registry
-from aule.engine.programs import program
+from aule.engine.attention import load_steps
 from aule.errors import AuleError
-from aule.ops.attention.plan import Step
+from aule.ops.attention.plan import StepPlan
 from aule.ops.kvcache import numpy_append
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import AppendProblem
-from aule.runtime.base import Device, Program
+from aule.runtime.base import Device
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -60,8 +60,8 @@ def copy_on_host(pairs: Array, arrays: Mapping[str, Array], device: Device | Non
         return
     views = {name: words(array) for name, array in arrays.items()}
     alignment = {name: address & -address for name, address in ((n, _address(a)) for n, a in arrays.items())}
-    steps = plan_copy(len(pairs), views, device.target, alignment)
-    _run(prepare(steps, device), {"pairs": pairs, **arrays})
+    plan = plan_copy(len(pairs), views, device.target, alignment)
+    _run(prepare(plan, device), {"pairs": pairs, **arrays})
 
 
 def words(array: Any) -> TensorView:
@@ -71,25 +71,16 @@ def words(array: Any) -> TensorView:
     return TensorView(bits, (layers, pages, size), (pages * size, size, 1), "host", array)
 
 
-def prepare(steps: Iterable[Step], device: Any) -> Launches:
-    """Load the kernels of launches and fix all but their memory."""
+def prepare(plan: StepPlan, device: Any) -> Launches:
+    """Load the kernels of a plan and fix all of its launches but their memory."""
     ready = []
-    for step, loaded in programs(steps, device):
+    for step, loaded in load_steps(plan, device).steps:
         artifact = loaded.artifact
         # The CPU's launches take scalars alone; those of other devices something in the place of each buffer.
         params = artifact.scalars if device.target.backend == "cpu" else artifact.params
         start = device.prepare(loaded, step.grid, [step.scalars.get(p.name) for p in params]).launch
         ready.append((start, tuple(p.name.removesuffix("_ptr") for p in artifact.buffers)))
     return tuple(ready)
-
-
-def programs(steps: Iterable[Step], device: Any) -> list[tuple[Step, Program]]:
-    """The launches of a plan with their kernels, built or found."""
-
-    def load(step: Step) -> Program:
-        return program(device, step.config, lambda: step.build(step.config, device.target))
-
-    return [(step, load(step)) for step in steps]
 
 
 def _run(ready: Launches, memory: Mapping[str, Array]) -> None:

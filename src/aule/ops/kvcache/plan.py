@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from aule.ops.attention.plan import Step
+from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.kvcache.append import build_append
 from aule.ops.kvcache.config import AppendConfig, CopyConfig
 from aule.ops.kvcache.copy import build_copy
@@ -23,7 +23,7 @@ _PART_BYTES = 8192
 
 def plan_append(
     problem: AppendProblem, views: Mapping[str, TensorView], target: Target, alignment: Mapping[str, int] | None = None
-) -> tuple[Step, ...]:
+) -> StepPlan:
     """Plan an append: one launch, or one for k and one for v where the device cannot bind all buffers.
 
     Parameters
@@ -34,11 +34,11 @@ def plan_append(
         Bytes that divide the address of each array's memory; 16 where nothing is said.
     """
     if problem.tokens == 0 or problem.heads == 0:
-        return ()
+        return StepPlan(())
     operands = ("k", "v") if problem.value_dim else ("k",)
     buffers = 1 + (2 if problem.quantize is None else 3) * len(operands) + (2 if problem.rotary_dim else 0)
     split = [operands] if buffers <= target.max_buffers else [(name,) for name in operands]
-    return tuple(_append_step(problem, views, target, alignment or {}, names) for names in split)
+    return StepPlan(tuple(_append_step(problem, views, target, alignment or {}, names) for names in split))
 
 
 def _append_step(
@@ -104,7 +104,7 @@ def _append_step(
 
 def plan_copy(
     copies: int, views: Mapping[str, TensorView], target: Target, alignment: Mapping[str, int] | None = None
-) -> tuple[Step, ...]:
+) -> StepPlan:
     """Plan the copy of ``copies`` pages, whose numbers are the buffer ``pairs``, int32 ``[copies, 2]``.
 
     Parameters
@@ -113,7 +113,7 @@ def plan_copy(
         Arrays of ``[layers, pages, elements of a page]``, contiguous.
     """
     if copies == 0:
-        return ()
+        return StepPlan(())
     cpu = target.backend == "cpu"
     layers = next(iter(views.values())).shape[0]
     threads = 1 if cpu else min(_THREADS, target.max_threads)
@@ -133,7 +133,7 @@ def plan_copy(
     scalars = {"tasks": tasks, "parts": parts, "layers": layers}
     for name, view in views.items():
         scalars |= {f"{name}_page": view.shape[2], f"{name}_layer": view.shape[1] * view.shape[2]}
-    return (Step(config, build_copy, (min(tasks, target.max_grid[0]), 1, 1), scalars),)
+    return StepPlan((Step(config, build_copy, (min(tasks, target.max_grid[0]), 1, 1), scalars),))
 
 
 def _extent(view: TensorView) -> int:
