@@ -194,7 +194,7 @@ class KVCache:
     def context_lens(self, seqs: int | Sequence[int], layer: int = 0) -> Any:
         """int32 ``[len(seqs)]``, where the pool is: the tokens of each sequence. Not to be written to."""
         with self._lock:
-            lengths = tuple(self.length(seq, layer) for seq in _sequences(seqs))
+            lengths = self._pages.lengths(_sequences(seqs), self._layer("context_lens", layer))
             return self._remembered("lens", lengths, lambda: np.array(lengths, np.int32))
 
     def shared_pages(self, seqs: int | Sequence[int], layer: int = 0) -> int:
@@ -323,17 +323,17 @@ class KVCache:
                     f"[KVCache.append] expected k and v of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, "
                     f"dim], got {tuple(k.shape)} and {tuple(v.shape)}; reshape them"
                 )
-        given = None if lengths is None else tuple(int(n) for n in lengths)
+        given = None if lengths is None else tuple(map(int, lengths))
         if k.ndim == 4:
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             each = k.shape[1]
             counts = (each,) * len(seqs) if given is None else given
-            fits = k.shape[0] == len(seqs) and all(0 <= n <= each for n in counts)
+            fits = k.shape[0] == len(seqs) and min(counts, default=0) >= 0 and max(counts, default=0) <= each
         else:
             k, v = k[None], v[None]
             tokens = k.shape[1]
             counts = given or ((tokens,) if len(seqs) == 1 else (1,) * len(seqs))
-            fits = sum(counts) == tokens and all(n >= 0 for n in counts)
+            fits = sum(counts) == tokens and min(counts, default=0) >= 0
         if not fits or len(counts) != len(seqs):
             raise InvalidShapeError(
                 f"[KVCache.append] expected new tokens of {len(seqs)} sequences with lengths {list(counts)}, got k of "
@@ -379,7 +379,7 @@ class KVCache:
             )
         turned = q[:, :, None] if q.ndim == 3 else q
         batch, _, rows, _ = turned.shape
-        lens = np.array([self.length(seq, layer) for seq in seqs], np.int32)
+        lens = np.array(self._pages.lengths(seqs, layer), np.int32)
         positions = lens[:, None] - rows + np.arange(rows, dtype=np.int32)
         places = np.stack([np.arange(batch * rows, dtype=np.int32), positions.reshape(-1)])
         return rotate(q, self._front.integers(places, self.device), rope, interleaved, self.backend)
@@ -391,7 +391,8 @@ class KVCache:
             rows = np.diff(ends).tolist()
         else:
             rows = [1 if q.ndim == 3 else q.shape[2]] * len(seqs)
-        first = min((self.length(seq, layer) - n for seq, n in zip(seqs, rows, strict=True)), default=0)
+        lens = self._pages.lengths(seqs, layer)
+        first = min((length - n for length, n in zip(lens, rows, strict=True)), default=0)
         return max(min(self.shared_pages(seqs, layer), first // self.page_size), 0)
 
     def __repr__(self) -> str:
@@ -428,7 +429,7 @@ def _angles(rope: tuple[Any, Any] | None) -> dict[str, Any]:
 def _sequences(seqs: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(seqs, int | np.integer):
         return (int(seqs),)
-    return tuple(int(seq) for seq in seqs)
+    return tuple(map(int, seqs))
 
 
 def _front(device: Any) -> ModuleType:

@@ -8,7 +8,7 @@ arrays are written, so that one which fails, because pages run out or a launch d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Append:
 
     layer: int
     seqs: tuple[int, ...]
+    found: tuple[_Tokens, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     pages: list[tuple[int, int, int]]
@@ -66,11 +67,12 @@ class PageTable:
     def __init__(self, num_pages: int, page_size: int, layers: int = 1, page_bytes: int = 0) -> None:
         self.num_pages, self.page_size, self.layers, self.page_bytes = num_pages, page_size, layers, page_bytes
         self.version = 0
-        """Changes with every change of a sequence's pages."""
+        """Changes whenever a sequence gets or loses pages, or shares them."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._sequences: dict[int, _Tokens] = {}
         self._next = 0
+        self._last: Append | None = None
 
     @property
     def pages_free(self) -> int:
@@ -90,6 +92,7 @@ class PageTable:
         found = self._find("fork", seq)
         for page in found.pages:
             self._references[page] += 1
+        self.version += 1
         return self._add(_Tokens(list(found.pages), list(found.lengths)))
 
     def free(self, seq: int) -> None:
@@ -115,6 +118,10 @@ class PageTable:
         """How many tokens a layer has of a sequence."""
         return self._find("length", seq).lengths[layer]
 
+    def lengths(self, seqs: Sequence[int], layer: int) -> tuple[int, ...]:
+        """The same of several."""
+        return tuple([self._find("context_lens", seq).lengths[layer] for seq in seqs])
+
     def pages(self, seq: int) -> tuple[int, ...]:
         """The pages of a sequence."""
         return tuple(self._find("pages", seq).pages)
@@ -123,7 +130,7 @@ class PageTable:
         """How many sequences have a page."""
         return self._references[page]
 
-    def plan_append(self, seqs: Sequence[int], counts: Sequence[int], layer: int) -> Append:
+    def plan_append(self, seqs: tuple[int, ...], counts: tuple[int, ...], layer: int) -> Append:
         """Find a place for ``counts`` new tokens of each sequence; changes nothing.
 
         Raises
@@ -131,6 +138,13 @@ class PageTable:
         CacheFullError
             There are not enough pages for all of them.
         """
+        last = self._last
+        if (
+            last is not None
+            and (last.version, last.seqs, last.counts) == (self.version, seqs, counts)
+            and last.starts == tuple([found.lengths[layer] for found in last.found])
+        ):  # what another layer got just now, as a model's layers follow each other: the pages are there
+            return replace(last, layer=layer, pages=[], copies=[])
         if len(set(seqs)) != len(seqs):
             raise InvalidArgumentError(
                 f"[KVCache.append] expected every sequence once, got {list(seqs)}; give all its tokens in one piece"
@@ -138,11 +152,10 @@ class PageTable:
         size = self.page_size
         wanted: list[tuple[int, int, int | None]] = []  # the sequence, the number of the page in it, what it replaces
         left: dict[int, int] = {}  # how many leave a page that was shared: the last one has it alone
-        starts = []
-        for seq, count in zip(seqs, counts, strict=True):
-            found = self._find("append", seq)
-            start, end = found.lengths[layer], found.lengths[layer] + count
-            starts.append(start)
+        tokens = [self._find("append", seq) for seq in seqs]
+        starts = [found.lengths[layer] for found in tokens]
+        for seq, found, start, count in zip(seqs, tokens, starts, counts, strict=True):
+            end = start + count
             if count == 0:
                 continue
             there = len(found.pages)
@@ -164,7 +177,7 @@ class PageTable:
         pages = [(seq, i, page) for (seq, i, _), page in zip(wanted, taken, strict=True)]
         copies = [(old, page) for (_, _, old), page in zip(wanted, taken, strict=True) if old is not None]
         version = self.version + bool(pages)
-        return Append(layer, tuple(seqs), tuple(starts), tuple(counts), pages, copies, version)
+        return Append(layer, seqs, tuple(tokens), tuple(starts), counts, pages, copies, version)
 
     def places(self, append: Append) -> npt.NDArray[np.int32]:
         """int32 ``[2, tokens]``: the slot of each new token, ``page * page_size`` and its place in the page, and its
@@ -173,18 +186,19 @@ class PageTable:
         new: dict[int, dict[int, int]] = {}
         for seq, i, page in append.pages:
             new.setdefault(seq, {})[i] = page
-        result = np.empty((2, sum(append.counts)), np.int32)
-        done = 0
-        for seq, start, count in zip(append.seqs, append.starts, append.counts, strict=True):
-            positions = np.arange(start, start + count, dtype=np.int32)
-            first = start // size
-            added, pages = new.get(seq, {}), self._sequences[seq].pages
-            mine = [added[i] if i in added else pages[i] for i in range(first, -(-(start + count) // size))]
-            result[1, done : done + count] = positions
-            if count:
-                result[0, done : done + count] = np.array(mine)[positions // size - first] * size + positions % size
-            done += count
-        return result
+        none: dict[int, int] = {}
+        slots: list[int] = []
+        positions: list[int] = []
+        for seq, found, start, count in zip(append.seqs, append.found, append.starts, append.counts, strict=True):
+            added, end = new.get(seq, none), start + count
+            positions += range(start, end)
+            while start < end:  # page by page
+                i, at = divmod(start, size)
+                stop = min(end, start - at + size)
+                first = (added[i] if i in added else found.pages[i]) * size + at
+                slots += range(first, first + stop - start)
+                start = stop
+        return np.array([slots, positions], np.int32).reshape(2, -1)
 
     def commit(self, append: Append) -> None:
         """Carry out what `plan_append` planned, with nothing done to the table in between."""
@@ -197,9 +211,10 @@ class PageTable:
                 found.pages[i] = page
             else:
                 found.pages.append(page)
-        for seq, count in zip(append.seqs, append.counts, strict=True):
-            self._sequences[seq].lengths[append.layer] += count
+        for found, count in zip(append.found, append.counts, strict=True):
+            found.lengths[append.layer] += count
         self.version = append.version
+        self._last = append
 
     def table(self, seqs: Sequence[int]) -> npt.NDArray[np.int32]:
         """int32 ``[len(seqs), pages of the longest]``; what a sequence has no page for is 0, a page that exists."""
