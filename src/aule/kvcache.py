@@ -245,6 +245,7 @@ class KVCache:
         arrays = {"k": rows_k, "v": rows_v, **self._written(at), **_angles(rope)}
         with self._lock:
             planned = self._pages.plan_append(wanted, counts, at)
+            _check_positions("append", rope, max(map(sum, zip(planned.starts, counts, strict=True)), default=0))
             each = rows_k.shape[1]
             key = (wanted, planned.starts, planned.counts, planned.version, each)
             arrays["places"] = self._remembered("places", key, lambda: self._places(planned, rows_k.shape[0], each))
@@ -380,6 +381,7 @@ class KVCache:
         turned = q[:, :, None] if q.ndim == 3 else q
         batch, _, rows, _ = turned.shape
         lens = np.array(self._pages.lengths(seqs, layer), np.int32)
+        _check_positions("attend", rope, int(lens.max(initial=0)))
         positions = lens[:, None] - rows + np.arange(rows, dtype=np.int32)
         places = np.stack([np.arange(batch * rows, dtype=np.int32), positions.reshape(-1)])
         return rotate(q, self._front.integers(places, self.device), rope, interleaved, self.backend)
@@ -416,6 +418,14 @@ def rotate(x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backen
     arrays = {"k": four.swapaxes(1, 2), "k_cache": out.swapaxes(1, 2), "places": places, **_angles(rope)}
     front.write("rotate", arrays, interleaved=interleaved, backend=backend)
     return out[:, :, 0] if x.ndim == 3 else out
+
+
+def _check_positions(op: str, rope: tuple[Any, Any] | None, needed: int) -> None:
+    """Kernels read no angle that does not exist, but would take the last one instead."""
+    if rope is not None and len(rope[0]) < needed:
+        raise InvalidShapeError(
+            f"[KVCache.{op}] expected cos and sin of at least {needed} positions, got {len(rope[0])}; compute more"
+        )
 
 
 def _angles(rope: tuple[Any, Any] | None) -> dict[str, Any]:

@@ -193,6 +193,8 @@ def test_a_launch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         (lambda c, s: c.append(s, *two((2, 1, 2), np.int32)), aule.InvalidDtypeError, "float32"),
         (lambda c, s: c.append(s, [1.0], [1.0]), aule.InvalidDtypeError, "device="),
         (lambda c, s: c.append(s, *two((1, 1, 2)), rope=two((9, 2))), aule.InvalidShapeError, "at most 1"),
+        (lambda c, s: c.append(s, *two((1, 1, 2)), rope=two((4, 1))), aule.InvalidShapeError, "at least 5 positions"),
+        (lambda c, s: c.attend(two((1, 1, 2))[0], s, rope=two((3, 1))), aule.InvalidShapeError, "at least 4 positions"),
     ],
 )
 def test_errors(call: Any, error: type[Exception], words: str) -> None:
