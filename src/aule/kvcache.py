@@ -20,6 +20,7 @@ from aule.ops.kvcache.problem import QUANTISED
 from aule.view import ITEMSIZE
 
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
 _MAX_DIM = 256
 
 
@@ -42,8 +43,9 @@ class KVCache:
     With several layers a token's pages are taken once, when the first layer appends it; each layer has arrays of its
     own and its own count of tokens, so that layers may be appended to one after the other.
 
-    Any thread may call any method: each is done as a whole, one at a time. On a GPU work goes to the current stream,
-    and whoever uses several orders them.
+    Any thread may call any method. Each is done as a whole, but for the attention of `attend`, which runs beside other
+    calls; what it reads must not be truncated or freed before it is done. On a GPU work goes to the current stream, and
+    whoever uses several orders them.
 
     Parameters
     ----------
@@ -68,6 +70,11 @@ class KVCache:
     backend : str, optional
         What computes attention, as for `aule.flash_attention`; default: the device of the tensors, and the CPU for
         those in host memory.
+
+    Attributes
+    ----------
+    page_bytes : int
+        What a page takes, of all layers.
 
     Examples
     --------
@@ -94,7 +101,7 @@ class KVCache:
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         limits = {
-            "num_pages": (num_pages, (1 << 31) // max(page_size, 1) - 1),
+            "num_pages": (num_pages, 1 << 31),
             "heads_kv": (heads_kv, 1 << 16),
             "head_dim": (head_dim, _MAX_DIM),
             "value_dim": (value_dim, _MAX_DIM),
@@ -104,6 +111,10 @@ class KVCache:
         for name, (number, most) in limits.items():
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
                 raise InvalidArgumentError(f"[KVCache] expected {name} from 1 to {most}, got {number!r}")
+        if num_pages * page_size >= 1 << 31:
+            raise InvalidArgumentError(
+                f"[KVCache] expected less than 2**31 tokens, got {num_pages} pages of {page_size}; make several caches"
+            )
         name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
         if name not in _DTYPES:
             raise InvalidDtypeError(f"[KVCache] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -122,8 +133,15 @@ class KVCache:
             "k_cache": self._front.empty((*rows, head_dim), stored, device),
             "v_cache": self._front.empty((*rows, value_dim), stored, device),
         }
+        if device is not None:
+            self.device = self._arrays["k_cache"].device  # with its number, whatever device is current later
         if quantize is not None:
             self._arrays |= {f"{x}_scale": self._front.empty(rows, "f32", device) for x in "kv"}
+        self._pools = [
+            Pool(*(self._arrays[name][layer] if name in self._arrays else None for name in _NAMES))
+            for layer in range(layers)
+        ]
+        self._written = [_pages_first(pool, layout) for pool in self._pools]
         scale_bytes = 0 if quantize is None else 8
         token_bytes = layers * heads_kv * ((head_dim + value_dim) * ITEMSIZE[stored] + scale_bytes)
         self.page_bytes = page_size * token_bytes
@@ -179,9 +197,7 @@ class KVCache:
 
     def pool(self, layer: int = 0) -> Pool:
         """The arrays of a layer. They are the cache itself: what is written to them is in it."""
-        at = self._layer("pool", layer)
-        names = ("k_cache", "v_cache", "k_scale", "v_scale")
-        return Pool(*(self._arrays[name][at] if name in self._arrays else None for name in names))
+        return self._pools[self._layer("pool", layer)]
 
     def block_tables(self, seqs: int | Sequence[int]) -> Any:
         """int32 ``[len(seqs), pages of the longest]``, where the pool is: the pages of each sequence in order. Not to
@@ -242,7 +258,7 @@ class KVCache:
         """
         wanted, at = _sequences(seqs), self._layer("append", layer)
         rows_k, rows_v, counts = self._rows(wanted, k, v, lengths)
-        arrays = {"k": rows_k, "v": rows_v, **self._written(at), **_angles(rope)}
+        arrays = {"k": rows_k, "v": rows_v, **self._written[at], **_angles(rope)}
         with self._lock:
             planned = self._pages.plan_append(wanted, counts, at)
             _check_positions("append", rope, max(map(sum, zip(planned.starts, counts, strict=True)), default=0))
@@ -289,18 +305,20 @@ class KVCache:
         wanted, at = _sequences(seqs), self._layer("attend", layer)
         options.setdefault("backend", self.backend or self._host_backend())
         with self._lock:
-            if rope is not None:
-                q = self._rotated(q, wanted, at, rope, interleaved, options)
-            pool = self.pool(at)
+            lengths = self._pages.lengths(wanted, at)
             tables, lens = self.block_tables(wanted), self.context_lens(wanted, at)
-            if self.quantize is not None:
-                options |= {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
-            if cascade:
-                pages = self._behind_all(q, wanted, at, options)
-                return cascade_attention(
-                    q, pool.k, pool.v, tables, lens, shared_pages=pages, layout=self.layout, **options
-                )
-            return flash_attention_paged(q, pool.k, pool.v, tables, lens, layout=self.layout, **options)
+            shared = self._pages.shared(wanted, at) if cascade else 0
+        # Others may write meanwhile: never to a page that these sequences have.
+        if rope is not None:
+            q = self._rotated(q, lengths, rope, interleaved, options)
+        pool = self.pool(at)
+        if self.quantize is not None:
+            options |= {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
+        options["layout"] = self.layout
+        if cascade:
+            before = self._before_all(q, lengths, options)
+            return cascade_attention(q, pool.k, pool.v, tables, lens, shared_pages=min(shared, before), **options)
+        return flash_attention_paged(q, pool.k, pool.v, tables, lens, **options)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
@@ -342,11 +360,6 @@ class KVCache:
             )
         return k, v, counts
 
-    def _written(self, layer: int) -> dict[str, Any]:
-        """The arrays of a layer as ``[pages, page, heads, ...]``."""
-        found = {name: array[layer] for name, array in self._arrays.items()}
-        return found if self.layout == "NHD" else {name: array.swapaxes(1, 2) for name, array in found.items()}
-
     def _places(self, planned: Append, batch: int, each: int) -> npt.NDArray[np.int32]:
         places = self._pages.places(planned)
         if places.shape[1] == batch * each:
@@ -372,7 +385,7 @@ class KVCache:
         return "numpy" if writer(None) is None else "cpu"
 
     def _rotated(
-        self, q: Any, seqs: tuple[int, ...], layer: int, rope: tuple[Any, Any], interleaved: bool, options: Any
+        self, q: Any, lengths: tuple[int, ...], rope: tuple[Any, Any], interleaved: bool, options: dict[str, Any]
     ) -> Any:
         if options.get("cu_seqlens_q") is not None:
             raise InvalidArgumentError(
@@ -380,22 +393,19 @@ class KVCache:
             )
         turned = q[:, :, None] if q.ndim == 3 else q
         batch, _, rows, _ = turned.shape
-        lens = np.array(self._pages.lengths(seqs, layer), np.int32)
-        _check_positions("attend", rope, int(lens.max(initial=0)))
-        positions = lens[:, None] - rows + np.arange(rows, dtype=np.int32)
+        _check_positions("attend", rope, max(lengths, default=0))
+        positions = np.array(lengths, np.int32)[:, None] - rows + np.arange(rows, dtype=np.int32)
         places = np.stack([np.arange(batch * rows, dtype=np.int32), positions.reshape(-1)])
         return rotate(q, self._front.integers(places, self.device), rope, interleaved, self.backend)
 
-    def _behind_all(self, q: Any, seqs: tuple[int, ...], layer: int, options: dict[str, Any]) -> int:
-        """Pages that all sequences begin with and that are behind every query."""
+    def _before_all(self, q: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> int:
+        """How many pages are before the first query of every sequence."""
         if options.get("cu_seqlens_q") is not None:
-            ends = np.asarray(options["cu_seqlens_q"].tolist())
-            rows = np.diff(ends).tolist()
+            rows = np.diff(options["cu_seqlens_q"].tolist()).tolist()
         else:
-            rows = [1 if q.ndim == 3 else q.shape[2]] * len(seqs)
-        lens = self._pages.lengths(seqs, layer)
-        first = min((length - n for length, n in zip(lens, rows, strict=True)), default=0)
-        return max(min(self.shared_pages(seqs, layer), first // self.page_size), 0)
+            rows = [1 if q.ndim == 3 else q.shape[2]] * len(lengths)
+        first = min((length - n for length, n in zip(lengths, rows, strict=True)), default=0)
+        return max(first // self.page_size, 0)
 
     def __repr__(self) -> str:
         return (
@@ -418,6 +428,12 @@ def rotate(x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backen
     arrays = {"k": four.swapaxes(1, 2), "k_cache": out.swapaxes(1, 2), "places": places, **_angles(rope)}
     front.write("rotate", arrays, interleaved=interleaved, backend=backend)
     return out[:, :, 0] if x.ndim == 3 else out
+
+
+def _pages_first(pool: Pool, layout: str) -> dict[str, Any]:
+    """The arrays of a layer by name, as ``[pages, page, heads, ...]``."""
+    found = {name: array for name, array in zip(_NAMES, pool, strict=True) if array is not None}
+    return found if layout == "NHD" else {name: array.swapaxes(1, 2) for name, array in found.items()}
 
 
 def _check_positions(op: str, rope: tuple[Any, Any] | None, needed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -219,3 +220,33 @@ def two(shape: tuple[int, ...], dtype: Any = np.float32) -> tuple[Any, Any]:
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(aule.AuleError, match="expected"):
         aule.KVCache(**{"num_pages": 2, "heads_kv": 1, "head_dim": 8, **options})
+
+
+def test_threads_have_sequences_of_their_own() -> None:
+    """Forks, appends and frees of several threads at once leave each with its own tokens."""
+    wrong: list[tuple[int, int]] = []
+    cache = aule.KVCache(200, 1, 2, page_size=2)
+    shared = cache.allocate()
+    cache.append(shared, *two((3, 1, 2)))
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for turn in range(25):
+            seq = cache.fork(shared)
+            mine = [0.0] * 3
+            for _ in range(int(rng.integers(1, 5))):
+                rows = np.full((int(rng.integers(1, 4)), 1, 2), number + turn / 32, np.float32)
+                cache.append(seq, rows, rows)
+                mine += rows[:, 0, 0].tolist()
+            found = cache.pool().k[cache.block_tables(seq)[0]].reshape(-1, 2)[: len(mine), 0].tolist()
+            if found != mine:
+                wrong.append((number, turn))
+            cache.free(seq)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert cache.sequences == (shared,) and cache.pages_in_use == 2

@@ -13,12 +13,13 @@ from aule.ops.kvcache.problem import AppendProblem, strides_of
 from aule.target import Target
 from aule.view import TensorView
 
+# None of these is measured.
 _THREADS = 128
 _MAX_LANES = 32
 _CPU_ROWS = 64
-"""Rows of a task of the CPU: copying fewer takes no longer than to wake a thread."""
+"""Rows of a task of the CPU: fewer are copied in no more time than a thread takes to wake."""
 _PART_BYTES = 8192
-"""What one workgroup copies of a page. Not measured."""
+"""What one workgroup copies of a page."""
 
 
 def plan_append(
