@@ -77,7 +77,7 @@ class DecodeShape:
         """Shared memory of a workgroup."""
         columns = self.pieces(value_dim) * self.lanes * self.run
         sums = 4 * self.parts * self.rows * (columns + 2) if self.parts > 1 else 0
-        exchanged = 0 if self.subgroup else 4 * self.threads * self.rows * self.keys
+        exchanged = 0 if self.subgroup or self.lanes == 1 else 4 * self.threads * self.rows * self.keys
         return sums + exchanged
 
 

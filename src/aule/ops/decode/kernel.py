@@ -142,10 +142,11 @@ class _Decode:
         self.end = b.max(reach.end, self.first)
         self.full_first, full_end = reach.full_first, reach.full_end
         if config.split:
-            each = (self.end - self.first + (p.number("splits") - 1)) // p.number("splits")
-            each = b.max((each + (shape.step - 1)) // shape.step, p.number("least_steps")) * shape.step
-            self.first = b.min(self.first + self.part * each, self.end)
-            self.end = b.min(self.first + each, self.end)
+            # Whole steps, as evenly as they go; a sequence that is short has fewer parts, and the others are empty.
+            steps = (self.end - self.first + (shape.step - 1)) // shape.step
+            parts = b.min(b.max(steps // p.number("least_steps"), 1), p.number("splits"))
+            begin, finish = (b.min(self.part + i, parts) * steps // parts * shape.step for i in (0, 1))
+            self.first, self.end = self.first + begin, b.min(self.first + finish, self.end)
         self.full_end = b.min(full_end, self.end)
 
     # -- loads -----------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def plan_decode(
     first = Step(config, build_decode, grid_of("decode_attention", blocks * splits, target), scalars)
     if splits == 1:
         return StepPlan((first,))
-    quads = -(-problem.value_dim // QUAD)
+    quads = min(-(-problem.value_dim // QUAD), target.max_threads)
     reduce = ReduceConfig(
         dtype=problem.dtype,
         value_dim=problem.value_dim,

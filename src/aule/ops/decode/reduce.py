@@ -37,28 +37,36 @@ def build_reduce(config: ReduceConfig, target: Target, name: str = KERNEL_NAME) 
         exists = exists & (token < end - first_q)
         row = b.cast(head, index) * p.number("total_q", index) + b.cast(first_q + token, index)
     with b.if_(exists):
-        _reduce(b, config, p, batch, head, first_q + token, row)
+        for first in range(0, config.value_dim, config.quads * QUAD):
+            _reduce(b, config, p, batch, head, first_q + token, row, first)
     return b.finish()
 
 
 def _reduce(
-    b: Builder, config: ReduceConfig, p: Parameters, batch: Value, head: Value, token: Value, row: Value
+    b: Builder,
+    config: ReduceConfig,
+    p: Parameters,
+    batch: Value,
+    head: Value,
+    token: Value,
+    row: Value,
+    first_column: int,
 ) -> None:
-    """``row`` is the row's place in what has one number for each."""
+    """As many columns of a row as threads hold. ``row`` is the row's place in what has one number for each."""
     index = p.index
     thread = b.thread_id()
     slot, quad = thread // config.quads, thread % config.quads
     splits = p.number("splits")
     parts, part_lse = p.buffer("part", f32), p.buffer("part_lse", f32)
     first = row * b.cast(splits, index)
-    column = quad * QUAD
+    column = quad * QUAD + first_column
     whole = Matrix(
         parts, first * config.value_dim, b.const(0, i32), config.value_dim, b.const(config.value_dim, index), None,
         config.value_dim % QUAD == 0,
     )  # fmt: skip
     base, total = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
     acc = [b.var(b.const(0.0, f32), "o") for _ in range(QUAD)]
-    padded = config.quads * QUAD
+    padded = -(-config.value_dim // QUAD) * QUAD
     with b.loop(slot, splits, config.slots * _AT_ONCE, name="split") as start:
         places = [start + i * config.slots for i in range(_AT_ONCE)]
         near = [b.min(place, splits - 1) for place in places]
@@ -100,7 +108,7 @@ def _reduce(
     with b.if_(b.eq(slot, 0)):
         o.store(b, token, column, [x * factor for x in sums], padded)
         if config.lse:
-            with b.if_(b.eq(quad, 0)):
+            with b.if_(b.eq(column, 0)):
                 lse2 = b.select(nothing, b.const(NEG_INF, f32), bases + b.log2(totals))
                 b.store(p.buffer("lse", f32, "write"), row, lse2 * LN2)
     # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.

@@ -11,7 +11,7 @@ from aule.view import ITEMSIZE
 
 _RUN_BYTES = 16
 _MAX_ROWS = 8
-_LEAST_KEYS = 512
+CHUNK_SIZE = 512
 """Keys below which a part of a sequence costs more than it brings: a second launch takes as long as reading them."""
 _USUAL_UNITS = 64
 """Multiprocessors of a device that does not say how many it has."""
@@ -32,7 +32,7 @@ def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> Dec
     # are read eight at a time and not sixteen.
     run = min(run, _RUN_BYTES // ITEMSIZE[problem.cache], 8)
     widest = max(problem.head_dim, problem.value_dim)
-    lanes = min(_power(-(-widest // run)), subgroup or 32)
+    lanes = min(_power(-(-widest // run)), subgroup or min(32, target.max_threads))
     columns = -(-widest // (lanes * run)) * run
     while rows > 1 and rows * columns > 64:
         rows //= 2
@@ -71,7 +71,7 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target) -> int:
         Workgroups that a multiprocessor runs at a time.
     """
     slots = (target.compute_units or _USUAL_UNITS) * resident
-    most = min(-(-keys // _LEAST_KEYS), _MAX_SPLITS)
+    most = min(-(-keys // CHUNK_SIZE), _MAX_SPLITS)
     if blocks == 0 or most <= 1 or blocks >= 0.8 * slots:
         return 1
 
@@ -80,7 +80,7 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target) -> int:
         return waves / -(-blocks * splits // slots)
 
     best = max(filled(n) for n in range(1, most + 1))
-    return next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
+    return next(n for n in range(1, most + 1) if filled(n) >= 0.97 * best)
 
 
 def _power(n: int) -> int:
