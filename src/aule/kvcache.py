@@ -265,10 +265,14 @@ class KVCache:
             each = rows_k.shape[1]
             key = (wanted, planned.starts, planned.counts, planned.version, each)
             arrays["places"] = self._remembered("places", key, lambda: self._places(planned, rows_k.shape[0], each))
-            if planned.copies:
-                pairs = np.array(planned.copies, np.int32)
-                self._front.copy_pages(self._arrays, pairs, backend=self.backend)
-            self._front.write("KVCache.append", arrays, interleaved=interleaved, backend=self.backend)
+            try:
+                if planned.copies:
+                    pairs = np.array(planned.copies, np.int32)
+                    self._front.copy_pages(self._arrays, pairs, backend=self.backend)
+                self._front.write("KVCache.append", arrays, interleaved=interleaved, backend=self.backend)
+            except BaseException:
+                del self._known["places"]  # of a version that will be another one
+                raise
             self._pages.commit(planned)
 
     def attend(
