@@ -37,7 +37,7 @@ def build_decode(config: DecodeConfig, target: Target, name: str = KERNEL_NAME) 
     shape = config.shape
     wanted = shape.subgroup if shape.subgroup in target.subgroup_sizes else 0
     b = Builder(name, shape.threads, wanted, shape.registers)
-    kernel = _Decode(b, config)
+    kernel = _Decode(b, config, target)
     with b.if_(kernel.place.exists):
         kernel.run()
     return b.finish()
@@ -57,7 +57,7 @@ class _Row:
 class _Decode:
     """The passage of one workgroup over its keys."""
 
-    def __init__(self, b: Builder, config: DecodeConfig) -> None:
+    def __init__(self, b: Builder, config: DecodeConfig, target: Target) -> None:
         self.b, self.config, self.shape = b, config, config.shape
         shape = config.shape
         self.index: Scalar = i64 if config.index64 else i32
@@ -65,7 +65,8 @@ class _Decode:
         # Steps begin at multiples of their stretch, so that they lie in one page where pages are multiples of it.
         self.place = Place(self.p, config, shape.rows, shape.stretch, shape.step)
         self.result = Result(self.place)
-        self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys)
+        branches = target.backend != "webgpu"
+        self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys, branches)
         self.subgroup = self.team.thread // shape.subgroup if shape.subgroup else b.const(0, i32)
         in_group = (self.team.thread & (shape.subgroup - 1)) if shape.subgroup else self.team.thread
         self.member = in_group // shape.lanes
