@@ -16,6 +16,7 @@ from aule.engine.attention import contiguous_strides
 from aule.ops.attention.plan import StepPlan
 from aule.ops.decode.plan import plan_decode
 from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.shapes import choose_splits
 from aule.target import NVIDIA_LAYOUT, Target
 from aule.view import TensorView
 
@@ -86,3 +87,21 @@ def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
             command = ["spirv-val", "--target-env", version, "--scalar-block-layout", str(path)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, (case, done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "keys", "parts"),
+    [
+        (256, 4096, 1),  # batch 32, 8 key heads: full
+        (8, 65536, 33),  # batch 1: as many as run at a time
+        (8, 512, 1),
+        (8, 1024, 2),
+        (32, 32768, 8),
+        (100, 65536, 5),  # two waves, well filled, instead of one that is not
+        (256, 131072, 8),  # for one long sequence among short ones
+        (0, 4096, 1),
+    ],
+)
+def test_parts_of_a_sequence(blocks: int, keys: int, parts: int) -> None:
+    target = replace(TARGETS["ptx"], compute_units=132)
+    assert choose_splits(blocks, keys, 2, target, uneven=True)[0] == parts

@@ -68,7 +68,8 @@ class _Decode:
         # Steps begin at multiples of their stretch, so that they lie in one page where pages are multiples of it.
         self.place = Place(self.p, config, shape.rows, shape.stretch, shape.step)
         self.result = Result(self.place)
-        self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys)
+        branches = target.backend != "webgpu"
+        self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys, branches)
         self.subgroup = self.team.thread // shape.subgroup if shape.subgroup else b.const(0, i32)
         in_group = (self.team.thread & (shape.subgroup - 1)) if shape.subgroup else self.team.thread
         self.member = in_group // shape.lanes

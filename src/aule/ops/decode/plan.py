@@ -18,6 +18,7 @@ from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.reduce import build_reduce
 from aule.ops.decode.shapes import (
+    LEAST_KEYS,
     choose_decode_fragments,
     choose_decode_shape,
     choose_splits,
@@ -33,8 +34,6 @@ from aule.view import TensorView
 _REDUCE_THREADS = 256
 _REGISTERS = 1 << 16
 """Of a multiprocessor: NVIDIA's number, and that of others by order of magnitude."""
-_LEAST_STEPS_KEYS = 256
-"""Keys that a part has at least, where a sequence turns out shorter than it could be."""
 
 
 def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
@@ -115,9 +114,12 @@ def _plan_few(
     shape = shape or choose_decode_shape(limited, target, run)
     row_blocks = -(-problem.group * tokens // shape.rows)
     blocks = row_blocks * problem.heads_kv * problem.batch
+    least = LEAST_KEYS
     if splits is None:
-        short = isinstance(shape, FragmentDecodeShape) and is_short(problem, target)
-        splits = 1 if short else choose_splits(blocks, problem.seq_kv, _resident(shape), target)
+        if isinstance(shape, FragmentDecodeShape) and is_short(problem, target):
+            splits = 1
+        else:
+            splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -158,7 +160,7 @@ def _plan_few(
         "blocks": blocks * splits,
         "row_blocks": row_blocks,
         "splits": splits,
-        "least_steps": -(-_LEAST_STEPS_KEYS // shape.step),
+        "least_steps": -(-least // shape.step),
         "tokens": tokens,
         "total_q": problem.total_q or 0,
     }  # fmt: skip
