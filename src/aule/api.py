@@ -69,9 +69,9 @@ def flash_attention(
     return_lse : bool
         Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
     deterministic : bool
-        Gradients of half-precision inputs on matrix units add up dQ in any order where that is faster;
-        ``deterministic=True`` gives the same bits every time, and so does ``torch.use_deterministic_algorithms(True)``
-        for torch tensors. Everything else is deterministic always.
+        Gradients on GPUs add up dQ in any order where the driver has atomic additions of floats (CUDA, most of
+        Vulkan's), which is faster. ``deterministic=True`` gives the same bits every time, and so does
+        ``torch.use_deterministic_algorithms(True)`` for torch tensors. Everything else is deterministic always.
     out : array, optional
         Write the result here.
     backend : str, optional
