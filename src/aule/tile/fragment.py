@@ -269,13 +269,13 @@ class Transfer:
 
     ``start`` begins to fetch, ``finish`` makes what was fetched visible to the thread itself; a barrier behind that
     shows it to all. With asynchronous copies the fetched rows go to ``target`` directly, otherwise they wait in
-    registers until ``finish`` stores them.
+    registers until ``finish`` stores them, rounded where the engine multiplies another type.
     """
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
         self.stride = row_stride(source.cols)
-        self.direct = copies and source.aligned and source.col_stride is None
+        self.direct = copies and source.aligned and source.col_stride is None and source.elem == engine.elem
         self.cols = source.cols if self.direct else padded(source.cols, SIZE)
         self.runs = rows * self.cols // RUN
         b, threads = self.b, engine.shape.threads
@@ -287,7 +287,7 @@ class Transfer:
         self.col = run * RUN
         self.own = self.row * self.stride + self.col
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        zero = b.splat(b.const(0, engine.elem), RUN)
+        zero = b.splat(b.const(0, source.elem), RUN)
         self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
@@ -342,7 +342,7 @@ class Transfer:
             b.async_wait(0)
             return
         for i, register in enumerate(self.registers):
-            value = register.value
+            value = b.cast(register.value, self.engine.elem)
             self._each(i, lambda row, col: b.store(self.memory, target + row * self.stride + col, value))  # noqa: B023
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
@@ -369,7 +369,7 @@ class Transfer:
             with b.if_(number < self.runs):
                 start = self.source.row_start(b, first + row)
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
-                b.store(self.memory, target + row * self.stride + col, f(run))
+                b.store(self.memory, target + row * self.stride + col, f(b.cast(run, self.engine.elem)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         row, col, number = self.place(i)

@@ -81,12 +81,15 @@ class FragmentConfig(ScoreConfig):
         Element indices need 64 bits.
     folded : bool
         The scale is part of the exponent. It must be positive, and nothing may be added to scores.
+    factor : str or None
+        Type to which Q, K and V are rounded on their way in; None: they have it already.
     """
 
     shape: FragmentShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
     folded: bool = False
+    factor: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

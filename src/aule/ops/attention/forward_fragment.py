@@ -87,7 +87,7 @@ class _Forward:
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
 
         self.dropout = scores.dropout()
-        self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
+        self.engine = engine = Fragments(b, target, shape, SCALARS[config.factor or config.dtype])
         self.subgroup_row = engine.subgroup * shape.rows
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
         self.memory = b.shared("tiles", engine.elem, shape.shared_bytes(config.head_dim, config.value_dim) // 2)

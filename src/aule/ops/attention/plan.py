@@ -21,6 +21,7 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
     choose_backward_fragments,
@@ -109,7 +110,12 @@ def plan_forward(
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
     strided = not all(aligned(RUN if isinstance(preferred, FragmentShape) else QUAD)[:3])
-    if not strided and problem.modifiers == 0:
+    if problem.precision is not None:
+        # Rows are rounded in registers, as strided ones are put together there.
+        shape = shape or choose_fragments(target, problem.precision, *dims, masked, strided=True)
+        if shape is None:
+            raise refused(problem.precision, target)
+    elif not strided and problem.modifiers == 0:
         shape = shape or preferred
     shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
@@ -120,7 +126,8 @@ def plan_forward(
     }
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
-        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=_folded(problem))
+        options = score_options(problem)
+        config = FragmentConfig(**options, **memory, shape=shape, folded=_folded(problem), factor=problem.precision)
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
