@@ -85,7 +85,7 @@ class Case:
         stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
         wanted = ("registers", "local_bytes", "Register Count", "Binary Size")
         shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in wanted)
-        bound = {"f32": 1e-5, "f16": 1e-3, "bf16": 8e-3}[self.problem.precision or self.dtype]
+        bound = {"f32": 1e-5, "f16": 1e-3, "tf32": 1e-3, "bf16": 8e-3}[self.problem.precision or self.dtype]
         verdict = "" if error < bound and written else " WRONG"
         rate = self.problem.flops / median / 1e12
         return f"{rate:6.1f} TFLOPS {1e3 * median:8.3f} ms error {error:.1e}{verdict}; {shown}"
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("cases")
     parser.add_argument("shapes", nargs="+")
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--precision", choices=["f16", "bf16"], help="of f32 inputs, on matrix units")
+    parser.add_argument("--precision", choices=["f16", "bf16", "tf32"], help="of f32 inputs, on matrix units")
     args = parser.parse_args()
     device = registry.find(args.device)
     assert device is not None

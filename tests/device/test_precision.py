@@ -16,7 +16,7 @@ from aule.ops.attention.reference import compare, expect
 from aule.tile.fragment import multiplies
 
 CASES = [case for case in grid.forward_grid("full") if case.dtype == "f32"]
-TYPES = {"fp16": "f16", "bf16": "bf16"}
+TYPES = {"fp16": "f16", "bf16": "bf16", "tf32": "tf32"}
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -31,9 +31,9 @@ def test_grid(name: str, precision: str) -> None:
         inputs = grid.make_inputs(case, seed=2)
         problem, operands = grid.case_problem(case, inputs)
         out, lse = forward_on_host(replace(problem, precision=factor), operands, device)
-        rounded = {n: x.astype(grid.NUMPY_DTYPES[factor]) if n in "qkv" else x for n, x in inputs.items()}
+        rounded = {n: grid.rounded_to(x, factor) if n in "qkv" else x for n, x in inputs.items()}
         arrays = {"alibi" if n == "alibi_slopes" else n: array for n, array in rounded.items()}
-        half = replace(problem, dtype=factor)
+        half = replace(problem, dtype="f16" if factor == "tf32" else factor)  # tf32 has as many digits as fp16
         verdict = compare(half, out, lse, expect(half, **arrays))
         if not verdict:
             wrong[str(case)] = verdict.message

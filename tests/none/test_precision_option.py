@@ -29,7 +29,7 @@ CASES = [case for case in grid.forward_grid("small") if case.dtype == "f32"]
 SHAPES = [FragmentShape(32, 32, 2, 2, True), FragmentShape(32, 16, 2, 1, False)]
 
 
-@pytest.mark.parametrize("precision", ["f16", "bf16"])
+@pytest.mark.parametrize("precision", ["f16", "bf16", "tf32"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_good_as_rounded_inputs(case: grid.Case, precision: str) -> None:
     """The result is fp32, and as close to that of the rounded inputs as one in half precision must be."""
@@ -37,23 +37,24 @@ def test_as_good_as_rounded_inputs(case: grid.Case, precision: str) -> None:
     problem, operands = grid.case_problem(case, inputs)
     number = CASES.index(case)
     asked = replace(problem, precision=precision)
-    shape, way = SHAPES[number % 2], list(fragments.WAYS.values())[number % 3]
+    shape, way = SHAPES[number % 2], list(fragments.WAYS.values())[0 if precision == "tf32" else number % 3]
     out, lse = run(asked, operands, shape, way[0], aligned=number % 4 > 0)
     assert out.dtype == np.float32
-    rounded = {name: x.astype(grid.NUMPY_DTYPES[precision]) if name in "qkv" else x for name, x in inputs.items()}
+    rounded = {name: grid.rounded_to(x, precision) if name in "qkv" else x for name, x in inputs.items()}
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in rounded.items()}
-    half = replace(problem, dtype=precision)
+    half = replace(problem, dtype="f16" if precision == "tf32" else precision)  # tf32 has as many digits as fp16
     verdict = compare(half, out, lse if case.return_lse else None, expect(half, **arrays))
     assert verdict, verdict.message
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_dropped_infinities_do_not_leak(bad: float) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_dropped_infinities_do_not_leak(precision: str, bad: float) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, 40, 16), np.float32) for _ in range(3))
     k[:, :, 20], v[:, :, 20, 3] = bad, bad  # rows from 20 on see it
     views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v}.items()}
-    problem, operands = attention_problem(**views, causal=True, precision="bf16")
+    problem, operands = attention_problem(**views, causal=True, precision=precision)
     out, _ = run(problem, operands, SHAPES[0], fragments.target())
     assert np.isfinite(out[:, :, :20]).all() and not np.isfinite(out[:, :, 20:, 3]).any()
 
@@ -66,14 +67,17 @@ def problem_of(head_dim: int, precision: str | None) -> AttentionProblem:
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize(
+    ("arch", "precision"), [("sm_75", "f16"), ("sm_90", "f16"), ("sm_86", "tf32"), ("sm_90", "tf32")]
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_it_runs_on_matrix_units(arch: str, head_dim: int, tmp_path: Path) -> None:
-    device, problem = compiles.target(arch), problem_of(head_dim, "f16")
+def test_it_runs_on_matrix_units(arch: str, precision: str, head_dim: int, tmp_path: Path) -> None:
+    device, problem = compiles.target(arch), problem_of(head_dim, precision)
     plan = plan_forward(problem, compiles.views(problem), device)
     assert isinstance(plan.config, FragmentConfig)
     text, spilled = compiles.assemble(build_forward(plan.config, device), device, tmp_path)
     assert text.count("mma.sync") > 100 and "cp.async" not in text
+    assert ("m16n8k8.row.col.f32.tf32.tf32.f32" in text) == (precision == "tf32")
     assert spilled <= compiles.SPILLED
 
 
@@ -97,8 +101,12 @@ def test_never_silently() -> None:
     assert not isinstance(plan_forward(plain, compiles.views(plain), device).config, FragmentConfig)
     for step in plan_backward(asked, compiles.views(asked), device).steps:  # gradients stay fp32
         assert "Fragment" not in type(step.config).__name__
-    with pytest.raises(aule.InvalidArgumentError, match=r"matrix units for precision='bf16'.* offers only 'fp16'"):
-        plan_forward(asked, compiles.views(asked), compiles.target("sm_75"))
+    for precision in ("bf16", "tf32"):
+        asked = problem_of(64, precision)
+        with pytest.raises(
+            aule.InvalidArgumentError, match=rf"matrix units for precision='{precision}'.* only 'fp16';"
+        ):
+            plan_forward(asked, compiles.views(asked), compiles.target("sm_75"))
 
 
 # -- accepted and refused ----------------------------------------------------------------------------------------------
@@ -113,10 +121,10 @@ def arrays(dtype: Any) -> list[tuple[str, Any]]:
     return [("numpy", x), ("torch", torch.from_numpy(x))]
 
 
-@pytest.mark.parametrize("bad", ["tf32", "f16", 16, ["fp16"]])
-def test_two_names_and_nothing_else(bad: Any) -> None:
+@pytest.mark.parametrize("bad", ["fp32", "f16", 16, ["fp16"]])
+def test_three_names_and_nothing_else(bad: Any) -> None:
     for _, x in arrays(np.float32):
-        with pytest.raises(aule.InvalidArgumentError, match=r"expected precision None, 'fp16' or 'bf16', got"):
+        with pytest.raises(aule.InvalidArgumentError, match=r"None or one of 'fp16', 'bf16', 'tf32', got"):
             aule.flash_attention(x, x, x, precision=bad)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, bf16, f32, i32, i64, u16, u32
+from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.parameters import Parameters
@@ -55,7 +55,7 @@ class _Kernel:
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = self.task < number("blocks")
-        self.engine = Fragments(b, target, self.shape, SCALARS[config.dtype])
+        self.engine = Fragments(b, target, self.shape, config.dtype)
         self.subgroup_row = self.engine.subgroup * self.shape.rows
         dims = config.head_dim, config.value_dim
         self.strides = tuple(row_stride(dim) for dim in dims)

@@ -111,8 +111,9 @@ def plan_forward(
     masked = problem.mask is not None or problem.bias is not None
     strided = not all(aligned(RUN if isinstance(preferred, FragmentShape) else QUAD)[:3])
     if problem.precision is not None:
-        # Rows are rounded in registers, as strided ones are put together there.
-        shape = shape or choose_fragments(target, problem.precision, *dims, masked, strided=True)
+        # Rows are rounded in registers, as strided ones are put together there; the tiles of tf32 reckon with that.
+        in_registers = problem.precision != "tf32" or not all(aligned(RUN)[:3])
+        shape = shape or choose_fragments(target, problem.precision, *dims, masked, in_registers)
         if shape is None:
             raise refused(problem.precision, target)
     elif not strided and problem.modifiers == 0:

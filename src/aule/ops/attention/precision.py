@@ -8,7 +8,7 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.target import Target
 from aule.tile.fragment import multiplies
 
-PRECISIONS = {"fp16": "f16", "bf16": "bf16"}
+PRECISIONS = {"fp16": "f16", "bf16": "bf16", "tf32": "tf32"}
 """What ``precision`` may be, and the type that is multiplied then."""
 
 
@@ -16,8 +16,8 @@ def checked_precision(op: str, precision: Any) -> str | None:
     """The option as the user gave it, or a clear error."""
     if precision is None or (isinstance(precision, str) and precision in PRECISIONS):
         return precision
-    names = " or ".join(map(repr, PRECISIONS))
-    raise InvalidArgumentError(f"[{op}] expected precision None, {names}, got {precision!r}; None computes in fp32")
+    names = ", ".join(map(repr, PRECISIONS))
+    raise InvalidArgumentError(f"[{op}] expected precision None or one of {names}, got {precision!r}; None is fp32")
 
 
 def factor_type(op: str, precision: Any, dtype: str) -> str | None:
@@ -37,7 +37,7 @@ def refused(factor: str, target: Target) -> InvalidArgumentError:
     """The error for a device that cannot do what was asked for; nothing else is done in its place."""
     asked = next(name for name, type_ in PRECISIONS.items() if type_ == factor)
     offered = [repr(name) for name, type_ in PRECISIONS.items() if multiplies(target, type_)]
-    others = f"only {' and '.join(offered)}" if offered else "none"
+    others = f"only {', '.join(offered)}" if offered else "none"
     return InvalidArgumentError(
         f"[flash_attention] expected a device with matrix units for precision={asked!r}, got {target.name} "
         f"({target.backend}), which offers {others}; precision=None computes in fp32, backend= chooses another device"

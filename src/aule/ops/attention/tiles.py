@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
-from aule.tile.fragment import FragmentShape, multiplies
+from aule.tile.fragment import FragmentShape, factor_elem, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -161,6 +161,15 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 }
 """Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
 
+TF32: tuple[FragmentEntry, ...] = (
+    # By what ptxas keeps in registers (sm_90), not measured yet: factors are twice as long as in half precision.
+    _entry(64, (128, 32, 4, 2, 0), (64, 32, 4, 2, 0), (64, 32, 4, 2, 0)),
+    _entry(128, (128, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+    _entry(128, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+    _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
+)
+"""The same for fp32 multiplied as tf32, through CUDA."""
+
 
 def choose_fragments(
     target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool, strided: bool
@@ -168,11 +177,12 @@ def choose_fragments(
     """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix."""
     if not multiplies(target, dtype):
         return None
-    for entry in FRAGMENTS.get(target.backend, ()):
+    itemsize = factor_elem(dtype).bits // 8
+    for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.backend, ()):
         shape = entry.strided if strided else entry.masked if masked else entry.plain
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
-        if shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes:
+        if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
             return shape
     return None
 
