@@ -5,7 +5,8 @@
     python benchmarks/tune_backward.py cuda bf16 64:2048:full,64:8192:causal keys f:128,32,4,2 f:64,64,4,2
 
 Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], with r: before
-it when the block's own rows stay in shared memory, or for matrix units f:rows,width,subgroups,stages[,registers].
+it when the block's own rows stay in shared memory, or for matrix units f:rows,width,subgroups,stages[,registers[,
+columns]].
 ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added up by the kernel of the others; its five products
 are counted, and the time is that of all its launches.
 """
@@ -122,7 +123,8 @@ def parsed(text: str) -> SimtShape | FragmentShape:
     kind, _, listed = text.rpartition(":")
     numbers = [int(x) for x in listed.split(",")]
     if kind == "f":
-        return FragmentShape(*numbers[:4], False, *numbers[4:])
+        columns = {"columns": numbers[5]} if len(numbers) > 5 else {}
+        return FragmentShape(*numbers[:4], False, *numbers[4:5], **columns)
     return SimtShape(*numbers[:6], kind == "r", 0, *numbers[6:])
 
 

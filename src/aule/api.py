@@ -74,10 +74,10 @@ def flash_attention(
         Vulkan's), which is faster. ``deterministic=True`` gives the same bits every time, and so does
         ``torch.use_deterministic_algorithms(True)`` for torch tensors. Everything else is deterministic always.
     precision : {"fp16", "bf16", "tf32"}, optional
-        Only for float32 inputs: round q, k and v, and the weights, to this type and multiply them on matrix units; sums,
-        softmax, the result and the log-sum-exp stay float32. fp16 turns what is beyond 65504 into infinities; tf32,
-        with as many digits as fp16 and the range of float32, is for CUDA from sm_80 on. Gradients are computed in
-        float32. A device without such units is refused; without this option float32 is never rounded.
+        Only for float32 inputs: round q, k and v, and the weights, to this type and multiply them on matrix units;
+        sums, softmax, the result and the log-sum-exp stay float32. fp16 turns what is beyond 65504 into infinities;
+        tf32, with as many digits as fp16 and the range of float32, is for CUDA from sm_80 on. Gradients are computed
+        in float32. A device without such units is refused; without this option float32 is never rounded.
     out : array, optional
         Write the result here.
     backend : str, optional

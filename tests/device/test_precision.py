@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import devices
 import grid
+import msl_shim
 import numpy as np
 import pytest
 
@@ -13,21 +15,37 @@ import aule
 from aule.engine.attention import forward_on_host
 from aule.engine.probe import find_layout
 from aule.ops.attention.reference import compare, expect
+from aule.ops.attention.validate import attention_problem
+from aule.runtime.base import Device
 from aule.tile.fragment import multiplies
 
 CASES = [case for case in grid.forward_grid("full") if case.dtype == "f32"]
 TYPES = {"fp16": "f16", "bf16": "bf16", "tf32": "tf32"}
 
 
-@pytest.mark.parametrize("precision", TYPES)
-@pytest.mark.parametrize("name", ["cuda", "vulkan"])
-def test_grid(name: str, precision: str) -> None:
-    device, factor = devices.need(name), TYPES[precision]
+@functools.cache
+def matrices() -> Device:
+    """The MSL shim with matrix units."""
+    if not msl_shim.available():
+        pytest.skip("the MSL shim needs g++")
+    return msl_shim.ShimDevice(matrices=True)
+
+
+def served(name: str, factor: str) -> Device:
+    device = matrices() if name == "msl-shim" else devices.need(name)
     find_layout(device)
     if not multiplies(device.target, factor):
-        pytest.skip(f"{device.target.name} has no matrix units for {precision}")
+        pytest.skip(f"{device.target.name} has no matrix units for {factor}")
+    return device
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("name", ["cuda", "vulkan", "msl-shim"])
+def test_grid(name: str, precision: str) -> None:
+    factor = TYPES[precision]
+    device = served(name, factor)
     wrong = {}
-    for case in CASES:
+    for case in [c for c in CASES if max(c.head_dim, c.value_dim) <= 128][:2] if name == "msl-shim" else CASES:
         inputs = grid.make_inputs(case, seed=2)
         problem, operands = grid.case_problem(case, inputs)
         out, lse = forward_on_host(replace(problem, precision=factor), operands, device)
@@ -38,6 +56,13 @@ def test_grid(name: str, precision: str) -> None:
         if not verdict:
             wrong[str(case)] = verdict.message
     assert not wrong, wrong
+
+
+def test_heads_that_are_too_wide_for_them() -> None:
+    x = np.zeros((1, 1, 4, 256), np.float32)
+    problem, operands = attention_problem(*(grid.view_of(x) for _ in range(3)), precision="fp16")
+    with pytest.raises(aule.InvalidArgumentError, match="expected a smaller head_dim for precision='fp16'"):
+        forward_on_host(problem, operands, served("msl-shim", "f16"))
 
 
 @pytest.mark.parametrize("name", ["numpy", "cpu", "vulkan", "opencl", "webgpu"])

@@ -176,7 +176,7 @@ def forward_on_host(
 
 def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
     if problem.precision is not None:
-        raise refused(problem.precision, Target("numpy", "NumPy"))
+        raise refused(problem, Target("numpy", "NumPy"))
     if problem.packed is None:
         numpy_forward.forward(problem, operands, out, lse)
         return

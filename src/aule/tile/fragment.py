@@ -3,7 +3,7 @@
 A subgroup works on ``rows`` rows of a block alone. Its tiles are 16 x 16 fragments (`aule.ir`), whose components a lane
 may read and write: the target's `FragmentLayout` says which elements those are, so that rows are reduced by a few
 shuffles and P goes from accumulators to the next product without passing through memory. The same code serves
-mma.sync in PTX and cooperative matrices in SPIR-V.
+mma.sync in PTX, cooperative matrices in SPIR-V and simdgroup matrices in MSL.
 
 K and V lie in shared memory row by row, 16 bytes apart beyond their columns: eight rows then start in eight different
 groups of banks, and a load of a fragment has no conflicts. They are brought in a tile ahead, either by asynchronous
@@ -47,6 +47,9 @@ class FragmentShape:
         Registers a thread may use, where the language can say so.
     lanes : int
         Lanes of a subgroup.
+    columns : int
+        Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
+        pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     """
 
     block_q: int
@@ -56,6 +59,7 @@ class FragmentShape:
     resident_q: bool
     registers: int = 255
     lanes: int = 32
+    columns: int = 1
 
     @property
     def threads(self) -> int:
@@ -64,7 +68,7 @@ class FragmentShape:
     @property
     def rows(self) -> int:
         """Rows of one subgroup."""
-        return self.block_q // self.subgroups
+        return self.block_q * self.columns // self.subgroups
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
@@ -78,10 +82,11 @@ class FragmentShape:
         return itemsize * (max(q, stages) if self.resident_q else q + stages)
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
-        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; and
-        dS where it also adds up dQ."""
+        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS
+        where it also adds up dQ; and dS and P where subgroups share rows."""
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
-        return 2 * (rows + (self.block_q * row_stride(self.block_kv) if sums else 0))
+        tiles = 2 if self.columns > 1 else int(sums)
+        return 2 * (rows + tiles * self.block_q * row_stride(self.block_kv))
 
 
 def row_stride(dim: int) -> int:
@@ -94,12 +99,19 @@ def factor_elem(dtype: str) -> Scalar:
     return f32 if dtype == "tf32" else SCALARS[dtype]
 
 
+_COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
+"""What PTX and MSL put fragments of 16 x 16 together from."""
+
+
+def has_units(target: Target, dtype: str) -> bool:
+    """Whether a device multiplies 16 x 16 fragments of a type that the engine has."""
+    shapes = ("m16n16k16", *_COMPOSED.get(target.backend, ()))
+    return dtype in ("f16", "bf16", "tf32") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
+
+
 def multiplies(target: Target, dtype: str) -> bool:
     """Whether a device multiplies 16 x 16 fragments of a type, and how they lie is known."""
-    units = {f"m16n16k16:{dtype}:f32"}
-    if target.backend == "cuda":  # PTX puts them together
-        units |= {f"m16n8k16:{dtype}:f32", f"m16n8k8:{dtype}:f32"}
-    return target.matrix_layout is not None and bool(units & set(target.matrix_units))
+    return target.matrix_layout is not None and has_units(target, dtype)
 
 
 class FragmentTile:

@@ -115,7 +115,7 @@ def plan_forward(
         in_registers = problem.precision != "tf32" or not all(aligned(RUN)[:3])
         shape = shape or choose_fragments(target, problem.precision, *dims, masked, in_registers)
         if shape is None:
-            raise refused(problem.precision, target)
+            raise refused(problem, target)
     elif not strided and problem.modifiers == 0:
         shape = shape or preferred
     shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))

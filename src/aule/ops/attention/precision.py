@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.fragment import multiplies
 
@@ -33,9 +34,14 @@ def factor_type(op: str, precision: Any, dtype: str) -> str | None:
     return PRECISIONS[name]
 
 
-def refused(factor: str, target: Target) -> InvalidArgumentError:
+def refused(problem: AttentionProblem, target: Target) -> InvalidArgumentError:
     """The error for a device that cannot do what was asked for; nothing else is done in its place."""
-    asked = next(name for name, type_ in PRECISIONS.items() if type_ == factor)
+    asked = next(name for name, type_ in PRECISIONS.items() if type_ == problem.precision)
+    if multiplies(target, PRECISIONS[asked]):
+        return InvalidArgumentError(
+            f"[flash_attention] expected a smaller head_dim for precision={asked!r} on {target.name} "
+            f"({target.backend}), got {max(problem.head_dim, problem.value_dim)}; precision=None computes in fp32"
+        )
     offered = [repr(name) for name, type_ in PRECISIONS.items() if multiplies(target, type_)]
     others = f"only {', '.join(offered)}" if offered else "none"
     return InvalidArgumentError(

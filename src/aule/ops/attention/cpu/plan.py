@@ -43,7 +43,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
     """
     if problem.precision is not None:
-        raise refused(problem.precision, target)
+        raise refused(problem, target)
     if math.prod(problem.out_shape[:3]) == 0:
         return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
