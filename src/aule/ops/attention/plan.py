@@ -128,7 +128,7 @@ def plan_forward(
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
         options = score_options(problem)
-        config = FragmentConfig(**options, **memory, shape=shape, folded=_folded(problem), factor=problem.precision)
+        config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
@@ -219,7 +219,7 @@ def plan_backward(
         )
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
-            config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
             steps.append(Step(config, build_backward_fragment, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
@@ -257,7 +257,7 @@ def _fits_sums(problem: AttentionProblem, target: Target, shape: SimtShape | Fra
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
 
 
-def _folded(problem: AttentionProblem) -> bool:
+def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
     return problem.scale > 0 and not added
