@@ -20,8 +20,9 @@ from itertools import pairwise
 from typing import Any
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u16, u32
+from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u8, u16, u32
 from aule.target import Target
+from aule.tile.math import from_e4m3
 from aule.tile.matrix import Matrix
 
 
@@ -76,12 +77,15 @@ class Operand:
         i64 index of the first element.
     row, step : int or Value
         Elements from one row to the next (unused for B), and from one step of the summed dimension to the next.
+    places : Value or None
+        For B whose steps lie anywhere: an array (i64) of each step's distance from ``base``, instead of ``step``.
     """
 
     pointer: Value
     base: Value
     row: int | Value
     step: int | Value
+    places: Value | None = None
 
 
 class Vectors:
@@ -116,15 +120,19 @@ class Vectors:
     def index(self, value: Value) -> Value:
         return self.b.cast(value, i64)
 
+    def numbers(self, x: Value) -> Value:
+        """What memory held, as numbers of type ``work``. Bytes (u8) are fp8 e4m3."""
+        return self.b.cast(from_e4m3(self.b, x) if element(x.type) == u8 else x, self.work)
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load(self, pointer: Value, index: Any) -> Value:
         """A vector from anywhere, as numbers of type ``work``."""
-        return self.b.cast(self.b.load(pointer, index, self.lanes, align=1), self.work)
+        return self.numbers(self.b.load(pointer, index, self.lanes, align=1))
 
     def read(self, source: Matrix, start: Value, col: Value | int, count: int) -> Value:
         """Columns ``col .. col + count - 1`` of the row that begins at ``start``; lanes from ``count`` on are zero."""
-        return self.b.cast(self.read_raw(source, start, col, count), self.work)
+        return self.numbers(self.read_raw(source, start, col, count))
 
     def read_raw(self, source: Matrix, start: Value, col: Value | int, count: int) -> Value:
         """The same, as numbers of the matrix's own type."""
@@ -185,15 +193,19 @@ class Vectors:
 
     def pairs(self, vector: Value) -> Value:
         """The lanes of a vector as bf16, neighbours paired: half as many u32."""
-        bits = self.b.cast(vector, bf16)
-        return self.b.bitcast(bits, Vector(u32, self.lanes // 2))
+        return self.b.bitcast(self._bf16(vector), Vector(u32, self.lanes // 2))
 
     def pair_up(self, first: Value, second: Value) -> Value:
         """The lanes of two vectors as bf16, each of the first with that of the second."""
         b = self.b
         words = Vector(u16, self.lanes)
-        low, high = (b.cast(b.bitcast(b.cast(x, bf16), words), u32) for x in (first, second))
+        low, high = (b.cast(b.bitcast(self._bf16(x), words), u32) for x in (first, second))
         return low | (high << 16)
+
+    def _bf16(self, vector: Value) -> Value:
+        """As bf16, which every number of 8 bits is exactly."""
+        elem = element(vector.type)
+        return vector if elem == bf16 else self.b.cast(vector if elem.is_float else self.numbers(vector), bf16)
 
     def copy_row_pairs(
         self, source: Matrix, first: Value, count: Value, target: Value, base: Value, stride: int
@@ -382,13 +394,17 @@ class Vectors:
 
     def _columns(self, c: list[list[Var]], right: Operand, k: Value) -> list[Value]:
         """The vectors of B at a step, as wide as those of C."""
-        at = right.base + k * right.step
+        at = self._step_start(right, k)
         return [self._factor(right.pointer, at + j * self.lanes, _lanes(x.ref)) for j, x in enumerate(c[0])]
+
+    def _step_start(self, right: Operand, k: Value) -> Value:
+        """Index of B's first element at a step."""
+        return right.base + (k * right.step if right.places is None else self.b.load(right.places, k))
 
     def _factor(self, pointer: Value, index: Any, lanes: int) -> Value:
         """What a product reads: numbers of type ``work``, or pairs."""
         x = self.b.load(pointer, index, lanes, align=1)
-        return x if element(pointer.type) == u32 else self.b.cast(x, self.work)
+        return x if element(pointer.type) == u32 else self.numbers(x)
 
     def _accumulate(self, a: Value, x: Value, c: Value) -> Value:
         b = self.b
@@ -434,8 +450,9 @@ class Vectors:
         zero = self.const(0.0)
         total = b.var(zero, "wild")
         with b.loop(start, stop, unroll=2, name="k") as k:
+            at = self._step_start(right, k)
             for j in range(vectors):
-                x = self._factor(right.pointer, right.base + k * right.step + j * self.lanes, self.lanes)
+                x = self._factor(right.pointer, at + j * self.lanes, self.lanes)
                 if element(x.type) == u32:
                     numbers = [b.bitcast(half, Vector(f32, self.lanes)) for half in (x << 16, x & 0xFFFF0000)]
                 else:

@@ -291,8 +291,8 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     scalars: dict[str, int | float] = {}
     for name, view in views.items():
         scalars[f"{name}_offset"] = view.offset
-        if len(view.strides) == 4:
-            scalars[f"{name}_row_stride"], scalars[f"{name}_col_stride"] = view.strides[2:]
+        for kind, stride in zip(("row", "col"), view.strides[2:], strict=False):
+            scalars[f"{name}_{kind}_stride"] = stride
         for axis, stride in enumerate(view.strides[:2]):
             scalars[f"{name}_stride{axis}"] = stride
     return scalars
