@@ -25,6 +25,9 @@ from aule.target import Target
 from aule.tile.math import from_e4m3
 from aule.tile.matrix import Matrix
 
+_CACHE_LINE = 64
+"""Bytes; where lines are longer some are asked for twice, which costs little."""
+
 
 @dataclass(frozen=True)
 class VectorUnit:
@@ -79,6 +82,8 @@ class Operand:
         Elements from one row to the next (unused for B), and from one step of the summed dimension to the next.
     places : Value or None
         For B whose steps lie anywhere: an array (i64) of each step's distance from ``base``, instead of ``step``.
+    ahead : int
+        For B that comes from memory: how many steps ahead it is fetched into the cache.
     """
 
     pointer: Value
@@ -86,6 +91,7 @@ class Operand:
     row: int | Value
     step: int | Value
     places: Value | None = None
+    ahead: int = 0
 
 
 class Vectors:
@@ -189,6 +195,10 @@ class Vectors:
                 x = self.read(source, start, col, width)
                 b.store(target, base + self.index(row) * stride + col, x if scale is None else x * scale, align=1)
 
+    def line_vectors(self, elem: Scalar) -> int:
+        """Vectors of a cache line's elements."""
+        return max(_CACHE_LINE // elem.bytes // self.lanes, 1)
+
     # -- pairs of bf16 -------------------------------------------------------------------------------------------------
 
     def pairs(self, vector: Value) -> Value:
@@ -289,18 +299,21 @@ class Vectors:
             halves.append(b.splat(b.const(0, u32), lanes // 2))
         return b.permute(halves[0], halves[1], tuple(range(lanes)))
 
-    def dots(self, left: Operand, rows: int, source: Matrix, first: Value) -> list[Value]:
+    def dots(self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int = 0) -> list[Value]:
         """Dot products of ``rows`` rows of A with as many rows of a matrix as there are lanes, from row ``first`` on:
-        one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors.
+        one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors. The
+        matrix has stride 1 along its rows. Those that come ``ahead`` rows later are fetched into the cache.
 
         For few rows this is cheaper than packing: the vectors of partial sums are added up together, as many at a time
         as there are lanes.
         """
         b, lanes = self.b, self.lanes
         span = lanes // rows
+        together = self.line_vectors(source.elem) if ahead else 1
         parts = []
         for group in range(rows):
             starts = [source.row_start(b, first + (group * span + i)) for i in range(span)]
+            later = [source.row_start(b, first + (group * span + i + ahead)) for i in range(span if ahead else 0)]
             c = self.accumulators(rows, span)
 
             def step(col: Value, count: int, c: list[list[Var]] = c, starts: list[Value] = starts) -> None:
@@ -310,12 +323,18 @@ class Vectors:
                     for variable, x in zip(row, theirs, strict=True):
                         variable.value = b.fma(mine, x, variable.value)
 
-            whole = source.cols // lanes * lanes
+            width = together * lanes
+            whole = source.cols // width * width
             if whole:
-                with b.loop(b.const(0, i64), whole, lanes, unroll=2, name="col") as col:
-                    step(col, lanes)
-            if source.cols > whole:
-                step(b.const(whole, i64), source.cols - whole)
+                with b.loop(b.const(0, i64), whole, width, unroll=max(2 // together, 1), name="col") as col:
+                    for start in later:
+                        b.prefetch(source.buffer, start + col)
+                    for i in range(together):
+                        step(col + i * lanes, lanes)
+            for start in later if source.cols > whole else ():
+                b.prefetch(source.buffer, start + whole)
+            for at, count in self.columns(source.cols - whole):
+                step(b.const(whole + at, i64), count)
             parts.append(self._sums([variable.value for row in c for variable in row]))
         return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
 
@@ -394,6 +413,10 @@ class Vectors:
 
     def _columns(self, c: list[list[Var]], right: Operand, k: Value) -> list[Value]:
         """The vectors of B at a step, as wide as those of C."""
+        if right.ahead:
+            later = self._step_start(right, k + right.ahead)
+            for j in range(0, len(c[0]), self.line_vectors(element(right.pointer.type))):
+                self.b.prefetch(right.pointer, later + j * self.lanes)
         at = self._step_start(right, k)
         return [self._factor(right.pointer, at + j * self.lanes, _lanes(x.ref)) for j, x in enumerate(c[0])]
 

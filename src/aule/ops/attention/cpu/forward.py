@@ -29,6 +29,10 @@ TOGETHER = (4, 2, 1)
 """How many rows softmax takes at a time: as many as divide the rows there are. With one, it waits for the lanes of its
 vectors to be combined (Zen 4, bf16, d64: 2.7%)."""
 
+AHEAD = 64
+"""Keys that are fetched into the cache ahead of where they are read, when rows are few. One thread on Zen 4, 64 heads of
+4096 keys, d128: 12.2 -> 17.2 GB/s in fp32 and 10.4 -> 17.1 in bf16; 16 keys ahead gave as much or less."""
+
 
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration."""
@@ -50,6 +54,8 @@ class Forward:
         self.b, self.config, self.shape = b, config, config.shape
         self.engine = Vectors(b, config.work, config.shape.lanes)
         self.p = Parameters(b, config)
+        # So few rows read K and V faster than these come by themselves.
+        self.ahead = AHEAD if config.panels == "none" else 0
         self.find_place()
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
@@ -230,7 +236,8 @@ class Forward:
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         """The rows of V from a key on, where they are."""
-        return Operand(v.buffer, v.base + self.engine.index(key0) * v.row_stride, 0, v.row_stride)
+        start = v.base + self.engine.index(key0) * v.row_stride
+        return Operand(v.buffer, start, 0, v.row_stride, ahead=self.ahead)
 
     def _wild(self, mine: Reach, key0: Value, values: Operand) -> Value | None:
         """Whether V of this block holds Inf or NaN that a dropped key's weight of zero must not let through; None when
@@ -265,7 +272,9 @@ class Forward:
             if panels is None:
                 assert self.k is not None
                 for j in range(shape.panel_vectors):
-                    for variables, x in zip(c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes), strict=True):
+                    for variables, x in zip(
+                        c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead), strict=True
+                    ):
                         variables[j].value = x
             else:
                 steps = self.head_steps

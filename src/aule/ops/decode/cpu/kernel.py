@@ -67,12 +67,13 @@ class _Decode(Forward):
             self.split_first = (first + self.split * each) * shape.block_kv
             self.split_end = b.min(seq_kv, self.split_first + each * shape.block_kv)
         self.k = self.v = None
+        self.found = shape.block_kv + -(-self.ahead // shape.panel) * shape.panel
         if config.page:
-            self.places = {name: b.private(f"{name}_places", i64, shape.block_kv) for name in "kv"}
+            self.places = {name: b.private(f"{name}_places", i64, self.found) for name in "kv"}
         else:
             self.k, self.v = self._matrix("k"), self._matrix("v")
         if config.quantised:
-            self.scales = {name: b.private(f"{name}_scales", config.work, shape.block_kv) for name in "kv"}
+            self.scales = {name: b.private(f"{name}_scales", config.work, self.found) for name in "kv"}
 
     def place(self, row: Value) -> tuple[Value, Value]:
         return self.rows.place(row)
@@ -107,25 +108,26 @@ class _Decode(Forward):
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         if isinstance(v, PlacedMatrix):
-            return Operand(v.buffer, v.base, 0, 0, v.places)
+            return Operand(v.buffer, v.base, 0, 0, v.places, self.ahead)
         return super().values_in_place(v, key0)
 
     def _find_keys(self, key0: Value) -> None:
-        """Where the keys of a block lie, and their scales, up to a whole panel; those past the end are others."""
+        """Where the keys of a block lie, and their scales, up to a whole panel and what is fetched ahead; those past
+        the end are others."""
         b, shape, page = self.b, self.shape, self.config.page
         seq_kv = self.scores.seq_kv
         count = b.min(shape.block_kv, seq_kv - key0)
-        whole = (count + (shape.panel - 1)) // shape.panel * shape.panel
+        whole = (count + (shape.panel - 1)) // shape.panel * shape.panel + (self.found - shape.block_kv)
         if page < _RUN or page & (page - 1):
             with b.loop(b.const(0, i32), whole, name="key") as i:
                 key = b.min(key0 + i, seq_kv - 1)
                 number, slot = divmod_const(b, key, page) if page else (key, key)
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
-        run = min(page, shape.block_kv)
-        last = (count - 1) // run * run
+        run = min(page, shape.panel)
+        last = (seq_kv - 1) // run * run
         with b.loop(b.const(0, i32), whole, run, name="key") as i:
-            number, slot = divmod_const(b, key0 + b.min(i, last), page)
+            number, slot = divmod_const(b, b.min(key0 + i, last), page)
             self._note(i, run, self._page(number), slot)
 
     def _page(self, number: Value) -> Value:
