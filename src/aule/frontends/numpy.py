@@ -148,7 +148,7 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     else:
         made = np.empty(operands.out_shape, STORED[problem.dtype])
         target = operands.lifted(made)
-    _, lse = decode_on_host(problem, operands, host_device_of(problem.dtype, options.backend), target)
+    _, lse = decode_on_host(options.op, problem, operands, host_device_of(problem.dtype, options.backend), target)
     result = options.out if options.out is not None else made.view(q.dtype)
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
 

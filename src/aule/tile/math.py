@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, Vector, element, f32, f64, i8, i32, u32
+from aule.ir.types import Scalar, Vector, element, f16, f32, f64, i8, i16, u16, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -51,13 +51,15 @@ def tanh(b: Builder, x: Value) -> Value:
 
 def from_e4m3(b: Builder, x: Value) -> Value:
     """Bytes (u8) that hold fp8 e4m3, as float32; a scalar or a vector. Exact, subnormal numbers and NaN included."""
-    shaped = (lambda elem: Vector(elem, x.type.lanes)) if isinstance(x.type, Vector) else (lambda elem: elem)
-    # Widened with its sign, a byte has it in bit 31 after the shift, and exponent and fraction where float32 has them,
-    # but for the difference of the biases.
-    bits = b.cast(b.bitcast(x, shaped(i8)), i32) << 20
-    size = bits & 0x07F00000
-    number = b.bitcast(b.bitcast(bits, shaped(u32)) & 0x87F00000, shaped(f32)) * 2.0**120
-    return b.select(b.eq(size, 0x07F00000), b.const(float("nan"), f32), number)
+
+    def shaped(elem: Scalar) -> Scalar | Vector:
+        return Vector(elem, x.type.lanes) if isinstance(x.type, Vector) else elem
+
+    # Widened with its sign and shifted, a byte has the sign, four bits of exponent and three of the fraction where fp16
+    # has them; the bias is 7 instead of 15. Conversions of fp16 keep subnormal numbers in every mode of a processor.
+    bits = b.cast(b.cast(b.bitcast(x, shaped(i8)), i16) << 7, u16) & 0xBF80
+    number = b.cast(b.bitcast(bits, shaped(f16)), f32) * 256.0
+    return b.select(b.eq(x & 0x7F, 0x7F), b.const(float("nan"), f32), number)
 
 
 def is_finite(b: Builder, x: Value) -> Value:

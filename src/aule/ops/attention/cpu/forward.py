@@ -30,8 +30,8 @@ TOGETHER = (4, 2, 1)
 vectors to be combined (Zen 4, bf16, d64: 2.7%)."""
 
 AHEAD = 64
-"""Keys that are fetched into the cache ahead of where they are read, when rows are few. One thread on Zen 4, 64 heads of
-4096 keys, d128: 12.2 -> 17.2 GB/s in fp32 and 10.4 -> 17.1 in bf16; 16 keys ahead gave as much or less."""
+"""Keys that are fetched into the cache ahead of where they are read, when rows are few. One thread on Zen 4, 64 heads
+of 4096 keys, d128: 12.2 -> 17.2 GB/s in fp32 and 10.4 -> 17.1 in bf16; 16 keys ahead gave as much or less."""
 
 
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:

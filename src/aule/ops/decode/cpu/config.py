@@ -21,8 +21,6 @@ class CpuDecodeConfig(CpuConfig):
         Query heads that share a key head.
     page : int
         Keys of a page; 0 when the cache is contiguous.
-    lens : bool
-        The number of keys of each sequence is in a buffer.
     ragged : bool
         Sequences have their own numbers of query rows, one behind the other.
     """
@@ -30,7 +28,6 @@ class CpuDecodeConfig(CpuConfig):
     cache: str
     group: int
     page: int = 0
-    lens: bool = True
     ragged: bool = False
 
     @property

@@ -124,7 +124,7 @@ class _Decode(Forward):
                 number, slot = divmod_const(b, key, page) if page else (key, key)
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
-        run = min(page, shape.panel)
+        run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
         last = (seq_kv - 1) // run * run
         with b.loop(b.const(0, i32), whole, run, name="key") as i:
             number, slot = divmod_const(b, b.min(key0 + i, last), page)

@@ -24,8 +24,7 @@ def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Ta
     Parameters
     ----------
     views : dict
-        ``q``, ``k``, ``v``, ``o`` and, where present, ``k_scale``, ``v_scale``, ``tables``, ``lens``, ``cu_q``,
-        ``alibi``, ``sinks``, as `DecodeOperands` has them. The log-sum-exp is the buffer ``lse``.
+        From `decode_views`. The log-sum-exp is the buffer ``lse``.
     """
     if math.prod(problem.out_shape) == 0:
         return StepPlan(())
