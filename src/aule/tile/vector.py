@@ -302,14 +302,17 @@ class Vectors:
     def dots(self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int = 0) -> list[Value]:
         """Dot products of ``rows`` rows of A with as many rows of a matrix as there are lanes, from row ``first`` on:
         one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors. The
-        matrix has stride 1 along its rows. Those that come ``ahead`` rows later are fetched into the cache.
+        matrix has stride 1 along its rows. Those that come ``ahead`` rows later are fetched into the cache. Where A is
+        one of pairs, so is what is read of the matrix, which is bf16.
 
         For few rows this is cheaper than packing: the vectors of partial sums are added up together, as many at a time
         as there are lanes.
         """
         b, lanes = self.b, self.lanes
         span = lanes // rows
-        together = self.line_vectors(source.elem) if ahead else 1
+        pairs = element(left.pointer.type) == u32
+        step_cols = 2 * lanes if pairs else lanes
+        together = max(_CACHE_LINE // source.elem.bytes // step_cols, 1) if ahead else 1
         parts = []
         for group in range(rows):
             starts = [source.row_start(b, first + (group * span + i)) for i in range(span)]
@@ -317,24 +320,25 @@ class Vectors:
             c = self.accumulators(rows, span)
 
             def step(col: Value, count: int, c: list[list[Var]] = c, starts: list[Value] = starts) -> None:
-                theirs = [self.read(source, start, col, count) for start in starts]
+                read = self._read_pairs if pairs else self.read
+                theirs = [read(source, start, col, count) for start in starts]
                 for i, row in enumerate(c):
-                    mine = self.load(left.pointer, left.base + left.row * i + col)
+                    mine = self._factor(left.pointer, left.base + left.row * i + (col >> 1 if pairs else col), lanes)
                     for variable, x in zip(row, theirs, strict=True):
-                        variable.value = b.fma(mine, x, variable.value)
+                        variable.value = self._accumulate(mine, x, variable.value)
 
-            width = together * lanes
+            width = together * step_cols
             whole = source.cols // width * width
             if whole:
                 with b.loop(b.const(0, i64), whole, width, unroll=max(2 // together, 1), name="col") as col:
                     for start in later:
                         b.prefetch(source.buffer, start + col)
                     for i in range(together):
-                        step(col + i * lanes, lanes)
+                        step(col + i * step_cols, step_cols)
             for start in later if source.cols > whole else ():
                 b.prefetch(source.buffer, start + whole)
-            for at, count in self.columns(source.cols - whole):
-                step(b.const(whole + at, i64), count)
+            for at in range(whole, source.cols, step_cols):
+                step(b.const(at, i64), min(step_cols, source.cols - at))
             parts.append(self._sums([variable.value for row in c for variable in row]))
         return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
 

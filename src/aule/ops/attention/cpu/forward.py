@@ -60,9 +60,12 @@ class Forward:
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
         self.groups = (self.count + (shape.rows - 1)) // shape.rows
-        self.head_cols = shape.padded(config.head_dim) // config.step
+        self.q_pairs = config.pairs or config.key_pairs
+        self.head_cols = shape.padded(config.head_dim) // (2 if self.q_pairs else 1)
+        if config.key_pairs:  # as wide as vectors of pairs
+            self.head_cols = shape.padded(self.head_cols)
         self.head_steps = -(-config.head_dim // config.step)
-        self.q = b.private("q", config.factor, shape.block_q * self.head_cols)
+        self.q = b.private("q", u32 if self.q_pairs else work, shape.block_q * self.head_cols)
         self.s = b.private("s", work, shape.rows * shape.block_kv)
         # P replaces S, except where it is rounded to pairs.
         self.weights = b.private("p", u32, shape.rows * shape.block_kv // 2) if config.pairs else self.s
@@ -183,12 +186,13 @@ class Forward:
             first = self.scores.extent.first_q
             q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0], first=first)
             start = q.row_start(b, at)
-            for col, width in engine.columns(config.head_dim):
-                if config.pairs:  # exact; scores are scaled instead
-                    x = engine.pairs(engine.read_raw(q, start, col, width))
+            for col in range(0, self.head_cols * (2 if self.q_pairs else 1), shape.lanes):
+                width = max(min(shape.lanes, config.head_dim - col), 0)  # zeros behind the last
+                to = engine.index(row) * self.head_cols + (col // 2 if self.q_pairs else col)
+                if self.q_pairs:  # exact; scores are scaled instead
+                    b.store(self.q, to, engine.pairs(engine.read_raw(q, start, col, width)))
                 else:
-                    x = engine.read(q, start, col, width) * scale
-                b.store(self.q, engine.index(row) * self.head_cols + col // config.step, x)
+                    b.store(self.q, to, engine.read(q, start, col, width) * scale)
             for col, _ in engine.columns(config.value_dim):
                 b.store(self.o, engine.index(row) * self.padded + col, engine.const(0.0), align=1)
             m, l = b.const(lowest(config.work), config.work), b.const(0.0, config.work)
@@ -291,7 +295,7 @@ class Forward:
 
     def scale_scores(self, c: list[list[Var]], panel: Value) -> None:
         """What products of the keys of a panel are still to be multiplied with."""
-        if not self.config.pairs:
+        if not self.q_pairs:
             return
         scale = self.b.splat(self.p.number("scale", self.config.work), self.shape.lanes)
         for variable in (variable for variables in c for variable in variables):

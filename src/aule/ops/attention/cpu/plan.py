@@ -69,6 +69,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         panels=("none" if dotted(shape, unit_strides) else "scratch") if grouped else "workspace",
         values=values,
         pairs=pairs,
+        key_pairs=grouped and dotted(shape, unit_strides) and has_pairs(target, SCALARS[problem.dtype]),
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )

@@ -80,6 +80,7 @@ def _launches(
         unit=unit_strides,
         shape=shape,
         pairs=pairs,
+        key_pairs=dots and problem.cache == "bf16" and has_pairs(target, SCALARS[problem.dtype]),
         split=splits > 1,
         panels="none" if dots else "scratch",
         values="direct" if in_place else "scratch",
