@@ -13,6 +13,7 @@ from aule._version import __version__
 from aule.api import (
     attention,
     aule_attention,
+    cascade_attention,
     decode_attention,
     flash_attention,
     flash_attention_paged,
@@ -23,6 +24,7 @@ from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
+    CacheFullError,
     ClosedError,
     DeviceLostError,
     DeviceMismatchError,
@@ -45,6 +47,7 @@ from aule.install import (
     scaled_dot_product_attention,
     uninstall,
 )
+from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
@@ -55,12 +58,14 @@ __all__ = [
     "Aule",
     "AuleError",
     "BackendUnavailableError",
+    "CacheFullError",
     "ClosedError",
     "DeviceLostError",
     "DeviceMismatchError",
     "InvalidArgumentError",
     "InvalidDtypeError",
     "InvalidShapeError",
+    "KVCache",
     "KernelError",
     "LaunchError",
     "NoComputeQueueError",
@@ -70,6 +75,7 @@ __all__ = [
     "__version__",
     "attention",
     "aule_attention",
+    "cascade_attention",
     "codegen",
     "decode_attention",
     "dispatch_stats",

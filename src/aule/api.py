@@ -318,6 +318,78 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     return merged
 
 
+def cascade_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    shared_pages: int,
+    sinks: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """`flash_attention_paged` of sequences that begin with the same pages, which are read once for all of them.
+
+    The queries of all sequences attend to the common pages as those of one sequence, then each to its own, and
+    `merge_states` puts the two together. It pays where the common part is long and the sequences are many.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, context_lens
+        As for `flash_attention_paged`: NumPy arrays or torch tensors.
+    shared_pages : int
+        How many columns of ``block_tables`` are the same in all rows. All of the common pages lie before the first
+        query of every sequence.
+    **options
+        As for `flash_attention_paged`; there is no ``window``, no ``alibi_slopes`` and no ``out``.
+
+    Returns
+    -------
+    array or (array, array)
+        As `flash_attention_paged` returns it.
+    """
+    for name in ("window", "alibi_slopes", "out"):
+        if options.get(name) is not None:
+            raise InvalidArgumentError(
+                f"[cascade_attention] expected no {name}, got one; use flash_attention_paged, which has it"
+            )
+    own: dict[str, Any] = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal}
+    if shared_pages == 0:
+        return flash_attention_paged(
+            q, k_cache, v_cache, block_tables, context_lens, **own, **options, return_lse=return_lse
+        )
+    page = k_cache.shape[2 if options.get("layout") == "HND" else 1]
+    keys = shared_pages * page
+    if not 0 <= shared_pages <= block_tables.shape[1]:
+        raise InvalidArgumentError(
+            f"[cascade_attention] expected shared_pages from 0 to {block_tables.shape[1]}, got {shared_pages}"
+        )
+    # The rows of all sequences behind each other, [1, heads, rows, dim]: to the common keys they are one sequence's.
+    heads, dim = q.shape[1], v_cache.shape[3]
+    together = q.swapaxes(0, 1).reshape(heads, -1, q.shape[-1])[None]
+    common, common_lse = flash_attention_paged(
+        together, k_cache, v_cache, block_tables[:1, :shared_pages], context_lens[:1] * 0 + keys, causal=False,
+        **options, return_lse=True,
+    )  # fmt: skip
+    apart, apart_lse = flash_attention_paged(
+        q, k_cache, v_cache, block_tables[:, shared_pages:], context_lens - keys, **own, **options, return_lse=True
+    )
+    if cu_seqlens_q is not None:
+        apart_lse = apart_lse.swapaxes(0, 1)
+    batch, rows = q.shape[0], q.shape[2:-1]
+    common = common[0].reshape(heads, batch, *rows, dim).swapaxes(0, 1)
+    common_lse = common_lse[0].reshape(heads, batch, *rows).swapaxes(0, 1)
+    out, lse = merge_states(common, common_lse, apart, apart_lse)
+    if not return_lse:
+        return out
+    return out, lse if cu_seqlens_q is None else lse.swapaxes(0, 1)
+
+
 _PRECISIONS = ("fp16", "bf16", "fp32")
 
 

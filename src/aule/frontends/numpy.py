@@ -64,11 +64,16 @@ def view(array: Array, name: str = "array") -> TensorView:
 
 def bfloat16() -> Any:
     """ml_dtypes' bfloat16, which gives NumPy the type; None where the package is missing."""
+    return ml_dtype("bfloat16")
+
+
+def ml_dtype(name: str) -> Any:
+    """A type that NumPy has not by itself; None where ml_dtypes is missing."""
     try:
         import ml_dtypes
     except ImportError:
         return None
-    return ml_dtypes.bfloat16
+    return getattr(ml_dtypes, name)
 
 
 def to_precision(array: Array, precision: str) -> Array:

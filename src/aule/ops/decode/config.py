@@ -107,6 +107,13 @@ class DecodeConfig(ScoreConfig):
         return self.cache in QUANTISED
 
     @property
+    def stored(self) -> str:
+        """Element type of the cache's buffers."""
+        if self.words:
+            return "u32"
+        return {"e4m3": "u8"}.get(self.cache, self.cache)
+
+    @property
     def words(self) -> bool:
         """Bytes of a quantised cache are read as words of four, which take a quarter of the registers."""
         return self.quantised and self.shape.run % 4 == 0 and all(self.aligned[1:3])

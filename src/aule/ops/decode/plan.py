@@ -14,7 +14,7 @@ from aule.ops.decode.kernel import build_decode
 from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.reduce import build_reduce
-from aule.ops.decode.shapes import choose_decode_shape, choose_splits
+from aule.ops.decode.shapes import LEAST_KEYS, choose_decode_shape, choose_splits
 from aule.ops.decode.validate import DecodeOperands
 from aule.target import Target
 from aule.tile.matrix import QUAD
@@ -23,8 +23,6 @@ from aule.view import TensorView
 _REDUCE_THREADS = 256
 _REGISTERS = 1 << 16
 """Of a multiprocessor: NVIDIA's number, and that of others by order of magnitude."""
-_LEAST_STEPS_KEYS = 256
-"""Keys that a part has at least, where a sequence turns out shorter than it could be."""
 
 
 def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
@@ -99,8 +97,9 @@ def _plan_few(
     shape = shape or choose_decode_shape(replace(problem, seq_q=tokens), target, run)
     row_blocks = -(-problem.group * tokens // shape.rows)
     blocks = row_blocks * problem.heads_kv * problem.batch
+    least = LEAST_KEYS
     if splits is None:
-        splits = choose_splits(blocks, problem.seq_kv, _resident(shape), target)
+        splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -132,7 +131,7 @@ def _plan_few(
         "blocks": blocks * splits,
         "row_blocks": row_blocks,
         "splits": splits,
-        "least_steps": -(-_LEAST_STEPS_KEYS // shape.step),
+        "least_steps": -(-least // shape.step),
         "tokens": tokens,
         "total_q": problem.total_q or 0,
     }  # fmt: skip
