@@ -23,6 +23,7 @@ from aule.ops.attention.cpu.config import (
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
 from aule.ops.attention.plan import Step, StepPlan, problem_scalars, row_scalars, score_options, view_scalars
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
@@ -41,6 +42,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     views : dict
         As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
     """
+    if problem.precision is not None:
+        raise refused(problem, target)
     if math.prod(problem.out_shape[:3]) == 0:
         return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
