@@ -38,11 +38,6 @@ def floats(b: Builder, word: Value, cache: str, halves: bool = False) -> list[Va
     return [_e4m3(b, (word >> shift) & 0xFF) for shift in (0, 8, 16, 24)]
 
 
-def e4m3(b: Builder, byte: Value) -> Value:
-    """One number of e4m3 as fp32."""
-    return _e4m3(b, b.cast(byte, u32))
-
-
 def _e4m3(b: Builder, word: Value) -> Value:
     # The exponent's bias is 7, not 127. Without a leading one (exponent 0) it would be twice the distance to 2^-7; no
     # subnormal fp32 is made on the way, which devices may take for 0.

@@ -23,9 +23,9 @@ from aule.ops.decode.join import Join
 from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
-from aule.tile.math import LOWEST, NEG_INF, fold
+from aule.tile.math import LOWEST, NEG_INF, fold, from_e4m3
 from aule.tile.matrix import QUAD, Matrix
-from aule.tile.quantised import E4M3_HALF, e4m3, floats
+from aule.tile.quantised import E4M3_HALF, floats
 from aule.tile.team import Team
 
 KERNEL_NAME = "decode_attention"
@@ -113,7 +113,7 @@ class _Decode:
         b, cache = self.b, self.config.cache
         if self.config.words:
             return [x for word in b.unpack(run) for x in floats(b, word, cache, self.halves)]
-        return [e4m3(b, x) for x in b.unpack(run)] if cache == "e4m3" else b.unpack(b.cast(run, f32))
+        return b.unpack(from_e4m3(b, run) if cache == "e4m3" else b.cast(run, f32))
 
     # -- the passage -----------------------------------------------------------------------------------------------
 
