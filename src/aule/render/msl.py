@@ -232,6 +232,8 @@ class _Msl(CPrinter):
         type_ = op.result.type
         if op.opcode == "fragment_get":
             return Expr(f"{self._matrix(op.args[0])}.thread_elements()[{op.attrs['component']}]")
+        if op.opcode == "fragment_length":
+            return Expr("2")
         assert isinstance(type_, Fragment)
         name = self.name(op.result.hint)
         shape = self.type_name(type_)

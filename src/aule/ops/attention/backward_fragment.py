@@ -21,7 +21,8 @@ from aule.ops.attention.config import FragmentBackwardConfig, RoundConfig, Score
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
-from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, place_of, row_stride
+from aule.tile.arrangement import SIZE, arrange, number_in_block, place_in_block
+from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
@@ -39,7 +40,7 @@ def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> K
 
 def build_round(config: RoundConfig, target: Target) -> KernelIR:
     """Trace the kernel that makes dQ of its sums: one thread for two neighbouring elements of a row."""
-    assert target.matrix_layout is not None
+    way = arrange(target)
     b = Builder("attention_round", config.threads)
     index: Scalar = i64 if config.index64 else i32
     elem, dim = SCALARS[config.dtype], config.head_dim
@@ -55,8 +56,8 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
         start = b.cast(block, index) * (SIZE * SIZE)
         values = []
         for i in range(2):
-            lane, part = place_of(b, target.matrix_layout, row & 15, (col + i) & 15)
-            values.append(b.load(sums, start + b.cast(part * target.subgroup_size + lane, index)) * factor)
+            at = place_in_block(b, way, row & 15, (col + i) & 15)
+            values.append(b.load(sums, start + b.cast(at, index)) * factor)
         b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
     return b.finish()
 
@@ -89,7 +90,7 @@ class _Kernel:
         self.other_start = rows * sum(self.strides)
         self.stage_size = width * sum(self.strides)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
-        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_elements(*dims, config.sums))
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         config, first = self.config, self.scores.extent.first(name)
@@ -139,30 +140,30 @@ class _Kernel:
         """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
         stride = self.strides[which]
         start = self.own_start[which] + self.subgroup_row * stride
-        blocks = range(self.shape.rows // SIZE)
-        return [self.engine.load_left(self.memory, start, stride, i * SIZE, k * SIZE) for i in blocks]
+        rows = range(0, self.shape.rows, self.engine.way.height)
+        return [self.engine.load_left(self.memory, start, stride, row, k * SIZE) for row in rows]
 
     # -- one tile ------------------------------------------------------------------------------------------------------
 
     def scores_of(self, which: int, at: Value) -> FragmentTile:
         """``own other^T``."""
-        engine, stride = self.engine, self.strides[which]
+        engine, stride, cols = self.engine, self.strides[which], self.engine.way.width
         tile = engine.tile(self.shape.rows, self.shape.block_kv)
         engine.multiply(
             tile,
             lambda k: self.left(which, k),
-            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE, transposed=True),
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols, transposed=True),
             self.depths[which],
         )
         return tile
 
     def accumulate(self, result: FragmentTile, factors: list[list[Value]], which: int, at: Value) -> None:
-        """``result += factors other``; ``factors`` by 16 rows and 16 columns."""
-        engine, stride = self.engine, self.strides[which]
+        """``result += factors other``; ``factors`` by blocks of rows and 16 columns."""
+        engine, stride, cols = self.engine, self.strides[which], self.engine.way.width
         engine.multiply(
             result,
             lambda k: [row[k] for row in factors],
-            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE),
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols),
             self.shape.block_kv // SIZE,
         )
 
@@ -450,7 +451,7 @@ class _Keys(_Kernel):
                     [b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)
                 ]
             if config.sums:
-                self._keep_ds(S, ds)
+                self._keep_ds(ds)
             b.comment("dV = dV + P^T dO")
             self.accumulate(dV, engine.pack(p, engine.left), 1, at[1])
             b.comment("dK = dK + dS^T Q")
@@ -461,15 +462,9 @@ class _Keys(_Kernel):
 
         self.passage((queries, results), first, last, body, arrive, start)
 
-    def _keep_ds(self, S: FragmentTile, ds: list[list[Value]]) -> None:
+    def _keep_ds(self, ds: list[list[Value]]) -> None:
         """dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last readers."""
-        b, engine, run = self.b, self.engine, self.engine.run
-        stride = row_stride(self.shape.block_kv)
-        for r, row in enumerate(ds):
-            start = self.ds_start + (self.subgroup_row + S.row(r)) * stride
-            for c in range(0, len(row), run):
-                strip = b.cast(b.vector(row[c : c + run]), engine.elem)
-                b.store(self.memory, start + S.col(c), strip)
+        self.engine.put(self.memory, self.ds_start, self.subgroup_row, row_stride(self.shape.block_kv), ds)
 
     def _add_to_sums(self, head: Value, row0: Value) -> None:
         """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows, and then its columns."""
@@ -485,26 +480,31 @@ class _Keys(_Kernel):
 
     def _add_block(self, head: Value, row0: Value, row: Value, col: Value, blocks: int) -> None:
         """The 16 rows of the tile from ``row`` and ``blocks`` times 16 columns from ``col`` on."""
-        b, engine, scores = self.b, self.engine, self.scores
+        b, engine, scores, way = self.b, self.engine, self.scores, self.engine.way
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
         ds_stride = row_stride(self.shape.block_kv)
         tile = engine.tile(SIZE, blocks * SIZE)
         engine.multiply(
             tile,
-            lambda k: [engine.load_left(self.memory, ds_start, ds_stride, 0, k * SIZE, transposed=True)],
-            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * SIZE),
+            lambda k: [
+                engine.load_left(self.memory, ds_start, ds_stride, i, k * SIZE, transposed=True)
+                for i in range(0, SIZE, way.height)
+            ],
+            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * way.width),
             self.shape.block_q // SIZE,
         )
         # Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts
         # them. Rows past the end have their place there, too, and add nothing.
-        sums, size = self.p.buffer("dq_sum", f32, "readwrite"), self.shape.lanes
+        sums = self.p.buffer("dq_sum", f32, "readwrite")
         above = (scores.batch * self.heads + head) * self.p.number("row_blocks") + (row0 + row) // SIZE
         block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
         start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
-        for j, variable in enumerate(tile.vars[0]):
-            fragment = variable.value
-            for part in range(SIZE * SIZE // size):
-                b.atomic("add", sums, start + (j * SIZE * SIZE + part * size), b.fragment_get(fragment, part))
+        for i, variables in enumerate(tile.vars):
+            for j, variable in enumerate(variables):
+                fragment, (number, first) = variable.value, divmod(j * way.width, SIZE)
+                for part in range(way.results.parts):
+                    at = number * (SIZE * SIZE) + number_in_block(way, i * way.height, first, part)
+                    b.atomic("add", sums, start + at, b.fragment_get(fragment, part))
 
     def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
         """What belongs to this lane's columns, out of shared memory."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
-from aule.tile.fragment import FragmentShape, multiplies
+from aule.tile.arrangement import arrange
+from aule.tile.fragment import FragmentShape, fitted, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -168,8 +169,8 @@ def choose_fragments(
     """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix."""
     if not multiplies(target, dtype):
         return None
-    for entry in FRAGMENTS.get(target.backend, ()):
-        shape = entry.strided if strided else entry.masked if masked else entry.plain
+    for entry in FRAGMENTS.get(target.vendor, FRAGMENTS.get(target.backend, ())):
+        shape = fitted(entry.strided if strided else entry.masked if masked else entry.plain, target)
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
         if shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes:
@@ -178,7 +179,7 @@ def choose_fragments(
 
 
 def _runs(shape: FragmentShape, target: Target) -> bool:
-    return shape.threads <= target.max_threads and shape.lanes == target.subgroup_size
+    return shape.threads <= target.max_threads and shape.rows % arrange(target).height == 0
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,10 @@ def choose_backward_fragments(
     """Tiles of a backward kernel on matrix units; None where there are none."""
     if not multiplies(target, dtype):
         return None
-    for entry in FRAGMENTS_BACKWARD.get(target.backend, ()):
-        shape = entry.queries if of == "queries" else entry.keys
-        if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
+    for entry in FRAGMENTS_BACKWARD.get(target.vendor, FRAGMENTS_BACKWARD.get(target.backend, ())):
+        shape = fitted(entry.queries if of == "queries" else entry.keys, target)
+        # A thread brings in what belongs to a row of the others.
+        if max(head_dim, value_dim) > entry.dim or not _runs(shape, target) or shape.threads < shape.block_kv:
             continue
         if shape.backward_bytes(head_dim, value_dim, sums=of == "keys") <= target.max_shared_bytes:
             return shape
