@@ -159,8 +159,21 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         # 161 / -; keys by 32 49 / -.
         _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
     ),
+    # Not measured, only compiled: Mesa 25.0.7 for navi31 and gfx1151, 32 lanes (docs/compiled.md). Its estimate is in
+    # cycles per 64 lanes, here per score that they have. A factor is eight registers, so 32 rows a subgroup leave few.
+    "amd": (
+        # 14.2; keys by 64 15.6, four subgroups of 32 rows and keys by 16 14.8, by 32 16.3, four of 16 rows 18.0.
+        _entry(64, (128, 32, 8, 1, 1), (128, 32, 8, 1, 1), (128, 32, 8, 1, 1)),
+        # 31.1; four subgroups with keys by 64 29.0, but three workgroups' waves a SIMD instead of five, and spills with
+        # modifiers; four with keys by 32 33.8, by 16 37.9.
+        _entry(128, (128, 32, 8, 1, 0), (128, 32, 8, 1, 0), (128, 32, 8, 1, 0)),
+        # What fits; two subgroups spill.
+        _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
+    ),
+    # No compiler for Intel's units was at hand: `aule tune` may find tiles.
+    "intel": (),
 }
-"""Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
+"""Tiles on matrix units by vendor, or else by backend; the first that is wide enough and fits is taken."""
 
 
 def choose_fragments(
@@ -209,8 +222,16 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(64, 64, 4, 1, False)),
         FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
     ),
+    # Not measured, only compiled, as above. None of them spills, with any modifiers.
+    "amd": (
+        # dQ 7.9; four subgroups 8.3, keys by 16 8.4. dK and dV with sums 45.8; four subgroups 46.4, rows by 16 46.6.
+        FragmentBackwardEntry(64, FragmentShape(128, 32, 8, 1, False), FragmentShape(128, 32, 8, 1, False)),
+        # dQ 14.8; keys by 16 15.3. dK and dV with sums 86.3; rows by 32 spill.
+        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+    ),
+    "intel": (),
 }
-"""By backend; the first that is wide enough and fits is taken. Wider heads have no matrix units in the backward pass:
+"""By vendor or backend; the first that is wide enough and fits is taken. Wider heads have no matrix units here:
 dK and dV of 256 columns are all the registers of a thread."""
 
 
