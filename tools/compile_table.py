@@ -126,7 +126,8 @@ def matrix_section(icd: Path) -> list[str]:
         "are the deterministic pair), for the layouts that AMD documents. Tiles: block_q x block_kv over subgroups, Q "
         "resident. VGPRs / waves that a SIMD can hold / latency / inverse throughput (both as above, the latter of 64 "
         "lanes), + spilled registers and bytes of scratch where there are any. WMMA counts the instructions of the "
-        "matrix units in the assembly. bf16 is missing where the driver does not offer it.",
+        "matrix units in the assembly. Forward estimates include the product for Inf and NaN among dropped keys, which "
+        "seldom runs and is guessed to run often. bf16 is missing where the driver does not offer it.",
     ]
     for wave in (32, 64):
         cells = {(r.case, r.device): r for r in rows if r.wave == wave}

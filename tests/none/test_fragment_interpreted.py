@@ -92,6 +92,24 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
+@pytest.mark.parametrize("dims", [(64, 32), (24, 128)], ids=str)
+def test_gradients_of_subgroups_that_share_their_rows(dims: tuple[int, int], deterministic: bool) -> None:
+    """Only dK and dV are made so; dQ has tiles of its own."""
+    rng = np.random.default_rng(1)
+    arrays = {
+        "q": rng.standard_normal((1, 2, 39, dims[0])).astype(np.float16),
+        "k": rng.standard_normal((1, 1, 50, dims[0])).astype(np.float16),
+        "v": rng.standard_normal((1, 1, 50, dims[1])).astype(np.float16),
+    }
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, deterministic=deterministic)
+    shapes = (BACKWARD["two-stages"], FragmentShape(32, 32, 4, 2, False, columns=2))
+    found, dout = backward(problem, operands, arrays, shapes, True, target())
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
 @pytest.mark.parametrize("shape", BACKWARD)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:

@@ -94,10 +94,11 @@ CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "b
 SHAPE = FragmentShape(32, 32, 2, 1, True)
 
 
-def backward_shape(target: Target) -> FragmentShape:
-    """As many threads as columns; blocks of 32 rows, or of 64 where that takes several subgroups."""
-    small = target.subgroup_size < 32
-    return fitted(FragmentShape(64 if small else 32, 32, 4 if small else 1, 1, False), target)
+def backward_shape(target: Target, shared: bool) -> FragmentShape:
+    """As many threads as columns, in blocks that give a subgroup 32 rows; ``shared`` by two, for dK and dV."""
+    subgroups = (4 if target.subgroup_size < 32 else 1) * (2 if shared else 1)
+    columns = 2 if shared else 1
+    return fitted(FragmentShape(32 * subgroups // columns, 32, subgroups, 1, False, columns=columns), target)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -119,7 +120,9 @@ def test_gradients(way: str) -> None:
         inputs = grid.make_inputs(case, seed=3)
         problem, operands = grid.case_problem(case, inputs)
         problem = replace(problem, deterministic=number % 2 == 1)
-        found, dout = backward(problem, operands, inputs, backward_shape(target), target=target)
+        shared = all(-(-dim // 16) % 2 == 0 for dim in (problem.head_dim, problem.value_dim))
+        shapes = backward_shape(target, shared=False), backward_shape(target, shared)
+        found, dout = backward(problem, operands, inputs, shapes, target=target)
         arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
         wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
         assert not wrong, f"{case}: {wrong}"

@@ -48,6 +48,9 @@ class FragmentShape:
         Registers a thread may use, where the language can say so.
     lanes : int
         Lanes of a subgroup.
+    columns : int
+        Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
+        pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     staged : bool
         Results pass through shared memory to become factors.
     """
@@ -59,6 +62,7 @@ class FragmentShape:
     resident_q: bool
     registers: int = 255
     lanes: int = 32
+    columns: int = 1
     staged: bool = False
 
     @property
@@ -68,7 +72,7 @@ class FragmentShape:
     @property
     def rows(self) -> int:
         """Rows of one subgroup."""
-        return self.block_q // self.subgroups
+        return self.block_q * self.columns // self.subgroups
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
@@ -82,10 +86,11 @@ class FragmentShape:
         return max(q, stages) if self.resident_q else q + stages
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
-        """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; and dS where it
-        also adds up dQ."""
+        """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also
+        adds up dQ; and dS and P where subgroups share rows."""
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
-        return rows + (self.block_q * row_stride(self.block_kv) if sums else 0)
+        tiles = 2 if self.columns > 1 else int(sums)
+        return rows + tiles * self.block_q * row_stride(self.block_kv)
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of a forward kernel."""
@@ -97,8 +102,9 @@ class FragmentShape:
 
     @property
     def staged_elements(self) -> int:
-        """Elements of shared memory in which results become factors: a tile of scores."""
-        return self.block_q * row_stride(self.block_kv) if self.staged else 0
+        """Elements of shared memory in which results become factors: a tile of scores. Subgroups that share rows have
+        such a place already."""
+        return self.block_q * row_stride(self.block_kv) if self.staged and self.columns == 1 else 0
 
 
 def row_stride(dim: int) -> int:
@@ -190,7 +196,7 @@ class Fragments:
         """Neighbouring columns that a lane holds."""
         self.factor_cols = len(self.part_cols) * SIZE // way.width
         """Columns of a tile that a lane holds of the 16 of a left factor."""
-        self._stage = b.shared("results", elem, shape.staged_elements) if shape.staged else None
+        self._stage = b.shared("results", elem, shape.staged_elements) if shape.staged_elements else None
         self._upper = [b.ne(lane & exchange.mask, 0) for exchange in way.exchanges]
 
     @property
@@ -276,21 +282,21 @@ class Fragments:
     def _pack_staged(self, stage: Value, values: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """The same by way of the subgroup's part of shared memory."""
         b, stride = self.b, row_stride(self.shape.block_kv)
-        first = self.subgroup * self.shape.rows
+        own = self.subgroup * (self.shape.rows * stride)
         b.subgroup_barrier()  # everyone has read what was there before
-        self.put(stage, 0, first, stride, values)
+        self.put(stage, own, stride, values)
         b.subgroup_barrier()
         cols = len(values[0]) // self.factor_cols * SIZE
         return [
-            [self.load_left(stage, first * stride, stride, row, col) for col in range(0, cols, SIZE)]
+            [self.load_left(stage, own, stride, row, col) for col in range(0, cols, SIZE)]
             for row in range(0, self.shape.rows, self.way.height)
         ]
 
-    def put(self, memory: Value, start: int, first: Value, stride: int, values: Sequence[Sequence[Value]]) -> None:
-        """Store this lane's elements of a tile, rounded, in shared memory; ``first`` is the tile's first row there."""
+    def put(self, memory: Value, start: Value, stride: int, values: Sequence[Sequence[Value]]) -> None:
+        """Store this lane's elements of a tile, rounded, in shared memory; ``start`` is where the tile begins."""
         b = self.b
         for r, row in enumerate(values):
-            line = start + (first + self.row(r)) * stride
+            line = start + self.row(r) * stride
             for c in range(0, len(row), self.run):
                 strip = b.cast(b.vector(row[c : c + self.run]), self.elem)
                 b.store(memory, line + self.col(c), strip)
