@@ -54,6 +54,9 @@ class FragmentLayout:
 NVIDIA_LAYOUT = FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 8, 0), (1, 0, 8))
 """Of mma.sync, and so of fragments in PTX: accumulators, and left factors alike."""
 
+APPLE_LAYOUT = FragmentLayout((0, 1, 2, 0, 4), (2, 0, 0, 4, 0), (0, 0, 8), (1, 8, 0))
+"""Of fragments in MSL, four blocks of 8x8. Apple does not document it: code is shown with it, but a device is asked."""
+
 RDNA3_LAYOUTS: dict[int, tuple[FragmentLayout, FragmentLayout, FragmentLayout]] = {
     32: (
         FragmentLayout((0, 0, 0, 0, 1), (1, 2, 4, 8, 0), (2, 4, 8), (0, 0, 0)),

@@ -193,14 +193,15 @@ def test_the_probe_finds_it(way: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """Products that lie otherwise than what is loaded: the check notices."""
+@pytest.mark.parametrize("left", [PERMUTED, NVIDIA_LAYOUT], ids=["results alone", "all"])
+def test_a_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixture, left: FragmentLayout) -> None:
+    """Fragments that lie otherwise in products than when they were asked about: the check notices."""
     device: Any = Secret(WAYS["permuted"])
     launch = device.launch
 
     def launch_otherwise(kernel: KernelIR, grid: tuple[int, int, int], args: list[Any]) -> None:
         if kernel.name == "fragment_check":
-            device.layouts = {"accumulator": NVIDIA_LAYOUT, "a": PERMUTED}
+            device.layouts = {"accumulator": NVIDIA_LAYOUT, "a": left}
         launch(kernel, grid, args)
 
     device.launch = launch_otherwise

@@ -1,4 +1,4 @@
-"""How a device's cooperative matrices lie over a subgroup, found out once per device.
+"""How a device's matrices (Vulkan's cooperative ones, Metal's simdgroup ones) lie over a subgroup, found out once.
 
 The interface hides it, but matrices whose elements are their own indices tell: each lane reads off its components, of
 accumulators, left and right factors. What was found is used for one product whose factor is put together as kernels
@@ -88,8 +88,12 @@ def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
         log.debug("accumulators of %s lie in a way that is no sum over bits", candidate.name)
         return None
     found = replace(candidate, matrix_layout=results, matrix_factors=None if left == results else (left, right))
-    unit = np.eye(SIZE, dtype=np.float16)
-    check = _run(device, ("check", found), lambda: _check_kernel(found), (unit,), (2, arrange(found).height * SIZE))
+    shift = np.roll(np.eye(SIZE), 1, axis=1)
+    size = arrange(found).height * SIZE
+    check = _run(
+        device, ("check", found), lambda: _check_kernel(found), (shift.astype(np.float32), shift.astype(np.float16)),
+        (2, size),
+    )  # fmt: skip
     if not np.array_equal(check[0], check[1]):
         log.warning("fragments of %s: the layout that was found gives wrong products; not used", candidate.name)
         return None
@@ -162,22 +166,27 @@ def _places_kernel(lanes: int, fragments: Sequence[Fragment], counts: Sequence[i
 
 
 def _check_kernel(target: Target) -> KernelIR:
-    """This lane's elements of a tile times the unit matrix, as kernels multiply; and what they should be."""
+    """This lane's elements of a tile times the matrix that shifts columns by one, as kernels multiply, plus that
+    matrix, which tells rows apart; and what they should be. The unit matrix would give back what was put in, in any
+    layout."""
     shape = fitted(FragmentShape(arrange(target).height, SIZE, 1, 1, False), target)
     b = Builder("fragment_check", shape.lanes, shape.lanes)
-    unit, out = b.buffer("unit", f16), b.buffer("out", f32, "write")
+    wide, narrow, out = b.buffer("wide", f32), b.buffer("narrow", f16), b.buffer("out", f32, "write")
     engine = Fragments(b, target, shape, f16)
-    tile = engine.tile(shape.block_q, SIZE)
-    # Whole numbers below 2048 are exact in fp16.
-    expected = [
-        [b.cast(tile.row(r) * 37 + tile.col(c) * 5, f32) for c in range(engine.factor_cols)]
-        for r in range(engine.rows_held)
-    ]
-    ((factor,),) = engine.pack(expected, engine.left)
-    width = engine.way.width
-    engine.multiply(
-        tile, lambda k: [factor], lambda k, j: engine.load_right(unit, b.const(0, i32), SIZE, 0, j * width), 1
-    )
+    tile, width, zero = engine.tile(shape.block_q, SIZE), engine.way.width, b.const(0, i32)
+    given, expected = [], []
+    for r in range(engine.rows_held):
+        row = tile.row(r)
+        cols = [tile.col(c) for c in range(engine.factor_cols)]
+        before = [(col + (SIZE - 1)) % SIZE for col in cols]
+        given.append([b.cast(row * 37 + col * 5, f32) for col in cols])  # whole numbers below 2048, exact in fp16
+        ones = [b.select(b.eq(col, row), b.const(1, i32), zero) for col in before]
+        expected.append([b.cast(row * 37 + col * 5 + one, f32) for col, one in zip(before, ones, strict=True)])
+    ((factor,),) = engine.pack(given, engine.left)
+    for j, variable in enumerate(tile.vars[0]):
+        layout = "column" if engine.way.transposed else "row"
+        variable.value = b.fragment_load(engine.accumulator, wide, j * width, SIZE, layout)
+    engine.multiply(tile, lambda k: [factor], lambda k, j: engine.load_right(narrow, zero, SIZE, 0, j * width), 1)
     at = b.lane_id()
     for got, wanted in zip(tile.values(), expected, strict=True):
         for x, y in zip(got, wanted, strict=True):

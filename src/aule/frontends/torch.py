@@ -28,7 +28,7 @@ from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
-from aule.options import AttentionOptions
+from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView
 
 _Tensor = torch.Tensor
@@ -112,6 +112,20 @@ def flash_attention_varlen(
     if options.dropout_p != 0.0 or options.seed is not None or options.deterministic is not False:
         options = _completed("flash_attention_varlen", q, options)
     return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
+
+
+def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """Attention over a cache of keys and values, of torch tensors."""
+    from aule.frontends import torch_decode  # which needs this module
+
+    return torch_decode.decode(q, k, v, options)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Results over disjoint keys put together, of torch tensors."""
+    from aule.frontends import torch_decode  # which needs this module
+
+    return torch_decode.merge_states(o_a, lse_a, o_b, lse_b)
 
 
 def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:

@@ -3,7 +3,7 @@
 A subgroup works on ``rows`` rows of a block alone. Its tiles are fragments (`aule.ir`), whose components a lane may
 read and write: the target's layouts say which elements those are, so that rows are reduced by a few shuffles, and P
 goes from accumulators to the next product without passing through memory where they allow it (`arrangement`). The same
-code serves mma.sync in PTX and cooperative matrices in SPIR-V.
+code serves mma.sync in PTX, cooperative matrices in SPIR-V and simdgroup matrices in MSL.
 
 K and V lie in shared memory row by row, 16 bytes apart beyond their columns: eight rows then start in eight different
 groups of banks, and a load of a fragment has no conflicts. They are brought in a tile ahead, either by asynchronous
@@ -112,13 +112,14 @@ def row_stride(dim: int) -> int:
     return padded(dim, SIZE) + RUN
 
 
+_COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
+"""What PTX and MSL put fragments of 16 x 16 together from."""
+
+
 def has_units(target: Target, dtype: str) -> bool:
-    """Whether a device multiplies fragments of a type."""
-    rows, cols, depth = target.matrix_shape
-    units = {f"m{rows}n{cols}k{depth}:{dtype}:f32"}
-    if target.backend == "cuda":  # PTX puts them together
-        units |= {f"m16n8k16:{dtype}:f32", f"m16n8k8:{dtype}:f32"}
-    return bool(units & set(target.matrix_units))
+    """Whether a device multiplies fragments of a type of 16 bits; the engine has no others."""
+    shapes = ("m{}n{}k{}".format(*target.matrix_shape), *_COMPOSED.get(target.backend, ()))
+    return dtype in ("f16", "bf16") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
 
 
 def multiplies(target: Target, dtype: str) -> bool:

@@ -103,7 +103,7 @@ def plan_forward(
     base_ok = aligned_base or {}
 
     def aligned(run: int) -> tuple[bool, ...]:
-        return tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+        return tuple(aligned_rows(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
 
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
@@ -125,7 +125,7 @@ def plan_forward(
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
-    return ForwardPlan(config, _grid(blocks, target), scalars)
+    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars)
 
 
 _DELTA_THREADS = 64
@@ -161,7 +161,7 @@ def plan_backward(
     names = ("q", "k", "v", "do")
 
     def aligned(run: int, of: tuple[str, ...]) -> tuple[bool, ...]:
-        return tuple(_aligned(views[n], run) and base_ok.get(n, True) for n in of)
+        return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in of)
 
     unit = {n: views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in (*names, "o")}
     index64 = any(_extent(view) > 2**31 - 1 for view in views.values())
@@ -185,7 +185,7 @@ def plan_backward(
     )
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_blocks": row_blocks, "clear": clear}
-    steps = [Step(delta, build_delta, _grid(blocks, target), numbers | row_scalars(problem))]
+    steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
     of: Literal["queries", "keys"]
     for of, number, heads, length in (
         ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
@@ -202,7 +202,10 @@ def plan_backward(
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
         }  # fmt: skip
         each = -(-length // shape.block_q)
-        grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
+        grid, scalars = (
+            grid_of("flash_attention", each * heads, target),
+            numbers | {"blocks_each": each, "blocks": each * heads},
+        )
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
@@ -214,7 +217,7 @@ def plan_backward(
         return StepPlan(tuple(steps), {"delta": rows})
     finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64)
     pairs = rows * problem.head_dim // 2
-    steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
+    steps.append(Step(finish, build_round, grid_of("flash_attention", -(-pairs // _ROUND_THREADS), target), numbers))
     return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
 
 
@@ -299,7 +302,7 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     return scalars
 
 
-def _aligned(view: TensorView, run: int = QUAD) -> bool:
+def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
     """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
     return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
@@ -310,14 +313,15 @@ def _extent(view: TensorView) -> int:
     return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
 
 
-def _grid(blocks: int, target: Target) -> tuple[int, int, int]:
+def grid_of(op: str, blocks: int, target: Target) -> tuple[int, int, int]:
+    """Workgroups along x and then y: a driver may allow no more than 65535 along one axis."""
     if blocks == 0:
         return (0, 0, 0)
     x = min(blocks, target.max_grid[0])
     y = math.ceil(blocks / x)
     if y > target.max_grid[1]:
         raise InvalidShapeError(
-            f"[flash_attention] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
+            f"[{op}] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
             f"{target.name}, got {blocks}; split the batch"
         )
     return (x, y, 1)

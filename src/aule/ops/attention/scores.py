@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aule.ir import Value
+from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import Columns
@@ -23,6 +23,21 @@ class Reach:
     end: Value
     full_first: Value
     full_end: Value
+
+    @staticmethod
+    def of(
+        b: Builder, seq_kv: Value, left: Value | None, right: Value | None, nearest: Value, furthest: Value
+    ) -> Reach:
+        """Of rows that stand at positions ``nearest .. furthest`` of ``seq_kv`` keys, within a band."""
+        zero = b.const(0, i32)
+        first, full_first, end, full_end = zero, zero, seq_kv, seq_kv
+        if right is not None:
+            end = b.max(b.min(end, furthest + right + 1), zero)
+            full_end = b.max(b.min(full_end, nearest + right + 1), zero)
+        if left is not None:
+            first = b.max(nearest - left, zero)
+            full_first = b.max(furthest - left, zero)
+        return Reach(first, end, full_first, full_end)
 
 
 @dataclass(frozen=True)
@@ -75,15 +90,7 @@ class Scores:
 
     def reach(self, nearest: Value, furthest: Value) -> Reach:
         """Keys of rows that stand at positions ``nearest .. furthest``."""
-        b, zero = self.b, self.b.const(0, i32)
-        first, full_first, end, full_end = zero, zero, self.seq_kv, self.seq_kv
-        if self.right is not None:
-            end = b.max(b.min(end, furthest + self.right + 1), zero)
-            full_end = b.max(b.min(full_end, nearest + self.right + 1), zero)
-        if self.left is not None:
-            first = b.max(nearest - self.left, zero)
-            full_first = b.max(furthest - self.left, zero)
-        return Reach(first, end, full_first, full_end)
+        return Reach.of(self.b, self.seq_kv, self.left, self.right, nearest, furthest)
 
     def rows_reaching(self, first: Value, end: Value) -> tuple[Value, Value]:
         """Query rows, from the first up to but not including the last, that may keep a key of ``first .. end - 1``."""

@@ -173,6 +173,13 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
     ),
     # No compiler for Intel's units was at hand: `aule tune` may find tiles.
     "intel": (),
+    # By rule, not measured: no Apple machine. 32 KiB of memory, and 128 registers a thread: 16 rows a subgroup, of
+    # which O takes half a register a column. Q stays in registers where they are left. O of 256 columns would be all.
+    "metal": (
+        _entry(64, (64, 32, 4, 1, 1), (64, 32, 4, 1, 1), (64, 32, 4, 1, 1)),
+        _entry(96, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+        _entry(128, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
+    ),
 }
 """Tiles on matrix units by vendor, or else by backend; the first that is wide enough and fits is taken."""
 
@@ -238,6 +245,12 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
     ),
     "intel": (),
+    # By rule, not measured: no Apple machine. As for the forward pass; dK and dV of 128 columns take all 128 registers,
+    # and subgroups that share 32 keys, which would halve that, need 40 KiB.
+    "metal": (
+        FragmentBackwardEntry(64, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+        FragmentBackwardEntry(128, FragmentShape(32, 16, 2, 1, False), FragmentShape(32, 16, 2, 1, False)),
+    ),
 }
 """By vendor or backend; the first that is wide enough and fits is taken. Heads that none fits have no matrix units in
 the backward pass."""
