@@ -81,6 +81,7 @@ CASES = {
     "32k-1-int8": Case(1, 32768, 16, torch.int8),
     "32k-1-fp8": Case(1, 32768, 16, torch.float8_e4m3fn),
     "four-tokens": Case(32, 4096, 16, torch.bfloat16, 4),
+    "prefill": Case(4, 8192, 16, torch.bfloat16, 512),
 }
 
 
@@ -104,7 +105,8 @@ class Inputs:
         self.arguments["block_tables"] = order.view(batch, -1).to(torch.int32).contiguous()
         self.stored = []
         for name, x in zip("kv", plain, strict=True):
-            tokens = x.transpose(1, 2).reshape(pages, case.page, HEADS_KV, DIM)
+            # Of one sequence the transposed view could be reshaped without a copy, and would keep its order in memory.
+            tokens = x.transpose(1, 2).contiguous().view(pages, case.page, HEADS_KV, DIM)
             scale = None
             if case.cache != torch.bfloat16:
                 limit = 127.0 if case.cache == torch.int8 else 448.0
@@ -225,7 +227,8 @@ class Engine:
         self.memory: dict[str, Any] = {}
         for name, x in tensors.items():
             allocation = self.device.alloc(x.numel() * x.element_size())
-            host = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+            assert x.is_contiguous()
+            host = x.detach().cpu().view(torch.uint8).numpy()
             self.device.upload(allocation, host)
             views[name] = TensorView(NAMES[x.dtype], tuple(x.shape), tuple(x.stride()), backend, allocation)
         self.problem, operands = decode_problem(op, **views)

@@ -56,6 +56,7 @@ def cases() -> Iterator[Case]:
     yield Case("odd", (41, 17), 2, (3, 3), (33, 21), options={"causal": False, "sinks": True})
     yield Case("everything", (129, 2, 50), 3, (8, 2), (64, 32), "bf16", options=EVERYTHING)
     yield Case("parts", (2100, 700), heads=(4, 1), dims=(16, 16), page=16, options={"sinks": True})
+    yield Case("prefill", (90, 5, 70, 0), (80, 1, 66, 2), (2, 1), (32, 32), "f16", page=16, options={"window": 50})
     yield Case("one-sided-window", (60, 9), 1, options={"window": (7, None), "causal": False})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import decode_cases
 import numpy as np
 import pytest
+import test_fragment_interpreted as fragments
 
 from aule.codegen import TARGETS
 from aule.engine.attention import STORED, contiguous_strides
@@ -22,7 +23,7 @@ from aule.target import Target
 from aule.view import TensorView
 
 CASES = list(decode_cases.cases())
-PTX, WGSL = TARGETS["ptx"], TARGETS["wgsl"]
+PTX, WGSL = replace(TARGETS["ptx"], matrix_units=()), TARGETS["wgsl"]
 NARROW = replace(PTX, subgroup_size=8, subgroup_sizes=(8,))
 """As lavapipe has it: lanes hold several runs of a key."""
 
@@ -84,6 +85,17 @@ def test_without_subgroups(case: decode_cases.Case) -> None:
 def test_long_indices(case: decode_cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aule.ops.decode.plan._extent", lambda view: 1 << 32)
     check(case, PTX, 2, subgroups=1)
+
+
+def test_prefill_on_matrix_units() -> None:
+    """Sequences of many rows go to attention's own kernel, which reads the pages; the others do not."""
+    case = next(case for case in CASES if case.id == "prefill")
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    plan = plan_decode(problem, decode_views(operands, operands.q), fragments.target())
+    assert [type(step.config).__name__ for step in plan.steps] == ["DecodeConfig", "FragmentConfig"]
+    check(case, fragments.target())
+    check(replace(case, rows=70, page=3, options={"sinks": True}), fragments.target())
+    check(replace(case, rows=70, page=0, dims=(40, 24), options={"causal": False}), fragments.target())
 
 
 def test_entries_outside_of_the_pool_read_inside_of_it() -> None:

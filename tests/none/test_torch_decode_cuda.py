@@ -69,6 +69,18 @@ def test_packed_queries_on_quantised_pages(device: Interpreted) -> None:
     torch.testing.assert_close((out[:4], lse[:, :4]), (wanted[0][:4], wanted[1][:, :4]), rtol=1e-4, atol=1e-5)
 
 
+def test_other_kinds_of_options(device: Interpreted) -> None:
+    q, k, v = normal(2, 4, 1, 32), normal(2, 2, 40, 32), normal(2, 2, 40, 32)
+    lens = torch.tensor([40, 7])  # int64, which the kernel does not take
+    for _ in range(2):
+        out = aule.decode_attention(q, k, v, context_lens=lens, scale=torch.tensor(0.5), window=[9, 0])
+    wanted = aule.decode_attention(q, k, v, context_lens=lens, scale=0.5, window=(9, 0), backend="numpy")
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    assert device.prepared == 1
+    with pytest.raises(aule.InvalidShapeError, match=r"context_lens in 0\.\.40"):  # host arrays are looked into
+        aule.decode_attention(q, k, v, context_lens=torch.tensor([41, 7]))
+
+
 def test_gradients_are_refused(device: Interpreted) -> None:
     q = normal(1, 2, 1, 16).requires_grad_()
     with pytest.raises(aule.AuleError, match="no gradient"):
@@ -80,3 +92,13 @@ def test_gradients_are_refused(device: Interpreted) -> None:
 def test_what_is_no_tensor_is_named(device: Interpreted) -> None:
     with pytest.raises(aule.InvalidDtypeError, match="context_lens"):
         aule.decode_attention(normal(1, 2, 1, 16), normal(1, 2, 5, 16), normal(1, 2, 5, 16), context_lens=[5])
+
+
+def test_a_compiled_function_may_decode() -> None:
+    """The compiler's graph ends before the call, and the next begins behind it."""
+    q, k, v = normal(1, 2, 1, 16), normal(1, 2, 9, 16), normal(1, 2, 9, 16)
+
+    def step(q: Any) -> Any:
+        return aule.decode_attention(q * 2.0, k, v, backend="numpy") + 1.0
+
+    torch.testing.assert_close(torch.compile(step, backend="eager")(q), step(q))

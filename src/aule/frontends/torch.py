@@ -116,6 +116,10 @@ def flash_attention_varlen(
 
 def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Attention over a cache of keys and values, of torch tensors."""
+    if _read_by_dynamo():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.decode(q, k, v, options)
     from aule.frontends import torch_decode  # which needs this module
 
     return torch_decode.decode(q, k, v, options)

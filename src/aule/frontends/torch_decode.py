@@ -63,14 +63,14 @@ def _integers(op: str, name: str, array: Any) -> Any:
 
 
 class _Ready:
-    """One signature planned and built: the launches, each with the names of its buffers, and what they share."""
+    """One signature planned and built: the launches, each with the names of its buffers, and the elements of the parts
+    that they share and of the log-sum-exps behind these."""
 
-    __slots__ = ("launches", "like_q", "lse_shape", "operands", "out_shape", "problem", "workspace")
+    __slots__ = ("launches", "like_q", "lse_shape", "out_shape", "parts", "workspace")
 
-    def __init__(self, problem: Any, operands: DecodeOperands, launches: Any, workspace: int, like_q: bool) -> None:
-        self.problem, self.operands = problem, operands
+    def __init__(self, operands: DecodeOperands, launches: Any, parts: int, workspace: int, like_q: bool) -> None:
         self.launches = launches
-        self.workspace = workspace
+        self.parts, self.workspace = parts, workspace
         self.like_q = like_q
         self.out_shape, self.lse_shape = operands.out_shape, operands.lse_shape
 
@@ -84,6 +84,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         lens, tables, cu_q, max_q, k_scale, v_scale, layout, causal, scale, window, softcap, alibi, sinks, want_lse,
         out, backend,
     ) = options  # fmt: skip
+    if scale is not None and isinstance(scale, torch.Tensor):
+        return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
     if cu_q is not None and max_q is None and isinstance(cu_q, torch.Tensor) and len(cu_q) > 1:
         max_q = int(cu_q.diff().max())
         options = options._replace(max_seqlen_q=max_q)
@@ -95,16 +97,15 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
             v.dtype, v.get_device(), (pointers["q"] | pointers["k"] | pointers["v"]) & 15, layout, causal, scale,
             window, softcap, want_lse, backend, max_q,
         )  # fmt: skip
-        for name, x in (("lens", lens), ("tables", tables)):
+        for name, x in (("lens", lens), ("tables", tables), ("cu_q", cu_q)):
             if x is not None:
                 if x.dtype is not torch.int32 or x.get_device() != index:
                     return _on_cuda(q, k, v, _brought(q, k, v, options))
                 pointers[name] = x.data_ptr()
                 key += (x.shape, x.stride())
-        if not (k_scale is None and alibi is None and sinks is None and cu_q is None and out is None):
+        if not (k_scale is None and alibi is None and sinks is None and out is None):
             for name, x in (
-                ("k_scale", k_scale), ("v_scale", v_scale), ("alibi", alibi), ("sinks", sinks), ("cu_q", cu_q),
-                ("o", out),
+                ("k_scale", k_scale), ("v_scale", v_scale), ("alibi", alibi), ("sinks", sinks), ("o", out),
             ):  # fmt: skip
                 key += (signature(x),)
                 if x is not None:
@@ -112,10 +113,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         found = _known.get(key)
     except (AttributeError, TypeError):
         _explain(q, k, v, options)
-        if isinstance(window, list) or isinstance(scale, torch.Tensor):  # keyed by value, not by identity
-            window = tuple(window) if isinstance(window, list) else window
-            scale = None if scale is None else float(scale)
-            return _on_cuda(q, k, v, options._replace(window=window, scale=scale))
+        if isinstance(window, list):
+            return _on_cuda(q, k, v, options._replace(window=tuple(window)))
         raise
     if found is None:
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -139,9 +138,9 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     if found.workspace:
         memory = torch.empty(found.workspace, dtype=torch.float32, device=q.device)
         pointers["part"] = memory.data_ptr()
-        pointers["part_lse"] = pointers["part"] + 4 * found.launches[0][2]
+        pointers["part_lse"] = pointers["part"] + 4 * found.parts
     stream = raw_stream(index)
-    for launch, buffers, _ in found.launches:
+    for launch, buffers in found.launches:
         launch([pointers[name] for name in buffers], stream)
     return (out, lse) if want_lse else out
 
@@ -191,13 +190,13 @@ def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
     }
     ready = prepare_decode(op, problem, views, device, aligned)
     launches = []
-    parts = ready.workspace.get("part", 0)
     for step, loaded in ready.steps:
         scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
         buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers, parts))
+        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
-    return _Ready(problem, operands, tuple(launches), sum(ready.workspace.values()), like_q)
+    parts, workspace = ready.workspace.get("part", 0), sum(ready.workspace.values())
+    return _Ready(operands, tuple(launches), parts, workspace, like_q)
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

@@ -418,7 +418,7 @@ class Transfer:
         """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
         them exist; otherwise those past the end are replaced by the last one."""
         b, source = self.b, self.source
-        whole = whole and self.regular and self.direct
+        whole = whole and self.regular and self.direct and source.even
         base = source.base + source.index(b, first) * source.row_stride + self.offset if whole else None
         own = target + self.own
         for i in range(self.count):

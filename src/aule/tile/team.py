@@ -29,10 +29,15 @@ class Team:
         Threads of the workgroup; without subgroups they all have to take part in every exchange.
     numbers : int
         The most numbers that are exchanged at once.
+    branches : bool
+        Lanes may exchange behind a condition on which only their subgroup agrees; WGSL has no such thing.
     """
 
-    def __init__(self, b: Builder, lanes: int, subgroup: int, threads: int, numbers: int) -> None:
+    def __init__(
+        self, b: Builder, lanes: int, subgroup: int, threads: int, numbers: int, branches: bool = True
+    ) -> None:
         self.b, self.lanes, self.subgroup, self.threads = b, lanes, subgroup, threads
+        self.branches = branches and subgroup > 0
         self.thread = b.thread_id()
         self.lane = self.thread & (lanes - 1)
         """Of this thread, in its team."""
@@ -107,8 +112,8 @@ class Team:
 
     @contextmanager
     def where_any(self, condition: Value) -> Iterator[None]:
-        """Run the body, which may exchange, only where a condition holds in some lane; without subgroups always."""
-        if not self.subgroup:  # no vote of a workgroup is known to be uniform once it has gone through memory
+        """Run the body, which may exchange, only where a condition holds in some lane; without branches always."""
+        if not self.branches:
             yield
             return
         with self.b.if_(self.b.subgroup_any(condition)):

@@ -119,7 +119,7 @@ def plan_forward(
     }
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
-        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=_folded(problem))
+        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=folded(problem))
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
@@ -208,7 +208,7 @@ def plan_backward(
         )
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
-            config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
             steps.append(Step(config, build_backward_fragment, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores)
@@ -231,7 +231,7 @@ def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | Fragm
     return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
 
 
-def _folded(problem: AttentionProblem) -> bool:
+def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
     return problem.scale > 0 and not added

@@ -53,14 +53,21 @@ class Extent:
 
     @staticmethod
     def of(p: Parameters, batch: Value) -> Extent:
-        b, number = p.b, p.number
-        if not p.config.packed:
+        b, number, config = p.b, p.number, p.config
+        if not config.packed and not config.lens:
             return Extent(number("seq_q"), number("seq_kv"), number("shift"), None, None)
         at = b.min(batch, number("batches") - 1)  # there may be more workgroups than work
-        first_q, end_q, first_kv, end_kv = (
-            b.load(p.buffer(name, i32), p.strided(name, at + i)) for name in ("cu_q", "cu_k") for i in (0, 1)
-        )
-        seq_q, seq_kv = end_q - first_q, end_kv - first_kv
+        seq_q, first_q = number("seq_q"), None
+        if config.packed:
+            first_q, end_q = (b.load(p.buffer("cu_q", i32), p.strided("cu_q", at + i)) for i in (0, 1))
+            seq_q = end_q - first_q
+        if config.lens:
+            length = b.load(p.buffer("lens", i32), p.strided("lens", at))
+            # Nothing outside of the cache is read, whatever they say.
+            seq_kv = b.min(b.max(length, 0), number("seq_kv"))
+            return Extent(seq_q, seq_kv, seq_kv - seq_q, first_q, None)
+        first_kv, end_kv = (b.load(p.buffer("cu_k", i32), p.strided("cu_k", at + i)) for i in (0, 1))
+        seq_kv = end_kv - first_kv
         return Extent(seq_q, seq_kv, (seq_kv - seq_q) * number("bottom_right"), first_q, first_kv)
 
     def first(self, name: str) -> Value | None:

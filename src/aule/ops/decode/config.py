@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
-
-Paging = Literal["none", "shift", "divide"]
-"""A contiguous cache; pages whose size is a power of two; pages of any other size."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,8 @@ class DecodeConfig(ScoreConfig):
     ----------
     cache : str
         Element type of keys and values.
-    lens : bool
-        Lengths of sequences are read from a buffer.
     split : bool
         The keys of a sequence are divided among workgroups, which leave partial results for the kernel that adds them.
-    paging : {"none", "shift", "divide"}
     whole : bool
         The consecutive keys of a subgroup's step lie in one page.
     unit : tuple of bool
@@ -104,9 +97,7 @@ class DecodeConfig(ScoreConfig):
 
     cache: str
     shape: DecodeShape
-    lens: bool = True
     split: bool = False
-    paging: Paging = "none"
     whole: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
@@ -116,13 +107,20 @@ class DecodeConfig(ScoreConfig):
         return self.cache in QUANTISED
 
     @property
+    def stored(self) -> str:
+        """Element type of the cache's buffers."""
+        if self.words:
+            return "u32"
+        return {"e4m3": "u8"}.get(self.cache, self.cache)
+
+    @property
     def words(self) -> bool:
         """Bytes of a quantised cache are read as words of four, which take a quarter of the registers."""
         return self.quantised and self.shape.run % 4 == 0 and all(self.aligned[1:3])
 
 
-@dataclass(frozen=True)
-class ReduceConfig:
+@dataclass(frozen=True, kw_only=True)
+class ReduceConfig(ScoreConfig):
     """The kernel that adds up what workgroups made of the parts of a sequence's keys.
 
     Attributes
@@ -131,16 +129,12 @@ class ReduceConfig:
         Threads along a row, four columns each.
     slots : int
         Threads that share the parts of a row.
+    aligned : bool
+        Rows of o can be written as vectors of four.
     """
 
-    dtype: str
-    value_dim: int
     quads: int
     slots: int
-    sinks: bool
-    lse: bool
-    packed: bool
-    unit: bool
     aligned: bool
     index64: bool
 

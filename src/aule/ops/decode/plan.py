@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from aule.ops.attention.plan import FAR, Step, StepPlan, aligned_rows, grid_of, view_scalars
+from aule.ops.attention.config import Paging
+from aule.ops.attention.plan import Step, StepPlan, aligned_rows, grid_of, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
-from aule.ops.decode.config import DecodeConfig, DecodeShape, Paging, ReduceConfig
+from aule.ops.decode.config import DecodeConfig, DecodeShape, ReduceConfig
 from aule.ops.decode.kernel import build_decode
+from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.reduce import build_reduce
-from aule.ops.decode.shapes import choose_decode_shape, choose_splits
+from aule.ops.decode.shapes import LEAST_KEYS, choose_decode_shape, choose_splits
 from aule.ops.decode.validate import DecodeOperands
 from aule.target import Target
-from aule.tile.math import LOG2E
 from aule.tile.matrix import QUAD
 from aule.view import TensorView
 
 _REDUCE_THREADS = 256
-_LEAST_STEPS_KEYS = 256
-"""Keys that a part has at least, where a sequence turns out shorter than it could be."""
+_REGISTERS = 1 << 16
+"""Of a multiprocessor: NVIDIA's number, and that of others by order of magnitude."""
 
 
 def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
@@ -66,19 +68,40 @@ def plan_decode(
     def aligned(name: str, run: int) -> bool:
         return aligned_rows(views[name], run) and base_ok.get(name, True)
 
-    run = 16
-    while run > 1 and not (aligned("k", run) and aligned("v", run)):
-        run //= 2
-    shape = shape or choose_decode_shape(problem, target, run)
-    row_blocks = -(-problem.group * problem.seq_q // shape.rows)
-    blocks = row_blocks * problem.heads_kv * problem.batch
-    if splits is None:
-        splits = choose_splits(blocks, problem.seq_kv, _resident(shape), target)
     paging: Paging = "none"
     if problem.page:
         paging = "shift" if problem.page & (problem.page - 1) == 0 else "divide"
+    index64 = max(_extent(view) for view in views.values()) > 2**31 - 1
+    many = plan_prefill(problem, views, target, paging, base_ok, index64)
+    if many is not None and problem.total_q is None:
+        return StepPlan((many,))
+    few = _plan_few(problem, views, target, paging, aligned, shape, splits, many is not None)
+    return few if many is None else replace(few, steps=(*few.steps, many))
+
+
+def _plan_few(
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    paging: Paging,
+    aligned: Callable[[str, int], bool],
+    shape: DecodeShape | None,
+    splits: int | None,
+    shared: bool,
+) -> StepPlan:
+    """The launches of decoding; ``shared`` when another one takes the sequences of many rows."""
+    tokens = min(problem.seq_q, few_tokens(problem)) if shared else problem.seq_q
+    run = 16
+    while run > 1 and not (aligned("k", run) and aligned("v", run)):
+        run //= 2
+    shape = shape or choose_decode_shape(replace(problem, seq_q=tokens), target, run)
+    row_blocks = -(-problem.group * tokens // shape.rows)
+    blocks = row_blocks * problem.heads_kv * problem.batch
+    least = LEAST_KEYS
+    if splits is None:
+        splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
     left, right = problem.limits
-    rows = math.prod(problem.out_shape[:3])
+    rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
     largest = max(rows * splits * problem.value_dim, *(_extent(view) for view in views.values()))
     config = DecodeConfig(
@@ -94,54 +117,43 @@ def plan_decode(
         sinks=problem.sinks,
         lse=problem.return_lse,
         packed=problem.total_q is not None,
+        lens=problem.lens,
+        paging=paging,
         unit=unit,
         aligned=(aligned("q", QUAD), aligned("k", shape.run), aligned("v", shape.run), aligned("o", QUAD)),
         shape=shape,
-        lens=problem.lens,
         split=splits > 1,
-        paging=paging,
         whole=problem.page > 0 and problem.page % shape.stretch == 0,
         index64=largest > 2**31 - 1,
     )
-    scalars = view_scalars(views) | {
+    attention = replace(problem.alone(problem.seq_q, problem.seq_kv), batch=problem.batch)
+    scalars = problem_scalars(attention) | view_scalars(views) | page_scalars(problem) | {
         "blocks": blocks * splits,
         "row_blocks": row_blocks,
-        "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv,
-        "group": problem.group,
-        "batches": problem.batch,
         "splits": splits,
-        "least_steps": -(-_LEAST_STEPS_KEYS // shape.step),
-        "seq_q": problem.seq_q,
-        "seq_kv": problem.seq_kv,
+        "least_steps": -(-least // shape.step),
+        "tokens": tokens,
         "total_q": problem.total_q or 0,
-        "left": min(left, FAR),
-        "right": min(right, FAR),
-        "page": problem.page,
-        "page_shift": problem.page.bit_length() - 1 if problem.page else 0,
-        "pages": problem.pages,
-        # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
-        "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
-        "softcap": problem.softcap * LOG2E,
-    }
+    }  # fmt: skip
     first = Step(config, build_decode, grid_of("decode_attention", blocks * splits, target), scalars)
     if splits == 1:
         return StepPlan((first,))
     quads = min(-(-problem.value_dim // QUAD), target.max_threads)
     reduce = ReduceConfig(
         dtype=problem.dtype,
+        head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         quads=quads,
         slots=max(1, min(_REDUCE_THREADS, target.max_threads) // quads),
         sinks=problem.sinks,
         lse=problem.return_lse,
         packed=config.packed,
-        unit=unit[3],
+        lens=problem.lens,
+        unit=unit,
         aligned=config.aligned[3],
         index64=config.index64,
     )
-    each = problem.batch * problem.heads_q * problem.seq_q
-    second = Step(reduce, build_reduce, grid_of("decode_attention", each, target), {**scalars, "blocks": each})
+    second = Step(reduce, build_reduce, grid_of("decode_attention", rows, target), {**scalars, "blocks": rows})
     return StepPlan((first, second), {"part": rows * splits * problem.value_dim, "part_lse": rows * splits})
 
 
@@ -151,5 +163,5 @@ def _extent(view: TensorView) -> int:
 
 
 def _resident(shape: DecodeShape) -> int:
-    """Workgroups that a multiprocessor is reckoned to run at a time: enough for 16 subgroups."""
-    return max(1, 16 // shape.subgroups)
+    """Workgroups that a multiprocessor is reckoned to run at a time, by the registers that it has."""
+    return max(1, _REGISTERS // (shape.threads * (shape.registers or 255)))

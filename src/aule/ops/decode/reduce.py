@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
-from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Extent
 from aule.ops.decode.config import ReduceConfig
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
@@ -21,44 +23,43 @@ def build_reduce(config: ReduceConfig, target: Target, name: str = KERNEL_NAME) 
     """Trace the kernel: one workgroup for each query row."""
     b = Builder(name, config.threads)
     index: Scalar = i64 if config.index64 else i32
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
+    p = Parameters(b, config, index)
     number = b.group_id(0) + b.group_id(1) * b.group_count(0)
     exists = number < p.number("blocks")
-    seq_q, heads = p.number("seq_q"), p.number("heads_q")
-    heads_done = number // seq_q
-    token = number - heads_done * seq_q
-    batch = b.min(heads_done // heads, p.number("batches") - 1)
-    head = heads_done - heads_done // heads * heads
-    first_q = b.const(0, i32)
-    row = b.cast(number, index)
-    if config.packed:
-        cu_q = p.buffer("cu_q", i32)
-        first_q, end = (b.load(cu_q, p.strided("cu_q", batch + i)) for i in (0, 1))
-        exists = exists & (token < end - first_q)
-        row = b.cast(head, index) * p.number("total_q", index) + b.cast(first_q + token, index)
+    tokens, heads = p.number("tokens"), p.number("heads_q")
+    head_number = number // tokens
+    token = number - head_number * tokens
+    batch = b.min(head_number // heads, p.number("batches") - 1)
+    head = head_number - head_number // heads * heads
+    extent = Extent.of(p, batch)
+    if config.packed:  # sequences of more rows than that have no parts
+        exists = exists & (token < extent.seq_q) & (extent.seq_q <= tokens)
+    row = _Row(number, batch, head, token, extent)
     with b.if_(exists):
         for first in range(0, config.value_dim, config.quads * QUAD):
-            _reduce(b, config, p, batch, head, first_q + token, row, first)
+            _reduce(b, config, p, row, first)
     return b.finish()
 
 
-def _reduce(
-    b: Builder,
-    config: ReduceConfig,
-    p: Parameters,
-    batch: Value,
-    head: Value,
-    token: Value,
-    row: Value,
-    first_column: int,
-) -> None:
-    """As many columns of a row as threads hold. ``row`` is the row's place in what has one number for each."""
+@dataclass(frozen=True)
+class _Row:
+    """A query row: its number among those with parts, and whose it is."""
+
+    number: Value
+    batch: Value
+    head: Value
+    token: Value
+    extent: Extent
+
+
+def _reduce(b: Builder, config: ReduceConfig, p: Parameters, row: _Row, first_column: int) -> None:
+    """As many columns of a row as threads hold."""
     index = p.index
     thread = b.thread_id()
     slot, quad = thread // config.quads, thread % config.quads
     splits = p.number("splits")
     parts, part_lse = p.buffer("part", f32), p.buffer("part_lse", f32)
-    first = row * b.cast(splits, index)
+    first = b.cast(row.number, index) * b.cast(splits, index)
     column = quad * QUAD + first_column
     whole = Matrix(
         parts, first * config.value_dim, b.const(0, i32), config.value_dim, b.const(config.value_dim, index), None,
@@ -90,7 +91,7 @@ def _reduce(
     if config.slots > 1:
         bases, totals, sums = _joined(b, config, slot, quad, bases, totals, sums)
     if config.sinks:
-        sink = b.load(p.buffer("sinks", f32), p.strided("sinks", head)) * LOG2E
+        sink = b.load(p.buffer("sinks", f32), p.strided("sinks", row.head)) * LOG2E
         new = b.max(bases, sink)
         old = b.exp2(bases - new)
         bases, totals, sums = new, b.fma(totals, old, b.exp2(sink - new)), [x * old for x in sums]
@@ -98,19 +99,21 @@ def _reduce(
     factor = b.select(nothing, b.const(0.0, f32), b.rcp(totals))
     o = Matrix(
         p.buffer("o", SCALARS[config.dtype], "write"),
-        p.strided("o", b.const(0, i32) if config.packed else batch, head),
+        p.strided("o", b.const(0, i32) if config.packed else row.batch, row.head),
         b.const(0, i32),
         config.value_dim,
         p.number("o_row_stride", index),
-        None if config.unit else p.number("o_col_stride", index),
+        None if config.unit[3] else p.number("o_col_stride", index),
         config.aligned,
     )
     with b.if_(b.eq(slot, 0)):
+        token = row.token if row.extent.first_q is None else row.extent.first_q + row.token
         o.store(b, token, column, [x * factor for x in sums], padded)
         if config.lse:
             with b.if_(b.eq(column, 0)):
                 lse2 = b.select(nothing, b.const(NEG_INF, f32), bases + b.log2(totals))
-                b.store(p.buffer("lse", f32, "write"), row, lse2 * LN2)
+                at = row.extent.row_base(p, row.batch * p.number("heads_q") + row.head, row.head)
+                b.store(p.buffer("lse", f32, "write"), at + b.cast(row.token, index), lse2 * LN2)
     # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
     b.barrier()
 

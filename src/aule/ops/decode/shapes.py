@@ -16,6 +16,11 @@ CHUNK_SIZE = 512
 _USUAL_UNITS = 64
 """Multiprocessors of a device that does not say how many it has."""
 _MAX_SPLITS = 128
+LEAST_KEYS = 256
+"""Keys that a part of a sequence has at least."""
+UNEVEN_KEYS = 16384
+"""The same where there are workgroups enough, and only sequences far longer than others are to be divided."""
+_MAX_UNEVEN = 8
 
 
 def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> DecodeShape:
@@ -42,7 +47,7 @@ def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> Dec
         shape = DecodeShape(rows, lanes, run, 2, 0, teams)
     else:
         # Two workgroups of 256 threads share a multiprocessor's registers when each thread has 128.
-        registers = 128 if 16 < rows * columns <= 32 else 0
+        registers = 128 if rows * columns <= 32 else 0
         threads = max(subgroup, min(256, target.max_threads))
         shape = DecodeShape(rows, lanes, run, keys, subgroup, threads // subgroup, registers)
     while shape.subgroups > 1 and shape.shared_bytes(problem.value_dim) > target.max_shared_bytes:
@@ -58,7 +63,7 @@ def subgroup_size(target: Target) -> int:
     return min(target.subgroup_size, 8) if target.vendor == "intel" else target.subgroup_size
 
 
-def choose_splits(blocks: int, keys: int, resident: int, target: Target) -> int:
+def choose_splits(blocks: int, keys: int, resident: int, target: Target, uneven: bool = False) -> tuple[int, int]:
     """Parts of the keys of each sequence: as few as fill the device well.
 
     Parameters
@@ -69,18 +74,33 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target) -> int:
         Keys that a sequence can have.
     resident : int
         Workgroups that a multiprocessor runs at a time.
+    uneven : bool
+        Sequences may be shorter than that, each in its own way.
+
+    Returns
+    -------
+    splits : int
+    least : int
+        Keys that a part has at least, where a sequence turns out shorter than it could be.
     """
     slots = (target.compute_units or _USUAL_UNITS) * resident
     most = min(-(-keys // CHUNK_SIZE), _MAX_SPLITS)
-    if blocks == 0 or most <= 1 or blocks >= 0.8 * slots:
-        return 1
+    if blocks == 0 or most <= 1:
+        return 1, LEAST_KEYS
+    if blocks >= 0.8 * slots:
+        # Full already; but one very long sequence among short ones would keep a few workgroups busy for long.
+        splits = min(keys // UNEVEN_KEYS, _MAX_UNEVEN) if uneven and blocks > 1 else 1
+        return max(splits, 1), UNEVEN_KEYS if splits > 1 else LEAST_KEYS
 
     def filled(splits: int) -> float:
         waves = blocks * splits / slots
         return waves / -(-blocks * splits // slots)
 
     best = max(filled(n) for n in range(1, most + 1))
-    return next(n for n in range(1, most + 1) if filled(n) >= 0.97 * best)
+    at_once = min(slots // blocks, most)  # as many as run at a time
+    if filled(at_once) >= 0.9 * best:
+        return at_once, LEAST_KEYS
+    return next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best), LEAST_KEYS
 
 
 def _power(n: int) -> int:

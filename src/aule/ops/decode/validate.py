@@ -233,8 +233,9 @@ def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tab
 def _check_devices(op: str, arrays: dict[str, TensorView | None]) -> None:
     present = {name: view.device for name, view in arrays.items() if view is not None}
     home = present["q"]
-    # Lengths and tables are small and are made on the host: whoever launches brings them over.
-    apart = {n: d for n, d in present.items() if d != home and n not in ("context_lens", "block_tables")}
+    # Lengths, tables and offsets are small and are made on the host: whoever launches brings them over.
+    small = ("context_lens", "block_tables", "cu_seqlens_q")
+    apart = {n: d for n, d in present.items() if d != home and n not in small}
     if apart:
         found = ", ".join(f"{name} on {device}" for name, device in apart.items())
         raise DeviceMismatchError(f"[{op}] expected all arrays on one device, got q on {home}, {found}; move them")
