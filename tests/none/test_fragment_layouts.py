@@ -14,9 +14,13 @@ from test_backward_interpreted import run as backward
 from test_forward_interpreted import layouts_of, run
 
 from aule.engine import probe
+from aule.errors import InvalidArgumentError
 from aule.ir import KernelIR
 from aule.ir.interpret import interpret
-from aule.ops.attention.reference import compare
+from aule.ops.attention.config import FragmentConfig
+from aule.ops.attention.plan import plan_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.target import NVIDIA_LAYOUT, RDNA3_LAYOUTS, FragmentLayout, Target
@@ -139,6 +143,32 @@ def test_dropped_infinities_do_not_leak(way: str) -> None:
     out, _ = run(problem, operands, fitted(SHAPE, WAYS[way].target), WAYS[way].target)
     assert np.isfinite(out[:, :, :20]).all() and np.isfinite(np.delete(out[:, :, 20:], 3, axis=3)).all()
     assert (out[0, 0, 20:, 3] == np.inf).all()
+
+
+@pytest.mark.parametrize("way", ["reordered right", "rdna3", "rdna3 wave64", "through memory", "dpas 16"])
+@pytest.mark.parametrize("precision", ["f16", "bf16"])
+def test_float32_rounded_on_its_way_in(way: str, precision: str) -> None:
+    """Inputs of another type than what lanes exchange and shared memory holds; the result is in the inputs' type."""
+    case = next(case for case in grid.forward_grid("small") if case.dtype == "f32" and case.causal)
+    inputs, target = grid.make_inputs(case, seed=3), WAYS[way].target
+    problem, operands = grid.case_problem(case, inputs)
+    out, lse = run(replace(problem, precision=precision), operands, fitted(SHAPE, target), target)
+    assert out.dtype == np.float32
+    arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
+    rounded = {name: grid.rounded_to(arrays[name], precision) for name in "qkv"}
+    half = replace(problem, dtype=precision)
+    verdict = compare(half, out, lse if case.return_lse else None, expect(half, **(arrays | rounded)))
+    assert verdict, verdict.message
+
+
+def test_tf32_is_not_cooperative_matrices() -> None:
+    device = replace(WAYS["rdna3"].target, vendor="amd")
+    problem = AttentionProblem(1, 1, 1, 64, 64, 64, 64, "f32", 0.125, precision="f16")
+    views = {name: grid.view_of(np.zeros((1, 1, 64, 64), np.float32)) for name in "qkvo"}
+    config = plan_forward(problem, views, device).config
+    assert isinstance(config, FragmentConfig) and config.factor == "f16"
+    with pytest.raises(InvalidArgumentError, match="only 'fp16', 'bf16'"):
+        plan_forward(replace(problem, precision="tf32"), views, device)
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import ForwardPlan, Step, StepPlan, plan_backward, plan_forward
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
 from aule.runtime.base import Allocation, Device, Program
+from aule.target import Target
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -59,7 +61,7 @@ def prepare_forward(
 ) -> Launch:
     """Plan a forward pass on a device and build its kernel, or find both in memory."""
     check_device(problem, device, views)
-    if problem.dtype in ("f16", "bf16"):
+    if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
@@ -173,6 +175,8 @@ def forward_on_host(
 
 
 def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    if problem.precision is not None:
+        raise refused(problem, Target("numpy", "NumPy"))
     if problem.packed is None:
         numpy_forward.forward(problem, operands, out, lse)
         return

@@ -172,7 +172,7 @@ def _check_kernel(target: Target) -> KernelIR:
     shape = fitted(FragmentShape(arrange(target).height, SIZE, 1, 1, False), target)
     b = Builder("fragment_check", shape.lanes, shape.lanes)
     wide, narrow, out = b.buffer("wide", f32), b.buffer("narrow", f16), b.buffer("out", f32, "write")
-    engine = Fragments(b, target, shape, f16)
+    engine = Fragments(b, target, shape, "f16")
     tile, width, zero = engine.tile(shape.block_q, SIZE), engine.way.width, b.const(0, i32)
     given, expected = [], []
     for r in range(engine.rows_held):

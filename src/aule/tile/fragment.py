@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Fragment, Scalar, Vector, bf16, f32, u32
+from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, u32
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
+from aule.tile.math import is_finite
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 
 RUN = 8
-"""16-bit elements that travel together."""
+"""Elements that travel together."""
 
 Place = tuple[int, int]
 """Row and column in a block, of a lane whose own are the first."""
@@ -92,9 +93,9 @@ class FragmentShape:
         tiles = 2 if self.columns > 1 else int(sums)
         return rows + tiles * self.block_q * row_stride(self.block_kv)
 
-    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Shared memory of a forward kernel."""
-        return 2 * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel."""
@@ -112,14 +113,19 @@ def row_stride(dim: int) -> int:
     return padded(dim, SIZE) + RUN
 
 
+def factor_elem(dtype: str) -> Scalar:
+    """The element type of factors in shared memory: tf32 is f32 with the last bits zero."""
+    return f32 if dtype == "tf32" else SCALARS[dtype]
+
+
 _COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
 """What PTX and MSL put fragments of 16 x 16 together from."""
 
 
 def has_units(target: Target, dtype: str) -> bool:
-    """Whether a device multiplies fragments of a type of 16 bits; the engine has no others."""
+    """Whether a device multiplies fragments of a type that the engine has."""
     shapes = ("m{}n{}k{}".format(*target.matrix_shape), *_COMPOSED.get(target.backend, ()))
-    return dtype in ("f16", "bf16") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
+    return dtype in ("f16", "bf16", "tf32") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
 
 
 def multiplies(target: Target, dtype: str) -> bool:
@@ -175,9 +181,11 @@ class FragmentTile:
 class Fragments:
     """The engine: lane coordinates, row reductions, memory and the two products."""
 
-    def __init__(self, b: Builder, target: Target, shape: FragmentShape, elem: Scalar) -> None:
+    def __init__(self, b: Builder, target: Target, shape: FragmentShape, dtype: str) -> None:
+        """``dtype`` is what is multiplied: f16, bf16 or tf32."""
         way = self.way = arrange(target)
         assert shape == fitted(shape, target), f"{shape} is not for {target.name}"
+        elem = factor_elem(dtype)
         self.b, self.shape, self.elem = b, shape, elem
         self.converts = target.backend == "cuda"
         self.copies = target.backend == "cuda" and target.arch != "sm_75"
@@ -261,10 +269,10 @@ class Fragments:
         assert way.factors is not None
         order = [way.factors.place(0, part) for part in range(way.factors.parts)]
         if not way.exchanges:
-            pairs = self._rounded([elements[at] for at in order], weights)
-            return b.fragment_pack(self.left, [half for pair in pairs for half in b.unpack(pair)])
+            return b.fragment_pack(self.left, self._rounded([elements[at] for at in order], weights))
+        assert self.elem.bits == 16, "tf32 is for devices whose results are factors"
         places = zip(*[iter(elements)] * 2, strict=True)  # two of them in a word
-        pairs = self._rounded(list(elements.values()), weights)
+        pairs = self._pairs(list(elements.values()), weights)
         words = {at: b.bitcast(pair, u32) for at, pair in zip(places, pairs, strict=True)}
         for exchange, upper in zip(way.exchanges, self._upper, strict=True):
             more = {}
@@ -299,10 +307,27 @@ class Fragments:
         for r, row in enumerate(values):
             line = start + self.row(r) * stride
             for c in range(0, len(row), self.run):
-                strip = b.cast(b.vector(row[c : c + self.run]), self.elem)
+                strip = self.incoming(b.vector(row[c : c + self.run]))
                 b.store(memory, line + self.col(c), strip)
 
+    def incoming(self, values: Value) -> Value:
+        """Elements of a matrix as they are multiplied: rounded where that is another type. NaN and Inf stay."""
+        b = self.b
+        if self.elem != f32:
+            return b.cast(values, self.elem)
+        return b.vector([b.select(is_finite(b, x), self._to_tf32(x), x) for x in b.unpack(values)])
+
+    def _to_tf32(self, x: Value) -> Value:
+        """To nearest, ties away from zero: thirteen bits go."""
+        return self.b.bitcast((self.b.bitcast(x, u32) + 0x1000) & 0xFFFFE000, f32)
+
     def _rounded(self, parts: list[Value], weights: bool) -> list[Value]:
+        """Results as they are multiplied."""
+        if self.elem == f32:
+            return [self._to_tf32(x) for x in parts]
+        return [half for pair in self._pairs(parts, weights) for half in self.b.unpack(pair)]
+
+    def _pairs(self, parts: list[Value], weights: bool) -> list[Value]:
         """Converted two at a time, which some devices do in one instruction."""
         b, elem = self.b, self.elem
         pairs = []
@@ -373,13 +398,15 @@ class Transfer:
 
     ``start`` begins to fetch, ``finish`` makes what was fetched visible to the thread itself; a barrier behind that
     shows it to all. With asynchronous copies the fetched rows go to ``target`` directly, otherwise they wait in
-    registers until ``finish`` stores them.
+    registers until ``finish`` stores them, rounded where the engine multiplies another type.
     """
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
         self.stride = row_stride(source.cols)
-        self.direct = copies and source.aligned and source.col_stride is None
+        # What is rounded passes through registers.
+        copied = copies and source.elem == engine.elem != f32
+        self.direct = copied and source.aligned and source.col_stride is None
         self.cols = source.cols if self.direct else padded(source.cols, SIZE)
         self.runs = rows * self.cols // RUN
         b, threads = self.b, engine.shape.threads
@@ -391,7 +418,7 @@ class Transfer:
         self.col = run * RUN
         self.own = self.row * self.stride + self.col
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        zero = b.splat(b.const(0, engine.elem), RUN)
+        zero = b.splat(b.const(0, source.elem), RUN)
         self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
@@ -446,7 +473,7 @@ class Transfer:
             b.async_wait(0)
             return
         for i, register in enumerate(self.registers):
-            value = register.value
+            value = self.engine.incoming(register.value)
             self._each(i, lambda row, col: b.store(self.memory, target + row * self.stride + col, value))  # noqa: B023
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
@@ -473,7 +500,7 @@ class Transfer:
             with b.if_(number < self.runs):
                 start = self.source.row_start(b, first + row)
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
-                b.store(self.memory, target + row * self.stride + col, f(run))
+                b.store(self.memory, target + row * self.stride + col, f(self.engine.incoming(run)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         row, col, number = self.place(i)
