@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """Which element of a 16 x 16 accumulator a lane holds in which component.
+    """Which element of a matrix a lane holds in which component of a fragment.
 
     Row and column are sums over the bits of the lane's and of the component's number: bit i of the lane adds
-    ``lane_rows[i]`` and ``lane_cols[i]``, bit i of the component ``part_rows[i]`` and ``part_cols[i]``. A fragment of
-    use "a" has the same element in the same component, so that a result becomes a factor without leaving registers.
+    ``lane_rows[i]`` and ``lane_cols[i]``, bit i of the component ``part_rows[i]`` and ``part_cols[i]``. A bit of the
+    lane that adds nothing stands for a second copy of the matrix.
     """
 
     lane_rows: tuple[int, ...]
@@ -19,11 +19,58 @@ class FragmentLayout:
     part_rows: tuple[int, ...]
     part_cols: tuple[int, ...]
 
+    @property
+    def lanes(self) -> int:
+        """Lanes of a subgroup."""
+        return 1 << len(self.lane_rows)
+
+    @property
+    def parts(self) -> int:
+        """Components of a lane."""
+        return 1 << len(self.part_rows)
+
+    @property
+    def lane_bits(self) -> tuple[tuple[int, int], ...]:
+        """Row and column that each bit of the lane adds."""
+        return tuple(zip(self.lane_rows, self.lane_cols, strict=True))
+
+    @property
+    def part_bits(self) -> tuple[tuple[int, int], ...]:
+        """Row and column that each bit of the component adds."""
+        return tuple(zip(self.part_rows, self.part_cols, strict=True))
+
+    @property
+    def transposed(self) -> FragmentLayout:
+        """The same of the transpose."""
+        return FragmentLayout(self.lane_cols, self.lane_rows, self.part_cols, self.part_rows)
+
+    def place(self, lane: int, part: int) -> tuple[int, int]:
+        """Row and column of an element."""
+        bits = [bit for i, bit in enumerate(self.lane_bits) if lane >> i & 1]
+        bits += [bit for i, bit in enumerate(self.part_bits) if part >> i & 1]
+        return sum(row for row, _ in bits), sum(col for _, col in bits)
+
 
 NVIDIA_LAYOUT = FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 8, 0), (1, 0, 8))
-"""Of mma.sync, and so of fragments in PTX."""
+"""Of mma.sync, and so of fragments in PTX: accumulators, and left factors alike."""
+
 APPLE_LAYOUT = FragmentLayout((0, 1, 2, 0, 4), (2, 0, 0, 4, 0), (0, 0, 8), (1, 8, 0))
 """Of fragments in MSL, four blocks of 8x8. Apple does not document it: code is shown with it, but a device is asked."""
+
+RDNA3_LAYOUTS: dict[int, tuple[FragmentLayout, FragmentLayout, FragmentLayout]] = {
+    32: (
+        FragmentLayout((0, 0, 0, 0, 1), (1, 2, 4, 8, 0), (2, 4, 8), (0, 0, 0)),
+        FragmentLayout((1, 2, 4, 8, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0), (1, 2, 4, 8)),
+        FragmentLayout((0, 0, 0, 0, 0), (1, 2, 4, 8, 0), (1, 2, 4, 8), (0, 0, 0, 0)),
+    ),
+    64: (
+        FragmentLayout((0, 0, 0, 0, 1, 2), (1, 2, 4, 8, 0, 0), (4, 8), (0, 0)),
+        FragmentLayout((1, 2, 4, 8, 0, 0), (0, 0, 0, 0, 0, 0), (0, 0, 0, 0), (1, 2, 4, 8)),
+        FragmentLayout((0, 0, 0, 0, 0, 0), (1, 2, 4, 8, 0, 0), (1, 2, 4, 8), (0, 0, 0, 0)),
+    ),
+}
+"""Of AMD's v_wmma by lanes of a wave: accumulators, left and right factors (RDNA 3 ISA guide, 7.9). Factors are there
+once in every 16 lanes. For compilers without a device; a device is asked."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +128,12 @@ class Target:
     """bf16 conversion in hardware."""
     matrix_units: tuple[str, ...] = ()
     """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
+    matrix_shape: tuple[int, int, int] = (16, 16, 16)
+    """Rows, columns and depth of the product of fragments of which the layouts tell."""
     matrix_layout: FragmentLayout | None = None
-    """How fragments of 16 x 16 lie over a subgroup; None when it is not known, or not the same for results and
-    factors."""
+    """How accumulators lie over a subgroup; None when it is not known."""
+    matrix_factors: tuple[FragmentLayout | None, FragmentLayout | None] | None = None
+    """How left and right factors lie, each None when it is not known; None when left factors lie as accumulators do."""
     language_version: int = 0
     """Of the kernel language: 12, 13 for Vulkan 1.2, 1.3; 120, 300 for OpenCL C; 0 when it does not matter."""
     extensions: tuple[str, ...] = ()

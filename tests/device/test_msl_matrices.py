@@ -58,10 +58,10 @@ def test_a_layout_that_gives_wrong_products_is_not_used(
     device: Device, layout: FragmentLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = msl_shim.ShimDevice(matrices=True)
-    monkeypatch.setattr(probe, "decode", lambda elements: layout)
+    monkeypatch.setattr(probe, "decode", lambda *about: layout)
     probe.find_layout(other)
     assert other.target.matrix_layout is None
-    monkeypatch.setattr(probe, "decode", lambda elements: APPLE_LAYOUT)
+    monkeypatch.setattr(probe, "decode", lambda *about: APPLE_LAYOUT)
     probe.find_layout(other)
     assert other.target.matrix_layout is None, "a device is asked once"
 

@@ -694,6 +694,7 @@ def test_validation_is_clean(code_file: str, way: str) -> None:
         device.time_launch(program, (313, 1, 1), [b, big, 20000, 3.0])
         device.free(big)
         device.statistics(program)
+        device.representations(program)
         device.close()
     # A layer older than an extension says so, and knows nothing more about it.
     older = ("VUID-VkDeviceCreateInfo-pNext-pNext", "is not supported by this layer")
@@ -738,6 +739,7 @@ def test_radv_null_device_compiles(code_file: str, family: str) -> None:
         s = device.statistics(program)
         assert s["Subgroup Size"] == size and s["VGPRs"] > 0 and s["Spilled VGPRs"] == 0, s
         assert "LDS size" in s and "Code size" in s
+        assert "s_endpgm" in "".join(device.representations(program).values())
     try:
         device.alloc(64)
     except OutOfMemoryError as error:

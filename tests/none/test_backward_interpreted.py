@@ -8,6 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
+from test_forward_interpreted import layouts_of
 
 from aule.engine.attention import STORED, contiguous_strides, named
 from aule.ir.interpret import interpret
@@ -73,7 +74,10 @@ def run(
         kernel = step.build(replace(step.config, index64=index64), target)
         verify(kernel)
         values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
-        interpret(kernel, step.grid, [values[p.name] for p in kernel.params], subgroup_size=target.subgroup_size)
+        interpret(
+            kernel, step.grid, [values[p.name] for p in kernel.params], subgroup_size=target.subgroup_size,
+            layouts=layouts_of(target),
+        )  # fmt: skip
     return memory, dout
 
 

@@ -9,6 +9,7 @@ import decode_cases
 import numpy as np
 import pytest
 import test_fragment_interpreted as fragments
+from test_forward_interpreted import layouts_of
 
 from aule.codegen import TARGETS
 from aule.engine.attention import STORED, contiguous_strides
@@ -54,7 +55,8 @@ def run(
         for i, p in enumerate(kernel.params):
             if p.kind == "buffer" and p.dtype == "u32":  # bytes that are read as words
                 given[i] = given[i].reshape(-1).view(np.uint32)
-        interpret(kernel, step.grid, given, subgroup_size=target.subgroup_size or 32)
+        layouts = layouts_of(target)
+        interpret(kernel, step.grid, given, subgroup_size=target.subgroup_size or 32, layouts=layouts)
     return memory["o"], memory["lse"]
 
 

@@ -1,6 +1,6 @@
 """The forward kernel at its default tiles goes through every vendor's compiler, without spills. No GPU is needed.
 
-`tools/compile_table.py` has the compilers and writes the whole table; here is a quick part of it.
+`tools/compilers.py` has the compilers, `tools/compile_table.py` writes the whole table; here is a quick part of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,13 +17,13 @@ import pytest
 
 from aule.ops.attention.forward import build_forward
 from aule.render.spirv import render
-from aule.target import Target
+from aule.target import RDNA3_LAYOUTS, Target
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compile_table", ROOT / "tools" / "compile_table.py")
+    spec = importlib.util.spec_from_file_location("compilers", ROOT / "tools" / "compilers.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -61,6 +62,14 @@ AMD_CASES = [
     ("f16", 256, "all"),
     ("f32", 64, "dropout"),
     ("f16", 128, "packed"),
+]
+
+MATRIX_CASES = [
+    (64, "causal", "forward"),
+    (128, "all", "forward"),
+    (64, "plain", "dQ"),
+    (128, "causal", "dK dV"),
+    (64, "causal", "dK dV dQ"),
 ]
 
 VULKAN = Target(
@@ -119,6 +128,23 @@ def test_amd_does_not_spill(family: str) -> None:
         assert 0 < result.registers <= 256 and 0 < result.shared <= 65536, result
 
 
+@pytest.mark.skipif(
+    not table.RADEON_ICD.exists(), reason=f"{table.RADEON_ICD} (Debian: mesa-vulkan-drivers) is not there"
+)
+def test_matrix_units_of_amd() -> None:
+    """The kernels on cooperative matrices, in both sizes of waves, where Mesa has them."""
+    newer = table.unpacked_icd(table.NEWER_MESA)
+    icd, family = (newer, "navi31") if newer else (table.RADEON_ICD, table.SYSTEM_FAMILIES[-1])
+    cases = [table.MatrixCase("f16", *fields) for fields in MATRIX_CASES]
+    results = table.compile_amd(icd, family, cases, (32, 64))
+    if not results:
+        pytest.skip("this Mesa has no cooperative matrices for AMD (25.0 has: see tools/compile_table.py)")
+    assert [(r.case, r.wave) for r in results] == [(str(case), wave) for case in cases for wave in (32, 64)]
+    for result in results:
+        assert result.spills == 0 and result.products >= 24, result
+        assert 0 < result.registers <= 256 and 0 < result.shared <= 65536, result
+
+
 @pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val (Debian: spirv-tools) is not installed")
 @pytest.mark.parametrize("name", VULKAN_TARGETS)
 def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
@@ -132,3 +158,21 @@ def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
         command = ["spirv-val", "--target-env", version, "--scalar-block-layout", str(path)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, (name, fields, done.stdout + done.stderr)
+
+
+def test_results_become_factors_without_memory_where_they_can() -> None:
+    """Fragments of either orientation, the exchange, and the memory that a device without an exchange needs."""
+    results, left, right = RDNA3_LAYOUTS[32]
+    device = replace(
+        VULKAN_TARGETS["waves of 64"], matrix_units=("m16n16k16:f16:f32",), matrix_layout=results,
+        matrix_factors=(left, right),
+    )  # fmt: skip
+    case = table.MatrixCase("f16", 64, "causal", "forward")
+    staged = replace(device, matrix_factors=(None, None))
+    shapes = [case.build(target)[0] for target in (device, staged)]
+    assert [shape.staged for shape in shapes] == [False, True] and shapes[0].lanes == 32
+    texts = [str(case.build(target)[1]) for target in (device, staged)]
+    assert "shuffle_xor u32" in texts[0] and "subgroup_barrier" not in texts[0]
+    assert "shuffle_xor u32" not in texts[1] and "subgroup_barrier" in texts[1]
+    for target in (device, staged):
+        assert render(case.build(target)[1], target).subgroup_size == 32

@@ -8,11 +8,9 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from aule.engine.attention import contiguous_strides
-from aule.engine.probe import decode
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ir import KernelIR
 from aule.ir.verify import verify
@@ -22,7 +20,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.render import ptx
-from aule.target import NVIDIA_LAYOUT, FragmentLayout, Target
+from aule.target import NVIDIA_LAYOUT, Target
 from aule.view import TensorView
 
 SHARED = {"sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
@@ -117,39 +115,6 @@ def test_the_kernel_library_has_them() -> None:
         kernel.with_tiles(24, 32).build()
     with pytest.raises(InvalidArgumentError, match="shared memory"):
         kernel.with_tiles(256, 256).build()
-
-
-def table(layout: FragmentLayout, lanes: int = 32) -> np.ndarray:
-    """What a device with a layout would answer: each lane's elements, numbered row by row."""
-
-    def total(number: int, weights: tuple[int, ...]) -> int:
-        return sum(weight for i, weight in enumerate(weights) if number >> i & 1)
-
-    parts = 256 // lanes
-    return np.array([[16 * (total(lane, layout.lane_rows) + total(part, layout.part_rows))
-                      + total(lane, layout.lane_cols) + total(part, layout.part_cols)
-                      for part in range(parts)] for lane in range(lanes)], np.float32)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        NVIDIA_LAYOUT,
-        FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 0, 8), (1, 8, 0)),  # NVIDIA's through Vulkan
-        FragmentLayout((0, 0, 0, 0, 1), (1, 2, 4, 8, 0), (2, 4, 8), (0, 0, 0)),  # a column to a lane, as RDNA 3
-    ],
-)
-def test_a_layout_is_read_off_a_probe(layout: FragmentLayout) -> None:
-    assert decode(table(layout)) == layout
-
-
-def test_what_is_no_layout_is_refused() -> None:
-    swapped = table(NVIDIA_LAYOUT)
-    swapped[3, 2], swapped[9, 5] = swapped[9, 5], swapped[3, 2]
-    assert decode(swapped) is None
-    doubled = table(NVIDIA_LAYOUT)
-    doubled[16:] = doubled[:16]
-    assert decode(doubled) is None
 
 
 def test_buffers_are_in_the_order_that_callers_rely_on() -> None:

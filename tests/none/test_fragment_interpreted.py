@@ -11,13 +11,10 @@ import pytest
 from test_backward_interpreted import run as backward
 from test_forward_interpreted import run
 
-from aule.engine import probe
-from aule.ir import KernelIR
-from aule.ir.interpret import interpret
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
-from aule.target import NVIDIA_LAYOUT, FragmentLayout, Target
+from aule.target import FragmentLayout, Target
 from aule.tile.fragment import FragmentShape
 
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
@@ -124,21 +121,6 @@ def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
-
-
-def test_the_probe() -> None:
-    """The interpreter's layout is read off and passes the check; another does not."""
-
-    def run(kernel: KernelIR, matrix: np.ndarray) -> np.ndarray:
-        out = np.zeros((2, 32, 8), np.float32)
-        interpret(kernel, (1, 1, 1), [matrix.astype(np.float32), matrix.astype(np.float16), out])
-        return out
-
-    accumulators, factors = run(probe._probe_kernel(32), np.arange(256))
-    assert probe.decode(accumulators) == ROW_HALVES and np.array_equal(accumulators, factors)
-    for layout in (ROW_HALVES, NVIDIA_LAYOUT):
-        found, expected = run(probe._check_kernel(32, layout), np.roll(np.eye(16), 1, axis=1))
-        assert np.array_equal(found, expected) == (layout == ROW_HALVES)
 
 
 def test_a_negative_scale() -> None:

@@ -38,6 +38,7 @@ from aule.ir.types import (
     u64,
 )
 from aule.ir.verify import verify
+from aule.target import FragmentLayout
 
 MEMORY = {
     "bf16": np.uint16, "f16": np.float16, "f32": np.float32, "f64": np.float64, "i8": np.int8, "i16": np.int16,
@@ -673,6 +674,35 @@ def test_fragment_components_lie_in_row_major_order() -> None:
     got = np.zeros(128, np.int32)
     launch(b, [np.arange(128, dtype=np.int32), got])
     np.testing.assert_array_equal(got, np.arange(128))
+
+
+def test_fragments_lie_as_they_are_told() -> None:
+    """Two copies of a factor, a row of four in lanes L and L + 4."""
+    b = Builder("told", workgroup=8, subgroup_size=8)
+    a, out = b.buffer("a", f16), b.buffer("out", f32, "write")
+    type_, t = Fragment(f16, 4, 4, "a"), b.thread_id()
+    x = b.fragment_load(type_, a, 0, 4)
+    parts = [b.fragment_get(x, i) for i in range(4)]
+    b.store(out, t * 4, b.vector([b.cast(part, f32) for part in parts]))
+    same = b.fragment_pack(type_, [part + part for part in parts])
+    b.store(out, t + 32, b.cast(b.fragment_get(same, 1), f32) + b.cast(b.fragment_length(same), f32))
+    numbers, got = np.arange(16, dtype=np.float16), np.zeros(40, np.float32)
+    layouts = {"a": FragmentLayout((1, 2, 0), (0, 0, 0), (0, 0), (1, 2))}
+    launch(b, [numbers, got], layouts=layouts)
+    np.testing.assert_array_equal(got[:32], np.tile(np.arange(16), 2))
+    np.testing.assert_array_equal(got[32:], np.tile([2 * (4 * row + 1) + 4 for row in range(4)], 2))
+    with pytest.raises(KernelError, match="has 2 components in each lane"):
+        launch(b, [numbers, got])
+
+
+def test_copies_of_an_element_must_agree() -> None:
+    b = Builder("copies", workgroup=8, subgroup_size=8)
+    out = b.buffer("out", f32, "write")
+    x = b.fragment_pack(Fragment(f32, 4, 4, "a"), [b.cast(b.thread_id(), f32)] * 4)
+    b.store(out, b.thread_id(), b.fragment_get(x, 0))
+    layouts = {"a": FragmentLayout((1, 2, 0), (0, 0, 0), (0, 0), (1, 2))}
+    with pytest.raises(SanitizerError, match="copies of an element of a fragment that differ"):
+        launch(b, [np.zeros(8, np.float32)], layouts=layouts)
 
 
 def test_fragment_cast_and_integers() -> None:

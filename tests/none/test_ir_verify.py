@@ -221,6 +221,8 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
      "a and b of one"),
     ("mma scalar", lambda k: k.b.fragment_mma(k.x, k.bm, k.c), "expected three fragments"),
     ("mma narrow", lambda k: k.b.fragment_mma(k.b.cast(k.a, f64), k.b.cast(k.bm, f64), k.c), "at least its size"),
+    ("length scalar", lambda k: k.emit("fragment_length", k.x, type=i32), "expected a fragment, and i32 as the result"),
+    ("pack factor", lambda k: k.b.fragment_pack(k.a.type, [k.h] * 6), "expected 4 components, got 6"),  # type: ignore[arg-type]
     ("get scalar", lambda k: k.emit("fragment_get", k.x, type=f32, component=0), "expected a fragment"),
     ("get result", lambda k: k.emit("fragment_get", k.a, type=f32, component=0), "expected f16 as the result"),
     ("component", lambda k: k.b.fragment_get(k.c, 8), "expected a component below 8, got 8"),

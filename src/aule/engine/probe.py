@@ -1,13 +1,14 @@
 """How a device's matrices (Vulkan's cooperative ones, Metal's simdgroup ones) lie over a subgroup, found out once.
 
-The interface hides it, but a matrix whose elements are their own indices tells: each lane reads off its components.
-What was found is used for one product whose factor is put together in registers; only then it is trusted.
+The interface hides it, but matrices whose elements are their own indices tell: each lane reads off its components, of
+accumulators, left and right factors. What was found is used for one product whose factor is put together as kernels
+do it (`aule.tile.arrangement`); only then it is trusted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,126 +20,177 @@ from aule.errors import AuleError
 from aule.ir import Builder, KernelIR
 from aule.ir.types import Fragment, f16, f32, i32
 from aule.runtime.base import Device
-from aule.target import FragmentLayout
-from aule.tile.fragment import SIZE, has_units, weigh_bits
+from aule.target import FragmentLayout, Target
+from aule.tile.arrangement import SIZE, arrange
+from aule.tile.fragment import Fragments, FragmentShape, fitted, has_units
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("aule")
-_ACCUMULATOR = Fragment(f32, SIZE, SIZE, "accumulator")
-_LEFT, _RIGHT = Fragment(f16, SIZE, SIZE, "a"), Fragment(f16, SIZE, SIZE, "b")
+
+_SHAPES = ((16, 16, 16), (8, 16, 16), (8, 8, 16))
+"""Products that tiles can be put together from; the first that a device has is taken."""
+_STORED = {f32: np.float32, f16: np.float16}
 
 
 def find_layout(device: Device) -> None:
-    """Put the layout of 16 x 16 fragments into the device's Target, where it can be known."""
+    """Put the layouts of fragments into the device's Target, where they can be known."""
     target = device.target
-    if target.matrix_layout is not None or not has_units(target, "f16") or "_probed" in vars(device):
+    if target.matrix_layout is not None or "_probed" in vars(device):
         return
     vars(device)["_probed"] = True
-    try:
-        layout = _discover(device)
-    except AuleError as error:
-        log.debug("fragments of %s: %s", target.name, error)
+    for candidate, lanes in _candidates(target):
+        try:
+            found = _discover(device, candidate, lanes)
+        except AuleError as error:
+            log.debug("fragments of %s: %s", target.name, error)
+            continue
+        if found is not None:
+            device.target = found
+            return
+
+
+def _candidates(target: Target) -> Iterator[tuple[Target, int]]:
+    """The Target with the shape of fragments to take, and the lanes of a subgroup; the preferred first."""
+    shaped = (replace(target, matrix_shape=shape) for shape in _SHAPES)
+    candidate = next((t for t in shaped if has_units(t, "f16")), None)
+    if candidate is None:
         return
-    if layout is not None:
-        device.target = replace(target, matrix_layout=layout)
+    # With 64 lanes, RDNA 3 holds factors four times instead of twice. Intel's units have a lane for each column.
+    wanted = candidate.matrix_shape[1] if target.vendor == "intel" else 32
+    sizes = (wanted, target.subgroup_size) if wanted in target.subgroup_sizes else (target.subgroup_size,)
+    for lanes in dict.fromkeys(sizes):
+        if lanes in (8, 16, 32, 64):
+            yield candidate, lanes
 
 
-def _discover(device: Device) -> FragmentLayout | None:
-    size = device.target.subgroup_size
-    if size not in (32, 64):
+def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
+    """The candidate with what is found on the device; None where that is of no use."""
+    rows, cols, _ = candidate.matrix_shape
+    fragments = (
+        Fragment(f32, rows, cols, "accumulator"),
+        Fragment(f16, rows, SIZE, "a"),
+        Fragment(f16, SIZE, cols, "b"),
+    )
+    about = (lanes, candidate.matrix_shape)
+    lengths = _run(device, ("lengths", *about), lambda: _length_kernel(lanes, fragments), (), (3, lanes))
+    if (lengths < 1).any() or (lengths != lengths[:, :1]).any():
+        log.debug("fragments of %s have other lengths in other lanes", candidate.name)
         return None
-    numbers = np.arange(SIZE * SIZE)
-    found = _run(device, ("probe fragments", size), lambda: _probe_kernel(size), numbers)
-    layout = decode(found[0])
-    if layout is None or not np.array_equal(found[0], found[1]):
-        log.debug("fragments of %s lie in a way that registers alone cannot follow", device.target.name)
+    counts = [int(n) for n in lengths[:, 0]]
+    numbers = [np.arange(f.rows * f.cols).astype(_STORED[f.elem]) for f in fragments]
+    tables = _run(
+        device, ("places", *about, *counts), lambda: _places_kernel(lanes, fragments, counts), numbers,
+        (lanes, sum(counts)),
+    )  # fmt: skip
+    parts = np.split(tables, np.cumsum(counts)[:-1], axis=1)
+    results, left, right = (decode(part, f.rows, f.cols, f.use) for part, f in zip(parts, fragments, strict=True))
+    if results is None:
+        log.debug("accumulators of %s lie in a way that is no sum over bits", candidate.name)
         return None
+    found = replace(candidate, matrix_layout=results, matrix_factors=None if left == results else (left, right))
     shift = np.roll(np.eye(SIZE), 1, axis=1)
-    check = _run(device, ("check shifted fragments", size, layout), lambda: _check_kernel(size, layout), shift)
+    size = arrange(found).height * SIZE
+    check = _run(
+        device, ("check", found), lambda: _check_kernel(found), (shift.astype(np.float32), shift.astype(np.float16)),
+        (2, size),
+    )  # fmt: skip
     if not np.array_equal(check[0], check[1]):
-        log.warning("fragments of %s: the layout that was found gives wrong products; not used", device.target.name)
+        log.warning("fragments of %s: the layout that was found gives wrong products; not used", candidate.name)
         return None
-    return layout
+    return found
 
 
-def decode(elements: Array) -> FragmentLayout | None:
-    """The layout in which lane i holds the elements ``elements[i]``; None when it is not a sum over bits."""
+def decode(elements: Array, rows: int, cols: int, use: str) -> FragmentLayout | None:
+    """The layout in which lane i holds the elements ``elements[i]``, numbered row by row, of a matrix.
+
+    None when it is not a sum over bits, when a bit adds to both row and column, when an element is nowhere, or when one
+    of an accumulator is there twice.
+    """
     places = elements.astype(np.int64)
     lanes, parts = places.shape
-    rows, cols = places // SIZE, places % SIZE
-
-    def weights(table: Array, count: int, along: int) -> tuple[int, ...]:
-        at = (1 << i for i in range(count.bit_length() - 1))
-        return tuple(int(table[i, 0] if along == 0 else table[0, i]) for i in at)
-
+    if lanes & (lanes - 1) or parts & (parts - 1) or not np.array_equal(np.unique(places), np.arange(rows * cols)):
+        return None
+    lane_bits = [divmod(int(places[1 << i, 0]), cols) for i in range(lanes.bit_length() - 1)]
+    part_bits = [divmod(int(places[0, 1 << i]), cols) for i in range(parts.bit_length() - 1)]
     layout = FragmentLayout(
-        weights(rows, lanes, 0), weights(cols, lanes, 0), weights(rows, parts, 1), weights(cols, parts, 1)
-    )
-
-    def total(number: int, terms: tuple[int, ...]) -> int:
-        return sum(term for i, term in enumerate(terms) if number >> i & 1)
-
-    for lane in range(lanes):
-        for part in range(parts):
-            row = total(lane, layout.lane_rows) + total(part, layout.part_rows)
-            col = total(lane, layout.lane_cols) + total(part, layout.part_cols)
-            if (row, col) != (rows[lane, part], cols[lane, part]):
-                return None
-    # Rows are reduced over lanes: none may hold parts of different rows in one bit and columns in the same.
-    mixed = any(r and c for r, c in zip(layout.lane_rows, layout.lane_cols, strict=True))
-    return None if mixed or len(np.unique(places)) != SIZE * SIZE else layout
+        tuple(row for row, _ in lane_bits), tuple(col for _, col in lane_bits),
+        tuple(row for row, _ in part_bits), tuple(col for _, col in part_bits),
+    )  # fmt: skip
+    expected = [[layout.place(lane, part) for part in range(parts)] for lane in range(lanes)]
+    if any(row and col for row, col in lane_bits + part_bits) or (use == "accumulator" and places.size > rows * cols):
+        return None
+    return layout if np.array_equal(np.array(expected), np.stack((places // cols, places % cols), axis=2)) else None
 
 
-def _run(device: Device, key: object, build: Callable[[], KernelIR], matrix: Array) -> Array:
-    """Launch a kernel with a matrix in fp32 and fp16; returns its two tables of components by lane."""
-    size = device.target.subgroup_size
-    loaded = program(device, key, build)
-    out = np.full((2, size, SIZE * SIZE // size), -1, np.float32)
-    arrays: list[Array] = [matrix.astype(np.float32), matrix.astype(np.float16), out]
+def _run(
+    device: Device, key: object, build: Callable[[], KernelIR], inputs: Sequence[Array], shape: tuple[int, int]
+) -> Array:
+    """Launch a kernel of one workgroup with matrices; returns what it makes."""
+    loaded = program(device, ("fragment probe", key), build)
+    out = np.full(shape, -1, np.float32)
     memory = []
     try:
-        for array in arrays:
+        for array in (*inputs, out):
             memory.append(device.alloc(array.nbytes))
             device.upload(memory[-1], array)
         device.launch(loaded, (1, 1, 1), memory)
-        device.download(memory[2], out)
+        device.download(memory[-1], out)
     finally:
         for allocation in memory:
             device.free(allocation)
     return out
 
 
-def _probe_kernel(size: int) -> KernelIR:
-    """Components of an accumulator, and of a left factor, that hold their own indices."""
-    b = Builder("fragment_probe", size, size)
-    wide, narrow, out = b.buffer("wide", f32), b.buffer("narrow", f16), b.buffer("out", f32, "write")
-    lane, parts = b.lane_id(), SIZE * SIZE // size
-    for table, fragment in enumerate(
-        (b.fragment_load(_ACCUMULATOR, wide, 0, SIZE), b.fragment_load(_LEFT, narrow, 0, SIZE))
-    ):
-        for part in range(parts):
-            value = b.cast(b.fragment_get(fragment, part), f32)
-            b.store(out, lane * parts + (table * SIZE * SIZE + part), value)
+def _length_kernel(lanes: int, fragments: Sequence[Fragment]) -> KernelIR:
+    """How many components a lane has of each."""
+    b = Builder("fragment_lengths", lanes, lanes)
+    out = b.buffer("out", f32, "write")
+    for i, fragment in enumerate(fragments):
+        length = b.fragment_length(b.fragment_fill(fragment, 0.0))
+        b.store(out, b.lane_id() + i * lanes, b.cast(length, f32))
     return b.finish()
 
 
-def _check_kernel(size: int, layout: FragmentLayout) -> KernelIR:
-    """Components of a factor made in registers times the matrix that shifts columns by one, plus that matrix, which
-    tells rows apart; and what they should be. The unit matrix would give back what was put in, in any layout."""
-    b = Builder("fragment_check", size, size)
+def _places_kernel(lanes: int, fragments: Sequence[Fragment], counts: Sequence[int]) -> KernelIR:
+    """Components of fragments that hold their own indices."""
+    b = Builder("fragment_places", lanes, lanes)
+    numbers = [b.buffer(fragment.use, fragment.elem) for fragment in fragments]
+    out = b.buffer("out", f32, "write")
+    at = b.lane_id() * sum(counts)
+    for fragment, count, source in zip(fragments, counts, numbers, strict=True):
+        loaded = b.fragment_load(fragment, source, 0, fragment.cols)
+        for part in range(count):
+            b.store(out, at + part, b.cast(b.fragment_get(loaded, part), f32))
+        at = at + count
+    return b.finish()
+
+
+def _check_kernel(target: Target) -> KernelIR:
+    """This lane's elements of a tile times the matrix that shifts columns by one, as kernels multiply, plus that
+    matrix, which tells rows apart; and what they should be. The unit matrix would give back what was put in, in any
+    layout."""
+    shape = fitted(FragmentShape(arrange(target).height, SIZE, 1, 1, False), target)
+    b = Builder("fragment_check", shape.lanes, shape.lanes)
     wide, narrow, out = b.buffer("wide", f32), b.buffer("narrow", f16), b.buffer("out", f32, "write")
-    lane, parts = b.lane_id(), SIZE * SIZE // size
-    row, col = weigh_bits(b, lane, layout.lane_rows), weigh_bits(b, lane, layout.lane_cols)
+    engine = Fragments(b, target, shape, "f16")
+    tile, width, zero = engine.tile(shape.block_q, SIZE), engine.way.width, b.const(0, i32)
     given, expected = [], []
-    for part in range(parts):
-        r = row + sum(x for i, x in enumerate(layout.part_rows) if part >> i & 1)
-        c = col + sum(x for i, x in enumerate(layout.part_cols) if part >> i & 1)
-        before = (c + (SIZE - 1)) % SIZE
-        given.append(b.cast(r * 37 + c * 5, f16))  # whole numbers below 2048, exact in fp16
-        expected.append(b.cast(r * 37 + before * 5 + b.select(b.eq(before, r), b.const(1, i32), b.const(0, i32)), f32))
-    left, right = b.fragment_pack(_LEFT, given), b.fragment_load(_RIGHT, narrow, 0, SIZE)
-    product = b.fragment_mma(left, right, b.fragment_load(_ACCUMULATOR, wide, 0, SIZE))
-    for part in range(parts):
-        b.store(out, lane * parts + part, b.fragment_get(product, part))
-        b.store(out, lane * parts + (SIZE * SIZE + part), expected[part])
+    for r in range(engine.rows_held):
+        row = tile.row(r)
+        cols = [tile.col(c) for c in range(engine.factor_cols)]
+        before = [(col + (SIZE - 1)) % SIZE for col in cols]
+        given.append([b.cast(row * 37 + col * 5, f32) for col in cols])  # whole numbers below 2048, exact in fp16
+        ones = [b.select(b.eq(col, row), b.const(1, i32), zero) for col in before]
+        expected.append([b.cast(row * 37 + col * 5 + one, f32) for col, one in zip(before, ones, strict=True)])
+    ((factor,),) = engine.pack(given, engine.left)
+    for j, variable in enumerate(tile.vars[0]):
+        layout = "column" if engine.way.transposed else "row"
+        variable.value = b.fragment_load(engine.accumulator, wide, j * width, SIZE, layout)
+    engine.multiply(tile, lambda k: [factor], lambda k, j: engine.load_right(narrow, zero, SIZE, 0, j * width), 1)
+    at = b.lane_id()
+    for got, wanted in zip(tile.values(), expected, strict=True):
+        for x, y in zip(got, wanted, strict=True):
+            b.store(out, at, x)
+            b.store(out, at + shape.block_q * SIZE, y)
+            at = at + shape.lanes
     return b.finish()

@@ -27,7 +27,8 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.tiles import ENTRIES, OWN, choose_fragments, choose_shape
 from aule.runtime.base import Device
 from aule.target import Target
-from aule.tile.fragment import SIZE, FragmentShape, multiplies
+from aule.tile.arrangement import SIZE, arrange
+from aule.tile.fragment import FragmentShape, fitted, multiplies
 from aule.tile.simt import SimtShape, uses_subgroups
 from aule.view import TensorView
 
@@ -108,9 +109,9 @@ def _fragments(target: Target, head_dim: int) -> Iterator[FragmentShape]:
     columns = -(-head_dim // SIZE) * SIZE
     ways = itertools.product(((128, 4), (64, 4), (128, 8), (64, 2)), (16, 32, 48, 64, 96), (1, 2), (True, False))
     for (block_q, subgroups), block_kv, stages, resident in ways:
-        shape = FragmentShape(block_q, block_kv, subgroups, stages, resident)
+        shape = fitted(FragmentShape(block_q, block_kv, subgroups, stages, resident), target)
         held = shape.rows * (block_kv + columns + (columns // 2 if resident else 0)) // shape.lanes
-        if held <= _MAX_SUMS and shape.lanes == target.subgroup_size:
+        if held <= _MAX_SUMS and shape.rows % arrange(target).height == 0:
             yield shape
 
 

@@ -311,6 +311,11 @@ def _fragment_mma(v: Verifier, op: Op) -> None:
               "a and b of one element type, and an accumulator of the same kind and at least its size")  # fmt: skip
 
 
+def _fragment_length(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    v.require(op, isinstance(op.args[0].type, Fragment) and op.result.type == i32, "a fragment, and i32 as the result")
+
+
 def _component(v: Verifier, op: Op) -> None:
     assert op.result is not None
     type_ = op.args[0].type
@@ -321,7 +326,8 @@ def _component(v: Verifier, op: Op) -> None:
     else:
         v.require(op, op.args[1].type == v.outside(type_) and op.result.type == type_,
                   f"{v.outside(type_)}, and {type_} as the result")  # fmt: skip
-    held = type_.rows * type_.cols // max(v.kernel.subgroup_size, 1)
+    lanes = v.kernel.subgroup_size if type_.use == "accumulator" else 1  # factors may be there several times
+    held = type_.rows * type_.cols // max(lanes, 1)
     if op.attrs["component"] >= held:
         v.fail(op, f"a component below {held}", str(op.attrs["component"]))
 
@@ -333,8 +339,10 @@ def _fragment_pack(v: Verifier, op: Op) -> None:
               "scalars, and a fragment of them as the result")  # fmt: skip
     assert isinstance(type_, Fragment)
     size = v.kernel.subgroup_size
-    if size and len(op.args) * size != type_.rows * type_.cols:
-        v.fail(op, f"{type_.rows * type_.cols // size} components", f"{len(op.args)}")
+    elements, given = type_.rows * type_.cols, len(op.args) * size
+    factor = type_.use != "accumulator" and given > 0 and given % elements == 0
+    if size and given != elements and not factor:
+        v.fail(op, f"{elements // size} components", f"{len(op.args)}")
 
 
 def _intrinsic(v: Verifier, op: Op) -> None:
@@ -355,8 +363,8 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,
     "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
-    "fragment_mma": _fragment_mma, "fragment_get": _component, "fragment_set": _component,
-    "fragment_pack": _fragment_pack,
+    "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
+    "fragment_set": _component, "fragment_pack": _fragment_pack,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """The rule of an operation, by its opcode or else by its category."""

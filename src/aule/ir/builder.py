@@ -396,6 +396,10 @@ class Builder:
         """``a @ b + accumulator``."""
         return self.emit("fragment_mma", (a, b, accumulator), accumulator.type)
 
+    def fragment_length(self, value: Value) -> Value:
+        """How many components of a fragment this lane holds."""
+        return self.emit("fragment_length", (value,), i32)
+
     def fragment_get(self, value: Value, component: int) -> Value:
         """One of the elements this lane holds."""
         return self.emit("fragment_get", (value,), element(value.type), component=component)

@@ -29,7 +29,8 @@ Beyond the entries below:
   subgroups are called, what shared, private and writable memory holds, what subgroup operations, fragments, atomics
   and intrinsics return.
 * *Fragments.* All lanes of a subgroup name the same matrix: index, stride and fill value are the same in all of them.
-  Which element a component is depends on the device; a fragment of n elements has n / subgroup size components.
+  Which element a component is depends on the device; a fragment of n elements has n / subgroup size components, and
+  a factor several times as many where a device keeps it several times. Copies of an element must be the same.
 """
 
 from __future__ import annotations
@@ -219,6 +220,7 @@ OPS: dict[str, OpInfo] = {
         "a (m x k), b (k x n), accumulator (m x n) -> a @ b + accumulator; a and b of one element type, the "
         "accumulator float or int as they are, and no narrower",
     ),
+    "fragment_length": OpInfo("fragment", 1, "fragment -> i32: how many components the lane holds of it"),
     "fragment_get": OpInfo("fragment", 1, "fragment -> the lane's component number ``component``", ("component",)),
     "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
     "fragment_pack": OpInfo("fragment", None, "all components of the lane, in order -> fragment"),

@@ -12,7 +12,8 @@ from aule.codegen import TARGETS
 from aule.errors import InvalidArgumentError
 from aule.ops.attention.tiles import ENTRIES, choose_fragments, choose_shape
 from aule.target import Target
-from aule.tile.fragment import SIZE, FragmentShape, multiplies
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment import FragmentShape, fitted, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 TILE_STEP = 8
@@ -124,7 +125,7 @@ def tensor_core_config(target: Target, head_dim: int, dtype: str, tiles: tuple[i
                 f"take {padded(size, SIZE)}"
             )
     rows = 2 * SIZE if tile_q % (2 * SIZE) == 0 else SIZE
-    shape = FragmentShape(tile_q, tile_kv, tile_q // rows, 1, False)
+    shape = fitted(FragmentShape(tile_q, tile_kv, tile_q // rows, 1, False), target)
     config = TileConfig(target.name, target, head_dim, head_dim, shape, "chosen by hand")
     validate_config(config, target)
     return config

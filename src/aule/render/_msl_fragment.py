@@ -66,6 +66,10 @@ class FragmentPrinter(CPrinter):
             assert isinstance(source.type, Fragment)
             place = _component(source.type, self._matrix(source), component)
             return Expr(f"as_type<ushort>({place})" if source.type.elem == bf16 else place)
+        if op.opcode == "fragment_length":
+            source = op.args[0]
+            assert isinstance(source.type, Fragment)
+            return Expr(str(_count(source.type) * _HELD))
         type_ = op.result.type
         assert isinstance(type_, Fragment)
         if op.opcode == "fragment_fill":

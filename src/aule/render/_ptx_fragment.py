@@ -19,6 +19,8 @@ from aule.render._ptx_emitter import Emitter, refuse
 from aule.render._ptx_memory import Addresses, at
 
 _SIZE = 16
+_HELD = 8
+"""Components of a lane."""
 
 
 def registers_of(op: Op, type_: Fragment) -> int:
@@ -40,6 +42,10 @@ def render(e: Emitter, addresses: Addresses, op: Op) -> None:
         _fill(e, op)
     elif op.opcode == "fragment_pack":
         _pack(e, op)
+    elif op.opcode == "fragment_length":
+        registers_of(op, _type(op.args[0]))
+        assert op.result is not None
+        e.bind_integer(op.result, _HELD)
     elif op.opcode == "fragment_get":
         _get(e, op)
     elif op.opcode == "fragment_set":
@@ -191,15 +197,23 @@ def _fill(e: Emitter, op: Op) -> None:
 
 def _pack(e: Emitter, op: Op) -> None:
     assert op.result is not None
+    _check_components(op, len(op.args))
     parts = [e.registers(value)[0] for value in op.args]
     if registers_of(op, _type(op.result)) == 4:
         parts = [e.joined(low, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
     e.bind(op.result, tuple(parts))
 
 
+def _check_components(op: Op, count: int) -> None:
+    """Refuse the components of a second copy, which other devices have."""
+    if count > _HELD:
+        raise refuse(op, f"{_HELD} components", str(count), "trace the kernel for this target")
+
+
 def _get(e: Emitter, op: Op) -> None:
     assert op.result is not None
     registers, component = e.registers(op.args[0]), op.attrs["component"]
+    _check_components(op, component + 1)
     if registers_of(op, _type(op.args[0])) == 4:
         e.bind(op.result, (split(e, registers[component // 2], 32, 16)[component % 2],))
     else:
@@ -209,6 +223,7 @@ def _get(e: Emitter, op: Op) -> None:
 def _set(e: Emitter, op: Op) -> None:
     assert op.result is not None
     registers, component = list(e.registers(op.args[0])), op.attrs["component"]
+    _check_components(op, component + 1)
     new = e.registers(op.args[1])[0]
     if registers_of(op, _type(op.args[0])) == 4:
         halves = split(e, registers[component // 2], 32, 16)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aule.errors import KernelError
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f32, u32
+from aule.ir.types import Fragment, Pointer, Scalar, bf16, bool_, element, f32, i32, u32
 from aule.render._spirv_memory import Memory
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -38,8 +38,8 @@ _ATOMICS = {
 }
 SUBGROUP_OPS = {
     "lane_id", "subgroup_id", "subgroup_barrier", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any",
-    "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_get", "fragment_set",
-    "fragment_pack",
+    "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_length",
+    "fragment_get", "fragment_set", "fragment_pack",
 }  # fmt: skip
 """Operations for which the lanes of a subgroup must work together."""
 
@@ -76,6 +76,7 @@ class Group:
             "fragment_load": memory.fragment_load,
             "fragment_store": self._fragment_store,
             "fragment_mma": self._fragment_mma,
+            "fragment_length": self._fragment_length,
             "fragment_get": self._fragment_get,
             "fragment_set": self._fragment_set,
             "fragment_pack": self._fragment_pack,
@@ -165,6 +166,11 @@ class Group:
         flags = sum(bits for value, bits in zip(op.args, signed, strict=True) if element(value.type).kind == "int")
         operands = [self._value(v) for v in op.args] + ([flags] if flags else [])
         return (self._m.result(Spv.CooperativeMatrixMulAddKHR, self._m.type(register(op.result)), *operands),)
+
+    def _fragment_length(self, op: Op) -> Parts:
+        m = self._m
+        length = m.result(Spv.CooperativeMatrixLengthKHR, m.type(u32), m.type(register(op.args[0])))
+        return (m.result(Spv.Bitcast, m.type(i32), length),)
 
     def _fragment_get(self, op: Op) -> Parts:
         assert op.result is not None

@@ -62,6 +62,7 @@ VK_DESCRIPTOR_TYPE_STORAGE_BUFFER = 7
 VK_DESCRIPTOR_TYPE_UNIFORM_BUFFER = 6
 VK_PIPELINE_BIND_POINT_COMPUTE = 1
 VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR = 64
+VK_PIPELINE_CREATE_CAPTURE_INTERNAL_REPRESENTATIONS_BIT_KHR = 128
 VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT = 2
 VK_PIPELINE_CACHE_HEADER_VERSION_ONE = 1
 VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_BOOL32_KHR = 0
@@ -1146,6 +1147,19 @@ class VkPipelineExecutableStatisticKHR(Chained):
     )
 
 
+class VkPipelineExecutableInternalRepresentationKHR(Chained):
+    STYPE = 1000269005
+    _fields_ = (
+        ("sType", ctypes.c_int32),
+        ("pNext", ctypes.c_void_p),
+        ("name", ctypes.c_char * 256),
+        ("description", ctypes.c_char * 256),
+        ("isText", ctypes.c_uint32),
+        ("dataSize", ctypes.c_size_t),
+        ("pData", ctypes.c_void_p),
+    )
+
+
 class VkDescriptorSetLayoutBinding(ctypes.Structure):
     _fields_ = (
         ("binding", ctypes.c_uint32),
@@ -1598,6 +1612,13 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
         ctypes.POINTER(VkPipelineExecutableInfoKHR),
         ctypes.POINTER(ctypes.c_uint32),
         ctypes.POINTER(VkPipelineExecutableStatisticKHR),
+    ),
+    "vkGetPipelineExecutableInternalRepresentationsKHR": (
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.POINTER(VkPipelineExecutableInfoKHR),
+        ctypes.POINTER(ctypes.c_uint32),
+        ctypes.POINTER(VkPipelineExecutableInternalRepresentationKHR),
     ),
     "vkCreateDescriptorSetLayout": (
         ctypes.c_int32,

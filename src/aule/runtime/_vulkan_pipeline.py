@@ -7,6 +7,7 @@ import os
 import struct
 import tempfile
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -296,24 +297,45 @@ class Pipelines:
 
     def statistics(self, artifact: Artifact) -> dict[str, int | float | bool]:
         """What the driver tells of a kernel's machine code, by the driver's names."""
-        if "pipelineExecutableInfo" not in self._facts.features:
-            return {}
-        vk, device = self._vk, self._device
+        vk, found = self._vk, dict[str, int | float | bool]()
         # Collecting statistics can bypass the cache and slow the driver down, so it is done on a second build.
-        handle = self._compile(artifact, self.layout(artifact), api.VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR)
-        found: dict[str, int | float | bool] = {}
+        for executable, one in self._executables(artifact, api.VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR):
+            found.setdefault("Subgroup Size", executable.subgroupSize)
+            ask = partial(vk.vkGetPipelineExecutableStatisticsKHR, self._device, ctypes.byref(one))
+            for s in enumerate_all(ask, api.VkPipelineExecutableStatisticKHR):
+                found.setdefault(s.name.decode(errors="replace"), _statistic(s))
+        return found
+
+    def representations(self, artifact: Artifact) -> dict[str, str]:
+        """The texts through which a kernel went in the driver, by the driver's names."""
+        vk, found = self._vk, dict[str, str]()
+        type_ = api.VkPipelineExecutableInternalRepresentationKHR
+        for _, one in self._executables(artifact, api.VK_PIPELINE_CREATE_CAPTURE_INTERNAL_REPRESENTATIONS_BIT_KHR):
+            ask = partial(vk.vkGetPipelineExecutableInternalRepresentationsKHR, self._device, ctypes.byref(one))
+            texts = [r for r in enumerate_all(ask, type_) if r.isText]
+            if not texts:
+                continue
+            items = (type_ * len(texts))(*texts)
+            memory = [ctypes.create_string_buffer(item.dataSize) for item in items]
+            for item, text in zip(items, memory, strict=True):
+                item.pData = ctypes.addressof(text)
+            ask(ctypes.byref(ctypes.c_uint32(len(items))), items)
+            for item, text in zip(items, memory, strict=True):
+                found.setdefault(item.name.decode(errors="replace"), text.value.decode(errors="replace"))
+        return found
+
+    def _executables(self, artifact: Artifact, flag: int) -> Iterator[tuple[Any, Any]]:
+        """The parts of a kernel's machine code, built to be asked about, and how to name them."""
+        if "pipelineExecutableInfo" not in self._facts.features:
+            return
+        handle = self._compile(artifact, self.layout(artifact), flag)
         try:
             whole = api.VkPipelineInfoKHR(pipeline=handle)
-            ask = partial(vk.vkGetPipelineExecutablePropertiesKHR, device, ctypes.byref(whole))
+            ask = partial(self._vk.vkGetPipelineExecutablePropertiesKHR, self._device, ctypes.byref(whole))
             for index, executable in enumerate(enumerate_all(ask, api.VkPipelineExecutablePropertiesKHR)):
-                found.setdefault("Subgroup Size", executable.subgroupSize)
-                one = api.VkPipelineExecutableInfoKHR(pipeline=handle, executableIndex=index)
-                ask = partial(vk.vkGetPipelineExecutableStatisticsKHR, device, ctypes.byref(one))
-                for s in enumerate_all(ask, api.VkPipelineExecutableStatisticKHR):
-                    found.setdefault(s.name.decode(errors="replace"), _statistic(s))
+                yield executable, api.VkPipelineExecutableInfoKHR(pipeline=handle, executableIndex=index)
         finally:
-            vk.vkDestroyPipeline(device, handle, None)
-        return found
+            self._vk.vkDestroyPipeline(self._device, handle, None)
 
     def destroy(self, handle: int) -> None:
         if handle in self._live:

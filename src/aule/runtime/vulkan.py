@@ -202,6 +202,15 @@ class VulkanDevice(Device):
             self._check_program(program)
             return context.pipelines.statistics(program.artifact)
 
+    def representations(self, program: Program) -> dict[str, str]:
+        """The texts through which a program went in the driver, the assembly among them; by the driver's own names,
+        and empty where VK_KHR_pipeline_executable_properties is missing."""
+        self._check_process()
+        with self._lock:
+            context = self._context()
+            self._check_program(program)
+            return context.pipelines.representations(program.artifact)
+
     def pipeline_cache_data(self) -> bytes:
         """The driver's pipeline cache. It is also kept on disk, written when the device is closed."""
         self._check_process()

@@ -18,7 +18,8 @@ from typing import Literal
 from aule.ir import Builder, Value
 from aule.ir.types import Vector, element, u16, u32
 from aule.target import FragmentLayout
-from aule.tile.fragment import SIZE, Components, weigh_bits
+from aule.tile.arrangement import SIZE, weigh_bits
+from aule.tile.fragment import Components
 from aule.tile.matrix import Matrix
 from aule.tile.quantised import half_pairs
 from aule.view import ITEMSIZE

@@ -1,9 +1,9 @@
 """The fragment engine: products on matrix units, softmax in registers.
 
-A subgroup works on ``rows`` rows of a block alone. Its tiles are 16 x 16 fragments (`aule.ir`), whose components a lane
-may read and write: the target's `FragmentLayout` says which elements those are, so that rows are reduced by a few
-shuffles and P goes from accumulators to the next product without passing through memory. The same code serves
-mma.sync in PTX, cooperative matrices in SPIR-V and simdgroup matrices in MSL.
+A subgroup works on ``rows`` rows of a block alone. Its tiles are fragments (`aule.ir`), whose components a lane may
+read and write: the target's layouts say which elements those are, so that rows are reduced by a few shuffles, and P
+goes from accumulators to the next product without passing through memory where they allow it (`arrangement`). The same
+code serves mma.sync in PTX, cooperative matrices in SPIR-V and simdgroup matrices in MSL.
 
 K and V lie in shared memory row by row, 16 bytes apart beyond their columns: eight rows then start in eight different
 groups of banks, and a load of a fragment has no conflicts. They are brought in a tile ahead, either by asynchronous
@@ -13,19 +13,21 @@ copies or through registers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
+from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, u32
 from aule.target import FragmentLayout, Target
+from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 
-SIZE = 16
-"""Rows and columns of a fragment."""
 RUN = 8
 """Elements that travel together."""
+
+Place = tuple[int, int]
+"""Row and column in a block, of a lane whose own are the first."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class FragmentShape:
     columns : int
         Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
         pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
+    staged : bool
+        Results pass through shared memory to become factors.
     """
 
     block_q: int
@@ -60,6 +64,7 @@ class FragmentShape:
     registers: int = 255
     lanes: int = 32
     columns: int = 1
+    staged: bool = False
 
     @property
     def threads(self) -> int:
@@ -75,18 +80,32 @@ class FragmentShape:
         k_row, v_row = row_stride(head_dim), row_stride(value_dim)
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
-    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
-        """Shared memory of a forward kernel. Q that stays in registers passes through the memory of K and V."""
+    def tile_elements(self, head_dim: int, value_dim: int) -> int:
+        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory."""
         q, k, v = self.shared_elements(head_dim, value_dim)
         stages = self.stages * (k + v)
-        return itemsize * (max(q, stages) if self.resident_q else q + stages)
+        return max(q, stages) if self.resident_q else q + stages
 
-    def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
-        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS
-        where it also adds up dQ; and dS and P where subgroups share rows."""
+    def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
+        """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also
+        adds up dQ; and dS and P where subgroups share rows."""
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
         tiles = 2 if self.columns > 1 else int(sums)
-        return 2 * (rows + tiles * self.block_q * row_stride(self.block_kv))
+        return rows + tiles * self.block_q * row_stride(self.block_kv)
+
+    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
+        """Shared memory of a forward kernel."""
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+
+    def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
+        """Shared memory of a backward kernel."""
+        return 2 * (self.backward_elements(head_dim, value_dim, sums) + self.staged_elements)
+
+    @property
+    def staged_elements(self) -> int:
+        """Elements of shared memory in which results become factors: a tile of scores. Subgroups that share rows have
+        such a place already."""
+        return self.block_q * row_stride(self.block_kv) if self.staged and self.columns == 1 else 0
 
 
 def row_stride(dim: int) -> int:
@@ -104,32 +123,39 @@ _COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
 
 
 def has_units(target: Target, dtype: str) -> bool:
-    """Whether a device multiplies 16 x 16 fragments of a type that the engine has."""
-    shapes = ("m16n16k16", *_COMPOSED.get(target.backend, ()))
+    """Whether a device multiplies fragments of a type that the engine has."""
+    shapes = ("m{}n{}k{}".format(*target.matrix_shape), *_COMPOSED.get(target.backend, ()))
     return dtype in ("f16", "bf16", "tf32") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
 
 
 def multiplies(target: Target, dtype: str) -> bool:
-    """Whether a device multiplies 16 x 16 fragments of a type, and how they lie is known."""
+    """Whether a device multiplies fragments of a type, and how they lie is known."""
     return target.matrix_layout is not None and has_units(target, dtype)
 
 
+def fitted(shape: FragmentShape, target: Target) -> FragmentShape:
+    """A shape with the lanes and the memory that a target's fragments want."""
+    way = arrange(target)
+    return replace(shape, lanes=way.lanes, staged=way.factors is None)
+
+
 class FragmentTile:
-    """A tile of 16 x 16 accumulators. Like `aule.tile.simt.RegisterTile`, a lane sees its elements as rows and
+    """A tile of accumulators. Like `aule.tile.simt.RegisterTile`, a lane sees its elements as rows and
     columns: ``row(r)`` and ``col(c)`` say which ones of the subgroup's tile they are."""
 
     def __init__(self, engine: Fragments, rows: int, cols: int) -> None:
         self.engine = engine
         zero = engine.b.fragment_fill(engine.accumulator, 0.0)
-        self.vars: list[list[Var]] = [[engine.b.var(zero) for _ in range(cols // SIZE)] for _ in range(rows // SIZE)]
+        way = engine.way
+        self.vars: list[list[Var]] = [
+            [engine.b.var(zero) for _ in range(cols // way.width)] for _ in range(rows // way.height)
+        ]
 
     def row(self, r: int) -> Value:
-        block, part = divmod(r, len(self.engine.part_rows))
-        return self.engine.lane_row + (block * SIZE + self.engine.part_rows[part])
+        return self.engine.row(r)
 
     def col(self, c: int) -> Value:
-        block, part = divmod(c, len(self.engine.part_cols))
-        return self.engine.lane_col + (block * SIZE + self.engine.part_cols[part])
+        return self.engine.col(c)
 
     def values(self) -> list[list[Value]]:
         """This lane's elements, by row and column."""
@@ -153,23 +179,23 @@ class FragmentTile:
 
 
 class Components:
-    """Fragments as a lane sees them: which elements its components are, and fragments out of such elements."""
+    """Fragments as a lane sees them: which elements its components are, and factors out of such elements."""
 
     def __init__(self, b: Builder, target: Target, elem: Scalar) -> None:
-        assert target.matrix_layout is not None
+        way = self.way = arrange(target)
         self.b, self.elem = b, elem
-        self.layout: FragmentLayout = target.matrix_layout
+        self.layout: FragmentLayout = way.results
         self.converts = target.backend == "cuda"
-        self.accumulator = Fragment(f32, SIZE, SIZE, "accumulator")
-        self.left, self.right = Fragment(elem, SIZE, SIZE, "a"), Fragment(elem, SIZE, SIZE, "b")
+        rows, cols, _ = target.matrix_shape
+        self.accumulator = Fragment(f32, rows, cols, "accumulator")
+        self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")
+        if way.transposed:
+            self.left, self.right = self.right, self.left
         self.thread, self.subgroup, self.lane = b.thread_id(), b.subgroup_id(), b.lane_id()
-        self.lane_row = weigh_bits(b, self.lane, self.layout.lane_rows)
-        self.lane_col = weigh_bits(b, self.lane, self.layout.lane_cols)
-        count = 1 << len(self.layout.part_rows)
-        self.places = [
-            (_sum_bits(part, self.layout.part_rows), _sum_bits(part, self.layout.part_cols)) for part in range(count)
-        ]
-        """Row and column of each component, from those of the lane."""
+        self.lane_row = weigh_bits(b, self.lane, way.results.lane_rows)
+        self.lane_col = weigh_bits(b, self.lane, way.results.lane_cols)
+        self.places = [way.results.place(0, part) for part in range(way.results.parts)]
+        """Row and column of each component of a result, from those of the lane."""
         self.part_rows = sorted({row for row, _ in self.places})
         self.part_cols = sorted({col for _, col in self.places})
         self.run = 2 if self.part_cols[1:2] == [1] else 1
@@ -179,11 +205,16 @@ class Components:
         """The component that holds a lane's element of a part's row and column."""
         return self.places.index((row, col))
 
-    def rounded(self, parts: list[Value], type_: Fragment, weights: bool) -> list[Value]:
-        """Converted two at a time, which some devices do in one instruction."""
-        b, elem = self.b, type_.elem
-        if elem == f32:
-            return parts if type_.use == "accumulator" else [self._to_tf32(x) for x in parts]
+    def rounded(self, parts: list[Value], weights: bool) -> list[Value]:
+        """Results as they are multiplied. ``weights`` says that NaN among them may be lost, because their sum has it,
+        too."""
+        if self.elem == f32:
+            return [self._to_tf32(x) for x in parts]
+        return [half for pair in self.pairs(parts, weights) for half in self.b.unpack(pair)]
+
+    def pairs(self, parts: list[Value], weights: bool) -> list[Value]:
+        """The same two at a time, which some devices convert in one instruction."""
+        b, elem = self.b, self.elem
         pairs = []
         for x, y in zip(parts[::2], parts[1::2], strict=True):
             if elem == bf16 and weights and not self.converts:
@@ -192,7 +223,7 @@ class Components:
                 pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
             else:
                 pairs.append(b.cast(b.vector([x, y]), elem))
-        return [half for pair in pairs for half in b.unpack(pair)]
+        return pairs
 
     def _to_tf32(self, x: Value) -> Value:
         """To nearest, ties away from zero: thirteen bits go."""
@@ -201,11 +232,15 @@ class Components:
     def load_right(
         self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
     ) -> Value:
-        """16 x 16 of a matrix in shared memory, as a right factor; or of its transpose, whose element (i, j) lies in
+        """A block of a matrix in shared memory, as a right factor; or of its transpose, whose element (i, j) lies in
         row ``col + j``, column ``row + i``."""
-        if transposed:
-            return self.b.fragment_load(self.right, memory, start + (col * stride + row), stride, "column")
-        return self.b.fragment_load(self.right, memory, start + (row * stride + col), stride, "row")
+        return self._load(self.right, memory, start, stride, row, col, transposed)
+
+    def _load(
+        self, type_: Fragment, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool
+    ) -> Value:
+        at = start + (col * stride + row if transposed else row * stride + col)
+        return self.b.fragment_load(type_, memory, at, stride, "column" if transposed != self.way.transposed else "row")
 
 
 class Fragments(Components):
@@ -214,15 +249,28 @@ class Fragments(Components):
     def __init__(self, b: Builder, target: Target, shape: FragmentShape, dtype: str) -> None:
         """``dtype`` is what is multiplied: f16, bf16 or tf32."""
         super().__init__(b, target, factor_elem(dtype))
+        assert shape == fitted(shape, target), f"{shape} is not for {target.name}"
         self.shape = shape
         self.copies = target.backend == "cuda" and target.arch != "sm_75"
-        # Lanes that share their rows differ in these bits.
-        self._across = [1 << i for i, weight in enumerate(self.layout.lane_rows) if weight == 0]
+        self.factor_cols = len(self.part_cols) * SIZE // self.way.width
+        """Columns of a tile that a lane holds of the 16 of a left factor."""
+        self._stage = b.shared("results", self.elem, shape.staged_elements) if shape.staged_elements else None
+        self._upper = [b.ne(self.lane & exchange.mask, 0) for exchange in self.way.exchanges]
 
     @property
     def rows_held(self) -> int:
         """Rows of a tile that this lane works on."""
-        return self.shape.rows // SIZE * len(self.part_rows)
+        return self.shape.rows // self.way.height * len(self.part_rows)
+
+    def row(self, r: int) -> Value:
+        """The row of a tile that is this lane's ``r``-th."""
+        block, part = divmod(r, len(self.part_rows))
+        return self.lane_row + (block * self.way.height + self.part_rows[part])
+
+    def col(self, c: int) -> Value:
+        """The column of a tile that is this lane's ``c``-th."""
+        block, part = divmod(c, len(self.part_cols))
+        return self.lane_col + (block * self.way.width + self.part_cols[part])
 
     # -- tiles ---------------------------------------------------------------------------------------------------------
 
@@ -236,24 +284,76 @@ class Fragments(Components):
 
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """Combine the lanes of each row; every one of them gets the result."""
-        for mask in self._across:
+        for mask in self.way.across:
             partial = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in partial]
         return partial
 
     def pack(self, values: Sequence[Sequence[Value]], type_: Fragment, weights: bool = False) -> list[list[Value]]:
         """Fragments out of this lane's elements by row and column, rounded to the fragments' type. ``weights`` says
         that NaN among them may be lost, because their sum has it, too."""
-        b, heights, widths = self.b, len(self.part_rows), len(self.part_cols)
-        result = []
-        for r in range(0, len(values), heights):
-            blocks = []
-            for c in range(0, len(values[0]), widths):
-                parts = [
-                    values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self.places
-                ]
-                blocks.append(b.fragment_pack(type_, self.rounded(parts, type_, weights)))
-            result.append(blocks)
-        return result
+        if type_ == self.accumulator:
+            order = self.places
+            return [[self.b.fragment_pack(type_, [x[at] for at in order]) for x in row] for row in self._blocks(values)]
+        if self._stage is not None:
+            return self._pack_staged(self._stage, values)
+        return [[self._factor(x, weights) for x in row] for row in self._blocks(values, SIZE)]
+
+    def _blocks(self, values: Sequence[Sequence[Value]], width: int = 0) -> list[list[dict[Place, Value]]]:
+        """This lane's elements of each block of so many columns (by default an accumulator's), by their places."""
+        cols = [c + at for c in range(0, width or self.way.width, self.way.width) for at in self.part_cols]
+        blocks = []
+        for r in range(0, len(values), len(self.part_rows)):
+            rows = list(zip(self.part_rows, values[r:], strict=False))
+            starts = range(0, len(values[0]), len(cols))
+            blocks.append([{(y, x): row[c + i] for y, row in rows for i, x in enumerate(cols)} for c in starts])
+        return blocks
+
+    def _factor(self, elements: dict[Place, Value], weights: bool) -> Value:
+        """A left factor out of this lane's elements of it and, where the others of its copies have the rest, theirs."""
+        b, way = self.b, self.way
+        assert way.factors is not None
+        order = [way.factors.place(0, part) for part in range(way.factors.parts)]
+        if not way.exchanges:
+            return b.fragment_pack(self.left, self.rounded([elements[at] for at in order], weights))
+        assert self.elem.bits == 16, "tf32 is for devices whose results are factors"
+        places = zip(*[iter(elements)] * 2, strict=True)  # two of them in a word
+        pairs = self.pairs(list(elements.values()), weights)
+        words = {at: b.bitcast(pair, u32) for at, pair in zip(places, pairs, strict=True)}
+        for exchange, upper in zip(way.exchanges, self._upper, strict=True):
+            more = {}
+            for at, word in words.items():
+                other = b.shuffle_xor(word, exchange.mask)
+                words[at] = b.select(upper, other, word)
+                (y, x), (v, u) = at
+                row, col = exchange.row, exchange.col
+                more[(y + row, x + col), (v + row, u + col)] = b.select(upper, word, other)
+            words |= more
+        halves: dict[Place, Value] = {}
+        for at, word in words.items():
+            halves |= dict(zip(at, b.unpack(b.bitcast(word, Vector(self.elem, 2))), strict=True))
+        return b.fragment_pack(self.left, [halves[at] for at in order])
+
+    def _pack_staged(self, stage: Value, values: Sequence[Sequence[Value]]) -> list[list[Value]]:
+        """The same by way of the subgroup's part of shared memory."""
+        b, stride = self.b, row_stride(self.shape.block_kv)
+        own = self.subgroup * (self.shape.rows * stride)
+        b.subgroup_barrier()  # everyone has read what was there before
+        self.put(stage, own, stride, values)
+        b.subgroup_barrier()
+        cols = len(values[0]) // self.factor_cols * SIZE
+        return [
+            [self.load_left(stage, own, stride, row, col) for col in range(0, cols, SIZE)]
+            for row in range(0, self.shape.rows, self.way.height)
+        ]
+
+    def put(self, memory: Value, start: Value, stride: int, values: Sequence[Sequence[Value]]) -> None:
+        """Store this lane's elements of a tile, rounded, in shared memory; ``start`` is where the tile begins."""
+        b = self.b
+        for r, row in enumerate(values):
+            line = start + self.row(r) * stride
+            for c in range(0, len(row), self.run):
+                strip = self.incoming(b.vector(row[c : c + self.run]))
+                b.store(memory, line + self.col(c), strip)
 
     def incoming(self, values: Value) -> Value:
         """Elements of a matrix as they are multiplied: rounded where that is another type. NaN and Inf stay."""
@@ -267,10 +367,8 @@ class Fragments(Components):
     def load_left(
         self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
     ) -> Value:
-        """16 x 16 of a matrix in shared memory, as a left factor; or of its transpose, as in `load_right`."""
-        if transposed:
-            return self.b.fragment_load(self.left, memory, start + (col * stride + row), stride, "column")
-        return self.b.fragment_load(self.left, memory, start + (row * stride + col), stride, "row")
+        """A block of a matrix in shared memory, as a left factor; or of its transpose, as in `load_right`."""
+        return self._load(self.left, memory, start, stride, row, col, transposed)
 
     def multiply(
         self,
@@ -281,17 +379,20 @@ class Fragments(Components):
     ) -> None:
         """``tile += left @ right``; ``left`` gives a column of fragments, ``right`` the fragment at a row and a
         column."""
-        b = self.b
         acc = [[variable.value for variable in row] for row in tile.vars]
         for k in range(depth):
             a = left(k)
             for j in range(len(acc[0])):
                 factor = right(k, j)
                 for i, row in enumerate(acc):
-                    row[j] = b.fragment_mma(a[i], factor, row[j])
+                    row[j] = self.multiply_add(a[i], factor, row[j])
         for variables, row in zip(tile.vars, acc, strict=True):
             for variable, value in zip(variables, row, strict=True):
                 variable.value = value
+
+    def multiply_add(self, left: Value, right: Value, total: Value) -> Value:
+        """``left @ right + total`` of one block."""
+        return self.b.fragment_mma(*((right, left) if self.way.transposed else (left, right)), total)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -417,36 +518,3 @@ class Transfer:
                 f(row, col)
         else:
             f(row, col)
-
-
-def weigh_bits(b: Builder, x: Value, weights: Sequence[int]) -> Value:
-    """The sum of the weights of the bits that are set in ``x``."""
-    total = b.const(0, i32)
-    i = 0
-    while i < len(weights):
-        width = 1
-        while i + width < len(weights) and weights[i] and weights[i + width] == weights[i] << width:
-            width += 1
-        if weights[i]:
-            bits = x >> i
-            if i + width < len(weights):
-                bits = bits & ((1 << width) - 1)
-            total = total + bits * weights[i]
-        i += width
-    return total
-
-
-def place_of(b: Builder, layout: FragmentLayout, row: Value, col: Value) -> tuple[Value, Value]:
-    """Lane and component of an element of a fragment."""
-    places = []
-    for rows, cols in ((layout.lane_rows, layout.lane_cols), (layout.part_rows, layout.part_cols)):
-        # Every bit of row and column is a bit of either lane or component.
-        weights = [
-            [1 << table.index(1 << bit) if 1 << bit in table else 0 for bit in range(4)] for table in (rows, cols)
-        ]
-        places.append(weigh_bits(b, row, weights[0]) + weigh_bits(b, col, weights[1]))
-    return places[0], places[1]
-
-
-def _sum_bits(x: int, weights: Sequence[int]) -> int:
-    return sum(weight for i, weight in enumerate(weights) if x >> i & 1)

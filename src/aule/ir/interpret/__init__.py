@@ -10,21 +10,22 @@ element of a NumPy array. Lanes that do not take a branch are masked: they neith
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret import collective, steps
+from aule.ir.interpret import collective, fragments, steps
 from aule.ir.interpret.lanes import SanitizerError
 from aule.ir.interpret.machine import Machine
 from aule.ir.kernel import KernelIR
 from aule.ir.verify import verify_structure
+from aule.target import FragmentLayout
 
 __all__ = ["SanitizerError", "interpret"]
 
-_COMPILERS = steps.COMPILERS | collective.COMPILERS
+_COMPILERS = steps.COMPILERS | collective.COMPILERS | fragments.COMPILERS
 
 
 def interpret(
@@ -34,6 +35,7 @@ def interpret(
     *,
     subgroup_size: int | None = None,
     sanitize: bool = True,
+    layouts: Mapping[str, FragmentLayout] | None = None,
 ) -> None:
     """Run a kernel on NumPy arrays, which it changes in place.
 
@@ -51,6 +53,9 @@ def interpret(
     sanitize : bool
         Look for races and for reads of memory that was never written. Bounds, alignment and divergence are checked
         in any case.
+    layouts : mapping, optional
+        How fragments lie over a subgroup, by their use ("a", "b", "accumulator"); those that are missing lie row by
+        row.
 
     Raises
     ------
@@ -70,4 +75,4 @@ def interpret(
         raise KernelError(f"kernel {kernel.name}: expected {len(kernel.params)} arguments ({names}), got {len(args)}")
     if all(grid):
         with np.errstate(all="ignore"):
-            Machine(kernel, grid, size, sanitize, _COMPILERS).run(args)
+            Machine(kernel, grid, size, sanitize, _COMPILERS, layouts or {}).run(args)

@@ -16,6 +16,7 @@ from aule.ir.interpret.shadow import Shadow
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.types import SCALARS, Pointer
+from aule.target import FragmentLayout
 
 _BATCH_LANES = 1024
 """Lanes that run in lockstep, if the grid has that many: enough to make NumPy's cost per call small."""
@@ -36,16 +37,19 @@ class Machine:
         What each pointer points to.
     group_ids : list
         Registers that hold the workgroup's index along an axis, filled for every batch.
+    layouts : mapping
+        How fragments lie over a subgroup, by their use.
     """
 
     def __init__(
         self, kernel: KernelIR, grid: tuple[int, int, int], subgroup_size: int, sanitize: bool,
-        compilers: Mapping[str, Compiler],
+        compilers: Mapping[str, Compiler], layouts: Mapping[str, FragmentLayout],
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self.total = grid[0] * grid[1] * grid[2]
         self.sanitize = sanitize
         self.compilers = compilers
+        self.layouts = layouts
         batches = -(-self.total // max(1, _BATCH_LANES // kernel.workgroup))
         self.lanes = Lanes(kernel, grid, -(-self.total // batches), subgroup_size)
         self.registers: list[Any] = []

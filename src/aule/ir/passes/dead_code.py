@@ -6,7 +6,7 @@ from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 
 _PURE = frozenset({"leaf", "unary", "binary", "compare", "ternary", "cast", "vector"})
-_READS = frozenset({"load", "private", "var", "get", "fragment_get"})
+_READS = frozenset({"load", "private", "var", "get", "fragment_length", "fragment_get"})
 
 
 def dead_code(kernel: KernelIR) -> KernelIR:

@@ -24,7 +24,8 @@ from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
-from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, row_stride
+from aule.tile.arrangement import SIZE, number_in_block
+from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
@@ -74,7 +75,7 @@ class _Kernel:
         self.kept_stride = row_stride(width)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
         self.p_start = self.ds_start + rows * self.kept_stride
-        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_elements(*dims, config.sums))
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         config, first = self.config, self.scores.extent.first(name)
@@ -124,32 +125,32 @@ class _Kernel:
         """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
         stride = self.strides[which]
         start = self.own_start[which] + self.subgroup_row * stride
-        blocks = range(self.shape.rows // SIZE)
-        return [self.engine.load_left(self.memory, start, stride, i * SIZE, k * SIZE) for i in blocks]
+        rows = range(0, self.shape.rows, self.engine.way.height)
+        return [self.engine.load_left(self.memory, start, stride, row, k * SIZE) for row in rows]
 
     # -- one tile ------------------------------------------------------------------------------------------------------
 
     def scores_of(self, which: int, at: Value) -> FragmentTile:
         """``own other^T``, this subgroup's columns."""
-        engine, stride = self.engine, self.strides[which]
+        engine, stride, cols = self.engine, self.strides[which], self.engine.way.width
         tile = engine.tile(self.shape.rows, self.own_width)
         at = at + self.part * (self.own_width * stride)
         engine.multiply(
             tile,
             lambda k: self.left(which, k),
-            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE, transposed=True),
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols, transposed=True),
             self.depths[which],
         )
         return tile
 
     def accumulate(self, result: FragmentTile, left: Callable[[int], list[Value]], which: int, at: Value) -> None:
         """``result += left other``, this subgroup's columns; ``left`` gives a column of fragments."""
-        engine, stride = self.engine, self.strides[which]
+        engine, stride, cols = self.engine, self.strides[which], self.engine.way.width
         at = at + self.part * self.result_width(which)
         engine.multiply(
             result,
             left,
-            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE),
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols),
             self.shape.block_kv // SIZE,
         )
 
@@ -449,9 +450,9 @@ class _Keys(_Kernel):
                 ]
             shared = shape.columns > 1
             if config.sums or shared:
-                self._keep(S, ds, self.ds_start)
+                self._keep(ds, self.ds_start)
             if shared:
-                self._keep(S, p, self.p_start)
+                self._keep(p, self.p_start)
                 b.barrier()
             b.comment("dV = dV + P^T dO")
             self.accumulate(dV, self._kept(self.p_start) if shared else self.packed(p), 1, at[1])
@@ -464,22 +465,17 @@ class _Keys(_Kernel):
 
         self.passage((queries, results), first, last, body, arrive, start)
 
-    def _keep(self, S: FragmentTile, values: list[list[Value]], start: int) -> None:
+    def _keep(self, values: list[list[Value]], start: int) -> None:
         """P^T or dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last
         readers."""
-        b, engine, run = self.b, self.engine, self.engine.run
         own = start + self.subgroup_row * self.kept_stride + self.part * self.own_width
-        for r, row in enumerate(values):
-            start_row = own + S.row(r) * self.kept_stride
-            for c in range(0, len(row), run):
-                strip = b.cast(b.vector(row[c : c + run]), engine.elem)
-                b.store(self.memory, start_row + S.col(c), strip)
+        self.engine.put(self.memory, own, self.kept_stride, values)
 
     def _kept(self, start: int) -> Callable[[int], list[Value]]:
         """The subgroup's rows of what `_keep` has kept, as left factors."""
-        own = start + self.subgroup_row * self.kept_stride
-        blocks = range(self.shape.rows // SIZE)
-        return lambda k: [self.engine.load_left(self.memory, own, self.kept_stride, i * SIZE, k * SIZE) for i in blocks]
+        own, stride = start + self.subgroup_row * self.kept_stride, self.kept_stride
+        rows = range(0, self.shape.rows, self.engine.way.height)
+        return lambda k: [self.engine.load_left(self.memory, own, stride, row, k * SIZE) for row in rows]
 
     def _add_to_sums(self, head: Value, row0: Value) -> None:
         """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows and its columns, in the way
@@ -501,30 +497,33 @@ class _Keys(_Kernel):
             self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
 
     def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
-        """``rows`` by ``cols`` fragments of the tile, from its ``row`` and ``col`` on."""
-        b, engine, scores = self.b, self.engine, self.scores
+        """``rows`` by ``cols`` times 16 rows and columns of the tile, from its ``row`` and ``col`` on."""
+        b, engine, scores, way = self.b, self.engine, self.scores, self.engine.way
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
         tile = engine.tile(rows * SIZE, cols * SIZE)
         engine.multiply(
             tile,
             lambda k: [
-                engine.load_left(self.memory, ds_start, self.kept_stride, i * SIZE, k * SIZE, transposed=True)
-                for i in range(rows)
+                engine.load_left(self.memory, ds_start, self.kept_stride, i, k * SIZE, transposed=True)
+                for i in range(0, rows * SIZE, way.height)
             ],
-            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * SIZE),
+            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * way.width),
             self.shape.block_q // SIZE,
         )
         # Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts
         # them. Rows past the end have their place there, too, and add nothing.
-        sums, size = self.p.buffer("dq_sum", f32, "readwrite"), self.shape.lanes
+        sums = self.p.buffer("dq_sum", f32, "readwrite")
         above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + (row0 + row) // SIZE
         block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
         start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
         for i, variables in enumerate(tile.vars):
             for j, variable in enumerate(variables):
-                fragment, first = variable.value, (i * self.depths[0] + j) * SIZE * SIZE
-                for part in range(SIZE * SIZE // size):
-                    b.atomic("add", sums, start + (first + part * size), b.fragment_get(fragment, part))
+                fragment = variable.value
+                (down, top), (right, left) = divmod(i * way.height, SIZE), divmod(j * way.width, SIZE)
+                first = (down * self.depths[0] + right) * SIZE * SIZE
+                for part in range(way.results.parts):
+                    at = first + number_in_block(way, top, left, part)
+                    b.atomic("add", sums, start + at, b.fragment_get(fragment, part))
 
     def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
         """What belongs to this lane's columns, out of shared memory."""

@@ -7,7 +7,7 @@ from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.config import DeltaConfig, RoundConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
 from aule.target import Target
-from aule.tile.fragment import SIZE, place_of
+from aule.tile.arrangement import SIZE, arrange, place_in_block
 from aule.tile.matrix import QUAD, divmod_const
 from aule.tile.simt import padded
 from aule.tile.sums import TileSums
@@ -83,7 +83,6 @@ def _place_in_sums(b: Builder, config: RoundConfig, target: Target, above: Value
         tile, within = divmod_const(b, row, config.shape.block_kv)
         place = layout.place(b, within, col)
         return b.cast(above + tile, index) * layout.tile_size + b.cast(place, index)
-    assert target.matrix_layout is not None
     block = (above + (row >> 4)) * -(-config.head_dim // SIZE) + (col >> 4)
-    lane, part = place_of(b, target.matrix_layout, row & 15, col & 15)
-    return b.cast(block, index) * (SIZE * SIZE) + b.cast(part * target.subgroup_size + lane, index)
+    start = b.cast(block, index) * (SIZE * SIZE)
+    return start + b.cast(place_in_block(b, arrange(target), row & 15, col & 15), index)

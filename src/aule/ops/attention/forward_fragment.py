@@ -27,7 +27,8 @@ from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
-from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment import RUN, Fragments, FragmentTile, row_stride
 from aule.tile.math import EXPONENTS, LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
 from aule.tile.simt import padded
@@ -98,7 +99,7 @@ class _Forward:
         self.engine = engine = Fragments(b, target, shape, config.factor or config.dtype)
         self.subgroup_row = engine.subgroup * shape.rows
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
-        self.memory = b.shared("tiles", engine.elem, shape.shared_bytes(config.head_dim, config.value_dim) // 2)
+        self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
         self.k_start = b.const(0 if shape.resident_q else q, i32)
         self.v_start = self.k_start + shape.stages * k
         self.k_size, self.v_size = k, v
@@ -163,7 +164,7 @@ class _Forward:
         self, at: _Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
     ) -> None:
         """One tile of keys; ``whole`` when no row drops any of them."""
-        b, engine = self.b, self.engine
+        b, engine, width = self.b, self.engine, self.engine.way.width
         key0 = at.tile * self.shape.block_kv
         k_at, v_at = self._memory_of(at.stage)
         wild = self._arrive_keys(at, whole)
@@ -172,7 +173,7 @@ class _Forward:
         engine.multiply(
             S,
             q,
-            lambda k, j: engine.load_right(self.memory, k_at, self.k_stride, k * SIZE, j * SIZE, transposed=True),
+            lambda k, j: engine.load_right(self.memory, k_at, self.k_stride, k * SIZE, j * width, transposed=True),
             self.k_depth,
         )
         if self.shape.stages == 1:
@@ -218,7 +219,7 @@ class _Forward:
 
     def _weigh(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[list[Value]]:
         """P of the ``k``-th 16 keys; their sum goes into l."""
-        b, width = self.b, len(self.engine.part_cols)
+        b, width = self.b, self.engine.factor_cols
         p: list[list[Value]] = []
         for row, low, total in zip(s, base, l, strict=True):
             part = row[k * width : (k + 1) * width]
@@ -231,7 +232,7 @@ class _Forward:
 
     def _drop(self, dropout: Dropout, p: list[list[Value]], S: FragmentTile, key0: Value, k: int) -> list[list[Value]]:
         """Zeros in the place of dropped weights."""
-        b, width, run = self.b, len(self.engine.part_cols), self.engine.run
+        b, width, run = self.b, self.engine.factor_cols, self.engine.run
         result: list[list[Value]] = []
         for r, weights in enumerate(p):
             keep: list[Value] = []
@@ -308,8 +309,8 @@ class _Forward:
         own = self.subgroup_row * self.k_stride
 
         def load(k: int) -> list[Value]:
-            blocks = range(shape.rows // SIZE)
-            return [engine.load_left(self.memory, own, self.k_stride, i * SIZE, k * SIZE) for i in blocks]
+            rows = range(0, shape.rows, engine.way.height)
+            return [engine.load_left(self.memory, own, self.k_stride, row, k * SIZE) for row in rows]
 
         if not shape.resident_q:
             self._clear_padding()  # the first barrier of the loop shows Q, too
@@ -380,11 +381,11 @@ class _Forward:
     # -- products with V -------------------------------------------------------------------------------------------
 
     def _multiply_values(self, O: FragmentTile, factors: Callable[[int], list[Value]], v_at: Value) -> None:
-        engine = self.engine
+        engine, width = self.engine, self.engine.way.width
         engine.multiply(
             O,
             factors,
-            lambda k, j: engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE),
+            lambda k, j: engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * width),
             self.shape.block_kv // SIZE,
         )
 
@@ -406,8 +407,8 @@ class _Forward:
             for j in range(len(O.vars[0])):
                 part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
                 for k in range(self.shape.block_kv // SIZE):
-                    right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * SIZE)
-                    part = [b.fragment_mma(factors[k][i], right, x) for i, x in enumerate(part)]
+                    right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * engine.way.width)
+                    part = [engine.multiply_add(factors[k][i], right, x) for i, x in enumerate(part)]
                 for row, x in zip(O.vars, part, strict=True):
                     row[j].value = self._added(row[j].value, x, kind, infinite)
 

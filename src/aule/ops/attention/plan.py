@@ -30,7 +30,8 @@ from aule.ops.attention.tiles import (
     choose_shape,
 )
 from aule.target import Target
-from aule.tile.fragment import RUN, SIZE, FragmentShape
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
-from aule.tile.fragment import SIZE, FragmentShape, factor_elem, multiplies
+from aule.tile.arrangement import SIZE, arrange
+from aule.tile.fragment import FragmentShape, factor_elem, fitted, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -159,6 +160,19 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         # 183 / -; keys by 32 118 / -, 32 rows a subgroup 119 / -.
         _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
     ),
+    # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
+    # cycles per score without the guarded product, whose trips it overrates; WMMA alone would be 0.5 at d64.
+    "amd": (
+        # 0.62 with 144 registers; Q in registers 0.62 with 192, keys by 64 0.60 with 216, four subgroups of 32 rows
+        # 0.60 with 192 and half the waves, of 16 rows 0.65.
+        _entry(64, (128, 32, 8, 1, 0), (128, 32, 8, 1, 0), (128, 32, 8, 1, 0)),
+        # 1.10; four subgroups with keys by 64 1.14, by 32 1.16, by 16 1.20, of 32 rows 1.12 with 240 registers.
+        _entry(128, (128, 32, 8, 1, 0), (128, 32, 8, 1, 0), (128, 32, 8, 1, 0)),
+        # 2.35; two subgroups spill.
+        _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
+    ),
+    # No compiler for Intel's units was at hand: `aule tune` may find tiles.
+    "intel": (),
     # By rule, not measured: no Apple machine. 32 KiB of memory, and 128 registers a thread: 16 rows a subgroup, of
     # which O takes half a register a column. Q stays in registers where they are left. O of 256 columns would be all.
     "metal": (
@@ -167,7 +181,7 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         _entry(128, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
 }
-"""Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
+"""Tiles on matrix units by vendor, or else by backend; the first that is wide enough and fits is taken."""
 
 TF32: tuple[FragmentEntry, ...] = (
     # By what ptxas keeps in registers (sm_90), not measured yet: factors are twice as long as in half precision.
@@ -186,8 +200,8 @@ def choose_fragments(
     if not multiplies(target, dtype):
         return None
     itemsize = factor_elem(dtype).bits // 8
-    for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.backend, ()):
-        shape = entry.strided if strided else entry.masked if masked else entry.plain
+    for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.vendor, FRAGMENTS.get(target.backend, ())):
+        shape = fitted(entry.strided if strided else entry.masked if masked else entry.plain, target)
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
         if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
@@ -196,7 +210,7 @@ def choose_fragments(
 
 
 def _runs(shape: FragmentShape, target: Target) -> bool:
-    return shape.threads <= target.max_threads and shape.lanes == target.subgroup_size
+    return shape.threads <= target.max_threads and shape.rows % arrange(target).height == 0
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,14 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # dQ 216; 32 rows 198. dK and dV 201; 32 keys 165. Both together count as 148, sums as 159; with 32 keys 101.
         FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
     ),
+    # Not measured, only compiled, as above. None of them spills, with any modifiers.
+    "amd": (
+        # dQ 0.99; four subgroups 1.04, keys by 16 1.05. With sums 0.72; four subgroups 0.72, two that share rows 0.70.
+        FragmentBackwardEntry(64, FragmentShape(128, 32, 8, 1, False), FragmentShape(128, 32, 8, 1, False)),
+        # dQ 1.86; keys by 16 1.91. With sums 1.35; two subgroups that share rows 1.33, rows by 32 without that spill.
+        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+    ),
+    "intel": (),
     # By rule, not measured: no Apple machine. As for the forward pass; dK and dV of 128 columns take all 128 registers,
     # and subgroups that share 32 keys, which would halve that, need 40 KiB.
     "metal": (
@@ -240,8 +262,8 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         FragmentBackwardEntry(128, FragmentShape(32, 16, 2, 1, False), FragmentShape(32, 16, 2, 1, False)),
     ),
 }
-"""By backend; the first that is wide enough and fits is taken. Heads that none fits have no matrix units in the
-backward pass."""
+"""By vendor or backend; the first that is wide enough and fits is taken. Heads that none fits have no matrix units in
+the backward pass."""
 
 
 def choose_backward_fragments(
@@ -250,9 +272,10 @@ def choose_backward_fragments(
     """Tiles of a backward kernel on matrix units; None where there are none."""
     if not multiplies(target, dtype):
         return None
-    for entry in FRAGMENTS_BACKWARD.get(target.backend, ()):
-        shape = entry.queries if of == "queries" else entry.keys
-        if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
+    for entry in FRAGMENTS_BACKWARD.get(target.vendor, FRAGMENTS_BACKWARD.get(target.backend, ())):
+        shape = fitted(entry.queries if of == "queries" else entry.keys, target)
+        # A thread brings in what belongs to a row of the others.
+        if max(head_dim, value_dim) > entry.dim or not _runs(shape, target) or shape.threads < shape.block_kv:
             continue
         if any(-(-dim // SIZE) % shape.columns for dim in (head_dim, value_dim)):
             continue

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
-from aule.tile.fragment import SIZE, row_stride
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment import row_stride
 from aule.tile.simt import padded
 
 WIDEST = 128

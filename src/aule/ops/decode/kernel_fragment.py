@@ -29,8 +29,9 @@ from aule.ops.decode.kernel import KERNEL_NAME
 from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
+from aule.tile.arrangement import SIZE
 from aule.tile.direct import Direct
-from aule.tile.fragment import SIZE, Components, row_stride
+from aule.tile.fragment import Components, row_stride
 from aule.tile.math import LOWEST, fold, overflowing
 from aule.tile.matrix import QUAD, Matrix
 from aule.tile.quantised import E4M3_HALF
@@ -382,7 +383,7 @@ class _Decode:
                     if scales:  # what belongs to dropped keys may be NaN
                         weight = b.select(s.value < LOWEST, b.const(0.0, f32), weight * scales[i][a][1])
                     weights.append(weight)
-                rounded = engine.rounded(weights, engine.right, weights=True)
+                rounded = engine.rounded(weights, weights=True)
                 for r in range(0, len(rows), 2):  # `holds_pairs`
                     b.store(self.weights, at + rows[r].column, b.vector(rounded[r : r + 2]))
         for row, found in zip(rows, sums, strict=True):

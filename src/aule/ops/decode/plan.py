@@ -27,7 +27,7 @@ from aule.ops.decode.shapes import (
 )
 from aule.ops.decode.validate import DecodeOperands
 from aule.target import Target
-from aule.tile.fragment import SIZE
+from aule.tile.arrangement import SIZE
 from aule.tile.matrix import QUAD
 from aule.view import TensorView
 
