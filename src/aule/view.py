@@ -25,6 +25,8 @@ class TensorView:
         Host: a NumPy array of exactly this shape and strides (bf16 as uint16). Device: what `Device.launch` takes.
     offset : int
         Elements from the start of ``storage`` to element (0, ..., 0); 0 for host arrays.
+    alignment : int
+        A power of two up to 16 that the address of ``storage`` is sure to be a multiple of.
     """
 
     dtype: str
@@ -33,6 +35,7 @@ class TensorView:
     device: str
     storage: Any
     offset: int = 0
+    alignment: int = 16
 
     @property
     def itemsize(self) -> int:
@@ -41,3 +44,12 @@ class TensorView:
     @property
     def is_host(self) -> bool:
         return self.device == "host"
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

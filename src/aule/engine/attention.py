@@ -18,12 +18,13 @@ from aule.engine.tuning import tuned_shape
 from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import ForwardPlan, Step, plan_backward, plan_forward
+from aule.ops.attention.plan import ForwardPlan, plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
+from aule.ops.step import Step
 from aule.runtime.base import Allocation, Device, Program
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
 
@@ -360,12 +361,3 @@ class _Arena:
 def _result_view(problem: AttentionProblem) -> TensorView:
     shape = problem.out_shape
     return TensorView(problem.dtype, shape, contiguous_strides(shape), "device", None)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a C-contiguous array."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))

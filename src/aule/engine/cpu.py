@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from aule.engine.programs import program
 from aule.ops.attention.cpu.plan import plan_backward, plan_forward
-from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.attention.problem import AttentionProblem
+from aule.ops.step import Step, StepPlan
 from aule.runtime.base import Allocation, Device
 from aule.view import TensorView
 

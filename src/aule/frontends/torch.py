@@ -18,7 +18,6 @@ import torch
 from aule import settings
 from aule.backends import registry
 from aule.engine.attention import (
-    contiguous_strides,
     named,
     prepare_backward,
     prepare_forward,
@@ -29,7 +28,7 @@ from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
 from aule.options import AttentionOptions
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 _Tensor = torch.Tensor
 # By names of this module: what is asked on every call, each a few dozen nanoseconds, would take as long to be found.

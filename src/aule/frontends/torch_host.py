@@ -15,7 +15,6 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.attention import (
     backward_on_host,
-    contiguous_strides,
     forward_on_host,
     host_device_of,
     host_view,
@@ -26,7 +25,7 @@ from aule.frontends.torch_views import NAMES, checked_out, dtype_name, refuse_tr
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.options import AttentionOptions
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 _MAX_SIGNATURES = 1024
 _BUFFERS = {"alibi_slopes": "alibi"}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from aule.errors import InvalidShapeError
-from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward, build_delta
 from aule.ops.attention.backward_fragment import build_backward_fragment, build_round
 from aule.ops.attention.config import (
@@ -27,6 +25,7 @@ from aule.ops.attention.tiles import (
     choose_fragments,
     choose_shape,
 )
+from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, FragmentShape
 from aule.tile.math import LN2, LOG2E
@@ -55,25 +54,6 @@ class ForwardPlan:
     config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch of several: its configuration and what traces it, its grid, and its scalars by name."""
-
-    config: Any
-    build: Callable[[Any, Target], KernelIR]
-    grid: tuple[int, int, int]
-    scalars: Mapping[str, int | float]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Launches in order, and the elements of each workspace, by buffer name, that they share; of the type that is
-    computed in."""
-
-    steps: tuple[Step, ...]
-    workspace: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_forward(
@@ -124,7 +104,7 @@ def plan_forward(
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
-    return ForwardPlan(config, _grid(blocks, target), scalars)
+    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars)
 
 
 _DELTA_THREADS = 64
@@ -184,7 +164,7 @@ def plan_backward(
     )
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_blocks": row_blocks, "clear": clear}
-    steps = [Step(delta, build_delta, _grid(blocks, target), numbers | row_scalars(problem))]
+    steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
     of: Literal["queries", "keys"]
     for of, number, heads, length in (
         ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
@@ -201,7 +181,8 @@ def plan_backward(
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
         }  # fmt: skip
         each = -(-length // shape.block_q)
-        grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
+        grid = grid_of("flash_attention", each * heads, target)
+        scalars = numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
@@ -213,7 +194,7 @@ def plan_backward(
         return StepPlan(tuple(steps), {"delta": rows})
     finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64)
     pairs = rows * problem.head_dim // 2
-    steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
+    steps.append(Step(finish, build_round, grid_of("flash_attention", -(-pairs // _ROUND_THREADS), target), numbers))
     return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
 
 
@@ -307,16 +288,3 @@ def _aligned(view: TensorView, run: int = QUAD) -> bool:
 def _extent(view: TensorView) -> int:
     """Largest element index, and room for the kernel to compute one tile past it."""
     return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
-
-
-def _grid(blocks: int, target: Target) -> tuple[int, int, int]:
-    if blocks == 0:
-        return (0, 0, 0)
-    x = min(blocks, target.max_grid[0])
-    y = math.ceil(blocks / x)
-    if y > target.max_grid[1]:
-        raise InvalidShapeError(
-            f"[flash_attention] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
-            f"{target.name}, got {blocks}; split the batch"
-        )
-    return (x, y, 1)
