@@ -27,6 +27,7 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
+from aule.fused import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
 from aule.install import (
     dispatch_stats,
@@ -72,9 +73,13 @@ __all__ = [
     "install",
     "installed",
     "kernels",
+    "layer_norm",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",
+    "residual_layer_norm",
+    "residual_rms_norm",
+    "rms_norm",
     "scaled_dot_product_attention",
     "uninstall",
 ]

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.backends import registry
-from aule.engine.attention import STORED, forward_on_device, gradients_on_device, named
+from aule.engine.attention import forward_on_device, gradients_on_device, named
+from aule.engine.memory import STORED
 from aule.errors import (
     BackendUnavailableError,
     ClosedError,

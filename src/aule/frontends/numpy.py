@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.attention import STORED, forward_on_host, host_device
+from aule.engine.attention import forward_on_host, host_device
+from aule.engine.fused import host_device as fused_device
+from aule.engine.fused import on_host
+from aule.engine.memory import STORED
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
 from aule.ops.attention.varlen import varlen_problem
+from aule.ops.catalogue import CATALOGUE
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
@@ -36,17 +40,16 @@ def accepts(array: object) -> bool:
     return isinstance(array, np.ndarray)
 
 
-def view(array: Array, name: str = "array") -> TensorView:
+def view(array: Array, name: str = "array", op: str = "flash_attention", like: str = "q") -> TensorView:
     """View a NumPy array. bfloat16 (ml_dtypes) is viewed by its bits."""
     if not isinstance(array, np.ndarray):
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a NumPy array like q, got {type(array).__name__}; "
-            "convert it first"
+            f"[{op}] expected {name} to be a NumPy array like {like}, got {type(array).__name__}; convert it first"
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} of float32, float16, bfloat16 or float64 in native byte order, got "
+            f"[{op}] expected {name} of float32, float16, bfloat16 or float64 in native byte order, got "
             f"{array.dtype}; convert with .astype"
         )
     size = array.itemsize
@@ -128,6 +131,27 @@ def flash_attention_varlen(
     target = checked_out(result, (rows, heads, dim), problem.dtype).transpose(1, 0, 2)[None]
     _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), target)
     return (result, _required(lse)[0]) if options.return_lse else result
+
+
+def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """An op of the catalogue on NumPy arrays; the result is finished on return.
+
+    Parameters
+    ----------
+    arrays, options : tuple
+        In the order of the op's spec; arrays that are not there are None.
+    """
+    spec = CATALOGUE[name]
+    first = spec.operands[0].name
+    views = {
+        operand.name: view(array, operand.name, name, first)
+        for operand, array in zip(spec.operands, arrays, strict=True)
+        if array is not None or not operand.optional
+    }
+    call = spec.call(views, {option.name: x for option, x in zip(spec.options, options, strict=True)})
+    found = on_host(spec, call, fused_device(backend))
+    results = [found[n].view(bfloat16()) if call.outputs[n].dtype == "bf16" else found[n] for n in spec.outputs]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _offsets(array: Any) -> Array:

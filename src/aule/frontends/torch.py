@@ -113,6 +113,17 @@ def flash_attention_varlen(
     return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
 
 
+def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """An op of the catalogue on torch tensors."""
+    if _read_by_dynamo():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.fused(name, tensors, options, backend)
+    from aule.frontends import torch_fused  # which needs this module
+
+    return torch_fused.fused(name, tensors, options, backend)
+
+
 def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:
     """The options with a seed on the device of ``q`` where weights are dropped: the given one, or one drawn there from
     PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for the device, and a CUDA graph can hold it; a
@@ -148,11 +159,15 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def route(q: Any, options: AttentionOptions) -> str:
+    """Where a tensor is computed on, as `route_of` says."""
+    return route_of(q, options.backend)
+
+
+def route_of(q: Any, backend: str | None) -> str:
     """Where a tensor is computed on: in place as ``"cuda"``, ``"host"`` or ``"mps"``, or ``"staged"`` through the host.
 
     ``backend=`` may take a tensor of a GPU elsewhere.
     """
-    backend = options.backend
     if q.is_cuda:
         return "cuda" if _CUDA_BUILD and (backend is None or backend.startswith("cuda")) else "staged"
     kind = q.device.type
@@ -279,12 +294,14 @@ def gradients(
     return (*grads, *added, -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype))
 
 
-def no_second_derivative() -> AuleError:
+def no_second_derivative(op: str = "flash_attention") -> AuleError:
     """The error for a gradient of a gradient."""
+    theirs = "PyTorch's own operators"
+    if op == "flash_attention":
+        theirs = "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
     return AuleError(
         "AULE_ERROR_NO_GRADIENT",
-        "[flash_attention] expected one derivative, got a second; use torch.nn.functional."
-        "scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need it",
+        f"[{op}] expected one derivative, got a second; use {theirs} where you need it",
     )
 
 
@@ -310,24 +327,30 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return (*last(found, dout, *ctx.saved_tensors), None)
 
 
-def last(found: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+def last(found: tuple[Any, ...], *inputs: Any, op: str = "flash_attention") -> tuple[Any, ...]:
     """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
     if not torch.is_grad_enabled():
         return found
     given = [x for x in inputs if x is not None]
-    return tuple(None if grad is None else _Last.apply(grad, *given) for grad in found)
+    return tuple(None if grad is None else _Last.apply(op, grad, *given) for grad in found)
 
 
 class _Last(torch.autograd.Function):  # type: ignore[misc]
     """A gradient on whose own gradient there is nothing."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, grad: Any, *inputs: Any) -> Any:
+    def forward(op: str, grad: Any, *inputs: Any) -> Any:
         return grad.view_as(grad)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative()
+        raise no_second_derivative(ctx.op)
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from aule.engine.attention import (
     backward_on_host,
     forward_on_host,
     host_device_of,
-    host_view,
     named,
 )
+from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends.torch_views import NAMES, checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.problem import AttentionProblem

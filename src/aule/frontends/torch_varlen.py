@@ -17,11 +17,11 @@ from aule.engine.attention import (
     backward_on_host,
     forward_on_host,
     host_device,
-    host_view,
     named,
     prepare_backward,
     prepare_forward,
 )
+from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch import autocast, device_view, dispatches, last, needs_gradient, raw_stream, route, signature
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like

@@ -1,0 +1,100 @@
+"""The public functions of the ops beside attention: each picks a front end and hands over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aule.frontends import by_type, front_end
+
+
+def _call(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    found = by_type.get(type(arrays[0]))
+    return (front_end(arrays[0], name) if found is None else found).fused(name, arrays, options, backend)
+
+
+def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None) -> Any:
+    """Rows divided by the root of their mean square: ``x / sqrt(mean(x**2) + eps) * weight``.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, of any strides: NumPy, PyTorch, or anything with ``__dlpack__``; float32, float16, bfloat16,
+        and float64 on the CPU. The mean is taken along the last axis, in float32 at least.
+    weight : array, optional
+        ``[length]``, of any of these types.
+    eps : float
+        Added to the mean square, inside of the root, as in ONNX's RMSNormalization.
+    backend : str, optional
+        ``"cuda"``, ``"vulkan:1"``, ``"numpy"`` ...; default: where the array is.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
+    """
+    return _call("rms_norm", (x, weight), (eps,), backend)
+
+
+def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, backend: str | None = None) -> Any:
+    """Rows without their mean, divided by their standard deviation:
+    ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, as for `rms_norm`. A large common offset costs no digits.
+    weight, bias : array, optional
+        ``[length]``.
+    eps : float
+        Added to the variance, inside of the root, as in ONNX's LayerNormalization.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        As `rms_norm` returns it.
+    """
+    return _call("layer_norm", (x, weight, bias), (eps,), backend)
+
+
+def residual_rms_norm(
+    x: Any, residual: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None
+) -> tuple[Any, Any]:
+    """`rms_norm` of ``x + residual``, and that sum, in one pass over memory.
+
+    Parameters
+    ----------
+    x, residual : array
+        ``[..., length]``, of one shape and dtype.
+    weight, eps, backend
+        As for `rms_norm`.
+
+    Returns
+    -------
+    (array, array)
+        The normalised rows, and the new residual ``x + residual``.
+    """
+    result: tuple[Any, Any] = _call("residual_rms_norm", (x, residual, weight), (eps,), backend)
+    return result
+
+
+def residual_layer_norm(
+    x: Any, residual: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, backend: str | None = None
+) -> tuple[Any, Any]:
+    """`layer_norm` of ``x + residual``, and that sum, in one pass over memory.
+
+    Parameters
+    ----------
+    x, residual : array
+        ``[..., length]``, of one shape and dtype.
+    weight, bias, eps, backend
+        As for `layer_norm`.
+
+    Returns
+    -------
+    (array, array)
+        The normalised rows, and the new residual ``x + residual``.
+    """
+    result: tuple[Any, Any] = _call("residual_layer_norm", (x, residual, weight, bias), (eps,), backend)
+    return result

@@ -1,0 +1,17 @@
+"""ADD AN OP HERE: the ops beside attention. What is in this list, the engine computes and every front end takes."""
+
+from __future__ import annotations
+
+from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
+from aule.ops.spec import OpSpec
+
+CATALOGUE: dict[str, OpSpec] = {
+    spec.name: spec
+    for spec in (
+        RMS_NORM,
+        LAYER_NORM,
+        RESIDUAL_RMS_NORM,
+        RESIDUAL_LAYER_NORM,
+    )
+}
+"""Every op by its name, which is that of its public function."""

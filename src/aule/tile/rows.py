@@ -1,0 +1,549 @@
+"""The row engine: kernels that read rows, combine what is in each, and write rows, on GPUs and CPUs alike.
+
+A kernel is a function of the `Part`, some neighbouring columns of a row, and is traced for every part a thread has:
+
+    rows = Rows(b, target, shape, work, count)
+
+    def body() -> None:
+        x, y = rows.source(x_array), rows.source(y_array)
+        total = span.sum(lambda p: p[x] * p[x])
+        scale = total.map(lambda s: rsqrt(s))
+        span.each(lambda p: p.store(y, p[x] * p[scale]))
+
+    rows.run(body)
+
+On a GPU some threads share a row, or some rows a subgroup. A row that fits stays in registers (`SpanShape.parts`), so
+that it is read once however often the kernel passes over it; one that does not is read again in each pass, from the
+cache. On a CPU a row belongs to one thread, a part is a vector, and passes read it from the first-level cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, Vector, element, i32
+from aule.target import Target
+from aule.tile.math import fold
+from aule.tile.matrix import divmod_const
+
+_NEUTRAL = {"add": 0.0, "max": float("-inf")}
+_READ_AT_ONCE = 32
+"""Partial results that every thread combines by itself; of more, a few threads make fewer first."""
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """How rows lie over the threads of a workgroup.
+
+    Attributes
+    ----------
+    threads : int
+        That share a row: a power of two; 1 on a CPU.
+    slots : int
+        Rows side by side in a workgroup.
+    batch : int
+        Rows that a thread takes at once: their loads are under way together, and their reductions share barriers.
+    loops : bool
+        Workgroups take one block of rows after the other, instead of one each.
+    """
+
+    threads: int = 1
+    slots: int = 1
+    batch: int = 1
+    loops: bool = False
+
+    @property
+    def workgroup(self) -> int:
+        return self.threads * self.slots
+
+    @property
+    def block(self) -> int:
+        """Rows that a workgroup has at a time."""
+        return self.slots * self.batch
+
+
+@dataclass(frozen=True)
+class SpanShape:
+    """How the columns of a row, or a part of them, are cut.
+
+    Attributes
+    ----------
+    width : int
+        Neighbouring columns that travel together.
+    parts : int
+        Of ``width`` columns, that a thread keeps in registers; 0 when each pass reads memory again.
+    ragged : bool
+        Where the row is kept in registers: the last part of some threads is behind the row's end.
+    tail : int
+        Where it is not: columns behind the last whole part.
+    unroll : int
+        Where it is not: parts that are under way together.
+    """
+
+    width: int
+    parts: int = 0
+    ragged: bool = False
+    tail: int = 0
+    unroll: int = 4
+
+
+@dataclass(frozen=True)
+class RowArray:
+    """An array of rows in memory.
+
+    Attributes
+    ----------
+    start : callable
+        From the number of a row to the index of its first element.
+    stride : Value or None
+        Elements from one column to the next; None means 1.
+    aligned : bool
+        Every part of a row starts at a multiple of its width.
+    """
+
+    buffer: Value
+    start: Callable[[Value], Value]
+    stride: Value | None = None
+    aligned: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The rows of an array that a thread has, or some columns of them: where each begins."""
+
+    array: RowArray
+    starts: tuple[Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """An array of one number per column, the same for every row."""
+
+    array: RowArray
+    start: Value
+
+
+@dataclass(frozen=True, eq=False)
+class PerRow:
+    """A number for each row that a thread has."""
+
+    values: tuple[Value, ...]
+
+    def map(self, f: Callable[..., Value], *others: PerRow) -> PerRow:
+        """``f`` of the numbers of each row, of this one and of others."""
+        return PerRow(tuple(f(*row) for row in zip(self.values, *(x.values for x in others), strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """What is computed from a part: once where rows are kept in registers, else wherever it is asked for."""
+
+    f: Callable[[Part], Value]
+
+
+class Rows:
+    """The rows of a workgroup.
+
+    Parameters
+    ----------
+    work : Scalar
+        The type that is computed in.
+    count : Value
+        i32, how many rows there are.
+    """
+
+    def __init__(self, b: Builder, target: Target, shape: RowShape, work: Scalar, count: Value) -> None:
+        self.b, self.shape, self.work, self.count = b, shape, work, count
+        smallest = min(target.subgroup_sizes, default=target.subgroup_size)
+        self.lanes = min(max(smallest, 1), shape.threads)
+        """Threads of a row that exchange registers."""
+        self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
+        self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.vectors = target.backend == "cpu"
+        self.closes = target.backend == "opencl"
+        self.numbers: tuple[Value, ...] = ()
+        """Of the rows this thread has, each an existing one."""
+        self.exists: tuple[Value | None, ...] = ()
+        """Whether they count; None where they are sure to. A row that does not repeats the last, and is not stored."""
+        self._exchanges = 0
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Trace ``body`` for the rows of this workgroup."""
+        b, shape = self.b, self.shape
+        blocks = (self.count + (shape.block - 1)) // shape.block
+        if shape.loops:
+            first, last, step = self.group, blocks, b.group_count(0) * b.group_count(1)
+            if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
+                each = (blocks + (step - 1)) // step
+                first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
+            with b.loop(first, last, step, name="block") as block:
+                self._take(block, body)
+                if self._exchanges == 1:
+                    b.barrier()  # before the next block's exchange takes the same memory; two take turns
+        else:
+            with b.if_(self.group < blocks):
+                self._take(self.group, body)
+
+    def finish(self) -> None:
+        """What a kernel ends with: PoCL 3.1 takes the last condition before its end for one on which all threads
+        agree."""
+        if self.closes:
+            self.b.barrier()
+
+    def _take(self, block: Value, body: Callable[[], None]) -> None:
+        b, shape = self.b, self.shape
+        first = (block * shape.slots + self.slot) * shape.batch
+        numbers = [first + i for i in range(shape.batch)]
+        self.exists = (None,) if shape.block == 1 else tuple(number < self.count for number in numbers)
+        self.numbers = tuple(numbers if shape.block == 1 else [b.min(number, self.count - 1) for number in numbers])
+        body()
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+
+    def source(self, array: RowArray, shift: Value | int = 0) -> Source:
+        """The rows of an array, from column ``shift`` on."""
+        starts = []
+        for number in self.numbers:
+            start = array.start(number)
+            if not isinstance(shift, int) or shift:
+                step = self.b.cast(self.b.coerce(shift, i32), element(start.type))
+                start = start + (step if array.stride is None else step * array.stride)
+            starts.append(start)
+        return Source(array, tuple(starts))
+
+    def per_row(self, f: Callable[[Value], Value]) -> PerRow:
+        """A number from the number of each row."""
+        return PerRow(tuple(f(number) for number in self.numbers))
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:
+        """Combine what the threads of a row have, all in one exchange; every thread gets the results."""
+        flat = [x for partial in partials for x in partial.values]
+        mask = 1
+        while mask < self.lanes:
+            flat = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in flat]
+            mask *= 2
+        if self.shape.threads > self.lanes:
+            flat = self._exchange(kind, flat)
+        batch = self.shape.batch
+        return [PerRow(tuple(flat[i : i + batch])) for i in range(0, len(flat), batch)]
+
+    def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
+        """Combine over the subgroups of a row through shared memory."""
+        b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
+        number, lane = divmod_const(b, self.lane, self.lanes)
+        name = f"row_{kind}_{self._exchanges}"
+        self._exchanges += 1
+        scratch = b.shared(name, self.work, self.shape.slots * count * parts)
+        mine = self.slot * (count * parts)
+        with b.if_(b.eq(lane, 0)):
+            for i, x in enumerate(values):
+                b.store(scratch, mine + i * parts + number, x)
+        b.barrier()
+        left = parts
+        if parts > _READ_AT_ONCE:
+            left = parts // _READ_AT_ONCE
+            total = [b.var(b.const(_NEUTRAL[kind], self.work)) for _ in values]
+            with b.if_(self.lane < left):
+                for i, variable in enumerate(total):
+                    start = mine + i * parts + self.lane * _READ_AT_ONCE
+                    variable.value = self._read(kind, scratch, start, _READ_AT_ONCE)
+            b.barrier()
+            with b.if_(self.lane < left):
+                for i, variable in enumerate(total):
+                    b.store(scratch, mine + i * parts + self.lane, variable.value)
+            b.barrier()
+        return [self._read(kind, scratch, mine + i * parts, left) for i in range(count)]
+
+    def _read(self, kind: str, scratch: Value, start: Value, count: int) -> Value:
+        b = self.b
+        width = min(count, 4)
+        words = [b.load(scratch, start + i, width) for i in range(0, count, width)]
+        return fold(b, kind, [x for word in words for x in b.unpack(word)])
+
+    def combine(self, kind: str, vector: Value) -> Value:
+        """Combine the lanes of a vector."""
+        b = self.b
+        if not isinstance(vector.type, Vector):
+            return vector
+        lanes = vector.type.lanes
+        if not self.vectors:
+            return fold(b, kind, b.unpack(vector))
+        while lanes > 1:
+            lanes //= 2
+            low = b.permute(vector, None, tuple(range(lanes)))
+            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
+            vector = b.binary(kind, low, high)
+        return vector
+
+
+class Part:
+    """Some neighbouring columns of one row, as a kernel sees them: ``p[x]`` is what it needs of ``x`` there.
+
+    Attributes
+    ----------
+    row : int
+        Which of the thread's rows.
+    col : Value
+        The first column.
+    """
+
+    def __init__(self, span: Span, row: int, col: Value, number: int | None, inside: Value | None, count: int) -> None:
+        self.span, self.row, self.col = span, row, col
+        self.number, self.inside, self.count = number, inside, count
+
+    def __getitem__(self, what: Source | Columns | PerRow | Derived) -> Value:
+        """Columns of a row of an array, or of an array of columns, as numbers of the type that is computed in; what was
+        derived from such; or the number of this row."""
+        if isinstance(what, PerRow):
+            return what.values[self.row]
+        if isinstance(what, Derived):
+            return self.span.derived(self, what)
+        return self.span.rows.b.cast(self.raw(what), self.span.rows.work)
+
+    def raw(self, what: Source | Columns) -> Value:
+        """The same as numbers of the array's own type."""
+        return self.span.loaded(self, what)
+
+    def store(self, to: Source, value: Value) -> None:
+        """Store what belongs there; it is rounded to the array's type."""
+        self.span.store(self, to, value)
+
+    def kept(self, value: Value, otherwise: float) -> Value:
+        """The value where there are columns, something else in lanes behind the row's end."""
+        b = self.span.rows.b
+        if self.inside is None:
+            return value
+        return b.select(self.inside, value, b.const(otherwise, element(value.type)))
+
+
+class Span:
+    """The columns of rows, or some of them.
+
+    Parameters
+    ----------
+    length : Value
+        How many columns: i32, or on CPUs i64, since LLVM cannot fold a sum that may wrap into an address.
+    """
+
+    def __init__(self, rows: Rows, shape: SpanShape, length: Value) -> None:
+        self.rows, self.shape, self.length = rows, shape, length
+        self.lane = rows.b.cast(rows.lane, element(length.type))
+        self._held: dict[tuple[int, int, int], tuple[object, Value]] = {}
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def hold(self, *sources: Source | Columns) -> None:
+        """Start to read whole rows, so that all loads are under way together. Nothing where they are not kept."""
+        if self.shape.parts:
+            for number in range(self.shape.parts):
+                for source in sources:
+                    for part in self._held_parts(number):
+                        part.raw(source)
+
+    def sum(self, f: Callable[[Part], Value]) -> PerRow:
+        """The sum of ``f`` over each row."""
+        return self.sums(f)[0]
+
+    def sums(self, *fs: Callable[[Part], Value]) -> list[PerRow]:
+        """Several sums in one pass."""
+        return self.rows.reduce("add", self.partials("add", lambda p: [f(p) for f in fs], len(fs)))
+
+    def max(self, f: Callable[[Part], Value]) -> PerRow:
+        """The largest of ``f`` in each row; of NaN nothing is said."""
+        return self.rows.reduce("max", self.partials("max", lambda p: [f(p)], 1))[0]
+
+    def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
+        """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
+        rows, b = self.rows, self.rows.b
+        neutral = b.const(_NEUTRAL[kind], rows.work)
+        chains = 1 if self.shape.parts or rows.shape.batch > 1 else self.shape.unroll
+        # Sums in several vectors, since an addition waits for the one before.
+        totals = [
+            [[b.var(b.splat(neutral, self.shape.width)) for _ in range(chains)] for _ in range(count)]
+            for _ in range(rows.shape.batch)
+        ]
+
+        def add(parts: list[Part], chain: int) -> None:
+            for part in parts:
+                for total, x in zip(totals[part.row], f(part), strict=True):
+                    variable = total[chain % chains]
+                    variable.value = b.binary(kind, variable.value, part.kept(x, _NEUTRAL[kind]))
+
+        self._walk(add)
+        ended = [
+            [rows.combine(kind, fold(b, kind, [x.value for x in total])) for total in row_totals]
+            for row_totals in totals
+        ]
+        return [PerRow(tuple(row[i] for row in ended)) for i in range(count)]
+
+    def each(self, f: Callable[[Part], Sequence[Value] | None], sums: Sequence[ColumnSums] = ()) -> None:
+        """Visit every part; what ``f`` returns is added to the sums of its columns."""
+
+        def visit(parts: list[Part], _: int) -> None:
+            found = [f(part) or () for part in parts]
+            for i, total in enumerate(sums):
+                total.add(parts, [values[i] for values in found])
+
+        self._walk(visit)
+
+    def _walk(self, visit: Callable[[list[Part], int], None]) -> None:
+        """Call ``visit`` with the parts of all rows at each place, and the place's number within a step."""
+        b, shape = self.rows.b, self.shape
+        if shape.parts:
+            for number in range(shape.parts):
+                visit(self._held_parts(number), number)
+            return
+        step = self.rows.shape.threads * shape.width
+        start = self.lane * shape.width
+        whole = self.length - shape.tail if shape.tail else self.length
+        if shape.unroll > 1:
+            far = step * (shape.unroll - 1)
+            with b.loop(start, whole - far, step * shape.unroll, name="col") as col:
+                for i in range(shape.unroll):
+                    visit(self._parts(col + i * step, None, None, shape.width), i)
+            # Where those ended: each thread has had as many whole steps as fit before its last.
+            done = b.max(whole - far - start + (step * shape.unroll - 1), 0) // (step * shape.unroll)
+            start = start + done * (step * shape.unroll)
+        with b.loop(start, whole, step, name="col") as col:
+            visit(self._parts(col, None, None, shape.width), 0)
+        if shape.tail:
+            there = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
+            visit(self._parts(whole, None, there, shape.tail), 0)
+
+    def _held_parts(self, number: int) -> list[Part]:
+        shape = self.shape
+        col = (self.lane + number * self.rows.shape.threads) * shape.width
+        inside = col < self.length if shape.ragged and number == shape.parts - 1 else None
+        return self._parts(col, number, inside, shape.width)
+
+    def _parts(self, col: Value, number: int | None, inside: Value | None, count: int) -> list[Part]:
+        return [Part(self, row, col, number, inside, count) for row in range(self.rows.shape.batch)]
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def loaded(self, part: Part, what: Source | Columns) -> Value:
+        """Elements of an array at a part; once, where rows are kept in registers."""
+        if isinstance(what, Columns):
+            return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
+        return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
+
+    def derived(self, part: Part, what: Derived) -> Value:
+        return self._once(part, part.row, what, lambda: what.f(part))
+
+    def _once(self, part: Part, row: int, what: object, make: Callable[[], Value]) -> Value:
+        if part.number is None:
+            return make()
+        key = (id(what), row, part.number)
+        if key not in self._held:
+            self._held[key] = (what, make())  # with the array, whose identity is the key
+        return self._held[key][1]
+
+    def load(self, part: Part, array: RowArray, start: Value) -> Value:
+        """Elements of the row that begins at ``start``."""
+        b, width = self.rows.b, self.shape.width
+        index = element(start.type)
+        col = part.col
+        if part.number is not None and part.inside is not None:
+            col = b.min(col, self.length - width)  # whoever uses it knows that it does not count
+        if part.count == width and array.stride is None:
+            return b.load(array.buffer, start + b.cast(col, index), width, align=width if array.aligned else 1)
+        values: list[Value] = []
+        while len(values) < part.count:
+            at = b.cast(col + len(values), index)
+            if array.stride is not None:
+                values.append(b.load(array.buffer, start + at * array.stride))
+                continue
+            run = 1 << ((part.count - len(values)).bit_length() - 1)
+            values += b.unpack(b.load(array.buffer, start + at, run, align=1))
+        zeros = [b.const(0, element(array.buffer.type))] * (width - part.count)
+        return b.vector([*values, *zeros])
+
+    def store(self, part: Part, to: Source, value: Value) -> None:
+        """Elements of the thread's row, where the row and the columns exist."""
+        b = self.rows.b
+        there = self.rows.exists[part.row]
+        if part.number is not None and part.inside is not None:
+            there = part.inside if there is None else there & part.inside
+        if there is None:
+            self._store(part, to.array, to.starts[part.row], value)
+            return
+        with b.if_(there):
+            self._store(part, to.array, to.starts[part.row], value)
+
+    def _store(self, part: Part, array: RowArray, start: Value, value: Value) -> None:
+        b = self.rows.b
+        index, value = element(start.type), b.cast(value, element(array.buffer.type))
+        if array.stride is not None:
+            for i, x in enumerate(b.unpack(value)[: part.count]):
+                b.store(array.buffer, start + b.cast(part.col + i, index) * array.stride, x)
+            return
+        if part.count == self.shape.width:
+            align = self.shape.width if array.aligned else 1
+            b.store(array.buffer, start + b.cast(part.col, index), value, align=align)
+            return
+        done = 0
+        while done < part.count:
+            run = 1 << ((part.count - done).bit_length() - 1)
+            piece = b.permute(value, None, tuple(range(done, done + run)))
+            b.store(array.buffer, start + b.cast(part.col + done, index), piece, align=1)
+            done += run
+
+
+class ColumnSums:
+    """Sums of each column over all rows of a workgroup: in registers where rows are, else in the memory of the result.
+
+    Each of a workgroup's slots leaves a row of partial sums; another kernel adds those up (`aule.ops.rowwise`).
+
+    Parameters
+    ----------
+    array : RowArray
+        Of the type that is computed in; rows are those of the slots, ``group * slots + slot``.
+    """
+
+    def __init__(self, span: Span, array: RowArray) -> None:
+        self.span, rows = span, span.rows
+        b, width = rows.b, span.shape.width
+        self.array = array
+        self.start = array.start(rows.group * rows.shape.slots + rows.slot)
+        self.zero = b.splat(b.const(0.0, rows.work), width)
+        self.sums: list[Var] = [b.var(self.zero) for _ in range(span.shape.parts)]
+        if not span.shape.parts:
+            self._visit(lambda part: self.zero)
+
+    def add(self, parts: list[Part], values: Sequence[Value]) -> None:
+        """Add what the rows have at a place; rows that do not exist add nothing."""
+        rows, b = self.span.rows, self.span.rows.b
+        counted = [
+            value if exists is None else b.select(exists, value, self.zero)
+            for exists, value in zip(rows.exists, values, strict=True)
+        ]
+        total: Any = fold(b, "add", counted)
+        number = parts[0].number
+        if number is not None:
+            self.sums[number].value = self.sums[number].value + total
+            return
+        before = self.span.load(parts[0], self.array, self.start)
+        self.span._store(parts[0], self.array, self.start, before + total)
+
+    def finish(self) -> None:
+        """Store what registers hold."""
+        if self.sums:
+            self._visit(lambda part: self.sums[part.number or 0].value)
+
+    def _visit(self, f: Callable[[Part], Value]) -> None:
+        b = self.span.rows.b
+
+        def store(parts: list[Part], _: int) -> None:
+            part = parts[0]
+            if part.number is not None and part.inside is not None:
+                with b.if_(part.inside):
+                    self.span._store(part, self.array, self.start, f(part))
+            else:
+                self.span._store(part, self.array, self.start, f(part))
+
+        self.span._walk(store)
