@@ -27,7 +27,7 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.fused import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
+from aule.fused import geglu, layer_norm, residual_layer_norm, residual_rms_norm, rms_norm, swiglu
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
 from aule.install import (
     dispatch_stats,
@@ -67,6 +67,7 @@ __all__ = [
     "dispatch_stats",
     "flash_attention",
     "flash_attention_varlen",
+    "geglu",
     "get_available_backends",
     "get_backend_errors",
     "get_backend_info",
@@ -81,6 +82,7 @@ __all__ = [
     "residual_rms_norm",
     "rms_norm",
     "scaled_dot_product_attention",
+    "swiglu",
     "uninstall",
 ]
 

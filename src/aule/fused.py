@@ -98,3 +98,43 @@ def residual_layer_norm(
     """
     result: tuple[Any, Any] = _call("residual_layer_norm", (x, residual, weight, bias), (eps,), backend)
     return result
+
+
+def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
+    """``silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``, which ONNX calls Swish.
+
+    Parameters
+    ----------
+    gate : array
+        ``[..., length]``, as for `rms_norm`; or ``[..., 2 * length]``, gates and then what they are multiplied with,
+        when ``up`` is not given: ``swiglu(x)`` is ``swiglu(*x.chunk(2, -1))``, and so is its gradient, in one piece.
+    up : array, optional
+        Of gate's shape and dtype. The two may be halves of one array.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        ``[..., length]``, of the kind, dtype and device of ``gate``. Gradients are there for torch tensors.
+    """
+    return _call("swiglu", (gate, up), (), backend)
+
+
+def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str | None = None) -> Any:
+    """``gelu(gate) * up``.
+
+    Parameters
+    ----------
+    gate, up, backend
+        As for `swiglu`.
+    approximate : {"none", "tanh"}
+        GELU by the normal distribution, ``x * (1 + erf(x / sqrt(2))) / 2``, or by a hyperbolic tangent,
+        ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``, as PyTorch and ONNX define both.
+
+    Returns
+    -------
+    array
+        As `swiglu` returns it.
+    """
+    return _call("geglu", (gate, up), (approximate,), backend)

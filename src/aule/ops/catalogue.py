@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aule.ops.glu.spec import GEGLU, SWIGLU
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
 from aule.ops.spec import OpSpec
 
@@ -12,6 +13,8 @@ CATALOGUE: dict[str, OpSpec] = {
         LAYER_NORM,
         RESIDUAL_RMS_NORM,
         RESIDUAL_LAYER_NORM,
+        SWIGLU,
+        GEGLU,
     )
 }
 """Every op by its name, which is that of its public function."""

@@ -179,11 +179,35 @@ def operand(view: TensorView, width: int, columns: int | None = None) -> RowOper
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
-_WORKGROUP = 128
-_PARTS = 4
-"""Parts of a row that a thread has at best: as many loads of 16 bytes under way for each array. With sums of columns
-half as many, since those stay in registers, too, and two rows at once instead."""
-_MOST_HELD = 64
+
+@dataclass(frozen=True)
+class RowTuning:
+    """Numbers by which `choose_rows` lays rows over a GPU.
+
+    Attributes
+    ----------
+    parts, sum_parts : int
+        Parts of 16 bytes that a thread has of a row at best, in kernels without and with sums of columns, which stay
+        in registers, too.
+    sum_batch : int
+        Rows that a thread takes at once in kernels with sums of columns, where that leaves enough blocks.
+    most : int
+        Columns of a row that a thread may keep.
+    threads : int
+        Of a workgroup at least, where rows are short.
+    resident : int
+        Threads for each of the device's units, in kernels whose workgroups take one block of rows after the other.
+    """
+
+    parts: int = 4
+    sum_parts: int = 1
+    sum_batch: int = 1
+    most: int = 64
+    threads: int = 128
+    resident: int = 1024
+
+
+TUNING = RowTuning()
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
 
@@ -191,30 +215,27 @@ _UNITS = 16
 def choose_rows(
     target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False
 ) -> tuple[RowShape, SpanShape]:
-    """How rows lie over a device's threads. Measured on nothing but an H200 (docs/performance.md)."""
+    """How rows lie over a device's threads."""
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
-        batch = 4 if sums else 1
-        return (
-            RowShape(batch=batch, loops=True),
-            SpanShape(lanes, tail=length % lanes, unroll=1 if sums else 4),
+        return RowShape(batch=4 if sums else 1, loops=True), SpanShape(
+            lanes, tail=length % lanes, unroll=1 if sums else 4
         )
-    pieces = -(-length // width)
-    best = max(_PARTS, 16 // width) // (2 if sums else 1)
+    pieces, tuning = -(-length // width), TUNING
+    best = max(8 // width, 1) * (tuning.sum_parts if sums else tuning.parts)
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
     most = 1 << (min(target.max_threads, 1024).bit_length() - 1)
     threads = 1
     while threads < most and pieces > threads * best:
         threads *= 2
-    if smallest < threads <= 2 * smallest and pieces * width <= _MOST_HELD * smallest and not sums:
+    if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
         threads = smallest  # no barriers
+    slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    slots = max(min(_WORKGROUP, most) // threads, 1)
-    batch = 2 if sums and rows >= 4 * slots * _units(target) else 1
-    shape = RowShape(threads, slots, batch, sums)
-    if parts * width > _MOST_HELD:
+    if parts * width > tuning.most:
         return RowShape(threads, slots, 1, sums), SpanShape(width)
-    return shape, SpanShape(width, parts, pieces % threads != 0)
+    batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
+    return RowShape(threads, slots, batch, sums), SpanShape(width, parts, pieces % threads != 0)
 
 
 def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
@@ -224,7 +245,7 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return grid_of(op, blocks, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    resident = max(1024 // shape.workgroup, 1)
+    resident = max(TUNING.resident // shape.workgroup, 1)
     return (min(blocks, _units(target) * resident), 1, 1)
 
 

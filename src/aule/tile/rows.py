@@ -31,7 +31,7 @@ from aule.tile.matrix import divmod_const
 
 _NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
-"""Partial results that every thread combines by itself; of more, a few threads make fewer first."""
+"""Partial results that every thread combines by itself, where shuffles do not; of more, some make fewer first."""
 
 
 @dataclass(frozen=True)
@@ -222,15 +222,19 @@ class Rows:
 
     def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:
         """Combine what the threads of a row have, all in one exchange; every thread gets the results."""
-        flat = [x for partial in partials for x in partial.values]
-        mask = 1
-        while mask < self.lanes:
-            flat = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in flat]
-            mask *= 2
+        flat = [self._shuffled(kind, x, self.lanes) for partial in partials for x in partial.values]
         if self.shape.threads > self.lanes:
             flat = self._exchange(kind, flat)
         batch = self.shape.batch
         return [PerRow(tuple(flat[i : i + batch])) for i in range(0, len(flat), batch)]
+
+    def _shuffled(self, kind: str, x: Value, lanes: int) -> Value:
+        """Combine over neighbouring lanes of a subgroup."""
+        mask = 1
+        while mask < lanes:
+            x = self.b.binary(kind, x, self.b.shuffle_xor(x, mask))
+            mask *= 2
+        return x
 
     def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
         """Combine over the subgroups of a row through shared memory."""
@@ -244,6 +248,10 @@ class Rows:
             for i, x in enumerate(values):
                 b.store(scratch, mine + i * parts + number, x)
         b.barrier()
+        if 4 < parts <= self.lanes:
+            # Each subgroup reads them all, a lane one: fewer registers than if every thread did so.
+            mine = mine + (lane & (parts - 1))
+            return [self._shuffled(kind, b.load(scratch, mine + i * parts), parts) for i in range(count)]
         left = parts
         if parts > _READ_AT_ONCE:
             left = parts // _READ_AT_ONCE
@@ -360,19 +368,18 @@ class Span:
     def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
         """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
         rows, b = self.rows, self.rows.b
-        neutral = b.const(_NEUTRAL[kind], rows.work)
-        chains = 1 if self.shape.parts or rows.shape.batch > 1 else self.shape.unroll
-        # Sums in several vectors, since an addition waits for the one before.
-        totals = [
-            [[b.var(b.splat(neutral, self.shape.width)) for _ in range(chains)] for _ in range(count)]
-            for _ in range(rows.shape.batch)
-        ]
+        # On CPUs sums are vectors, and several, since an addition waits for the one before; on GPUs lanes are added up
+        # at once, since they would take registers.
+        neutral = b.splat(b.const(_NEUTRAL[kind], rows.work), self.shape.width if rows.vectors else 1)
+        chains = self.shape.unroll if rows.vectors and rows.shape.batch == 1 else 1
+        totals = [[[b.var(neutral) for _ in range(chains)] for _ in range(count)] for _ in range(rows.shape.batch)]
 
         def add(parts: list[Part], chain: int) -> None:
             for part in parts:
                 for total, x in zip(totals[part.row], f(part), strict=True):
                     variable = total[chain % chains]
-                    variable.value = b.binary(kind, variable.value, part.kept(x, _NEUTRAL[kind]))
+                    x = part.kept(x, _NEUTRAL[kind])
+                    variable.value = b.binary(kind, variable.value, x if rows.vectors else rows.combine(kind, x))
 
         self._walk(add)
         ended = [
