@@ -27,7 +27,7 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.fused import geglu, layer_norm, residual_layer_norm, residual_rms_norm, rms_norm, swiglu
+from aule.fused import cross_entropy, geglu, layer_norm, residual_layer_norm, residual_rms_norm, rms_norm, swiglu
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
 from aule.install import (
     dispatch_stats,
@@ -64,6 +64,7 @@ __all__ = [
     "attention",
     "aule_attention",
     "codegen",
+    "cross_entropy",
     "dispatch_stats",
     "flash_attention",
     "flash_attention_varlen",

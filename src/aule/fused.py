@@ -138,3 +138,50 @@ def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str 
         As `swiglu` returns it.
     """
     return _call("geglu", (gate, up), (approximate,), backend)
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Any:
+    """``log(sum(exp(logits))) - logits[target]`` of each row: PyTorch's ``F.cross_entropy`` for large vocabularies.
+
+    Logits are read once and probabilities never stored: beside the loss a forward pass leaves one number for each row,
+    from which the backward pass makes the gradient.
+
+    Parameters
+    ----------
+    logits : array
+        ``[..., vocabulary]``, as for `rms_norm`: the vocabulary is always the last axis.
+    target : array
+        ``[...]``, the column of each row that is right; int32 or int64.
+    ignore_index : int
+        Rows with this target count for nothing, and their gradient is zero.
+    label_smoothing : float
+        The share of the weight, 0 to 1, that is spread over all columns.
+    reduction : {"mean", "sum", "none"}
+        Of the rows that are not ignored; ``"none"`` gives the loss of each row, 0 where it is ignored.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are made in float32 at least.
+        Gradients of ``logits`` are there for torch tensors.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A target in host memory is neither a column nor ``ignore_index``. On a device such a row's loss and gradient
+        are NaN.
+    """
+    found: tuple[Any, Any] = _call(
+        "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction), backend
+    )
+    return found[0]

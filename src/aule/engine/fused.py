@@ -101,6 +101,8 @@ def on_host(
     out : dict, optional
         Arrays of any strides for some outputs; others are made. bf16 is stored as its bits.
     """
+    if spec.check is not None:
+        spec.check(spec.name, call.problem, {name: view.storage for name, view in call.views.items()})
     results = dict(out or {})
     for name, result in call.outputs.items():
         if name not in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aule.ops.cross_entropy.spec import CROSS_ENTROPY
 from aule.ops.glu.spec import GEGLU, SWIGLU
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
 from aule.ops.spec import OpSpec
@@ -15,6 +16,7 @@ CATALOGUE: dict[str, OpSpec] = {
         RESIDUAL_LAYER_NORM,
         SWIGLU,
         GEGLU,
+        CROSS_ENTROPY,
     )
 }
 """Every op by its name, which is that of its public function."""

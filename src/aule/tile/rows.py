@@ -26,7 +26,7 @@ from typing import Any
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, Vector, element, i32
 from aule.target import Target
-from aule.tile.math import fold
+from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.matrix import divmod_const
 
 _NEUTRAL = {"add": 0.0, "max": float("-inf")}
@@ -160,7 +160,9 @@ class Rows:
         smallest = min(target.subgroup_sizes, default=target.subgroup_size)
         self.lanes = min(max(smallest, 1), shape.threads)
         """Threads of a row that exchange registers."""
-        self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
+        self.slot, self.lane = b.const(0, i32), b.thread_id()
+        if shape.slots > 1:
+            self.slot, self.lane = divmod_const(b, self.lane, shape.threads)
         self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.vectors = target.backend == "cpu"
         self.closes = target.backend == "opencl"
@@ -217,6 +219,14 @@ class Rows:
     def per_row(self, f: Callable[[Value], Value]) -> PerRow:
         """A number from the number of each row."""
         return PerRow(tuple(f(number) for number in self.numbers))
+
+    def put(self, array: RowArray, numbers: PerRow) -> None:
+        """Store a number for each row that exists at its start in an array; one of its threads does so."""
+        b = self.b
+        for number, exists, value in zip(self.numbers, self.exists, numbers.values, strict=True):
+            first = b.eq(self.lane, 0)
+            with b.if_(first if exists is None else first & exists):
+                b.store(array.buffer, array.start(number), b.cast(value, element(array.buffer.type)))
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -365,6 +375,40 @@ class Span:
         """The largest of ``f`` in each row; of NaN nothing is said."""
         return self.rows.reduce("max", self.partials("max", lambda p: [f(p)], 1))[0]
 
+    def log_sum(
+        self, f: Callable[[Part], Value], *also: Callable[[Part], Value]
+    ) -> tuple[PerRow, PerRow, list[PerRow]]:
+        """The largest of ``f`` in each row, or the lowest finite number; the sum of ``exp(f - largest)``; and sums of
+        other functions: in one pass, in which what was summed up is scaled anew with each step."""
+        rows, b = self.rows, self.rows.b
+        # A maximum for each lane on CPUs, for each thread on GPUs, where every exponential counts.
+        lanes = self.shape.width if rows.vectors else 1
+        zero = b.splat(b.const(0.0, rows.work), lanes)
+        largest = [b.var(b.splat(b.const(lowest(rows.work), rows.work), lanes)) for _ in range(rows.shape.batch)]
+        totals = [[b.var(zero) for _ in range(1 + len(also))] for _ in range(rows.shape.batch)]
+
+        def combined(kind: str, values: list[Value]) -> Value:
+            return fold(b, kind, values if rows.vectors else [rows.combine(kind, x) for x in values])
+
+        def add(places: list[list[Part]]) -> None:
+            for row, (high, (total, *others)) in enumerate(zip(largest, totals, strict=True)):
+                values = [parts[row].kept(f(parts[row]), float("-inf")) for parts in places]
+                new = b.max(high.value, combined("max", values))
+                powers = [b.exp2((x - new) * LOG2E) for x in values]
+                total.value = total.value * b.exp2((high.value - new) * LOG2E) + combined("add", powers)
+                high.value = new
+                for other, g in zip(others, also, strict=True):
+                    found = [parts[row].kept(g(parts[row]), 0.0) for parts in places]
+                    other.value = other.value + combined("add", found)
+
+        self._walk_steps(add)
+        most = rows.reduce("max", [PerRow(tuple(rows.combine("max", high.value) for high in largest))])[0]
+        for (total, *_), high, m in zip(totals, largest, most.values, strict=True):
+            total.value = total.value * b.exp2((high.value - m) * LOG2E)
+        ended = [PerRow(tuple(rows.combine("add", row[i].value) for row in totals)) for i in range(1 + len(also))]
+        first, *rest = rows.reduce("add", ended)
+        return most, first, rest
+
     def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
         """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
         rows, b = self.rows, self.rows.b
@@ -400,10 +444,20 @@ class Span:
 
     def _walk(self, visit: Callable[[list[Part], int], None]) -> None:
         """Call ``visit`` with the parts of all rows at each place, and the place's number within a step."""
+
+        def each(places: list[list[Part]]) -> None:
+            for i, parts in enumerate(places):
+                visit(parts, i)
+
+        self._walk_steps(each)
+
+    def _walk_steps(self, visit: Callable[[list[list[Part]]], None]) -> None:
+        """The same, with all the places of a step together."""
         b, shape = self.rows.b, self.shape
         if shape.parts:
-            for number in range(shape.parts):
-                visit(self._held_parts(number), number)
+            for first in range(0, shape.parts, shape.unroll):
+                last = min(first + shape.unroll, shape.parts)
+                visit([self._held_parts(number) for number in range(first, last)])
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
@@ -411,16 +465,15 @@ class Span:
         if shape.unroll > 1:
             far = step * (shape.unroll - 1)
             with b.loop(start, whole - far, step * shape.unroll, name="col") as col:
-                for i in range(shape.unroll):
-                    visit(self._parts(col + i * step, None, None, shape.width), i)
+                visit([self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)])
             # Where those ended: each thread has had as many whole steps as fit before its last.
             done = b.max(whole - far - start + (step * shape.unroll - 1), 0) // (step * shape.unroll)
             start = start + done * (step * shape.unroll)
         with b.loop(start, whole, step, name="col") as col:
-            visit(self._parts(col, None, None, shape.width), 0)
+            visit([self._parts(col, None, None, shape.width)])
         if shape.tail:
             there = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
-            visit(self._parts(whole, None, there, shape.tail), 0)
+            visit([self._parts(whole, None, there, shape.tail)])
 
     def _held_parts(self, number: int) -> list[Part]:
         shape = self.shape
