@@ -42,10 +42,8 @@ def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target
     memory |= {name: np.zeros(count, work_dtype(call)) for name, count in plan.workspace.items()}
     for step in plan.steps:
         kernel = step.build(step.config, target)
-        values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
-        interpret(
-            kernel, step.grid, [values[p.name] for p in kernel.params], subgroup_size=target.subgroup_size or None
-        )
+        arguments = [step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in kernel.params]
+        interpret(kernel, step.grid, arguments, subgroup_size=target.subgroup_size or None)
     return {name: as_float(x, call.outputs[name].dtype) for name, x in results.items()}
 
 

@@ -27,7 +27,16 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.fused import cross_entropy, geglu, layer_norm, residual_layer_norm, residual_rms_norm, rms_norm, swiglu
+from aule.fused import (
+    cross_entropy,
+    geglu,
+    layer_norm,
+    layer_norm_linear,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    swiglu,
+)
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
 from aule.install import (
     dispatch_stats,
@@ -76,6 +85,7 @@ __all__ = [
     "installed",
     "kernels",
     "layer_norm",
+    "layer_norm_linear",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",

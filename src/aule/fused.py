@@ -185,3 +185,41 @@ def cross_entropy(
         "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction), backend
     )
     return found[0]
+
+
+def layer_norm_linear(
+    x: Any,
+    weight_norm: Any,
+    bias_norm: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> Any:
+    """``layer_norm(x, weight_norm, bias_norm) @ weight.T + bias``; the normalised rows never reach memory.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, as for `rms_norm`.
+    weight_norm, bias_norm : array or None
+        ``[length]``, of the normalisation.
+    weight : array
+        ``[features, length]``, of x's dtype: as in ``torch.nn.Linear``.
+    bias : array, optional
+        ``[features]``.
+    eps, backend
+        As for `layer_norm`.
+
+    Returns
+    -------
+    array
+        ``[..., features]``, of the kind, dtype and device of ``x``. Gradients of all five are there for torch tensors.
+
+    Notes
+    -----
+    Products of float16 and bfloat16 go through matrix units where a device has them and their layout is known. What
+    they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other.
+    """
+    return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)

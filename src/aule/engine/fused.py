@@ -155,10 +155,12 @@ def _through_device(spec: OpSpec, call: Call, device: Device, results: dict[str,
 
 
 def _launch(ready: Launches, device: Device, memory: Mapping[str, Any]) -> None:
-    values = {f"{name}_ptr": buffer for name, buffer in memory.items()}
     for step, loaded in ready.steps:
-        arguments = values | dict(step.scalars)
-        device.launch(loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params])
+        numbers = step.scalars
+        arguments = [
+            numbers[p.name] if p.name in numbers else memory[step.memory_of(p.name)] for p in loaded.artifact.params
+        ]
+        device.launch(loaded, step.grid, arguments)
 
 
 def _clear(results: dict[str, Array]) -> None:

@@ -250,7 +250,7 @@ def prepare_on(
     launches = []
     for step, loaded in ready.steps:
         scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
         launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
     return Prepared(call.problem, launches, dict(ready.workspace), _described(call))
 

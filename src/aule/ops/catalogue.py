@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aule.ops.cross_entropy.spec import CROSS_ENTROPY
 from aule.ops.glu.spec import GEGLU, SWIGLU
+from aule.ops.linear.spec import LAYER_NORM_LINEAR
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
 from aule.ops.spec import OpSpec
 
@@ -17,6 +18,7 @@ CATALOGUE: dict[str, OpSpec] = {
         SWIGLU,
         GEGLU,
         CROSS_ENTROPY,
+        LAYER_NORM_LINEAR,
     )
 }
 """Every op by its name, which is that of its public function."""

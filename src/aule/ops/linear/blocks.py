@@ -1,0 +1,67 @@
+"""How a product is cut up on a target."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from aule.errors import KernelError
+from aule.ir.types import SCALARS
+from aule.ops.linear.config import FragmentBlocks, VectorBlocks
+from aule.target import Target
+from aule.tile.fragment import multiplies
+from aule.tile.matrix import QUAD
+from aule.tile.simt import SimtShape
+from aule.tile.vector import vector_unit, work_type
+
+COPIED = (
+    FragmentBlocks(128, 256, 64, down=2, along=4, stages=3),
+    FragmentBlocks(128, 128, 64, down=2, along=2, stages=3),
+    FragmentBlocks(64, 64, 64, down=2, along=2, stages=3),
+)
+"""With asynchronous copies, largest first: a warp's 64 x 64 of the result read each number from shared memory for 64
+products, and 256 columns share the work of normalising their rows."""
+CARRIED = (
+    FragmentBlocks(128, 128, 32, down=2, along=2, stages=2),
+    FragmentBlocks(64, 64, 32, down=2, along=2, stages=2),
+)
+"""Through registers."""
+_SIMT = tuple(
+    SimtShape(size, size, x, 16, chunk_k=depth, chunk_v=QUAD, resident_q=False, block_p=QUAD)
+    for size, x, depth in ((128, 16, 16), (64, 8, 16), (64, 8, 8))
+)
+_CPU_ROWS = (192, 48, 12, 4, 1)
+_CPU_VECTORS, _CPU_DEPTH = 8, 128
+"""Both factors' parts stay in the second-level cache, and bringing them there is a small part of the work."""
+
+
+def choose_blocks(
+    target: Target, dtype: str, m: int, n: int, left_across: bool, right_across: bool
+) -> FragmentBlocks | SimtShape | VectorBlocks:
+    """Tiles for a product whose result is ``m`` × ``n``: the largest that fit and leave no unit without one."""
+    if target.backend == "cpu":
+        lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
+        rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
+        return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
+    if dtype in ("f16", "bf16") and multiplies(target, dtype):
+        copies = target.backend == "cuda" and target.arch != "sm_75"
+        fitting = [
+            blocks
+            for blocks in (COPIED if copies else CARRIED)
+            if blocks.threads <= target.max_threads
+            and 2 * blocks.shared_elements(left_across, right_across) <= target.max_shared_bytes
+        ]
+        for blocks in fitting:
+            if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
+                return blocks
+    for shape in _SIMT:
+        if (
+            shape.threads <= target.max_threads
+            and shape.shared_bytes(shape.chunk_k, QUAD, True) <= target.max_shared_bytes
+        ):
+            small = m <= 64 or n <= 64
+            if not (small and shape.block_q > 64 and _SIMT[-1] is not shape):
+                return shape
+    raise KernelError(
+        f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
+        f"bytes and {target.max_threads} on {target.name}; use another backend"
+    )
