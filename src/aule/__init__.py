@@ -27,7 +27,16 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.fused import geglu, layer_norm, residual_layer_norm, residual_rms_norm, rms_norm, swiglu
+from aule.fused import (
+    geglu,
+    layer_norm,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    rms_norm_rope,
+    rope,
+    swiglu,
+)
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
 from aule.install import (
     dispatch_stats,
@@ -81,6 +90,8 @@ __all__ = [
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
+    "rms_norm_rope",
+    "rope",
     "scaled_dot_product_attention",
     "swiglu",
     "uninstall",

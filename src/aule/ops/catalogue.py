@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aule.ops.glu.spec import GEGLU, SWIGLU
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
+from aule.ops.rope.spec import RMS_NORM_ROPE, ROPE
 from aule.ops.spec import OpSpec
 
 CATALOGUE: dict[str, OpSpec] = {
@@ -15,6 +16,8 @@ CATALOGUE: dict[str, OpSpec] = {
         RESIDUAL_LAYER_NORM,
         SWIGLU,
         GEGLU,
+        ROPE,
+        RMS_NORM_ROPE,
     )
 }
 """Every op by its name, which is that of its public function."""

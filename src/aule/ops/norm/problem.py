@@ -68,10 +68,11 @@ def _problem(
             check_shape(op, name, view, x.shape, f"give it the shape of {main}")
         else:
             check_shape(op, name, view, x.shape[-1:], f"give it one number for each column of {main}")
-    return NormProblem(x.dtype, x.shape, _eps(op, options["eps"]), center)
+    return NormProblem(x.dtype, x.shape, checked_eps(op, options["eps"]), center)
 
 
-def _eps(op: str, eps: Any) -> float:
+def checked_eps(op: str, eps: Any) -> float:
+    """What is added inside of a root, or a clear error."""
     try:
         value = float(eps)
     except (TypeError, ValueError):
