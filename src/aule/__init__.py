@@ -35,6 +35,8 @@ from aule.fused import (
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
+    rms_norm_rope,
+    rope,
     swiglu,
 )
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
@@ -92,6 +94,8 @@ __all__ = [
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
+    "rms_norm_rope",
+    "rope",
     "scaled_dot_product_attention",
     "swiglu",
     "uninstall",

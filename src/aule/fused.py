@@ -100,46 +100,6 @@ def residual_layer_norm(
     return result
 
 
-def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
-    """``silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``, which ONNX calls Swish.
-
-    Parameters
-    ----------
-    gate : array
-        ``[..., length]``, as for `rms_norm`; or ``[..., 2 * length]``, gates and then what they are multiplied with,
-        when ``up`` is not given: ``swiglu(x)`` is ``swiglu(*x.chunk(2, -1))``, and so is its gradient, in one piece.
-    up : array, optional
-        Of gate's shape and dtype. The two may be halves of one array.
-    backend : str, optional
-        As for `rms_norm`.
-
-    Returns
-    -------
-    array
-        ``[..., length]``, of the kind, dtype and device of ``gate``. Gradients are there for torch tensors.
-    """
-    return _call("swiglu", (gate, up), (), backend)
-
-
-def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str | None = None) -> Any:
-    """``gelu(gate) * up``.
-
-    Parameters
-    ----------
-    gate, up, backend
-        As for `swiglu`.
-    approximate : {"none", "tanh"}
-        GELU by the normal distribution, ``x * (1 + erf(x / sqrt(2))) / 2``, or by a hyperbolic tangent,
-        ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``, as PyTorch and ONNX define both.
-
-    Returns
-    -------
-    array
-        As `swiglu` returns it.
-    """
-    return _call("geglu", (gate, up), (approximate,), backend)
-
-
 def cross_entropy(
     logits: Any,
     target: Any,
@@ -223,3 +183,119 @@ def layer_norm_linear(
     they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other.
     """
     return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
+
+
+def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
+    """``silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``, which ONNX calls Swish.
+
+    Parameters
+    ----------
+    gate : array
+        ``[..., length]``, as for `rms_norm`; or ``[..., 2 * length]``, gates and then what they are multiplied with,
+        when ``up`` is not given: ``swiglu(x)`` is ``swiglu(*x.chunk(2, -1))``, and so is its gradient, in one piece.
+    up : array, optional
+        Of gate's shape and dtype. The two may be halves of one array.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        ``[..., length]``, of the kind, dtype and device of ``gate``. Gradients are there for torch tensors.
+    """
+    return _call("swiglu", (gate, up), (), backend)
+
+
+def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str | None = None) -> Any:
+    """``gelu(gate) * up``.
+
+    Parameters
+    ----------
+    gate, up, backend
+        As for `swiglu`.
+    approximate : {"none", "tanh"}
+        GELU by the normal distribution, ``x * (1 + erf(x / sqrt(2))) / 2``, or by a hyperbolic tangent,
+        ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``, as PyTorch and ONNX define both.
+
+    Returns
+    -------
+    array
+        As `swiglu` returns it.
+    """
+    return _call("geglu", (gate, up), (approximate,), backend)
+
+
+def rope(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    interleaved: bool = False,
+    position_ids: Any = None,
+    rotary_dim: int | None = None,
+    inplace: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Rotary position embedding: pairs of columns turned by the angles of their position,
+    ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``.
+
+    Parameters
+    ----------
+    x : array
+        ``[batch, heads, seq, dim]``, or with fewer axes in front, of any strides; kinds and dtypes as for `rms_norm`.
+    cos, sin : array
+        ``[seq, pairs]`` or ``[batch, seq, pairs]``, or anything that can be spread to ``x``'s first axes: one number
+        for each pair of columns, as ONNX and flash-attn have it. Twice as wide, each number stands beside both columns
+        of its pair, as transformers makes it, and is read once. Columns of ``x`` that they do not reach stay as they
+        are.
+    interleaved : bool
+        Pairs are neighbouring columns ``2i`` and ``2i + 1``; else ``i`` and ``i + pairs`` (rotate-half).
+    position_ids : int32 or int64 array, optional
+        ``[seq]`` or ``[batch, seq]``: rows of ``cos`` and ``sin``, which are ``[positions, pairs]`` then. Numbers
+        outside of the table are taken for its first or last row.
+    rotary_dim : int, optional
+        Columns that are rotated. By default twice the width of ``cos`` where ``x`` has so many, else its width; say it
+        where a table of numbers given twice is narrower than half of ``x``.
+    inplace : bool
+        Write the result over ``x``.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. The gradient of ``x`` is there for
+        torch tensors.
+    """
+    return _call("rope", (x, cos, sin, position_ids), (interleaved, rotary_dim, inplace), backend)
+
+
+def rms_norm_rope(
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    position_ids: Any = None,
+    rotary_dim: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`rope` of `rms_norm` of the heads of ``x``, in one pass over memory.
+
+    Parameters
+    ----------
+    x, cos, sin, interleaved, position_ids, rotary_dim
+        As for `rope`.
+    weight : array or None
+        ``[dim]``.
+    eps, backend
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
+    """
+    return _call("rms_norm_rope", (x, weight, cos, sin, position_ids), (interleaved, rotary_dim, eps), backend)

@@ -15,7 +15,7 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.memory import STORED, Arena, check_memory, host_view
 from aule.engine.programs import program
-from aule.errors import AuleError
+from aule.errors import AuleError, InvalidArgumentError
 from aule.ops.elements import as_float, stored
 from aule.ops.spec import Call, OpSpec
 from aule.ops.step import Step
@@ -57,9 +57,11 @@ class Launches:
 
 
 def result_views(call: Call) -> dict[str, TensorView]:
-    """Views of a call's outputs in fresh memory."""
+    """Views of a call's outputs, in fresh memory unless they have a place."""
     return {
         name: TensorView(result.dtype, result.shape, contiguous_strides(result.shape), "device", None)
+        if result.place is None
+        else call.views[result.place]
         for name, result in call.outputs.items()
     }
 
@@ -89,23 +91,21 @@ def prepare_cpu(spec: OpSpec, call: Call, views: Mapping[str, TensorView], devic
     return ready
 
 
-def on_host(
-    spec: OpSpec, call: Call, device: Device | None, out: Mapping[str, Array] | None = None
-) -> dict[str, Array]:
-    """Compute on host arrays, through a device or with NumPy; the results are finished on return.
+def on_host(spec: OpSpec, call: Call, device: Device | None) -> dict[str, Array]:
+    """Compute on host arrays, through a device or with NumPy; results are finished on return, bf16 as its bits.
 
     Parameters
     ----------
     device : Device or None
         None stands for NumPy.
-    out : dict, optional
-        Arrays of any strides for some outputs; others are made. bf16 is stored as its bits.
     """
     if spec.check is not None:
         spec.check(spec.name, call.problem, {name: view.storage for name, view in call.views.items()})
-    results = dict(out or {})
+    results: dict[str, Array] = {}
     for name, result in call.outputs.items():
-        if name not in results:
+        if result.place is not None:
+            results[name] = _writable(spec, result.place, call.views[result.place].storage)
+        else:
             results[name] = np.empty(result.shape, STORED[result.dtype])
     if device is None:
         _on_numpy(spec, call, results)
@@ -114,6 +114,17 @@ def on_host(
     else:
         _through_device(spec, call, device, results)
     return results
+
+
+def _writable(spec: OpSpec, name: str, array: Array) -> Array:
+    if not array.flags.writeable or any(
+        step == 0 and n > 1 for n, step in zip(array.shape, array.strides, strict=True)
+    ):
+        raise InvalidArgumentError(
+            f"[{spec.name}] expected {name} to be writable with memory for every element, got a read-only or broadcast "
+            "array; copy it first, or leave inplace out"
+        )
+    return array
 
 
 def _on_numpy(spec: OpSpec, call: Call, results: dict[str, Array]) -> None:
@@ -138,7 +149,9 @@ def _on_cpu(spec: OpSpec, call: Call, device: Device, results: dict[str, Array])
 def _through_device(spec: OpSpec, call: Call, device: Device, results: dict[str, Array]) -> None:
     check_memory(spec.name, call.problem.dtype, call.views, device)
     with Arena(device) as arena:
-        views = {name: arena.bring(view) for name, view in call.views.items()} | result_views(call)
+        views = {name: arena.bring(view) for name, view in call.views.items()}
+        for name, result in call.outputs.items():  # in memory of their own also where they have a place
+            views[name] = TensorView(result.dtype, result.shape, contiguous_strides(result.shape), "device", None)
         ready = prepare(spec, call, views, device)
         if not ready.steps:
             _clear(results)

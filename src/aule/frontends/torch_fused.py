@@ -40,11 +40,25 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)
     if traced(tensors):
-        return _operator(spec, tensors, options, backend)
+        where = place(spec, options)
+        if where is None:
+            return _operator(spec, tensors, options, backend)
+        # Operators change nothing in place; what traces them makes that of the copy where it can.
+        fresh = _operator(spec, tensors, _not_in_place(spec, options), backend)
+        return tensors[where].copy_(fresh)
     if _grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _Fused.apply(spec, options, backend, *tensors)
     found = compute(spec, tensors, options, backend, spec.outputs)
     return found[0] if len(found) == 1 else found
+
+
+def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
+    """The operand, by its number, in whose place the result of a call goes; None when it is fresh."""
+    return 0 if named_options(spec, options).get("inplace", False) else None
+
+
+def _not_in_place(spec: OpSpec, options: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(False if option.name == "inplace" else x for option, x in zip(spec.options, options, strict=True))
 
 
 def traced(tensors: Sequence[Any]) -> bool:
@@ -83,6 +97,9 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         spec, ctx.options, ctx.backend, *tensors = inputs
         ctx.spec = spec
         ctx.set_materialize_grads(False)
+        where = place(spec, ctx.options)
+        if where is not None:
+            ctx.mark_dirty(tensors[where])
         outputs = output if isinstance(output, tuple) else (output,)
         known = dict(zip((x.name for x in spec.operands), tensors, strict=True))
         known |= dict(zip(spec.outputs, outputs, strict=True))
@@ -173,13 +190,13 @@ def _run(
 
 
 class Prepared(NamedTuple):
-    """A signature: the problem, the launches with the names of their buffers, workspaces, and outputs by name, dtype
-    and shape."""
+    """A signature: the problem, the launches with the names of their buffers, workspaces, and outputs by name, dtype,
+    shape and the operand in whose place they go, if any."""
 
     problem: Any
     launches: Any
     workspace: dict[str, int]
-    outputs: tuple[tuple[str, Any, tuple[int, ...]], ...]
+    outputs: tuple[tuple[str, Any, tuple[int, ...], str | None], ...]
 
 
 _cuda_launches: dict[Any, Prepared] = {}
@@ -259,7 +276,10 @@ def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -
     """The launches of a signature on tensors of it; ``run`` gives a prepared launch its tensors."""
     first = tensors[0]
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
-    results = {name: torch.empty(shape, dtype=dtype, device=first.device) for name, dtype, shape in found.outputs}
+    results = {
+        name: torch.empty(shape, dtype=dtype, device=first.device) if place is None else memory[place]
+        for name, dtype, shape, place in found.outputs
+    }
     memory |= results
     for name, count in found.workspace.items():
         memory[name] = torch.empty(count, dtype=torch.float32, device=first.device)
@@ -295,9 +315,16 @@ def _on_host(
         plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
         spec.check(spec.name, ready.problem, plain)
     make = torch.empty if ready.launches.launches else torch.zeros
-    results = {name: make(shape, dtype=dtype) for name, dtype, shape in ready.outputs}
-    tensors = [x.resolve_neg() if x is not None and x.is_neg() else x for x in tensors]
-    addresses = {operand.name: x.data_ptr() for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
+    memory = {
+        operand.name: x.resolve_neg() if x.is_neg() else x
+        for operand, x in zip(spec.operands, tensors, strict=True)
+        if x is not None
+    }
+    results = {
+        name: make(shape, dtype=dtype) if place is None else memory[place]
+        for name, dtype, shape, place in ready.outputs
+    }
+    addresses = {name: x.data_ptr() for name, x in memory.items()}
     addresses |= {name: x.data_ptr() for name, x in results.items()}
     cpu.run(ready.launches, device, addresses)
     return tuple(results.get(name) for name in spec.outputs)
@@ -307,8 +334,8 @@ def _layout(x: Any) -> Any:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu)
 
 
-def _described(call: Call) -> tuple[tuple[str, Any, tuple[int, ...]], ...]:
-    return tuple((name, DTYPES[result.dtype], result.shape) for name, result in call.outputs.items())
+def _described(call: Call) -> tuple[tuple[str, Any, tuple[int, ...], str | None], ...]:
+    return tuple((name, DTYPES[x.dtype], x.shape, x.place) for name, x in call.outputs.items())
 
 
 def _bound(

@@ -6,6 +6,7 @@ from aule.ops.cross_entropy.spec import CROSS_ENTROPY
 from aule.ops.glu.spec import GEGLU, SWIGLU
 from aule.ops.linear.spec import LAYER_NORM_LINEAR
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
+from aule.ops.rope.spec import RMS_NORM_ROPE, ROPE
 from aule.ops.spec import OpSpec
 
 CATALOGUE: dict[str, OpSpec] = {
@@ -15,10 +16,12 @@ CATALOGUE: dict[str, OpSpec] = {
         LAYER_NORM,
         RESIDUAL_RMS_NORM,
         RESIDUAL_LAYER_NORM,
+        LAYER_NORM_LINEAR,
+        CROSS_ENTROPY,
         SWIGLU,
         GEGLU,
-        CROSS_ENTROPY,
-        LAYER_NORM_LINEAR,
+        ROPE,
+        RMS_NORM_ROPE,
     )
 }
 """Every op by its name, which is that of its public function."""

@@ -215,12 +215,12 @@ _UNITS = 16
 def choose_rows(
     target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False
 ) -> tuple[RowShape, SpanShape]:
-    """How rows lie over a device's threads."""
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads."""
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
-        return RowShape(batch=4 if sums else 1, loops=True), SpanShape(
-            lanes, tail=length % lanes, unroll=1 if sums else 4
-        )
+        batch = 4 if sums else 1
+        span = SpanShape(lanes, tail=length % lanes, unroll=1 if sums else 4)
+        return RowShape(batch=batch, loops=True, exact=rows % batch == 0), span
     pieces, tuning = -(-length // width), TUNING
     best = max(8 // width, 1) * (tuning.sum_parts if sums else tuning.parts)
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
@@ -233,9 +233,10 @@ def choose_rows(
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
     if parts * width > tuning.most:
-        return RowShape(threads, slots, 1, sums), SpanShape(width)
+        return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
     batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
-    return RowShape(threads, slots, batch, sums), SpanShape(width, parts, pieces % threads != 0)
+    exact = rows % (slots * batch) == 0
+    return RowShape(threads, slots, batch, sums, exact), SpanShape(width, parts, pieces % threads != 0)
 
 
 def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
@@ -289,7 +290,7 @@ class RowKernel:
         buffer = self.p.buffer(name, SCALARS[told.dtype], access)
         stride = None if told.unit else self.p.number(f"{name}_col_stride", self.p.index)
         return RowArray(
-            buffer, lambda row: self.p.strided(name, *self._axes(row)), stride, told.aligned and not self.cpu
+            buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, told.aligned and not self.cpu
         )
 
     def columns(self, name: str) -> Columns | None:
@@ -302,19 +303,20 @@ class RowKernel:
         start = self.p.strided(name)
         return Columns(RowArray(buffer, lambda row: start, stride, told.aligned and not self.cpu), start)
 
-    def partial(self, number: int) -> RowArray:
-        """Rows of partial sums of columns; ``number`` tells several such apart."""
+    def partial(self, number: int = 0, shift: Value | int = 0) -> RowArray:
+        """Rows of partial sums of columns, from column ``shift`` on; ``number`` tells several such apart."""
         buffer = self.p.buffer("partial", self.work, "readwrite")
-        length, index = self.p.number("length", self.column), self.p.index
-        step = self.b.cast(length, index)
+        index = self.p.index
+        step = self.p.number("sums", index)
         base = step * self.b.cast(self.p.number("partials"), index) * number
+        base = base + self.b.cast(self.b.coerce(shift, i32), index)
 
         def start(row: Value) -> Value:
             return base + self.b.cast(row, index) * step
 
         return RowArray(buffer, start, None, not self.cpu)  # parts of more than one column divide a row
 
-    def _axes(self, row: Value) -> list[Value]:
+    def axes(self, row: Value) -> list[Value]:
         """A row's number along each axis."""
         known = self._found.get(id(row))
         if known is None:
@@ -336,7 +338,8 @@ class RowKernel:
 
 @dataclass(frozen=True)
 class ColumnSumConfig:
-    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes."""
+    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. With ``pairs`` columns of
+    pairs come first ones, second ones and the rest, and are to be neighbours."""
 
     dtype: str
     outputs: tuple[tuple[str, str], ...]
@@ -344,13 +347,16 @@ class ColumnSumConfig:
     lanes: int
     width: int
     index64: bool
+    pairs: bool = False
 
 
 def column_sum_step(
-    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target
+    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target, pairs: int = 0
 ) -> Step:
-    """Add up ``partials`` rows of ``length`` sums for each output."""
-    if target.backend == "cpu":
+    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours."""
+    if target.backend == "cpu" and pairs:
+        columns = lanes = width = 1
+    elif target.backend == "cpu":
         columns, lanes, width = 1, 1, vector_unit(target, work_type(SCALARS[dtype])).lanes
     else:
         columns, width = 32, 1
@@ -362,10 +368,11 @@ def column_sum_step(
         lanes,
         width,
         partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
+        pairs > 0,
     )
     groups = -(-length // (columns * width))
     grid = (groups, len(outputs), 1)
-    numbers: dict[str, int | float] = {"length": length, "partials": partials}
+    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     return Step(config, build_column_sum, grid, numbers)
 
 
@@ -395,10 +402,15 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             b.barrier()
             value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
         exists = b.eq(lane, 0) & (col < length)
+        to = inside
+        if config.pairs:
+            half = p.number("pairs")
+            neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
+            to = b.select(inside < half * 2, neighbours, inside)
         for i, (name, dtype) in enumerate(config.outputs):
             out = p.buffer(name, SCALARS[dtype], "write")
             with b.if_(exists & b.eq(number, i)):
-                b.store(out, b.cast(inside, p.index), b.cast(value, SCALARS[dtype]), align=1)
+                b.store(out, b.cast(to, p.index), b.cast(value, SCALARS[dtype]), align=1)
 
     if config.width == 1:
         add(col, 1)

@@ -30,16 +30,17 @@ class Option:
     """A plain value that an op takes; ``kind`` as in an operator's schema of PyTorch."""
 
     name: str
-    kind: Literal["float", "bool", "int", "str", "int?"]
+    kind: Literal["float", "bool", "int", "int?", "str"]
     default: Any
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one output of a call will be."""
+    """What one output of a call will be; with ``place`` it lies in the memory of that operand."""
 
     dtype: str
     shape: tuple[int, ...]
+    place: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ cache. On a CPU a row belongs to one thread, a part is a vector, and passes read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +49,15 @@ class RowShape:
         Rows that a thread takes at once: their loads are under way together, and their reductions share barriers.
     loops : bool
         Workgroups take one block of rows after the other, instead of one each.
+    exact : bool
+        All blocks are whole: ``slots * batch`` divides the number of rows.
     """
 
     threads: int = 1
     slots: int = 1
     batch: int = 1
     loops: bool = False
+    exact: bool = False
 
     @property
     def workgroup(self) -> int:
@@ -171,6 +175,8 @@ class Rows:
         self.exists: tuple[Value | None, ...] = ()
         """Whether they count; None where they are sure to. A row that does not repeats the last, and is not stored."""
         self._exchanges = 0
+        self.column_sums = 0
+        """How many `ColumnSums` have used shared memory."""
 
     def run(self, body: Callable[[], None]) -> None:
         """Trace ``body`` for the rows of this workgroup."""
@@ -199,22 +205,25 @@ class Rows:
         b, shape = self.b, self.shape
         first = (block * shape.slots + self.slot) * shape.batch
         numbers = [first + i for i in range(shape.batch)]
-        self.exists = (None,) if shape.block == 1 else tuple(number < self.count for number in numbers)
-        self.numbers = tuple(numbers if shape.block == 1 else [b.min(number, self.count - 1) for number in numbers])
+        if shape.exact or shape.block == 1:
+            self.numbers, self.exists = tuple(numbers), (None,) * shape.batch
+        else:
+            self.numbers = tuple(b.min(number, self.count - 1) for number in numbers)
+            self.exists = tuple(number < self.count for number in numbers)
         body()
 
     # -- operands ------------------------------------------------------------------------------------------------------
 
     def source(self, array: RowArray, shift: Value | int = 0) -> Source:
         """The rows of an array, from column ``shift`` on."""
-        starts = []
-        for number in self.numbers:
-            start = array.start(number)
-            if not isinstance(shift, int) or shift:
-                step = self.b.cast(self.b.coerce(shift, i32), element(start.type))
-                start = start + (step if array.stride is None else step * array.stride)
-            starts.append(start)
-        return Source(array, tuple(starts))
+        return Source(array, tuple(self.shifted(array, array.start(number), shift) for number in self.numbers))
+
+    def shifted(self, array: RowArray, start: Value, shift: Value | int) -> Value:
+        """Where column ``shift`` of the row that begins at ``start`` is."""
+        if isinstance(shift, int) and shift == 0:
+            return start
+        step = self.b.cast(self.b.coerce(shift, i32), element(start.type))
+        return start + (step if array.stride is None else step * array.stride)
 
     def per_row(self, f: Callable[[Value], Value]) -> PerRow:
         """A number from the number of each row."""
@@ -505,71 +514,83 @@ class Span:
 
     def load(self, part: Part, array: RowArray, start: Value) -> Value:
         """Elements of the row that begins at ``start``."""
+        return self.load_run(array, start, self.safe_column(part), part.count)
+
+    def safe_column(self, part: Part) -> Value:
+        """A part's first column, or an existing one where it is behind the end: whoever uses it knows that."""
+        if part.number is None or part.inside is None:
+            return part.col
+        return self.rows.b.min(part.col, self.length - self.shape.width)
+
+    def load_run(self, array: RowArray, start: Value, col: Value, count: int) -> Value:
+        """``count`` columns from ``col`` on as a vector of the span's width, with zeros behind them."""
         b, width = self.rows.b, self.shape.width
         index = element(start.type)
-        col = part.col
-        if part.number is not None and part.inside is not None:
-            col = b.min(col, self.length - width)  # whoever uses it knows that it does not count
-        if part.count == width and array.stride is None:
+        if count == width and array.stride is None:
             return b.load(array.buffer, start + b.cast(col, index), width, align=width if array.aligned else 1)
         values: list[Value] = []
-        while len(values) < part.count:
+        while len(values) < count:
             at = b.cast(col + len(values), index)
             if array.stride is not None:
                 values.append(b.load(array.buffer, start + at * array.stride))
                 continue
-            run = 1 << ((part.count - len(values)).bit_length() - 1)
+            run = 1 << ((count - len(values)).bit_length() - 1)
             values += b.unpack(b.load(array.buffer, start + at, run, align=1))
-        zeros = [b.const(0, element(array.buffer.type))] * (width - part.count)
+        zeros = [b.const(0, element(array.buffer.type))] * (width - count)
         return b.vector([*values, *zeros])
 
-    def store(self, part: Part, to: Source, value: Value) -> None:
-        """Elements of the thread's row, where the row and the columns exist."""
-        b = self.rows.b
+    @contextmanager
+    def where_there(self, part: Part) -> Iterator[None]:
+        """What is stored in here is stored where the row and the columns exist."""
         there = self.rows.exists[part.row]
         if part.number is not None and part.inside is not None:
             there = part.inside if there is None else there & part.inside
         if there is None:
-            self._store(part, to.array, to.starts[part.row], value)
-            return
-        with b.if_(there):
-            self._store(part, to.array, to.starts[part.row], value)
+            yield
+        else:
+            with self.rows.b.if_(there):
+                yield
 
-    def _store(self, part: Part, array: RowArray, start: Value, value: Value) -> None:
+    def store(self, part: Part, to: Source, value: Value) -> None:
+        """Elements of the thread's row, where the row and the columns exist."""
+        with self.where_there(part):
+            self.store_run(to.array, to.starts[part.row], part.col, value, part.count)
+
+    def store_run(self, array: RowArray, start: Value, col: Value, value: Value, count: int) -> None:
+        """The first ``count`` lanes of a vector to the columns from ``col`` on."""
         b = self.rows.b
         index, value = element(start.type), b.cast(value, element(array.buffer.type))
         if array.stride is not None:
-            for i, x in enumerate(b.unpack(value)[: part.count]):
-                b.store(array.buffer, start + b.cast(part.col + i, index) * array.stride, x)
+            for i, x in enumerate(b.unpack(value)[:count]):
+                b.store(array.buffer, start + b.cast(col + i, index) * array.stride, x)
             return
-        if part.count == self.shape.width:
-            align = self.shape.width if array.aligned else 1
-            b.store(array.buffer, start + b.cast(part.col, index), value, align=align)
+        if count == self.shape.width:
+            b.store(array.buffer, start + b.cast(col, index), value, align=count if array.aligned else 1)
             return
         done = 0
-        while done < part.count:
-            run = 1 << ((part.count - done).bit_length() - 1)
+        while done < count:
+            run = 1 << ((count - done).bit_length() - 1)
             piece = b.permute(value, None, tuple(range(done, done + run)))
-            b.store(array.buffer, start + b.cast(part.col + done, index), piece, align=1)
+            b.store(array.buffer, start + b.cast(col + done, index), piece, align=1)
             done += run
 
 
 class ColumnSums:
     """Sums of each column over all rows of a workgroup: in registers where rows are, else in the memory of the result.
 
-    Each of a workgroup's slots leaves a row of partial sums; another kernel adds those up (`aule.ops.rowwise`).
+    Each workgroup leaves a row of partial sums; another kernel adds those up (`aule.ops.rowwise`).
 
     Parameters
     ----------
     array : RowArray
-        Of the type that is computed in; rows are those of the slots, ``group * slots + slot``.
+        Of the type that is computed in; rows are workgroups.
     """
 
     def __init__(self, span: Span, array: RowArray) -> None:
         self.span, rows = span, span.rows
         b, width = rows.b, span.shape.width
         self.array = array
-        self.start = array.start(rows.group * rows.shape.slots + rows.slot)
+        self.start = array.start(rows.group)
         self.zero = b.splat(b.const(0.0, rows.work), width)
         self.sums: list[Var] = [b.var(self.zero) for _ in range(span.shape.parts)]
         if not span.shape.parts:
@@ -588,11 +609,28 @@ class ColumnSums:
             self.sums[number].value = self.sums[number].value + total
             return
         before = self.span.load(parts[0], self.array, self.start)
-        self.span._store(parts[0], self.array, self.start, before + total)
+        self._store(parts[0], before + total)
 
     def finish(self) -> None:
-        """Store what registers hold."""
-        if self.sums:
+        """Store what registers hold, added up over the workgroup's slots."""
+        if not self.sums:
+            return
+        rows, b, width = self.span.rows, self.span.rows.b, self.span.shape.width
+        slots = rows.shape.slots
+        if slots == 1:
+            self._visit(lambda part: self.sums[part.number or 0].value)
+            return
+        rows.column_sums += 1
+        scratch = b.shared(f"slots_{rows.column_sums}", rows.work, rows.shape.workgroup * width)
+        for number, variable in enumerate(self.sums):
+            b.store(scratch, b.thread_id() * width, variable.value)
+            b.barrier()
+            with b.if_(b.eq(rows.slot, 0)):
+                at = [(rows.lane + slot * rows.shape.threads) * width for slot in range(slots)]
+                variable.value = fold(b, "add", [b.load(scratch, i, width) for i in at])
+            if number + 1 < len(self.sums):
+                b.barrier()
+        with b.if_(b.eq(rows.slot, 0)):
             self._visit(lambda part: self.sums[part.number or 0].value)
 
     def _visit(self, f: Callable[[Part], Value]) -> None:
@@ -602,8 +640,11 @@ class ColumnSums:
             part = parts[0]
             if part.number is not None and part.inside is not None:
                 with b.if_(part.inside):
-                    self.span._store(part, self.array, self.start, f(part))
+                    self._store(part, f(part))
             else:
-                self.span._store(part, self.array, self.start, f(part))
+                self._store(part, f(part))
 
         self.span._walk(store)
+
+    def _store(self, part: Part, value: Value) -> None:
+        self.span.store_run(self.array, self.start, part.col, value, part.count)

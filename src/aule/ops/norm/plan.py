@@ -64,7 +64,7 @@ def norm_step(
     width = min(view_width(view) for view in rows.values())
     shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums))
     grid = row_grid(name, shape, count, target)
-    partials = grid[0] * shape.slots
+    partials = grid[0]
     config = NormConfig(
         name=name,
         center=problem.center,
@@ -77,4 +77,4 @@ def norm_step(
     )
     scalars = layout.scalars | view_numbers(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}
-    return Step(config, build, grid, scalars | {"partials": partials}), partials
+    return Step(config, build, grid, scalars | {"partials": partials, "sums": problem.length}), partials

@@ -72,7 +72,7 @@ def _problem(
 
 
 def checked_eps(op: str, eps: Any) -> float:
-    """An ``eps`` that can be added to a mean square."""
+    """What is added inside of a root, or a clear error."""
     try:
         value = float(eps)
     except (TypeError, ValueError):
