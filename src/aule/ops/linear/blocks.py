@@ -16,6 +16,7 @@ from aule.tile.vector import vector_unit, work_type
 COPIED = (
     FragmentBlocks(128, 256, 64, down=2, along=4, stages=3),
     FragmentBlocks(128, 128, 64, down=2, along=2, stages=3),
+    FragmentBlocks(128, 128, 32, down=2, along=2, stages=3),
     FragmentBlocks(64, 64, 64, down=2, along=2, stages=3),
 )
 """With asynchronous copies, largest first: a warp's 64 x 64 of the result read each number from shared memory for 64

@@ -36,16 +36,14 @@ class Stored:
         at = self.b.cast(col, self.p.index)
         return start + (at if self.col_stride is None else at * self.col_stride)
 
-    def load(self, start: Value, col: Value, width: int, cols: Value) -> Value:
-        """``width`` elements of a row of ``cols``; in the place of those behind its end some others of it."""
-        b = self.b
-        if width == 1:
-            return b.load(self.buffer, self.index(start, b.min(col, cols - 1)))
-        if self.config.loose:
-            return b.load(self.buffer, self.index(start, col), width, align=1)
-        if self.config.aligned:
-            return b.load(self.buffer, self.index(start, b.min(col, cols - width)), width)
-        return b.vector([self.load(start, col + i, 1, cols) for i in range(width)])
+    def load(self, start: Value, col: Value, width: int, cols: Value | None) -> Value:
+        """``width`` elements of a row of ``cols``, in the place of those behind its end some others of it; or of one in
+        which they are sure to be, with None."""
+        b, together = self.b, width if self.config.aligned or self.config.loose else 1
+        if together < width:
+            return b.vector([self.load(start, col + i, 1, cols) for i in range(width)])
+        col = col if cols is None else b.min(col, cols - width)
+        return b.load(self.buffer, self.index(start, col), width, align=1 if self.config.loose else width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +74,8 @@ class Factor:
         self.b, self.p, self.work, self.across = p.b, p, work, config.across
         self.stored = Stored(p, config.stored)
         self.rows, self.cols = (summed, outer) if config.across else (outer, summed)
+        self._may_miss = not (whole and config.across)
+        self._bound = None if whole and not config.across else self.cols
         self.bounded, self.norm = not whole, config.norm
         told = () if config.norm is None else (config.norm.weight, config.norm.bias)
         self.vectors = [None if x is None else Stored(p, x) for x in told]
@@ -85,27 +85,33 @@ class Factor:
         """Whether elements are not taken as they are."""
         return self.norm is not None or self.bounded
 
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether a row's mean is taken off by itself, so that a large one costs no digits."""
+        return self.stored.elem in (f32, f64)
+
     def row(self, row: Value) -> RowAt:
         """A row, or the last one in the place of those behind it."""
         b, p = self.b, self.p
-        row = b.min(row, self.rows - 1)
+        if self._may_miss:
+            row = b.min(row, self.rows - 1)
         start = self.stored.start(row)
         if self.norm is None:
             return RowAt(start)
         statistics, at, count = p.buffer("statistics", self.work), b.cast(row, p.index), b.cast(self.rows, p.index)
         mean, scale, shift = (b.load(statistics, count * i + at) for i in range(3))
-        if self.stored.elem in (f32, f64):
+        if self.keeps_mean:
             return RowAt(start, scale, shift, mean)
         # Of 16-bit numbers a mean that is large against the deviation has left nothing that could be lost here.
         return RowAt(start, scale, b.fma(-mean, scale, shift))
 
     def load(self, row: RowAt, col: Value, width: int) -> Value:
         """Elements of a row."""
-        return self.stored.load(row.start, col, width, self.cols)
+        return self.stored.load(row.start, col, width, self._bound)
 
     def affine(self, col: Value, width: int) -> list[Value | None]:
         """Weight and bias of the normalisation at some columns."""
-        return [None if x is None else x.load(x.start(), col, width, self.cols) for x in self.vectors]
+        return [None if x is None else x.load(x.start(), col, width, self._bound) for x in self.vectors]
 
     def value(self, raw: Value, row: RowAt, affine: list[Value | None]) -> Value:
         """Loaded elements as the numbers that are multiplied, in the type that is computed in."""
@@ -158,26 +164,20 @@ class Panel:
         assert rest == 0 and left == 0, "a round of the workgroup is some whole rows"
         self.own_row, run = divmod_const(b, thread, cols // width)
         self.own_col = run * width
-        elem = factor.stored.elem
-        self.raw: list[Var] = []
+        zero = b.splat(b.const(0, factor.stored.elem), width)
+        self.raw = [b.var(zero, "fetched") for _ in range(self.count)]
+        # What belongs to rows or to columns is there once where those are the result's, and else comes with each step.
         self._rows: list[list[Var]] = []
         self._fixed: list[RowAt] = []
+        self._affine: list[Value | Var | None] = []
         if not factor.across:
             self._fixed = [factor.row(first + self.place(i)[0]) for i in range(self.count)]
-        zero = b.splat(b.const(0, elem), width)
-        self.raw = [b.var(zero, "fetched") for _ in range(self.count)]
-        self._affine: list[Value | Var | None] = []
-        if factor.norm is not None:
-            if factor.across:
-                self._affine = list(factor.affine(first + self.own_col, width))
-                sample = factor.row(first)
-                number = 2 if sample.mean is None else 3
-                nothing = b.const(0.0, factor.work)
-                self._rows = [[b.var(nothing) for _ in range(number)] for _ in range(self.count)]
-            else:
-                self._affine = [
-                    None if x is None else b.var(b.splat(b.const(0, x.elem), width)) for x in factor.vectors
-                ]
+            self._affine = [None if x is None else b.var(b.splat(b.const(0, x.elem), width)) for x in factor.vectors]
+        elif factor.norm is not None:
+            self._affine = list(factor.affine(first + self.own_col, width))
+            nothing = b.const(0.0, factor.work)
+            numbers = 3 if factor.keeps_mean else 2
+            self._rows = [[b.var(nothing) for _ in range(numbers)] for _ in range(self.count)]
 
     def place(self, i: int) -> tuple[Value, Value]:
         """Row and column in the step of this thread's ``i``-th run."""

@@ -134,20 +134,22 @@ class _Product:
         left_at = left_at + (self.sub_row if config.left.across else self.sub_row * self.left.stride)
         right_at = right_at + (self.sub_col if config.right.across else self.sub_col * self.right.stride)
         depth = self.blocks.depth // SIZE
-        rows, cols = len(tile.vars), len(tile.vars[0])
+        sums = [[variable.value for variable in row] for row in tile.vars]
         for k in range(depth):
             a = [
                 engine.load_left(self.memory, left_at, self.left.stride, i * SIZE, k * SIZE, config.left.across)
-                for i in range(rows)
+                for i in range(len(sums))
             ]
-            for j in range(cols):
+            for j in range(len(sums[0])):
                 factor = engine.load_right(
                     self.memory, right_at, self.right.stride, k * SIZE, j * SIZE, not config.right.across
                 )
-                for i in range(rows):
-                    variable = tile.vars[i][j]
-                    variable.value = b.fragment_mma(a[i], factor, variable.value)
+                for x, row in zip(a, sums, strict=True):
+                    row[j] = b.fragment_mma(x, factor, row[j])
             carry(k, depth)
+        for variables, row in zip(tile.vars, sums, strict=True):
+            for variable, value in zip(variables, row, strict=True):
+                variable.value = value
 
     def _finish(self, tile: FragmentTile) -> None:
         """Store the tile, and add the bias on the way."""
