@@ -326,6 +326,11 @@ class Part:
         """The same as numbers of the array's own type."""
         return self.span.loaded(self, what)
 
+    def columns(self) -> Value:
+        """The number of each column."""
+        b, elem = self.span.rows.b, element(self.col.type)
+        return b.vector([b.const(i, elem) for i in range(self.span.shape.width)]) + self.col
+
     def store(self, to: Source, value: Value) -> None:
         """Store what belongs there; it is rounded to the array's type."""
         self.span.store(self, to, value)
