@@ -202,8 +202,8 @@ class RowTuning:
         in registers, too.
     sum_batch : int
         Rows that a thread takes at once in kernels with sums of columns, where that leaves enough blocks.
-    most : int
-        Columns of a row that a thread may keep.
+    most, sum_most : int
+        Columns of a row that a thread may keep, without and with sums of columns.
     threads : int
         Of a workgroup at least, where rows are short.
     resident : int
@@ -214,6 +214,7 @@ class RowTuning:
     sum_parts: int = 1
     sum_batch: int = 1
     most: int = 64
+    sum_most: int = 16
     threads: int = 128
     resident: int = 1024
 
@@ -241,9 +242,12 @@ def choose_rows(
         threads *= 2
     if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
         threads = smallest  # no barriers
+    elif threads > max(smallest, tuning.threads // 2) and smallest >= 8:
+        each = max(best, -(-pieces // most))
+        threads = min(-(-pieces // each // smallest) * smallest, most)  # whole subgroups are enough
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    if parts * width > tuning.most:
+    if parts * width > (tuning.sum_most if sums else tuning.most):
         return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
     batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
     exact = rows % (slots * batch) == 0

@@ -42,7 +42,8 @@ class RowShape:
     Attributes
     ----------
     threads : int
-        That share a row: a power of two; 1 on a CPU.
+        That share a row: a power of two, or where one row is all of a workgroup a multiple of the subgroup size. 1 on a
+        CPU.
     slots : int
         Rows side by side in a workgroup.
     batch : int
@@ -164,7 +165,9 @@ class Rows:
         smallest = min(target.subgroup_sizes, default=target.subgroup_size)
         self.lanes = min(max(smallest, 1), shape.threads)
         """Threads of a row that exchange registers."""
-        self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
+        self.slot, self.lane = b.const(0, i32), b.thread_id()
+        if shape.slots > 1 or shape.threads == 1:
+            self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
         self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.vectors = target.backend == "cpu"
         self.closes = target.backend == "opencl"
@@ -257,10 +260,14 @@ class Rows:
             for i, x in enumerate(values):
                 b.store(scratch, mine + i * parts + number, x)
         b.barrier()
-        if 4 < parts <= self.lanes:
+        if parts <= self.lanes and parts not in (2, 4):
             # Each subgroup reads them all, a lane one: fewer registers than if every thread did so.
-            mine = mine + (lane & (parts - 1))
-            return [self._shuffled(kind, b.load(scratch, mine + i * parts), parts) for i in range(count)]
+            width = 1 << (parts - 1).bit_length()
+            place = lane & (width - 1)
+            read = [b.load(scratch, mine + b.min(place, parts - 1) + i * parts) for i in range(count)]
+            if parts < width:
+                read = [b.select(place < parts, x, _NEUTRAL[kind]) for x in read]
+            return [self._shuffled(kind, x, width) for x in read]
         left = parts
         if parts > _READ_AT_ONCE:
             left = parts // _READ_AT_ONCE
