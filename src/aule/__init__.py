@@ -37,6 +37,7 @@ from aule.fused import (
     rms_norm,
     rms_norm_rope,
     rope,
+    softmax_dropout,
     swiglu,
 )
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
@@ -97,6 +98,7 @@ __all__ = [
     "rms_norm_rope",
     "rope",
     "scaled_dot_product_attention",
+    "softmax_dropout",
     "swiglu",
     "uninstall",
 ]

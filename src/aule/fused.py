@@ -299,3 +299,43 @@ def rms_norm_rope(
         The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
     """
     return _call("rms_norm_rope", (x, weight, cos, sin, position_ids), (interleaved, rotary_dim, eps), backend)
+
+
+def softmax_dropout(
+    x: Any,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    scale: float = 1.0,
+    backend: str | None = None,
+) -> Any:
+    """``dropout(softmax(scale * x + mask))`` along the last axis.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., rows, columns]``, kinds and dtypes as for `rms_norm`.
+    dropout_p : float
+        Chance of each weight to be dropped; the others are divided by ``1 - dropout_p``.
+    seed : int, optional
+        Decides which weights are dropped, the same on every backend, and the same that `flash_attention` drops with it.
+        Default: a new one each time, for torch tensors from PyTorch's generator of their device.
+    mask : array, optional
+        Boolean, True where a column counts, or floats that are added; of ``x``'s shape or of one that can be spread to
+        it, which is not done in memory. It gets no gradient.
+    causal : bool
+        Row ``i`` of n weighs columns up to ``i + columns - n``.
+    scale : float
+        Factor of ``x``.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``. A row in which nothing counts is zero. The gradient of ``x`` is
+        there for torch tensors.
+    """
+    return _call("softmax_dropout", (x, mask, seed), (dropout_p, causal, scale), backend)

@@ -50,7 +50,7 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
     operands = CATALOGUE[name].operands
     first = operands[0].name
     given = tuple(
-        None if array is None else _host(array, operand.name, name, first)
+        array if array is None or operand.name == "seed" else _host(array, operand.name, name, first)
         for operand, array in zip(operands, arrays, strict=True)
     )
     result = numpy_front_end.fused(name, given, options, backend)

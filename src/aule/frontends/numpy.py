@@ -87,12 +87,18 @@ def to_precision(array: Array, precision: str) -> Array:
 
 def seeded(options: AttentionOptions) -> AttentionOptions:
     """The options with the words of a seed where weights are dropped: the given one, or a new one."""
-    p = checked_dropout("flash_attention", options.dropout_p)
     if isinstance(options.seed, np.ndarray):
         return options
-    seed = checked_seed("flash_attention", options.seed)
-    words = None if p == 0.0 else seed_words(secrets.randbits(64) if seed is None else seed)
-    return options._replace(dropout_p=p, seed=words)
+    words = _seed_words("flash_attention", options.dropout_p, options.seed)
+    return options._replace(dropout_p=float(options.dropout_p), seed=words)
+
+
+def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
+    """The words of the given seed or of a new one; None where nothing is dropped."""
+    p, number = checked_dropout(op, dropout_p), checked_seed(op, seed)
+    if p == 0.0:
+        return None
+    return seed_words(secrets.randbits(64) if number is None else number)
 
 
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
@@ -143,6 +149,9 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
     """
     spec = CATALOGUE[name]
     first = spec.operands[0].name
+    if spec.seed is not None:
+        words = _seed_words(name, spec.option("dropout_p", options), arrays[spec.seed])
+        arrays = (*arrays[: spec.seed], words, *arrays[spec.seed + 1 :])
     views = {
         operand.name: view(array, operand.name, name, first)
         for operand, array in zip(spec.operands, arrays, strict=True)

@@ -133,12 +133,17 @@ def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:
     number = checked_seed(op, options.seed)
     if p == 0.0:
         return options._replace(dropout_p=p, seed=None, deterministic=exactly)
+    return options._replace(dropout_p=p, seed=seed_on(number, q.device), deterministic=exactly)
+
+
+def seed_on(number: int | None, device: Any) -> Any:
+    """The words of a seed on a device, or of one that is drawn there."""
     if number is None:
-        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     else:
         signed = number - 2**64 if number >= 2**63 else number
-        drawn = torch.full((1,), signed, dtype=torch.int64, device=q.device)
-    return options._replace(dropout_p=p, seed=drawn.view(torch.int32), deterministic=exactly)
+        drawn = torch.full((1,), signed, dtype=torch.int64, device=device)
+    return drawn.view(torch.int32)
 
 
 def dispatches(x: Any) -> bool:

@@ -17,9 +17,10 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
 from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch import dispatches, last, raw_stream, route_of
+from aule.frontends.torch import dispatches, last, raw_stream, route_of, seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import one_by_one
+from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.spec import Call, OpSpec
 from aule.view import TensorView
@@ -36,6 +37,10 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """An op of the catalogue; ``tensors`` and ``options`` in the order of its spec."""
     spec = CATALOGUE[name]
+    if spec.seed is not None:
+        p, number = checked_dropout(name, spec.option("dropout_p", options)), checked_seed(name, tensors[spec.seed])
+        words = None if p == 0.0 else seed_on(number, tensors[0].device)
+        tensors = (*tensors[: spec.seed], words, *tensors[spec.seed + 1 :])
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)

@@ -7,6 +7,7 @@ from aule.ops.glu.spec import GEGLU, SWIGLU
 from aule.ops.linear.spec import LAYER_NORM_LINEAR
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
 from aule.ops.rope.spec import RMS_NORM_ROPE, ROPE
+from aule.ops.softmax.spec import SOFTMAX_DROPOUT
 from aule.ops.spec import OpSpec
 
 CATALOGUE: dict[str, OpSpec] = {
@@ -22,6 +23,7 @@ CATALOGUE: dict[str, OpSpec] = {
         GEGLU,
         ROPE,
         RMS_NORM_ROPE,
+        SOFTMAX_DROPOUT,
     )
 }
 """Every op by its name, which is that of its public function."""

@@ -17,7 +17,7 @@ from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 from aule.tile.rows import Columns, RowArray, Rows, RowShape, Span, SpanShape
 from aule.tile.vector import vector_unit, work_type
-from aule.view import TensorView
+from aule.view import TensorView, broadcast
 
 MAX_LENGTH = 1 << 30
 """Columns of a row, so that sums of two of them stay below 2**31."""
@@ -68,6 +68,16 @@ def check_rows(op: str, name: str, view: TensorView) -> None:
 def check_shape(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy: str) -> None:
     if view.shape != shape:
         raise InvalidShapeError(f"[{op}] expected {name} of shape {list(shape)}, got {list(view.shape)}; {remedy}")
+
+
+def spread(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy: str) -> TensorView:
+    """A view of a larger shape, with stride 0 along axes that it has not or has once."""
+    lead = len(shape) - len(view.shape)
+    if lead < 0 or any(n not in (1, m) for n, m in zip(view.shape, shape[lead:], strict=True)):
+        raise InvalidShapeError(
+            f"[{op}] expected {name} that can be spread to {list(shape)}, got {list(view.shape)}; {remedy}"
+        )
+    return broadcast(view, shape, (*(None for _ in range(lead)), *range(len(view.shape))))
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -174,7 +184,8 @@ def operand(view: TensorView, width: int, columns: int | None = None) -> RowOper
     unit = view.strides[-1] == 1 or view.shape[-1] == 1
     # Wider elements travel in pieces of 16 bytes, whose starts are what counts.
     piece = min(width, 16 // view.itemsize)
-    return RowOperand(view.dtype, view_width(view, columns) >= piece and width % piece == 0, unit)
+    dtype = "u8" if view.dtype == "bool" else view.dtype
+    return RowOperand(dtype, view_width(view, columns) >= piece and width % piece == 0, unit)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
@@ -191,8 +202,8 @@ class RowTuning:
         in registers, too.
     sum_batch : int
         Rows that a thread takes at once in kernels with sums of columns, where that leaves enough blocks.
-    most : int
-        Columns of a row that a thread may keep.
+    most, sum_most : int
+        Columns of a row that a thread may keep, without and with sums of columns.
     threads : int
         Of a workgroup at least, where rows are short.
     resident : int
@@ -203,6 +214,7 @@ class RowTuning:
     sum_parts: int = 1
     sum_batch: int = 1
     most: int = 64
+    sum_most: int = 16
     threads: int = 128
     resident: int = 1024
 
@@ -230,9 +242,12 @@ def choose_rows(
         threads *= 2
     if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
         threads = smallest  # no barriers
+    elif threads > max(smallest, tuning.threads // 2) and smallest >= 8:
+        each = max(best, -(-pieces // most))
+        threads = min(-(-pieces // each // smallest) * smallest, most)  # whole subgroups are enough
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    if parts * width > tuning.most:
+    if parts * width > (tuning.sum_most if sums else tuning.most):
         return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
     batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
     exact = rows % (slots * batch) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,11 +18,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Operand:
-    """An array that an op takes."""
+    """An array that an op takes. One named ``seed`` is made by front ends from a number: the two words of it."""
 
     name: str
     optional: bool = False
-    differentiable: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class OpSpec:
         whose arrays are in host memory, since what a device has cannot be seen.
     gradient : OpSpec, optional
     gradients : dict
-        Which output of ``gradient`` belongs to which operand.
+        Which output of ``gradient`` belongs to which operand; the others have none.
     """
 
     name: str
@@ -100,6 +99,15 @@ class OpSpec:
     check: Callable[[str, Any, Mapping[str, Array]], None] | None = None
     gradient: OpSpec | None = None
     gradients: Mapping[str, str] | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """The number of the operand that is a seed, which there is with an option ``dropout_p``; None without one."""
+        return next((i for i, operand in enumerate(self.operands) if operand.name == "seed"), None)
+
+    def option(self, name: str, options: Sequence[Any]) -> Any:
+        """One of a call's options, which are in the order of the spec."""
+        return options[[option.name for option in self.options].index(name)]
 
     def call(
         self, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...] | None = None

@@ -42,7 +42,8 @@ class RowShape:
     Attributes
     ----------
     threads : int
-        That share a row: a power of two; 1 on a CPU.
+        That share a row: a power of two, or where one row is all of a workgroup a multiple of the subgroup size. 1 on a
+        CPU.
     slots : int
         Rows side by side in a workgroup.
     batch : int
@@ -165,8 +166,8 @@ class Rows:
         self.lanes = min(max(smallest, 1), shape.threads)
         """Threads of a row that exchange registers."""
         self.slot, self.lane = b.const(0, i32), b.thread_id()
-        if shape.slots > 1:
-            self.slot, self.lane = divmod_const(b, self.lane, shape.threads)
+        if shape.slots > 1 or shape.threads == 1:
+            self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
         self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.vectors = target.backend == "cpu"
         self.closes = target.backend == "opencl"
@@ -267,10 +268,14 @@ class Rows:
             for i, x in enumerate(values):
                 b.store(scratch, mine + i * parts + number, x)
         b.barrier()
-        if 4 < parts <= self.lanes:
+        if parts <= self.lanes and parts not in (2, 4):
             # Each subgroup reads them all, a lane one: fewer registers than if every thread did so.
-            mine = mine + (lane & (parts - 1))
-            return [self._shuffled(kind, b.load(scratch, mine + i * parts), parts) for i in range(count)]
+            width = 1 << (parts - 1).bit_length()
+            place = lane & (width - 1)
+            read = [b.load(scratch, mine + b.min(place, parts - 1) + i * parts) for i in range(count)]
+            if parts < width:
+                read = [b.select(place < parts, x, _NEUTRAL[kind]) for x in read]
+            return [self._shuffled(kind, x, width) for x in read]
         left = parts
         if parts > _READ_AT_ONCE:
             left = parts // _READ_AT_ONCE
@@ -335,6 +340,11 @@ class Part:
     def raw(self, what: Source | Columns) -> Value:
         """The same as numbers of the array's own type."""
         return self.span.loaded(self, what)
+
+    def columns(self) -> Value:
+        """The number of each column."""
+        b, elem = self.span.rows.b, element(self.col.type)
+        return b.vector([b.const(i, elem) for i in range(self.span.shape.width)]) + self.col
 
     def store(self, to: Source, value: Value) -> None:
         """Store what belongs there; it is rounded to the array's type."""

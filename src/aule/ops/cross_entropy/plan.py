@@ -80,9 +80,8 @@ def _shape(problem: CrossEntropyProblem, width: int, target: Target) -> tuple[Ro
     if target.backend == "cpu" or problem.length < _LOOPED:
         return shape, span
     few = problem.rows < 4 * target.compute_units
-    return replace(shape, threads=shape.threads if few else min(shape.threads, _LOOP_THREADS), slots=1), SpanShape(
-        width
-    )
+    threads = shape.threads if few else min(shape.threads, _LOOP_THREADS)
+    return replace(shape, threads=threads, slots=1, exact=True), SpanShape(width)
 
 
 def _reduction(
@@ -102,7 +101,7 @@ def _reduction(
     config = CrossEntropyConfig(
         name="cross_entropy_reduction",
         dtype=problem.dtype,
-        shape=replace(shape, slots=1),
+        shape=replace(shape, slots=1, exact=True),
         spans=(span,),
         axes=1,
         index64=False,

@@ -15,7 +15,7 @@ _OPTIONS = (
 
 CROSS_ENTROPY = OpSpec(
     name="cross_entropy",
-    operands=(Operand("logits"), Operand("target", differentiable=False)),
+    operands=(Operand("logits"), Operand("target")),
     outputs=("loss", "lse"),
     options=_OPTIONS,
     bind=bind_cross_entropy,
@@ -24,7 +24,7 @@ CROSS_ENTROPY = OpSpec(
     check=check_targets,
     gradient=OpSpec(
         name="cross_entropy_backward",
-        operands=(Operand("dloss"), Operand("logits"), Operand("target", differentiable=False), Operand("lse")),
+        operands=(Operand("dloss"), Operand("logits"), Operand("target"), Operand("lse")),
         outputs=("dlogits",),
         options=_OPTIONS,
         bind=bind_cross_entropy,

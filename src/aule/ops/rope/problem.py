@@ -8,9 +8,11 @@ from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.norm.problem import checked_eps
-from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape
+from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
 from aule.ops.spec import Call, Result
 from aule.view import TensorView, broadcast, every_nth
+
+_ONE_EACH = "it has one row for each position, or one for each position of each batch"
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _table(
         return view
     if len(view.shape) == 3 and len(x.shape) == 4:  # [batch, seq, pairs] beside [batch, heads, seq, dim]
         view = broadcast(view, (view.shape[0], 1, *view.shape[1:]), (0, None, 1, 2))
-    return _spread(op, name, view, (*x.shape[:-1], pairs))
+    return spread(op, name, view, (*x.shape[:-1], pairs), _ONE_EACH)
 
 
 def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:
@@ -143,16 +145,4 @@ def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:
         raise InvalidDtypeError(f"[{op}] expected position_ids of int32 or int64, got {ids.dtype}; convert them")
     if len(ids.shape) == 2 and len(x.shape) == 4:  # [batch, seq] beside [batch, heads, seq, dim]
         ids = broadcast(ids, (ids.shape[0], 1, ids.shape[1]), (0, None, 1))
-    return _spread(op, "position_ids", ids, x.shape[:-1])
-
-
-def _spread(op: str, name: str, view: TensorView, shape: tuple[int, ...]) -> TensorView:
-    """A view of a larger shape, with stride 0 along axes that it has not or has once."""
-    lead = len(shape) - len(view.shape)
-    fits = lead >= 0 and all(n in (1, m) for n, m in zip(view.shape, shape[lead:], strict=True))
-    if not fits:
-        raise InvalidShapeError(
-            f"[{op}] expected {name} that can be spread to {list(shape)}, got {list(view.shape)}; it has one row for "
-            "each position, or one for each position of each batch"
-        )
-    return broadcast(view, shape, (*(None for _ in range(lead)), *range(len(view.shape))))
+    return spread(op, "position_ids", ids, x.shape[:-1], _ONE_EACH)

@@ -8,9 +8,9 @@ from aule.ops.rope.problem import bind_rope
 from aule.ops.spec import Operand, OpSpec, Option
 
 _TABLES = (
-    Operand("cos", differentiable=False),
-    Operand("sin", differentiable=False),
-    Operand("position_ids", optional=True, differentiable=False),
+    Operand("cos"),
+    Operand("sin"),
+    Operand("position_ids", optional=True),
 )
 _OPTIONS = (Option("interleaved", "bool", False), Option("rotary_dim", "int?", None))
 _ROPE_OPTIONS = (*_OPTIONS, Option("inplace", "bool", False))
