@@ -52,7 +52,8 @@ from aule.install import (
 )
 
 if _TYPE_CHECKING:
-    from aule import codegen, kernels
+    from aule import codegen, kernels, nn
+    from aule.integrations.patching import PatchReport, patch_model
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -70,6 +71,7 @@ __all__ = [
     "LaunchError",
     "NoComputeQueueError",
     "OutOfMemoryError",
+    "PatchReport",
     "ShaderCompileError",
     "Tensor",
     "__version__",
@@ -89,6 +91,8 @@ __all__ = [
     "kernels",
     "layer_norm",
     "layer_norm_linear",
+    "nn",
+    "patch_model",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",
@@ -105,7 +109,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    # Only those who generate kernels themselves need these, and they take as long to import as all the rest.
-    if name in ("codegen", "kernels"):
+    # Only some need these, and they take as long to import as all the rest, or need PyTorch.
+    if name in ("codegen", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
+    if name in ("PatchReport", "patch_model"):
+        return getattr(_importlib.import_module("aule.integrations.patching"), name)
     raise AttributeError(f"module 'aule' has no attribute {name!r}")
