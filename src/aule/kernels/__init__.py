@@ -10,6 +10,26 @@
 from __future__ import annotations
 
 from aule.kernels.attention import AttentionKernel
+from aule.kernels.fused import (
+    FusedKernel,
+    GeGLUKernel,
+    ResidualLayerNormKernel,
+    RMSNormRoPEKernel,
+    SoftmaxDropoutKernel,
+    SwiGLUKernel,
+)
 from aule.kernels.tiles import TileConfig, required_shared_memory, tuned_configs, validate_config
 
-__all__ = ["AttentionKernel", "TileConfig", "required_shared_memory", "tuned_configs", "validate_config"]
+__all__ = [
+    "AttentionKernel",
+    "FusedKernel",
+    "GeGLUKernel",
+    "RMSNormRoPEKernel",
+    "ResidualLayerNormKernel",
+    "SoftmaxDropoutKernel",
+    "SwiGLUKernel",
+    "TileConfig",
+    "required_shared_memory",
+    "tuned_configs",
+    "validate_config",
+]

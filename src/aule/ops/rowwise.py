@@ -242,12 +242,14 @@ def choose_rows(
         threads *= 2
     if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
         threads = smallest  # no barriers
-    elif threads > max(smallest, tuning.threads // 2) and smallest >= 8:
+    elif max(smallest, tuning.threads // 2) < threads <= smallest * smallest:
+        # Whole subgroups are enough, as long as one can read what all of them leave (`Rows`).
         each = max(best, -(-pieces // most))
-        threads = min(-(-pieces // each // smallest) * smallest, most)  # whole subgroups are enough
+        threads = -(-pieces // each // smallest) * smallest
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
     if parts * width > (tuning.sum_most if sums else tuning.most):
+        slots = 1 if sums else slots  # sums that are not in registers are a workgroup's own
         return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
     batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
     exact = rows % (slots * batch) == 0

@@ -42,8 +42,8 @@ class RowShape:
     Attributes
     ----------
     threads : int
-        That share a row: a power of two, or where one row is all of a workgroup a multiple of the subgroup size. 1 on a
-        CPU.
+        That share a row: a power of two; or, where one row is all of a workgroup, a multiple of the subgroup size, of
+        no more subgroups than one has lanes. 1 on a CPU.
     slots : int
         Rows side by side in a workgroup.
     batch : int

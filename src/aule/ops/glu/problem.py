@@ -50,8 +50,8 @@ def bind_glu(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any
     if "dy" in views:
         check_shape(op, "dy", views["dy"], shape, "give it the shape of the result")
     problem = GluProblem(gate.dtype, shape, _activation(op, options), packed)
-    shapes = {"y": shape, "dgate": gate.shape, "dup": shape}
-    return Call(problem, views, {name: Result(gate.dtype, shapes[name]) for name in wanted})
+    shapes = {"y": shape, "dgate": gate.shape} | ({} if packed else {"dup": shape})
+    return Call(problem, views, {name: Result(gate.dtype, shapes[name]) for name in wanted if name in shapes})
 
 
 def _activation(op: str, options: Mapping[str, Any]) -> Activation:
