@@ -13,6 +13,7 @@ from aule.kernels.attention import AttentionKernel
 from aule.kernels.fused import (
     FusedKernel,
     GeGLUKernel,
+    LayerNormLinearKernel,
     ResidualLayerNormKernel,
     RMSNormRoPEKernel,
     SoftmaxDropoutKernel,
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionKernel",
     "FusedKernel",
     "GeGLUKernel",
+    "LayerNormLinearKernel",
     "RMSNormRoPEKernel",
     "ResidualLayerNormKernel",
     "SoftmaxDropoutKernel",
