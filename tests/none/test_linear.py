@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from op_plans import error, interpreted, reference
+from test_fragment_compiles import SPILLED, assemble
+from test_fragment_compiles import target as nvidia
 from test_fragment_interpreted import target as fragment_target
 
 import aule
 from aule.codegen import TARGETS
+from aule.engine.fused import result_views
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
-from aule.ops.linear.config import FragmentBlocks
+from aule.ops.linear.config import FragmentBlocks, ProductConfig
+from aule.view import TensorView, contiguous_strides
 
 SPEC = CATALOGUE["layer_norm_linear"]
 NAMES = [operand.name for operand in SPEC.operands]
@@ -69,6 +75,31 @@ def test_tiles_fit(dtype: str) -> None:
     chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, 4096, 4096, False, False)
     assert chosen == blocks.COPIED[2]  # 99 KiB: what consumer cards have
     assert blocks.choose_blocks(TARGETS["ptx"], "f32", 4096, 4096, False, False).threads == 256
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize(
+    ("arch", "length"), [("sm_75", 1024), ("sm_86", 1024), ("sm_90", 4096), ("sm_90", 4072), ("sm_90", 1031)]
+)
+def test_assembled(arch: str, length: int, tmp_path: Path) -> None:
+    """Without spills, on matrix units, and with asynchronous copies where rows allow them."""
+    device = replace(nvidia(arch), compute_units=132)
+    shapes = {"x": (4096, length), "weight_norm": (length,), "bias_norm": (length,), "weight": (4096, length)}
+    views = {
+        name: TensorView("f16", shape, contiguous_strides(shape), "device", None)
+        for name, shape in (shapes | {"dy": (4096, 4096)}).items()
+    }
+    assert SPEC.gradient is not None
+    for spec, given in ((SPEC, {n: view for n, view in views.items() if n != "dy"}), (SPEC.gradient, views)):
+        call = spec.call(given, {"eps": 1e-5})
+        steps = spec.plan(call.problem, given | result_views(call), device).steps
+        for step in steps:
+            if isinstance(step.config, ProductConfig):
+                text, spilled = assemble(step.build(step.config, device), device, tmp_path)
+                assert "mma.sync" in text and "ldmatrix" in text
+                if spec is SPEC:
+                    assert ("cp.async.cg" in text) == (arch != "sm_75" and length % 64 == 0)
+                assert spilled <= (SPILLED if arch == "sm_75" else 0)
 
 
 @pytest.mark.parametrize(

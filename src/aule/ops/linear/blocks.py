@@ -21,6 +21,8 @@ COPIED = (
 )
 """With asynchronous copies, largest first: a warp's 64 x 64 of the result read each number from shared memory for 64
 products, and 256 columns share the work of normalising their rows."""
+COPIED_DEPTH = 64
+"""Of which the summed dimension is a multiple then."""
 CARRIED = (
     FragmentBlocks(128, 128, 32, down=2, along=2, stages=2),
     FragmentBlocks(64, 64, 32, down=2, along=2, stages=2),
@@ -36,18 +38,28 @@ _CPU_VECTORS, _CPU_DEPTH = 8, 128
 
 
 def choose_blocks(
-    target: Target, dtype: str, m: int, n: int, left_across: bool, right_across: bool
+    target: Target,
+    dtype: str,
+    m: int,
+    n: int,
+    left_across: bool,
+    right_across: bool,
+    copied: bool = True,
+    aligned: bool = True,
 ) -> FragmentBlocks | SimtShape | VectorBlocks:
-    """Tiles for a product whose result is ``m`` × ``n``: the largest that fit and leave no unit without one."""
+    """Tiles for a product whose result is ``m`` × ``n``: the largest that fit and leave no unit without one. ``copied``
+    says that a factor which is not normalised can be copied as it is, ``aligned`` that both can be read in whole runs:
+    elements that come one by one take so many registers that only a small tile has room beside them."""
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
         rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
         return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
     if dtype in ("f16", "bf16") and multiplies(target, dtype):
-        copies = target.backend == "cuda" and target.arch != "sm_75"
+        copies = copied and target.backend == "cuda" and target.arch != "sm_75"
+        table = CARRIED if aligned else CARRIED[-1:]
         fitting = [
             blocks
-            for blocks in (COPIED if copies else CARRIED)
+            for blocks in (COPIED if copies else table)
             if blocks.threads <= target.max_threads
             and 2 * blocks.shared_elements(left_across, right_across) <= target.max_shared_bytes
         ]
