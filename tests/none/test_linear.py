@@ -72,9 +72,9 @@ def test_tiles_fit(dtype: str) -> None:
     for left, right in ((False, False), (False, True), (True, True)):
         for table, target in ((blocks.COPIED, 227 << 10), (blocks.CARRIED, 48 << 10)):
             assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
-    chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, 4096, 4096, False, False)
+    chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)
     assert chosen == blocks.COPIED[2]  # 99 KiB: what consumer cards have
-    assert blocks.choose_blocks(TARGETS["ptx"], "f32", 4096, 4096, False, False).threads == 256
+    assert blocks.choose_blocks(TARGETS["ptx"], "f32", (4096,) * 3, False, False, True).threads == 256
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")

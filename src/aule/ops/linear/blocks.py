@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from aule.errors import KernelError
@@ -38,28 +39,26 @@ _CPU_VECTORS, _CPU_DEPTH = 8, 128
 
 
 def choose_blocks(
-    target: Target,
-    dtype: str,
-    m: int,
-    n: int,
-    left_across: bool,
-    right_across: bool,
-    copied: bool = True,
-    aligned: bool = True,
+    target: Target, dtype: str, sizes: tuple[int, int, int], left_across: bool, right_across: bool, aligned: bool
 ) -> FragmentBlocks | SimtShape | VectorBlocks:
-    """Tiles for a product whose result is ``m`` × ``n``: the largest that fit and leave no unit without one. ``copied``
-    says that a factor which is not normalised can be copied as it is, ``aligned`` that both can be read in whole runs:
-    elements that come one by one take so many registers that only a small tile has room beside them."""
+    """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
+
+    ``aligned`` says that both factors can be read in whole runs: elements that come one by one take so many registers
+    that only a small tile has room beside them.
+    """
+    m, n, k = sizes
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
         rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
         return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
     if dtype in ("f16", "bf16") and multiplies(target, dtype):
-        copies = copied and target.backend == "cuda" and target.arch != "sm_75"
-        table = CARRIED if aligned else CARRIED[-1:]
+        copies = aligned and k % COPIED_DEPTH == 0 and target.backend == "cuda" and target.arch != "sm_75"
+        table = COPIED if copies else CARRIED if aligned else CARRIED[-1:]
+        assert target.matrix_layout is not None
+        tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]
         fitting = [
             blocks
-            for blocks in (COPIED if copies else table)
+            for blocks in tiles
             if blocks.threads <= target.max_threads
             and 2 * blocks.shared_elements(left_across, right_across) <= target.max_shared_bytes
         ]
@@ -67,13 +66,10 @@ def choose_blocks(
             if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
                 return blocks
     for shape in _SIMT:
-        if (
-            shape.threads <= target.max_threads
-            and shape.shared_bytes(shape.chunk_k, QUAD, True) <= target.max_shared_bytes
-        ):
-            small = m <= 64 or n <= 64
-            if not (small and shape.block_q > 64 and _SIMT[-1] is not shape):
-                return shape
+        shared = shape.shared_bytes(shape.chunk_k, QUAD, subgroups=True)
+        fills = shape.block_q <= 64 or min(m, n) > 64
+        if fills and shape.threads <= target.max_threads and shared <= target.max_shared_bytes:
+            return shape
     raise KernelError(
         f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
         f"bytes and {target.max_threads} on {target.name}; use another backend"

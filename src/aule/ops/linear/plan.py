@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.linear.blocks import COPIED_DEPTH, choose_blocks
+from aule.ops.linear.blocks import choose_blocks
 from aule.ops.linear.config import Affine, FactorConfig, FragmentBlocks, ProductConfig, StoredConfig, VectorBlocks
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
@@ -114,10 +114,8 @@ def product_step(
     n = inner if right.across else outer
     if max(m, n, k) >= 1 << 30:
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
-    aligned = [view_width(given.view) >= RUN for given in (left, right)]
-    plain = [fits for given, fits in zip((left, right), aligned, strict=True) if given.norm is None]
-    copied = k % COPIED_DEPTH == 0 and all(plain)
-    blocks = choose_blocks(target, dtype, m, n, left.across, right.across, copied, all(aligned))
+    aligned = min(view_width(left.view), view_width(right.view)) >= RUN
+    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned)
     width = RUN if isinstance(blocks, FragmentBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
