@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
-from aule.api import attention, aule_attention, flash_attention, flash_attention_varlen
+from aule.api import (
+    attention,
+    aule_attention,
+    cascade_attention,
+    decode_attention,
+    flash_attention,
+    flash_attention_paged,
+    flash_attention_varlen,
+    merge_states,
+)
 from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
+    CacheFullError,
     ClosedError,
     DeviceLostError,
     DeviceMismatchError,
@@ -48,6 +58,7 @@ from aule.install import (
     scaled_dot_product_attention,
     uninstall,
 )
+from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
@@ -58,12 +69,14 @@ __all__ = [
     "Aule",
     "AuleError",
     "BackendUnavailableError",
+    "CacheFullError",
     "ClosedError",
     "DeviceLostError",
     "DeviceMismatchError",
     "InvalidArgumentError",
     "InvalidDtypeError",
     "InvalidShapeError",
+    "KVCache",
     "KernelError",
     "LaunchError",
     "NoComputeQueueError",
@@ -73,9 +86,12 @@ __all__ = [
     "__version__",
     "attention",
     "aule_attention",
+    "cascade_attention",
     "codegen",
+    "decode_attention",
     "dispatch_stats",
     "flash_attention",
+    "flash_attention_paged",
     "flash_attention_varlen",
     "geglu",
     "get_available_backends",
@@ -85,6 +101,7 @@ __all__ = [
     "installed",
     "kernels",
     "layer_norm",
+    "merge_states",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",
