@@ -4,8 +4,8 @@
     python benchmarks/tune_backward.py cuda bf16 64:2048:full,64:8192:causal keys f:128,32,4,2 f:64,64,4,2
 
 Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], or for matrix
-units f:rows,width,subgroups,stages[,registers]; ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added
-up by the kernel of the others.
+units f:rows,width,subgroups,stages[,registers[,columns]]; ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three,
+dQ added up by the kernel of the others.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class Case:
 def parsed(text: str) -> SimtShape | FragmentShape:
     numbers = [int(x) for x in text.removeprefix("f:").split(",")]
     if text.startswith("f:"):
-        return FragmentShape(*numbers[:4], False, *numbers[4:])
+        columns = {"columns": numbers[5]} if len(numbers) > 5 else {}
+        return FragmentShape(*numbers[:4], False, *numbers[4:5], **columns)
     return SimtShape(*numbers[:6], False, 0, *numbers[6:])
 
 

@@ -790,39 +790,46 @@ def votes() -> Iterator[Case]:
 
 
 def fragments() -> Iterator[Case]:
-    for elem in (f32, f16):
+    for elem, side in ((f32, 8), (f16, 8), (f16, 16), (bf16, 16)):
+        area, held = side * side, side * side // 32
 
-        @trace(f"fragments_{elem}", 64, 32)
-        def product(b: Builder, elem: Scalar = elem) -> None:
+        @trace(f"fragments_{elem}_{side}", 64, 32)
+        def product(b: Builder, elem: Scalar = elem, side: int = side, area: int = area, held: int = held) -> None:
             x, y, out = b.buffer("x", elem), b.buffer("y", elem), b.buffer("result", f32, "write")
-            low, tile = b.buffer("low", elem, "write"), b.shared("tile", f32, 128)
+            low, tile = b.buffer("low", elem, "write"), b.shared("tile", f32, 2 * area)
+            copy = b.shared("copy", elem, 2 * area)
             s = b.subgroup_id()
-            a_type, b_type = Fragment(elem, 8, 8, "a"), Fragment(elem, 8, 8, "b")
-            total = b.var(b.fragment_fill(Fragment(f32, 8, 8, "accumulator"), 1.0), "total")
+            a_type, b_type = Fragment(elem, side, side, "a"), Fragment(elem, side, side, "b")
+            sums = Fragment(f32, side, side, "accumulator")
+            total = b.var(b.fragment_fill(sums, 1.0), "total")
             with b.loop(0, 4, name="k") as k:
-                a = b.fragment_load(a_type, x, s * 256 + k * 8, 32)
-                c = b.fragment_load(b_type, y, k * 8, 32, "column")
+                a = b.fragment_load(a_type, x, s * (4 * area) + k * side, 4 * side)
+                c = b.fragment_load(b_type, y, k * side, 4 * side, "column")
                 total.value = b.fragment_mma(a, c, total.value)
             scaled = total.value
-            for component in range(2):
+            for component in range(held):
                 scaled = b.fragment_set(scaled, component, b.fragment_get(scaled, component) * 0.5)
-            scaled = b.fragment_pack(
-                Fragment(f32, 8, 8, "accumulator"), [b.fragment_get(scaled, i) + 1.0 for i in range(2)]
-            )
-            b.fragment_store(tile, s * 64, 8, scaled)
+            scaled = b.fragment_pack(sums, [b.fragment_get(scaled, i) + 1.0 for i in range(held)])
+            # The first of the left factors, taken apart and put together again, through shared memory and back.
+            a = b.fragment_load(a_type, x, s * (4 * area), 4 * side)
+            parts = [b.fragment_get(a, i) for i in range(held)]
+            b.fragment_store(copy, s * area, side, b.fragment_pack(a_type, parts), "column")
             b.barrier()
-            b.store(out, b.thread_id() * 2, b.load(tile, b.thread_id() * 2, 2))
-            b.fragment_store(low, s * 64, 8, b.cast(total.value, elem), "column")
+            turned = b.fragment_load(b_type, copy, s * area, side)
+            scaled = b.fragment_mma(b.fragment_fill(a_type, 1.0), turned, scaled)
+            b.fragment_store(tile, s * area, side, scaled)
+            b.barrier()
+            b.store(out, b.thread_id() * held, b.load(tile, b.thread_id() * held, held))
+            b.fragment_store(low, s * area, side, b.cast(total.value, elem), "column")
 
         args = [
-            numbers(elem, 512, low=-1, high=1),
-            numbers(elem, 256, seed=1, low=-1, high=1),
-            zeros(f32, 128),
-            zeros(elem, 128),
+            numbers(elem, 8 * area, low=-1, high=1),
+            numbers(elem, 4 * area, seed=1, low=-1, high=1),
+            zeros(f32, 2 * area),
+            zeros(elem, 2 * area),
         ]
-        yield Case(
-            product.name, product, args, (1, 1, 1), 1e-2 if elem == f16 else 1e-4, frozenset({"fragments", "subgroups"})
-        )
+        tolerance = {f32: 1e-4, f16: 1e-2, bf16: 2e-2}[elem]
+        yield Case(product.name, product, args, (1, 1, 1), tolerance, frozenset({"fragments", "subgroups"}))
 
 
 def differences(case: Case, expected: list[Any], got: list[Any], tolerance: float | None = None) -> str:

@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
-from aule.api import attention, aule_attention, flash_attention, flash_attention_varlen
+from aule.api import (
+    attention,
+    aule_attention,
+    cascade_attention,
+    decode_attention,
+    flash_attention,
+    flash_attention_paged,
+    flash_attention_varlen,
+    merge_states,
+)
 from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
+    CacheFullError,
     ClosedError,
     DeviceLostError,
     DeviceMismatchError,
@@ -50,6 +60,7 @@ from aule.install import (
     scaled_dot_product_attention,
     uninstall,
 )
+from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels, nn
@@ -61,12 +72,14 @@ __all__ = [
     "Aule",
     "AuleError",
     "BackendUnavailableError",
+    "CacheFullError",
     "ClosedError",
     "DeviceLostError",
     "DeviceMismatchError",
     "InvalidArgumentError",
     "InvalidDtypeError",
     "InvalidShapeError",
+    "KVCache",
     "KernelError",
     "LaunchError",
     "NoComputeQueueError",
@@ -77,10 +90,13 @@ __all__ = [
     "__version__",
     "attention",
     "aule_attention",
+    "cascade_attention",
     "codegen",
     "cross_entropy",
+    "decode_attention",
     "dispatch_stats",
     "flash_attention",
+    "flash_attention_paged",
     "flash_attention_varlen",
     "geglu",
     "get_available_backends",
@@ -91,6 +107,7 @@ __all__ = [
     "kernels",
     "layer_norm",
     "layer_norm_linear",
+    "merge_states",
     "nn",
     "patch_model",
     "print_backend_info",

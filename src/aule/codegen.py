@@ -16,7 +16,7 @@ from __future__ import annotations
 from aule.artifact import Artifact
 from aule.backends import registry
 from aule.ir import KernelIR
-from aule.target import NVIDIA_LAYOUT, Target
+from aule.target import APPLE_LAYOUT, NVIDIA_LAYOUT, Target
 
 __all__ = ["TARGETS", "generate", "target_for"]
 
@@ -38,7 +38,8 @@ TARGETS: dict[str, Target] = {
     "wgsl": Target("webgpu", "generic WebGPU", max_threads=256, max_shared_bytes=16384),
     "msl": Target(
         "metal", "generic Apple", "apple", subgroup_size=32, max_threads=1024, max_shared_bytes=32768, max_buffers=30,
-        unified_memory=True, f16=True, int64=True, storage16=True, storage8=True,
+        unified_memory=True, f16=True, bf16=True, int64=True, storage16=True, storage8=True,
+        matrix_units=("m8n8k8:f16:f32", "m8n8k8:bf16:f32", "m8n8k8:f32:f32"), matrix_layout=APPLE_LAYOUT,
     ),
     "llvm": Target(
         "cpu", "generic x86-64-v3", arch="x86_64", max_threads=1, max_shared_bytes=1 << 20,

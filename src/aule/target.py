@@ -22,6 +22,8 @@ class FragmentLayout:
 
 NVIDIA_LAYOUT = FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 8, 0), (1, 0, 8))
 """Of mma.sync, and so of fragments in PTX."""
+APPLE_LAYOUT = FragmentLayout((0, 1, 2, 0, 4), (2, 0, 0, 4, 0), (0, 0, 8), (1, 8, 0))
+"""Of fragments in MSL, four blocks of 8x8. Apple does not document it: code is shown with it, but a device is asked."""
 
 
 @dataclass(frozen=True)

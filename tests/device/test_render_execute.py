@@ -97,7 +97,7 @@ def test_a_device_computes_what_the_interpreter_does(pair: str, name: str) -> No
     if "subgroups" in case.needs and not target.subgroup_size:
         pytest.skip(f"{target.name} has no subgroups through {target.backend}")
     if "fragments" in case.needs and pair != "msl-shim":
-        pytest.skip("8x8 fragments are Metal's")
+        pytest.skip("fragments in blocks of 8x8 are Metal's")
     render: Render = importlib.import_module(f"aule.render.{PAIRS[pair].render}").render
     try:
         artifact = render(case.kernel, target)

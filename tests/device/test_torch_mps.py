@@ -4,15 +4,15 @@ with g++ and calls the kernel as PyTorch would. What it cannot show is Apple's c
 from __future__ import annotations
 
 import ctypes
-import re
+import platform
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import devices
+import msl_shim
 import pytest
 
 import aule
-from aule.artifact import Artifact, Param
 from aule.runtime.base import Device
 
 torch = pytest.importorskip("torch")
@@ -32,27 +32,26 @@ class Kernel:
     """A kernel, called as ``kernel(*arguments, threads=, group_size=)``: each argument is bound at its own index."""
 
     max_threads_per_threadgroup = 1024
-    launched = 0
+    launched: ClassVar[list[Kernel]] = []
 
     def __init__(self, source: str, entry: str) -> None:
         assert f"kernel void {entry}(" in source
         self.source, self.entry = source, entry
-        self.buffers = len(re.findall(r"^ +device .*\[\[buffer\(\d+\)\]\]", source, re.MULTILINE))
+        self.buffers = msl_shim.buffers_of(source)
         self.block = "constant Params& params" in source
-        self.function: Any = None
 
     def __call__(self, *arguments: Any, threads: list[int], group_size: list[int]) -> None:
         assert len(arguments) == self.buffers + self.block and all(isinstance(x, torch.Tensor) for x in arguments)
         assert group_size[1:] == [1, 1] and threads[0] % group_size[0] == 0
-        if self.function is None:
-            params = [Param(f"b{i}", "buffer", "f32") for i in range(self.buffers)]
-            params += [Param("s", "scalar", "i32")] if self.block else []
-            artifact = Artifact("msl", self.source.encode(), self.entry, tuple(params), group_size[0])
-            self.function = devices.shim().load(artifact).handle
+        function = msl_shim.compile_kernel(self.source, self.entry, group_size[0])
         pointers = (ctypes.c_void_p * self.buffers)(*(x.data_ptr() for x in arguments[: self.buffers]))
         block = bytes(arguments[-1].numpy().tobytes()) if self.block else b""
-        self.function(pointers, block, ctypes.c_uint(threads[0] // group_size[0]), *map(ctypes.c_uint, threads[1:]))
-        Kernel.launched += 1
+        function(pointers, block, ctypes.c_uint(threads[0] // group_size[0]), *map(ctypes.c_uint, threads[1:]))
+        Kernel.launched.append(self)
+
+    @property
+    def multiplies_matrices(self) -> bool:
+        return "simdgroup_multiply_accumulate" in self.source
 
 
 @pytest.fixture
@@ -67,7 +66,8 @@ def shader(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch_mps, "_launches", {})
     monkeypatch.setattr(torch_mps, "_devices", {})
     monkeypatch.setattr(front_end, "_gradient_launches", {})
-    Kernel.launched = 0
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("14.5", ("", "", ""), "arm64"))
+    Kernel.launched.clear()
     return device
 
 
@@ -91,10 +91,13 @@ def test_forward(shader: Device, dtype: Any) -> None:
     assert (out.double() - expected).abs().max() <= allowed * expected.abs().max()
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 32**-0.5
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    assert Kernel.launched == 1
+    half = dtype != torch.float32
+    probe = ["fragment_probe", "fragment_check"] if half else []
+    assert [kernel.entry for kernel in Kernel.launched] == [*probe, "flash_attention"]
+    assert Kernel.launched[-1].multiplies_matrices == half
     again = torch.empty(2, 33, 4, 16, dtype=dtype).transpose(1, 2)
     assert aule.flash_attention(q, k, v, causal=False, out=again) is again
-    assert torch.equal(again, out) and Kernel.launched == 2
+    assert torch.equal(again, out) and len(Kernel.launched) == len(probe) + 2
 
 
 def test_layouts_and_options(shader: Device) -> None:
@@ -136,7 +139,20 @@ def test_gradients(shader: Device) -> None:
     expected = torch.autograd.grad(reference(*exact[:3], attn_mask=exact[3]), exact, dout.double())
     for f, e in zip(found, expected, strict=True):
         assert (f.double() - e).abs().max() <= 2e-5 * e.abs().max()
-    assert Kernel.launched == 4  # forward, and three of the backward pass
+    assert len(Kernel.launched) == 4  # forward, and three of the backward pass
+
+
+def test_gradients_on_matrix_units(shader: Device) -> None:
+    leaves = [made(1, heads, 33, 64, dtype=torch.float16) for heads in (4, 2, 2)]
+    mine = [x.clone().requires_grad_() for x in leaves]
+    exact = [x.double().requires_grad_() for x in leaves]
+    dout = made(1, 4, 33, 64, dtype=torch.float16)
+    found = torch.autograd.grad(aule.flash_attention(*mine, causal=True), mine, dout)
+    expected = torch.autograd.grad(reference(*exact, is_causal=True), exact, dout.double())
+    for f, e in zip(found, expected, strict=True):
+        assert (f.double() - e).abs().max() <= 2e-3 * e.abs().max()
+    used = [kernel.entry for kernel in Kernel.launched if kernel.multiplies_matrices]
+    assert used[-3:] == ["flash_attention", "flash_attention_backward_queries", "flash_attention_backward_keys"]
 
 
 def test_dropout(shader: Device) -> None:
@@ -156,7 +172,7 @@ def test_dropout(shader: Device) -> None:
             expected = run(seed, backend="cpu")
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    assert Kernel.launched == 8
+    assert len(Kernel.launched) == 8
 
 
 def test_compiled(shader: Device) -> None:
@@ -202,3 +218,24 @@ def test_which_tensors_take_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AULE_BACKEND")
     monkeypatch.delattr(torch.mps, "compile_shader")  # as before PyTorch 2.7
     assert front_end.route(mps, AttentionOptions()) == "staged"
+
+
+def test_a_cache_is_written_where_it_lies(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aule.frontends import torch_kvcache
+
+    monkeypatch.setattr(torch_kvcache, "route", lambda tensor, options: "mps")
+    monkeypatch.setattr(torch_kvcache, "_launches", {})
+    angles = made(16, 4)
+    options = {"page_size": 4, "layers": 2, "quantize": "int8"}
+    cache = aule.KVCache(6, 2, 8, **options, device="cpu")
+    plain = aule.KVCache(6, 2, 8, **options, backend="numpy")
+    for pool, kind in ((cache, lambda x: x), (plain, lambda x: x.numpy())):
+        seq = pool.allocate()
+        pool.append(seq, kind(made(6, 2, 8)), kind(made(6, 2, 8)), 1, (kind(angles.cos()), kind(angles.sin())))
+        pool.append(pool.fork(seq), kind(made(3, 2, 8)), kind(made(3, 2, 8)), 1)  # copies the page that both have
+    assert Kernel.launched == 3
+    for found, wanted in zip(cache.pool(1), plain.pool(1), strict=True):
+        torch.testing.assert_close(
+            found, torch.from_numpy(wanted), rtol=1e-6, atol=1 if found.dtype == torch.int8 else 0
+        )
+    assert cache.pool(1).k.any()

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from aule.target import Target
 
 _HERE = Path(__file__).parent
 _THREADGROUP_ARRAY = re.compile(r"^    threadgroup (\w+ \w+\[\d+\];)$", re.MULTILINE)
+_BUFFER = re.compile(r"^ +device .*\[\[buffer\(\d+\)\]\]", re.MULTILINE)
 _INPUT = re.compile(r"(\w+) (\w+) \[\[(thread\w+|simd\w+)\]\]")
 _INPUTS = {
     "thread_index_in_threadgroup": "uint(lane)",
@@ -56,15 +58,18 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class ShimDevice(Device):
-    """MSL on the CPU."""
+    """MSL on the CPU; as on a GPU without matrix units, unless ``matrices`` says otherwise."""
 
     index = 0
     target = Target(
-        backend="metal", name="msl-shim", vendor="software", software=True, subgroup_size=32, f16=True, int64=True,
-        storage16=True, storage8=True, max_threads=1024, max_shared_bytes=32768, max_buffers=30,
+        backend="metal", name="msl-shim", vendor="software", software=True, subgroup_size=32, f16=True, bf16=True,
+        int64=True, storage16=True, storage8=True, max_threads=1024, max_shared_bytes=32768, max_buffers=30,
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, matrices: bool = False) -> None:
+        if matrices:
+            units = ("m8n8k8:f16:f32", "m8n8k8:bf16:f32", "m8n8k8:f32:f32")
+            self.target = replace(self.target, name="msl-shim with matrices", matrix_units=units)
         # The fibers of a launch share static memory: one launch at a time.
         self._lock = threading.Lock()
         self._closed = False
@@ -97,17 +102,7 @@ class ShimDevice(Device):
         self._check()
         if artifact.language != "msl":
             raise ShaderCompileError(f"[msl-shim] expected a kernel in msl, got {artifact.language}")
-        stem = Path(_folder().name) / hashlib.sha256(artifact.code).hexdigest()[:16]
-        library = stem.with_suffix(".so")
-        if not library.exists():
-            stem.with_suffix(".cpp").write_text(_source(artifact))
-            command = ["g++", *_FLAGS, "-shared", f"-I{stem.parent}", "-o", library, stem.with_suffix(".cpp")]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise ShaderCompileError(f"[msl-shim] g++ refused {artifact.entry}:\n{done.stderr[:4000]}", done.stderr)
-        function = ctypes.CDLL(str(library)).shim_launch
-        function.restype = None
-        return Program(self, artifact, function)
+        return Program(self, artifact, compile_kernel(artifact.text, artifact.entry, artifact.workgroup))
 
     def launch(
         self,
@@ -159,11 +154,31 @@ class ShimDevice(Device):
         return data.reshape(-1).view(np.uint8)
 
 
-def _source(artifact: Artifact) -> str:
+def compile_kernel(source: str, entry: str, workgroup: int) -> Any:
+    """A kernel as a C function of the addresses of its buffers, its block of scalars, and the grid."""
+    stem = Path(_folder().name) / hashlib.sha256(f"{workgroup} {source}".encode()).hexdigest()[:16]
+    library = stem.with_suffix(".so")
+    if not library.exists():
+        stem.with_suffix(".cpp").write_text(_source(source, entry, workgroup))
+        command = ["g++", *_FLAGS, "-shared", f"-I{stem.parent}", "-o", library, stem.with_suffix(".cpp")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ShaderCompileError(f"[msl-shim] g++ refused {entry}:\n{done.stderr[:4000]}", done.stderr)
+    function = ctypes.CDLL(str(library)).shim_launch
+    function.restype = None
+    return function
+
+
+def buffers_of(source: str) -> int:
+    """How many buffers a kernel has before its block of scalars."""
+    return len(_BUFFER.findall(source))
+
+
+def _source(source: str, entry: str, workgroup: int) -> str:
     """The kernel, and a C function that runs its grid."""
-    text = _THREADGROUP_ARRAY.sub(r"    static \1", artifact.text)
-    buffers = [f"(decltype(shim_argument<{i}>({artifact.entry})))buffers[{i}]" for i in range(len(artifact.buffers))]
-    block = ["*(const Params*)block"] if artifact.scalars else []
+    text = _THREADGROUP_ARRAY.sub(r"    static \1", source)
+    buffers = [f"(decltype(shim_argument<{i}>({entry})))buffers[{i}]" for i in range(buffers_of(source))]
+    block = ["*(const Params*)block"] if "constant Params& params" in source else []
     inputs = [_INPUTS[name] for _, _, name in _INPUT.findall(text)]
     arguments = ", ".join([*buffers, *block, *inputs])
     return f"""{text}
@@ -179,7 +194,7 @@ extern "C" void shim_launch(void** buffers_, const void* block_, uint x, uint y,
         for (uint j = 0; j < y; j++)
             for (uint i = 0; i < x; i++) {{
                 position = uint3(i, j, k);
-                shim::run({artifact.workgroup}, [](int lane) {{ {artifact.entry}({arguments}); }});
+                shim::run({workgroup}, [](int lane) {{ {entry}({arguments}); }});
             }}
 }}
 """

@@ -64,7 +64,7 @@ def run(
         shape_of = views[name].shape
         views["d" + name] = TensorView(problem.dtype, shape_of, contiguous_strides(shape_of), "device", None)
         memory["d" + name] = np.zeros(shape_of, stored).reshape(-1)
-    plan = plan_backward(problem, views, target, shapes=(shape, shape))
+    plan = plan_backward(problem, views, target, shapes=shape if isinstance(shape, tuple) else (shape, shape))
     memory |= {name: np.full(size, np.nan, np.float32) for name, size in plan.workspace.items()}
     for step in plan.steps:
         kernel = step.build(replace(step.config, index64=index64), target)

@@ -11,7 +11,7 @@ import pytest
 from test_fragment_interpreted import target
 
 import aule
-from aule.engine.attention import BackwardLaunch, contiguous_strides, named
+from aule.engine.attention import StepLaunches, contiguous_strides, named
 from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import varlen_problem
@@ -152,9 +152,9 @@ def test_planned_again_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[bool] = []
 
-    def prepare(problem: Any, *_: Any) -> BackwardLaunch:
+    def prepare(problem: Any, *_: Any) -> StepLaunches:
         seen.append(problem.deterministic)
-        return BackwardLaunch((), {})
+        return StepLaunches((), {})
 
     monkeypatch.setattr(front_end, "prepare_backward", prepare)
     monkeypatch.setattr(front_end, "_gradient_launches", {})

@@ -11,10 +11,13 @@ import pytest
 from test_backward_interpreted import run as backward
 from test_forward_interpreted import run
 
+from aule.engine import probe
+from aule.ir import KernelIR
+from aule.ir.interpret import interpret
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
-from aule.target import FragmentLayout, Target
+from aule.target import NVIDIA_LAYOUT, FragmentLayout, Target
 from aule.tile.fragment import FragmentShape
 
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
@@ -92,6 +95,24 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
+@pytest.mark.parametrize("dims", [(64, 32), (24, 128)], ids=str)
+def test_gradients_of_subgroups_that_share_their_rows(dims: tuple[int, int], deterministic: bool) -> None:
+    """Only dK and dV are made so; dQ has tiles of its own."""
+    rng = np.random.default_rng(1)
+    arrays = {
+        "q": rng.standard_normal((1, 2, 39, dims[0])).astype(np.float16),
+        "k": rng.standard_normal((1, 1, 50, dims[0])).astype(np.float16),
+        "v": rng.standard_normal((1, 1, 50, dims[1])).astype(np.float16),
+    }
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, deterministic=deterministic)
+    shapes = (BACKWARD["two-stages"], FragmentShape(32, 32, 4, 2, False, columns=2))
+    found, dout = backward(problem, operands, arrays, shapes, True, target())
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
 @pytest.mark.parametrize("shape", BACKWARD)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
@@ -102,6 +123,21 @@ def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
+
+
+def test_the_probe() -> None:
+    """The interpreter's layout is read off and passes the check; another does not."""
+
+    def run(kernel: KernelIR, matrix: np.ndarray) -> np.ndarray:
+        out = np.zeros((2, 32, 8), np.float32)
+        interpret(kernel, (1, 1, 1), [matrix.astype(np.float32), matrix.astype(np.float16), out])
+        return out
+
+    accumulators, factors = run(probe._probe_kernel(32), np.arange(256))
+    assert probe.decode(accumulators) == ROW_HALVES and np.array_equal(accumulators, factors)
+    for layout in (ROW_HALVES, NVIDIA_LAYOUT):
+        found, expected = run(probe._check_kernel(32, layout), np.roll(np.eye(16), 1, axis=1))
+        assert np.array_equal(found, expected) == (layout == ROW_HALVES)
 
 
 def test_a_negative_scale() -> None:

@@ -14,7 +14,8 @@ from aule.errors import KernelError
 from aule.ir import Builder, KernelIR, Op, Value
 from aule.ir.kernel import walk
 from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bool_, f16, f32, f64, i8, i32, i64, u8, u32, u64
+from aule.ir.passes import soft_half
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, bool_, f16, f32, f64, i8, i32, i64, u8, u32, u64
 from aule.ir.verify import verify, verify_structure
 
 
@@ -464,6 +465,23 @@ def test_a_variable_that_diverges_later_in_the_loop_is_divergent_before() -> Non
             b.barrier()
         go.value = kit.t
     refused(b.finish(), "barrier: expected uniform control flow")
+
+
+def test_what_is_soft_is_in_fragments_alone() -> None:
+    b = Builder("soft", 32, 32)
+    memory, type_ = b.buffer("x", bf16, "readwrite"), Fragment(bf16, 16, 16, "a")
+    loaded = b.fragment_load(type_, memory, 0, 16)
+    changed = b.fragment_set(loaded, 0, b.fragment_get(loaded, 1))
+    b.fragment_store(memory, 0, 16, b.fragment_pack(type_, [b.fragment_get(changed, i) for i in range(8)]))
+    b.fragment_store(memory, 256, 16, b.fragment_fill(type_, 1.0))
+    kernel = b.finish()
+    verify(kernel)
+    lowered = soft_half(kernel, {bf16})
+    with pytest.raises(KernelError, match="a fragment of u16"):
+        verify(lowered)
+    verify_structure(lowered, frozenset({bf16}))
+    with pytest.raises(KernelError, match="a fragment of bf16"):
+        verify_structure(kernel, frozenset({bf16}))
 
 
 def test_walk_visits_every_operation_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.memory import STORED, Arena, check_memory, host_view
 from aule.engine.probe import find_layout
-from aule.engine.programs import program
+from aule.engine.programs import StepLaunches, launch_steps, load_steps, program
 from aule.engine.tuning import tuned_shape
 from aule.errors import AuleError
 from aule.ops.attention import numpy_forward
@@ -23,7 +22,6 @@ from aule.ops.attention.plan import ForwardPlan, plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
-from aule.ops.step import Step
 from aule.runtime.base import Device, Program
 from aule.view import TensorView, contiguous_strides
 
@@ -175,39 +173,17 @@ def _forward_on_cpu(
         lse[...] = kept
 
 
-@dataclass(frozen=True, eq=False)
-class BackwardLaunch:
-    """The gradients of q, k and v, ready to go: programs with their grids and scalars, and what they share."""
-
-    steps: tuple[tuple[Step, Program], ...]
-    workspace: Mapping[str, int]
-    """fp32 elements of each further buffer, by name."""
-
-
 def prepare_backward(
     problem: AttentionProblem,
     views: dict[str, TensorView],
     device: Device,
     aligned_base: dict[str, bool] | None = None,
-) -> BackwardLaunch:
+) -> StepLaunches:
     """Plan the gradients on a GPU and build their kernels, or find both in memory. ``views`` as for `plan_backward`."""
     check_memory("flash_attention", problem.dtype, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
-    plan = plan_backward(problem, views, device.target, aligned_base)
-    steps = []
-    for step in plan.steps:
-        loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
-        steps.append((step, loaded))
-    return BackwardLaunch(tuple(steps), plan.workspace)
-
-
-def backward_on_device(ready: BackwardLaunch, device: Device, memory: dict[str, Any]) -> None:
-    """Compute gradients in memory of the device, by buffer name; asynchronous."""
-    values = {f"{name}_ptr": buffer for name, buffer in memory.items()}
-    for step, loaded in ready.steps:
-        arguments = values | dict(step.scalars)
-        device.launch(loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params])
+    return load_steps(plan_backward(problem, views, device.target, aligned_base), device)
 
 
 def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Any) -> None:
@@ -219,7 +195,7 @@ def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView],
     with Arena(device) as arena:
         memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
         memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
-        backward_on_device(ready, device, memory)
+        launch_steps(ready, device, memory)
 
 
 def backward_on_host(
@@ -285,7 +261,7 @@ def _backward_through_device(
         buffers = {name: view.storage for name, view in views.items()}
         buffers["lse"] = arena.bring(host_view("f32", lse[None])).storage
         buffers |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
-        backward_on_device(ready, device, buffers)
+        launch_steps(ready, device, buffers)
         for name, array in grads.items():
             device.download(buffers[f"d{name}"], array)
         if ds is not None:

@@ -4,7 +4,6 @@ NumPy."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.memory import STORED, Arena, check_memory, host_view
-from aule.engine.programs import program
+from aule.engine.programs import StepLaunches, launch_steps, load_steps
 from aule.errors import AuleError, InvalidArgumentError
 from aule.ops.elements import as_float, stored
 from aule.ops.spec import Call, OpSpec
-from aule.ops.step import Step
-from aule.runtime.base import Device, Program
+from aule.runtime.base import Device
 from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
@@ -46,16 +44,6 @@ def work_dtype(call: Call) -> Any:
     return np.float64 if call.problem.dtype == "f64" else np.float32
 
 
-@dataclass(frozen=True, eq=False)
-class Launches:
-    """A call that is ready to go on a GPU: programs with their grids and scalars, and what they share. Where there are
-    none, every output is zero."""
-
-    steps: tuple[tuple[Step, Program], ...]
-    workspace: Mapping[str, int]
-    """fp32 elements of each further buffer, by name."""
-
-
 def result_views(call: Call) -> dict[str, TensorView]:
     """Views of a call's outputs, in fresh memory unless they have a place."""
     return {
@@ -66,15 +54,11 @@ def result_views(call: Call) -> dict[str, TensorView]:
     }
 
 
-def prepare(spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: Device) -> Launches:
-    """Plan a call on a GPU and build its kernels, or find those in memory. ``views`` are of operands and outputs."""
+def prepare(spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: Device) -> StepLaunches:
+    """Plan a call on a GPU and build its kernels, or find those in memory. ``views`` are of operands and outputs. Where
+    there is nothing to launch, every output is zero."""
     check_memory(spec.name, call.problem.dtype, views, device)
-    plan = spec.plan(call.problem, views, device.target)
-    steps = []
-    for step in plan.steps:
-        loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
-        steps.append((step, loaded))
-    return Launches(tuple(steps), plan.workspace)
+    return load_steps(spec.plan(call.problem, views, device.target), device)
 
 
 def prepare_cpu(spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: Device) -> cpu.Ready:
@@ -159,21 +143,12 @@ def _through_device(spec: OpSpec, call: Call, device: Device, results: dict[str,
         memory = {name: view.storage for name, view in views.items()}
         memory |= {name: arena.alloc(array.nbytes) for name, array in results.items()}
         memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
-        _launch(ready, device, memory)
+        launch_steps(ready, device, memory)
         for name, array in results.items():
             finished = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
             device.download(memory[name], finished)
             if finished is not array:
                 array[...] = finished
-
-
-def _launch(ready: Launches, device: Device, memory: Mapping[str, Any]) -> None:
-    for step, loaded in ready.steps:
-        numbers = step.scalars
-        arguments = [
-            numbers[p.name] if p.name in numbers else memory[step.memory_of(p.name)] for p in loaded.artifact.params
-        ]
-        device.launch(loaded, step.grid, arguments)
 
 
 def _clear(results: dict[str, Array]) -> None:

@@ -1,4 +1,4 @@
-"""How a device's cooperative matrices lie over a subgroup, found out once per device.
+"""How a device's matrices (Vulkan's cooperative ones, Metal's simdgroup ones) lie over a subgroup, found out once.
 
 The interface hides it, but a matrix whose elements are their own indices tells: each lane reads off its components.
 What was found is used for one product whose factor is put together in registers; only then it is trusted.
@@ -17,14 +17,13 @@ import numpy.typing as npt
 from aule.engine.programs import program
 from aule.errors import AuleError
 from aule.ir import Builder, KernelIR
-from aule.ir.types import Fragment, f16, f32
+from aule.ir.types import Fragment, f16, f32, i32
 from aule.runtime.base import Device
 from aule.target import FragmentLayout
-from aule.tile.fragment import SIZE, weigh_bits
+from aule.tile.fragment import SIZE, has_units, weigh_bits
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("aule")
-_UNIT = "m16n16k16:f16:f32"
 _ACCUMULATOR = Fragment(f32, SIZE, SIZE, "accumulator")
 _LEFT, _RIGHT = Fragment(f16, SIZE, SIZE, "a"), Fragment(f16, SIZE, SIZE, "b")
 
@@ -32,7 +31,7 @@ _LEFT, _RIGHT = Fragment(f16, SIZE, SIZE, "a"), Fragment(f16, SIZE, SIZE, "b")
 def find_layout(device: Device) -> None:
     """Put the layout of 16 x 16 fragments into the device's Target, where it can be known."""
     target = device.target
-    if target.matrix_layout is not None or _UNIT not in target.matrix_units or "_probed" in vars(device):
+    if target.matrix_layout is not None or not has_units(target, "f16") or "_probed" in vars(device):
         return
     vars(device)["_probed"] = True
     try:
@@ -54,7 +53,8 @@ def _discover(device: Device) -> FragmentLayout | None:
     if layout is None or not np.array_equal(found[0], found[1]):
         log.debug("fragments of %s lie in a way that registers alone cannot follow", device.target.name)
         return None
-    check = _run(device, ("check fragments", size, layout), lambda: _check_kernel(size, layout), np.eye(SIZE))
+    shift = np.roll(np.eye(SIZE), 1, axis=1)
+    check = _run(device, ("check shifted fragments", size, layout), lambda: _check_kernel(size, layout), shift)
     if not np.array_equal(check[0], check[1]):
         log.warning("fragments of %s: the layout that was found gives wrong products; not used", device.target.name)
         return None
@@ -123,20 +123,21 @@ def _probe_kernel(size: int) -> KernelIR:
 
 
 def _check_kernel(size: int, layout: FragmentLayout) -> KernelIR:
-    """Components of a product with the unit matrix, of a factor made in registers; and what they should be."""
+    """Components of a factor made in registers times the matrix that shifts columns by one, plus that matrix, which
+    tells rows apart; and what they should be. The unit matrix would give back what was put in, in any layout."""
     b = Builder("fragment_check", size, size)
-    b.buffer("wide", f32)
-    narrow, out = b.buffer("narrow", f16), b.buffer("out", f32, "write")
+    wide, narrow, out = b.buffer("wide", f32), b.buffer("narrow", f16), b.buffer("out", f32, "write")
     lane, parts = b.lane_id(), SIZE * SIZE // size
     row, col = weigh_bits(b, lane, layout.lane_rows), weigh_bits(b, lane, layout.lane_cols)
-    expected = []
+    given, expected = [], []
     for part in range(parts):
-        r = sum(x for i, x in enumerate(layout.part_rows) if part >> i & 1)
-        c = sum(x for i, x in enumerate(layout.part_cols) if part >> i & 1)
-        expected.append(b.cast((row + r) * 37 + (col + c) * 5, f32))  # whole numbers below 2048, exact in fp16
-    left = b.fragment_pack(_LEFT, [b.cast(x, f16) for x in expected])
-    right = b.fragment_load(_RIGHT, narrow, 0, SIZE)
-    product = b.fragment_mma(left, right, b.fragment_fill(_ACCUMULATOR, 0.0))
+        r = row + sum(x for i, x in enumerate(layout.part_rows) if part >> i & 1)
+        c = col + sum(x for i, x in enumerate(layout.part_cols) if part >> i & 1)
+        before = (c + (SIZE - 1)) % SIZE
+        given.append(b.cast(r * 37 + c * 5, f16))  # whole numbers below 2048, exact in fp16
+        expected.append(b.cast(r * 37 + before * 5 + b.select(b.eq(before, r), b.const(1, i32), b.const(0, i32)), f32))
+    left, right = b.fragment_pack(_LEFT, given), b.fragment_load(_RIGHT, narrow, 0, SIZE)
+    product = b.fragment_mma(left, right, b.fragment_load(_ACCUMULATOR, wide, 0, SIZE))
     for part in range(parts):
         b.store(out, lane * parts + part, b.fragment_get(product, part))
         b.store(out, lane * parts + (SIZE * SIZE + part), expected[part])

@@ -27,7 +27,7 @@ from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
-from aule.options import AttentionOptions
+from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView, contiguous_strides
 
 _Tensor = torch.Tensor
@@ -122,6 +122,24 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     from aule.frontends import torch_fused  # which needs this module
 
     return torch_fused.fused(name, tensors, options, backend)
+
+
+def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """Attention over a cache of keys and values, of torch tensors."""
+    if _read_by_dynamo():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.decode(q, k, v, options)
+    from aule.frontends import torch_decode  # which needs this module
+
+    return torch_decode.decode(q, k, v, options)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Results over disjoint keys put together, of torch tensors."""
+    from aule.frontends import torch_decode  # which needs this module
+
+    return torch_decode.merge_states(o_a, lse_a, o_b, lse_b)
 
 
 def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:

@@ -30,6 +30,8 @@ from aule.view import TensorView, contiguous_strides
 _MAX_SIGNATURES = 1024
 _BUFFERS = {"alibi_slopes": "alibi"}
 """Names of buffers that are not those of the options."""
+_BITS = {"bf16": torch.uint16, "e4m3": torch.uint8}
+"""What elements are viewed as that NumPy has not."""
 
 
 def on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
@@ -246,7 +248,7 @@ def host_view_of(tensor: Any, name: str) -> TensorView:
         )
     dtype = dtype_name(tensor, name)
     plain = tensor.detach()
-    array = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
+    array = (plain.view(_BITS[dtype]) if dtype in _BITS else plain).numpy()
     return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", array)
 
 

@@ -13,6 +13,8 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from aule.artifact import Artifact
@@ -126,6 +128,23 @@ class MpsDevice:
             block = [torch.frombuffer(packed, dtype=torch.uint8).to(self.where, copy=True)]
         return _Launch(program.handle, block, grid, artifact.workgroup)
 
+    # What follows serves `aule.engine.probe`, which knows devices and no tensors.
+
+    def alloc(self, nbytes: int) -> Any:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
+
+    def free(self, allocation: Any) -> None:
+        """Nothing: PyTorch frees a tensor when nobody holds it."""
+
+    def upload(self, allocation: Any, data: npt.NDArray[Any]) -> None:
+        allocation.copy_(torch.from_numpy(data.reshape(-1).view(np.uint8)))
+
+    def download(self, allocation: Any, out: npt.NDArray[Any]) -> None:
+        out.reshape(-1).view(np.uint8)[:] = allocation.cpu().numpy()
+
+    def launch(self, program: Program, grid: tuple[int, int, int], tensors: list[Any]) -> None:
+        self.prepare(program, grid, tensors).launch(tensors)
+
 
 class _Launch:
     def __init__(self, kernel: Any, block: list[Any], grid: tuple[int, int, int], workgroup: int) -> None:
@@ -140,8 +159,9 @@ class _Launch:
 
 
 def _target() -> Target:
-    """What every GPU has that this PyTorch runs on: Apple's own."""
+    """What every GPU has that this PyTorch runs on: Apple's own, from the M1 (family 7) on."""
     version = platform.mac_ver()[0]
+    bf16 = int(version.split(".")[0] or 0) >= 14  # MSL 3.1, which has bfloat
     return Target(
         backend="metal",
         name="Apple GPU (mps)",
@@ -158,5 +178,6 @@ def _target() -> Target:
         int64=True,
         storage16=True,
         storage8=True,
-        bf16=int(version.split(".")[0] or 0) >= 14,  # MSL 3.1, which has bfloat
+        bf16=bf16,
+        matrix_units=("m8n8k8:f16:f32", *(("m8n8k8:bf16:f32",) if bf16 else ()), "m8n8k8:f32:f32"),
     )

@@ -277,7 +277,7 @@ def _vote(v: Verifier, op: Op) -> None:
 
 def _fragment_fill(v: Verifier, op: Op) -> None:
     assert op.result is not None
-    v.require(op, isinstance(op.result.type, Fragment) and op.args[0].type == op.result.type.elem,
+    v.require(op, isinstance(op.result.type, Fragment) and op.args[0].type == v.outside(op.result.type),
               "a scalar, and a fragment of it as the result")  # fmt: skip
 
 
@@ -285,14 +285,14 @@ def _fragment_load(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer = v.memory(op, ("global", "shared"), reads=True, writes=False)
     v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
-    v.require(op, isinstance(op.result.type, Fragment) and op.result.type.elem == pointer.elem,
+    v.require(op, isinstance(op.result.type, Fragment) and v.outside(op.result.type) == pointer.elem,
               f"a fragment of {pointer.elem} as the result")  # fmt: skip
 
 
 def _fragment_store(v: Verifier, op: Op) -> None:
     pointer, type_ = v.memory(op, ("global", "shared"), reads=False, writes=True), op.args[3].type
     v.require(op, is_index(op.args[2].type), f"a stride of type {', '.join(INDEX_TYPES)}")
-    v.require(op, isinstance(type_, Fragment) and type_.elem == pointer.elem, f"a fragment of {pointer.elem}")
+    v.require(op, isinstance(type_, Fragment) and v.outside(type_) == pointer.elem, f"a fragment of {pointer.elem}")
 
 
 def _fragment_mma(v: Verifier, op: Op) -> None:
@@ -313,10 +313,10 @@ def _component(v: Verifier, op: Op) -> None:
     v.require(op, isinstance(type_, Fragment), "a fragment")
     assert isinstance(type_, Fragment)
     if op.opcode == "fragment_get":
-        v.require(op, op.result.type == type_.elem, f"{type_.elem} as the result")
+        v.require(op, op.result.type == v.outside(type_), f"{v.outside(type_)} as the result")
     else:
-        v.require(op, op.args[1].type == type_.elem and op.result.type == type_,
-                  f"{type_.elem}, and {type_} as the result")  # fmt: skip
+        v.require(op, op.args[1].type == v.outside(type_) and op.result.type == type_,
+                  f"{v.outside(type_)}, and {type_} as the result")  # fmt: skip
     held = type_.rows * type_.cols // max(v.kernel.subgroup_size, 1)
     if op.attrs["component"] >= held:
         v.fail(op, f"a component below {held}", str(op.attrs["component"]))
@@ -325,7 +325,7 @@ def _component(v: Verifier, op: Op) -> None:
 def _fragment_pack(v: Verifier, op: Op) -> None:
     assert op.result is not None
     type_ = op.result.type
-    v.require(op, isinstance(type_, Fragment) and all(arg.type == type_.elem for arg in op.args),
+    v.require(op, isinstance(type_, Fragment) and all(arg.type == v.outside(type_) for arg in op.args),
               "scalars, and a fragment of them as the result")  # fmt: skip
     assert isinstance(type_, Fragment)
     size = v.kernel.subgroup_size

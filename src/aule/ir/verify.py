@@ -15,7 +15,7 @@ from aule.ir._uniform import divergent_barriers
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS, OpInfo
 from aule.ir.text import line
-from aule.ir.types import SCALARS, Fragment, Pointer, Ref, Type, Vector, bool_, element
+from aule.ir.types import SCALARS, Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, u16
 
 _VECTOR_LANES = (2, 4, 8, 16)
 
@@ -36,16 +36,17 @@ def verify(kernel: KernelIR) -> None:
         )
 
 
-def verify_structure(kernel: KernelIR) -> None:
-    """Everything that `verify` checks, except barriers in divergent control flow."""
-    Verifier(kernel).run()
+def verify_structure(kernel: KernelIR, soft: frozenset[Scalar] = frozenset()) -> None:
+    """Everything that `verify` checks, except barriers in divergent control flow. ``soft`` are types that passes have
+    left in fragments alone: memory and registers hold their bits, as u16."""
+    Verifier(kernel, soft).run()
 
 
 class Verifier:
     """Walks over a kernel; the rules call it back."""
 
-    def __init__(self, kernel: KernelIR) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: KernelIR, soft: frozenset[Scalar] = frozenset()) -> None:
+        self.kernel, self.soft = kernel, soft
         self.visible: set[Value] = set(kernel.values.values()) | set(kernel.shared)
         self.defined: set[Value] = set(self.visible)
         self.access = {kernel.values[p.name]: p.access for p in kernel.params if p.name in kernel.values}
@@ -165,6 +166,10 @@ class Verifier:
         if not holds:
             got = ", ".join(str(arg.type) for arg in op.args) or "no operands"
             self.fail(op, expected, got if op.result is None else f"{got} -> {op.result.type}")
+
+    def outside(self, fragment: Fragment) -> Scalar:
+        """What memory and registers hold of a fragment's elements."""
+        return u16 if fragment.elem in self.soft else fragment.elem
 
     def memory(self, op: Op, spaces: tuple[str, ...], *, reads: bool, writes: bool, at: int = 0) -> Pointer:
         """Rules of all operations on a pointer, operand number ``at``, and an index behind it."""

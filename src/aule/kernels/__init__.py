@@ -10,6 +10,14 @@
 from __future__ import annotations
 
 from aule.kernels.attention import AttentionKernel
+from aule.kernels.decode import (
+    FLASH_DECODE_CHUNK_SIZE,
+    BatchedIncrementalAttentionKernel,
+    FlashDecodingChunkKernel,
+    FlashDecodingReduceKernel,
+    IncrementalAttentionKernel,
+    MultiWarpIncrementalAttentionKernel,
+)
 from aule.kernels.fused import (
     FusedKernel,
     GeGLUKernel,
@@ -22,10 +30,16 @@ from aule.kernels.fused import (
 from aule.kernels.tiles import TileConfig, required_shared_memory, tuned_configs, validate_config
 
 __all__ = [
+    "FLASH_DECODE_CHUNK_SIZE",
     "AttentionKernel",
+    "BatchedIncrementalAttentionKernel",
+    "FlashDecodingChunkKernel",
+    "FlashDecodingReduceKernel",
     "FusedKernel",
     "GeGLUKernel",
+    "IncrementalAttentionKernel",
     "LayerNormLinearKernel",
+    "MultiWarpIncrementalAttentionKernel",
     "RMSNormRoPEKernel",
     "ResidualLayerNormKernel",
     "SoftmaxDropoutKernel",

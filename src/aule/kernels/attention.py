@@ -9,7 +9,7 @@ from typing import Any
 from aule.codegen import target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.kernels.emits import Emits
+from aule.kernels.emitted import EmittedKernel
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
 from aule.ops.attention.cpu import forward as cpu_forward
 from aule.ops.attention.cpu.plan import plan_alone
@@ -25,7 +25,7 @@ _DTYPES = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, init=False)
-class AttentionKernel(Emits):
+class AttentionKernel(EmittedKernel):
     """FlashAttention's forward kernel for ``[batch_size, num_heads, seq_len, head_dim]``.
 
     Objects are immutable: the ``with_`` methods give changed copies. The kernel's parameters are the buffers ``q_ptr``,

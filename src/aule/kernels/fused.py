@@ -17,7 +17,7 @@ from aule.codegen import target_for
 from aule.engine.fused import result_views
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.kernels.emits import Emits
+from aule.kernels.emitted import EmittedKernel
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.step import Step
 from aule.target import Target
@@ -26,7 +26,7 @@ from aule.view import TensorView, contiguous_strides
 _DTYPES = ("f32", "f16", "bf16")
 
 
-class FusedKernel(Emits):
+class FusedKernel(EmittedKernel):
     """The forward kernel of an op of the catalogue.
 
     Its parameters are the buffers of the op's operands and outputs, ``x_ptr`` and so on, and scalars, whose values

@@ -220,6 +220,8 @@ class RowTuning:
 
 
 TUNING = RowTuning()
+_SCRATCH = (1024, 4096, 16384)
+"""Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
 
@@ -231,7 +233,8 @@ def choose_rows(
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
         batch = 4 if sums else 1
-        span = SpanShape(lanes, tail=length % lanes, unroll=1 if sums else 4)
+        scratch = next((n for n in _SCRATCH if length <= n), 0)
+        span = SpanShape(lanes, tail=length % lanes, unroll=1 if sums else 4, scratch=scratch)
         return RowShape(batch=batch, loops=True, exact=rows % batch == 0), span
     pieces, tuning = -(-length // width), TUNING
     best = max(8 // width, 1) * (tuning.sum_parts if sums else tuning.parts)

@@ -406,6 +406,6 @@ def _located(error: KernelError, op: Op) -> KernelError:
 def _loop_control(unroll: int) -> tuple[int, ...]:
     if unroll == -1:
         return (LoopControl.Unroll,)
-    if unroll == 1:
-        return (LoopControl.DontUnroll,)
-    return (LoopControl.PartialCount, unroll) if unroll else (LoopControl.None_,)
+    # A loop without a hint stays one: kernels unroll what gains by it, and NVIDIA's compiler, left to itself, unrolls
+    # the passage over the keys until it spills.
+    return (LoopControl.PartialCount, unroll) if unroll > 1 else (LoopControl.DontUnroll,)

@@ -1,7 +1,7 @@
 """Metal Shading Language, for Apple GPUs. fp16 is native; bf16 is kept as bits, because ``bfloat`` needs Metal 3.1.
 
-Buffers are ``[[buffer(0)]]`` and on, and all scalars one ``constant`` struct after them. The 8x8 matrix fragments of a
-simdgroup are those of Metal: a lane holds two elements of each.
+Buffers are ``[[buffer(0)]]`` and on, and all scalars one ``constant`` struct after them. Matrix fragments are in
+`_msl_fragment`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from aule.artifact import Artifact
-from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32
-from aule.ir.verify import verify
-from aule.render.clike import CPrinter, Expr, is_name, swizzle
+from aule.ir.types import Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32
+from aule.ir.verify import verify, verify_structure
+from aule.render._msl_fragment import FragmentPrinter
+from aule.render.clike import Expr, swizzle
 from aule.target import Target
 
-_SPACES = {"global": "device", "shared": "threadgroup", "private": "thread"}
 _LEAVES = {
     "thread_id": ("uint", "thread_index_in_threadgroup"),
     "group_id": ("uint3", "threadgroup_position_in_grid"),
@@ -36,12 +35,14 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         The kernel breaks a rule of the IR, or needs what Metal does not have (f64).
     """
     verify(kernel)
-    legal = legalise(kernel, Legal(soft=frozenset({bf16}), max_lanes=4))
-    verify(legal)
+    soft = frozenset({bf16})
+    legal = legalise(kernel, Legal(soft=soft, max_lanes=4))
+    # Not the barriers again: a vote through shared memory is uniform, but no longer known to be.
+    verify_structure(legal, soft)
     return _Msl(legal, target).artifact(kernel.params)
 
 
-class _Msl(CPrinter):
+class _Msl(FragmentPrinter):
     language = "msl"
     # The precise forms: the fast ones may assume that nothing is infinite, and exp2(-inf) must be 0.
     functions: ClassVar[dict[str, str]] = {
@@ -98,13 +99,6 @@ class _Msl(CPrinter):
 
     # -- values ----------------------------------------------------------------------------------------------------
 
-    def type_name(self, type_: ValueType) -> str:
-        if isinstance(type_, Fragment):
-            if (type_.rows, type_.cols) != (8, 8) or type_.elem not in (f16, f32):
-                raise KernelError(f"{self.kernel.name}: Metal multiplies 8x8 matrices of f16 and f32, got {type_}")
-            return f"simdgroup_{self.type_names[type_.elem.name]}8x8"
-        return super().type_name(type_)
-
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
         expr = super().literal(value, type_)
         return Expr(f"half({expr.text})") if type_ == f16 else expr
@@ -137,7 +131,7 @@ class _Msl(CPrinter):
             return Expr(self.element_of(pointer, index))
         if self._whole(pointer, type_, align):
             return Expr(
-                f"*({self._space(pointer)} const {self.type_name(type_)}*)({self.address(pointer, index)})", False
+                f"*({self.space(pointer)} const {self.type_name(type_)}*)({self.address(pointer, index)})", False
             )
         self.named(index)
         return self.make_vector(type_, [self.element_of(pointer, index, i) for i in range(type_.lanes)])
@@ -146,7 +140,7 @@ class _Msl(CPrinter):
         if not isinstance(value.type, Vector):
             return [f"{self.element_of(pointer, index)} = {self.bare(value)};"]
         if self._whole(pointer, value.type, align):
-            left = f"*({self._space(pointer)} {self.type_name(value.type)}*)({self.address(pointer, index)})"
+            left = f"*({self.space(pointer)} {self.type_name(value.type)}*)({self.address(pointer, index)})"
             return [f"{left} = {self.bare(value)};"]
         self.named(index)
         name = self.named(value)
@@ -161,7 +155,7 @@ class _Msl(CPrinter):
     def atomic(self, op: Op) -> Expr:
         pointer, index, value = op.args
         assert isinstance(pointer.type, Pointer)
-        elem, kind, space = pointer.type.elem, op.attrs["kind"], self._space(pointer)
+        elem, kind, space = pointer.type.elem, op.attrs["kind"], self.space(pointer)
         if elem == f32:
             return Expr(f"{self._float_add(space)}({self.address(pointer, index)}, {self.bare(value)})")
         place = f"({space} atomic_{self.type_name(elem)}*)({self.address(pointer, index)})"
@@ -181,10 +175,6 @@ class _Msl(CPrinter):
             "    }\n    return as_type<float>(old);\n}"
         )
         return name
-
-    def _space(self, pointer: Value) -> str:
-        assert isinstance(pointer.type, Pointer)
-        return _SPACES[pointer.type.space]
 
     # -- threads and simdgroups ------------------------------------------------------------------------------------
 
@@ -211,55 +201,3 @@ class _Msl(CPrinter):
                 return Expr(f"simd_{ {'add': 'sum'}.get(op.attrs['kind'], op.attrs['kind']) }({value})")
             case _:
                 return Expr(f"simd_{op.opcode.removeprefix('subgroup_')}({value})")
-
-    # -- matrices --------------------------------------------------------------------------------------------------
-
-    def declare(self, type_: ValueType, name: str, init: str | None, mutable: bool = False) -> str:
-        # Metal's matrix functions take their destination by reference, so a fragment is never const.
-        return super().declare(type_, name, init, mutable or isinstance(type_, Fragment))
-
-    def cast(self, value: Value, type_: ValueType, result: Value) -> Expr:
-        if not isinstance(type_, Fragment):
-            return super().cast(value, type_, result)
-        name, elem = self.name(result.hint), self.type_name(type_.elem)
-        self.emit(f"{self.type_name(type_)} {name};")
-        for i in range(2):
-            self.emit(f"{name}.thread_elements()[{i}] = {elem}({self._matrix(value)}.thread_elements()[{i}]);")
-        return Expr(name)
-
-    def fragment(self, op: Op) -> Expr:
-        assert op.result is not None
-        type_ = op.result.type
-        if op.opcode == "fragment_get":
-            return Expr(f"{self._matrix(op.args[0])}.thread_elements()[{op.attrs['component']}]")
-        assert isinstance(type_, Fragment)
-        name = self.name(op.result.hint)
-        shape = self.type_name(type_)
-        if op.opcode == "fragment_fill":
-            elem = self.type_name(type_.elem)
-            self.emit(f"{shape} {name} = make_filled_simdgroup_matrix<{elem}, 8, 8>({self.bare(op.args[0])});")
-        elif op.opcode == "fragment_load":
-            self.emit(f"{shape} {name};", f"simdgroup_load({name}, {self._place(op)});")
-        elif op.opcode == "fragment_mma":
-            operands = ", ".join(self._matrix(a) for a in op.args)
-            self.emit(f"{shape} {name};", f"simdgroup_multiply_accumulate({name}, {operands});")
-        elif op.opcode == "fragment_set":
-            self.emit(f"{shape} {name} = {self._matrix(op.args[0])};")
-            self.emit(f"{name}.thread_elements()[{op.attrs['component']}] = {self.bare(op.args[1])};")
-        elif op.opcode == "fragment_pack":
-            self.emit(f"{shape} {name};")
-            for i, part in enumerate(op.args):
-                self.emit(f"{name}.thread_elements()[{i}] = {self.bare(part)};")
-        return Expr(name)
-
-    def fragment_store(self, op: Op) -> list[str]:
-        return [f"simdgroup_store({self._matrix(op.args[3])}, {self._place(op)});"]
-
-    def _place(self, op: Op) -> str:
-        """Pointer, stride and layout of a matrix in memory."""
-        transposed = ", ulong2(0, 0), true" if op.attrs["layout"] == "column" else ""
-        return f"{self.address(op.args[0], op.args[1])}, ulong({self.bare(op.args[2])}){transposed}"
-
-    def _matrix(self, value: Value) -> str:
-        assert is_name(self._text[value])
-        return self.bare(value)

@@ -3,7 +3,7 @@
 A subgroup works on ``rows`` rows of a block alone. Its tiles are 16 x 16 fragments (`aule.ir`), whose components a lane
 may read and write: the target's `FragmentLayout` says which elements those are, so that rows are reduced by a few
 shuffles and P goes from accumulators to the next product without passing through memory. The same code serves
-mma.sync in PTX and cooperative matrices in SPIR-V.
+mma.sync in PTX, cooperative matrices in SPIR-V and simdgroup matrices in MSL.
 
 K and V lie in shared memory row by row, 16 bytes apart beyond their columns: eight rows then start in eight different
 groups of banks, and a load of a fragment has no conflicts. They are brought in a tile ahead, either by asynchronous
@@ -46,6 +46,9 @@ class FragmentShape:
         Registers a thread may use, where the language can say so.
     lanes : int
         Lanes of a subgroup.
+    columns : int
+        Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
+        pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     """
 
     block_q: int
@@ -55,6 +58,7 @@ class FragmentShape:
     resident_q: bool
     registers: int = 255
     lanes: int = 32
+    columns: int = 1
 
     @property
     def threads(self) -> int:
@@ -63,7 +67,7 @@ class FragmentShape:
     @property
     def rows(self) -> int:
         """Rows of one subgroup."""
-        return self.block_q // self.subgroups
+        return self.block_q * self.columns // self.subgroups
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
@@ -77,10 +81,11 @@ class FragmentShape:
         return 2 * (max(q, stages) if self.resident_q else q + stages)
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
-        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; and
-        dS where it also adds up dQ."""
+        """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS
+        where it also adds up dQ; and dS and P where subgroups share rows."""
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
-        return 2 * (rows + (self.block_q * row_stride(self.block_kv) if sums else 0))
+        tiles = 2 if self.columns > 1 else int(sums)
+        return 2 * (rows + tiles * self.block_q * row_stride(self.block_kv))
 
 
 def row_stride(dim: int) -> int:
@@ -88,12 +93,19 @@ def row_stride(dim: int) -> int:
     return padded(dim, SIZE) + RUN
 
 
+_COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
+"""What PTX and MSL put fragments of 16 x 16 together from."""
+
+
+def has_units(target: Target, dtype: str) -> bool:
+    """Whether a device multiplies 16 x 16 fragments of a type of 16 bits; the engine has no others."""
+    shapes = ("m16n16k16", *_COMPOSED.get(target.backend, ()))
+    return dtype in ("f16", "bf16") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
+
+
 def multiplies(target: Target, dtype: str) -> bool:
     """Whether a device multiplies 16 x 16 fragments of a type, and how they lie is known."""
-    units = {f"m16n16k16:{dtype}:f32"}
-    if target.backend == "cuda":  # PTX puts them together
-        units |= {f"m16n8k16:{dtype}:f32", f"m16n8k8:{dtype}:f32"}
-    return target.matrix_layout is not None and bool(units & set(target.matrix_units))
+    return target.matrix_layout is not None and has_units(target, dtype)
 
 
 class FragmentTile:
@@ -314,7 +326,7 @@ class Transfer:
         """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
         them exist; otherwise those past the end are replaced by the last one."""
         b, source = self.b, self.source
-        whole = whole and self.regular and self.direct
+        whole = whole and self.regular and self.direct and source.even
         base = source.base + source.index(b, first) * source.row_stride + self.offset if whole else None
         own = target + self.own
         for i in range(self.count):

@@ -41,6 +41,11 @@ class Matrix:
     def elem(self) -> Scalar:
         return element(self.buffer.type)
 
+    @property
+    def even(self) -> bool:
+        """Whether all rows lie ``row_stride`` apart."""
+        return True
+
     def row_start(self, b: Builder, row: Value) -> Value:
         """Index of a row's first element. A row past the end is replaced by the last one: whoever uses it masks it."""
         return self.base + b.cast(b.min(row, self.rows - 1), element(self.base.type)) * self.row_stride

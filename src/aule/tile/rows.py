@@ -86,6 +86,8 @@ class SpanShape:
         Where it is not: columns behind the last whole part.
     unroll : int
         Where it is not: parts that are under way together.
+    scratch : int
+        Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
     """
 
     width: int
@@ -93,6 +95,7 @@ class SpanShape:
     ragged: bool = False
     tail: int = 0
     unroll: int = 4
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,13 @@ class PerRow:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """What is computed from a part: once where rows are kept in registers, else wherever it is asked for."""
+    """What is computed from a part: once where rows are kept in registers, else once in each pass that asks for it.
+
+    With ``costly`` the first pass leaves it in memory of the thread's own, where the span has such.
+    """
 
     f: Callable[[Part], Value]
+    costly: bool = False
 
 
 class Rows:
@@ -313,6 +320,22 @@ class Rows:
         return vector
 
 
+class Group:
+    """Parts of a row that follow each other and are visited together; ``made`` is for what they share.
+
+    Attributes
+    ----------
+    col : Value
+        The first column.
+    count : int
+        How many parts.
+    """
+
+    def __init__(self, col: Value, count: int) -> None:
+        self.col, self.count = col, count
+        self.made: dict[object, Any] = {}
+
+
 class Part:
     """Some neighbouring columns of one row, as a kernel sees them: ``p[x]`` is what it needs of ``x`` there.
 
@@ -322,11 +345,16 @@ class Part:
         Which of the thread's rows.
     col : Value
         The first column.
+    group : Group or None
+        What it is visited together with, and its place there, where those parts are neighbours.
     """
 
     def __init__(self, span: Span, row: int, col: Value, number: int | None, inside: Value | None, count: int) -> None:
         self.span, self.row, self.col = span, row, col
+        self.group: tuple[Group, int] | None = None
         self.number, self.inside, self.count = number, inside, count
+        self.made: dict[Derived, Value] = {}
+        """What was derived from it in this pass."""
 
     def __getitem__(self, what: Source | Columns | PerRow | Derived) -> Value:
         """Columns of a row of an array, or of an array of columns, as numbers of the type that is computed in; what was
@@ -371,6 +399,8 @@ class Span:
         self.rows, self.shape, self.length = rows, shape, length
         self.lane = rows.b.cast(rows.lane, element(length.type))
         self._held: dict[tuple[int, int, int], tuple[object, Value]] = {}
+        self._scratch: dict[Derived, tuple[Value, int]] = {}
+        self._passes = 0
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -473,6 +503,7 @@ class Span:
     def _walk_steps(self, visit: Callable[[list[list[Part]]], None]) -> None:
         """The same, with all the places of a step together."""
         b, shape = self.rows.b, self.shape
+        self._passes += 1
         if shape.parts:
             for first in range(0, shape.parts, shape.unroll):
                 last = min(first + shape.unroll, shape.parts)
@@ -484,7 +515,12 @@ class Span:
         if shape.unroll > 1:
             far = step * (shape.unroll - 1)
             with b.loop(start, whole - far, step * shape.unroll, name="col") as col:
-                visit([self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)])
+                groups = [Group(col, shape.unroll) for _ in range(self.rows.shape.batch)]
+                places = [self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)]
+                for i, parts in enumerate(places):
+                    for part, group in zip(parts, groups, strict=True):
+                        part.group = (group, i) if self.rows.shape.threads == 1 else None
+                visit(places)
             # Where those ended: each thread has had as many whole steps as fit before its last.
             done = b.max(whole - far - start + (step * shape.unroll - 1), 0) // (step * shape.unroll)
             start = start + done * (step * shape.unroll)
@@ -512,7 +548,27 @@ class Span:
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
 
     def derived(self, part: Part, what: Derived) -> Value:
-        return self._once(part, part.row, what, lambda: what.f(part))
+        """What was derived from a part."""
+        if part.number is not None:
+            return self._once(part, part.row, what, lambda: what.f(part))
+        if what not in part.made:
+            part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)
+        return part.made[what]
+
+    def _scratched(self, part: Part, what: Derived) -> Value:
+        """The value by way of memory: the pass that asks first leaves it there, later ones read it."""
+        rows, b = self.rows, self.rows.b
+        if what not in self._scratch:
+            name = f"scratch_{len(self._scratch)}"
+            memory = b.shared(name, rows.work, rows.shape.batch * (self.shape.scratch + self.shape.width))
+            self._scratch[what] = (memory, self._passes)
+        memory, first = self._scratch[what]
+        at = part.col + part.row * (self.shape.scratch + self.shape.width)
+        if first != self._passes:
+            return b.load(memory, at, self.shape.width, align=1)
+        value = what.f(part)
+        b.store(memory, at, value, align=1)
+        return value
 
     def _once(self, part: Part, row: int, what: object, make: Callable[[], Value]) -> Value:
         if part.number is None:

@@ -5,9 +5,12 @@ Both are one kernel. A workgroup *owns* rows of two matrices and passes over the
     dQ        owns Q and dO, passes over K and V:     S = Q K^T     dP = dO V^T     dQ = dS K
     dK, dV    owns K and V, passes over Q and dO:     S = K Q^T     dP = V dO^T     dK = dS Q     dV = P dO
 
-A subgroup has its own rows of S and dP, which go on as left factors without leaving registers. Nothing is added up
-between workgroups, so the results are the same every time. That costs seven products; where it need not be so
-(``config.sums``), the second kernel adds what its keys bring to dQ to sums in memory, and five are enough.
+A subgroup has its own rows of S and dP, which go on as left factors without leaving registers. Of the second kernel,
+whose results take twice the registers, several may share their rows instead (``shape.columns``): P and dS then pass
+through shared memory, but every fragment that is read from there is used for more rows.
+
+Nothing is added up between workgroups, so the results are the same every time. That costs seven products; where it need
+not be so (``config.sums``), the second kernel adds what its keys bring to dQ to sums in memory, and five are enough.
 """
 
 from __future__ import annotations
@@ -80,7 +83,10 @@ class _Kernel:
         self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = self.task < number("blocks")
         self.engine = Fragments(b, target, self.shape, SCALARS[config.dtype])
-        self.subgroup_row = self.engine.subgroup * self.shape.rows
+        # The subgroup's first row, and which of the columns it has where it shares its rows.
+        down, self.part = divmod_const(b, self.engine.subgroup, self.shape.columns)
+        self.subgroup_row = down * self.shape.rows
+        self.own_width = self.shape.block_kv // self.shape.columns
         dims = config.head_dim, config.value_dim
         self.strides = tuple(row_stride(dim) for dim in dims)
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
@@ -88,7 +94,10 @@ class _Kernel:
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
         self.other_start = rows * sum(self.strides)
         self.stage_size = width * sum(self.strides)
+        # What passes through shared memory between the products, by key: dS, and P.
+        self.kept_stride = row_stride(width)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
+        self.p_start = self.ds_start + rows * self.kept_stride
         self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
@@ -145,9 +154,10 @@ class _Kernel:
     # -- one tile ------------------------------------------------------------------------------------------------------
 
     def scores_of(self, which: int, at: Value) -> FragmentTile:
-        """``own other^T``."""
+        """``own other^T``, this subgroup's columns."""
         engine, stride = self.engine, self.strides[which]
-        tile = engine.tile(self.shape.rows, self.shape.block_kv)
+        tile = engine.tile(self.shape.rows, self.own_width)
+        at = at + self.part * (self.own_width * stride)
         engine.multiply(
             tile,
             lambda k: self.left(which, k),
@@ -156,15 +166,25 @@ class _Kernel:
         )
         return tile
 
-    def accumulate(self, result: FragmentTile, factors: list[list[Value]], which: int, at: Value) -> None:
-        """``result += factors other``; ``factors`` by 16 rows and 16 columns."""
+    def accumulate(self, result: FragmentTile, left: Callable[[int], list[Value]], which: int, at: Value) -> None:
+        """``result += left other``, this subgroup's columns; ``left`` gives a column of fragments."""
         engine, stride = self.engine, self.strides[which]
+        at = at + self.part * self.result_width(which)
         engine.multiply(
             result,
-            lambda k: [row[k] for row in factors],
+            left,
             lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * SIZE),
             self.shape.block_kv // SIZE,
         )
+
+    def result_width(self, which: int) -> int:
+        """Columns of a result that one subgroup makes."""
+        return self.depths[which] // self.shape.columns * SIZE
+
+    def packed(self, values: list[list[Value]]) -> Callable[[int], list[Value]]:
+        """This lane's elements as left factors, a column of fragments at a time."""
+        factors = self.engine.pack(values, self.engine.left)
+        return lambda k: [row[k] for row in factors]
 
     def weigh(
         self,
@@ -250,14 +270,15 @@ class _Kernel:
         empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
         return b.select(empty, b.const(NEG_INF, f32), lse * -LOG2E), delta
 
-    def store(self, tile: FragmentTile, out: Matrix, factor: Value | None) -> None:
+    def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
         b, run = self.b, self.engine.run
+        first = self.part * self.result_width(which)
         for r, row in enumerate(tile.values()):
             at = self.row0 + self.subgroup_row + tile.row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
                     strip = [x if factor is None else x * factor for x in row[c : c + run]]
-                    out.store(b, at, tile.col(c), strip, padded(out.cols, SIZE))
+                    out.store(b, at, first + tile.col(c), strip, padded(out.cols, SIZE))
 
     # -- the passage ---------------------------------------------------------------------------------------------------
 
@@ -360,11 +381,11 @@ class _Queries(_Kernel):
             kept = self.kept(self.head, place, len(p), len(p[0]), engine.run)
             ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
             b.comment("dQ = dQ + dS K")
-            self.accumulate(dQ, engine.pack(ds, engine.left), 0, at[0])
+            self.accumulate(dQ, self.packed(ds), 0, at[0])
 
         self.passage((keys, values), first, last, body, arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
-        self.store(dQ, out, self.p.number("dq_factor", f32))
+        self.store(dQ, out, self.p.number("dq_factor", f32), 0)
 
 
 class _Keys(_Kernel):
@@ -388,7 +409,7 @@ class _Keys(_Kernel):
 
     def run(self) -> None:
         b, engine, shape, scores, config = self.b, self.engine, self.shape, self.scores, self.config
-        dK, dV = engine.tile(shape.rows, config.head_dim), engine.tile(shape.rows, config.value_dim)
+        dK, dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
         width = shape.block_kv
         end = b.min(self.row0 + shape.block_q, scores.seq_kv)
         low, high = scores.rows_reaching(self.row0, end)
@@ -397,9 +418,9 @@ class _Keys(_Kernel):
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, dK, dV)
         factor = self.p.number("keep_scale", f32) if config.dropout else None
-        self.store(dV, self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim), factor)
+        self.store(dV, self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim), factor, 1)
         out = self.gradient("dk", self.kv_head, scores.seq_kv, config.head_dim)
-        self.store(dK, out, self.p.number("dq_factor", f32))
+        self.store(dK, out, self.p.number("dq_factor", f32), 0)
 
     def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
         """What the rows of one query head bring to the block's dK and dV."""
@@ -431,8 +452,9 @@ class _Keys(_Kernel):
             partial = (self.row0 < reach.full_first) | (past > reach.full_end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
-            base, delta = self._columns(S, numbers_at(tile)), self._columns(S, numbers_at(tile) + width)
-            columns = [row0 + S.col(c) for c in range(len(base))]
+            column0 = self.part * self.own_width
+            base, delta = (self._columns(S, numbers_at(tile) + (column0 + i * width)) for i in range(2))
+            columns = [row0 + column0 + S.col(c) for c in range(len(base))]
             keys = [own_key + S.row(r) for r in range(engine.rows_held)]
 
             def place(r: int, c: int) -> tuple[Value, Value]:
@@ -449,49 +471,70 @@ class _Keys(_Kernel):
                 p = [
                     [b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)
                 ]
-            if config.sums:
-                self._keep_ds(S, ds)
-            b.comment("dV = dV + P^T dO")
-            self.accumulate(dV, engine.pack(p, engine.left), 1, at[1])
-            b.comment("dK = dK + dS^T Q")
-            self.accumulate(dK, engine.pack(ds, engine.left), 0, at[0])
-            if config.sums:
+            shared = shape.columns > 1
+            if config.sums or shared:
+                self._keep(S, ds, self.ds_start)
+            if shared:
+                self._keep(S, p, self.p_start)
                 b.barrier()
+            b.comment("dV = dV + P^T dO")
+            self.accumulate(dV, self._kept(self.p_start) if shared else self.packed(p), 1, at[1])
+            b.comment("dK = dK + dS^T Q")
+            self.accumulate(dK, self._kept(self.ds_start) if shared else self.packed(ds), 0, at[0])
+            if config.sums:
+                if not shared:
+                    b.barrier()
                 self._add_to_sums(head, row0)
 
         self.passage((queries, results), first, last, body, arrive, start)
 
-    def _keep_ds(self, S: FragmentTile, ds: list[list[Value]]) -> None:
-        """dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last readers."""
+    def _keep(self, S: FragmentTile, values: list[list[Value]], start: int) -> None:
+        """P^T or dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last
+        readers."""
         b, engine, run = self.b, self.engine, self.engine.run
-        stride = row_stride(self.shape.block_kv)
-        for r, row in enumerate(ds):
-            start = self.ds_start + (self.subgroup_row + S.row(r)) * stride
+        own = start + self.subgroup_row * self.kept_stride + self.part * self.own_width
+        for r, row in enumerate(values):
+            start_row = own + S.row(r) * self.kept_stride
             for c in range(0, len(row), run):
                 strip = b.cast(b.vector(row[c : c + run]), engine.elem)
-                b.store(self.memory, start + S.col(c), strip)
+                b.store(self.memory, start_row + S.col(c), strip)
+
+    def _kept(self, start: int) -> Callable[[int], list[Value]]:
+        """The subgroup's rows of what `_keep` has kept, as left factors."""
+        own = start + self.subgroup_row * self.kept_stride
+        blocks = range(self.shape.rows // SIZE)
+        return lambda k: [self.engine.load_left(self.memory, own, self.kept_stride, i * SIZE, k * SIZE) for i in blocks]
 
     def _add_to_sums(self, head: Value, row0: Value) -> None:
-        """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows, and then its columns."""
-        b, shape = self.b, self.shape
+        """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows and its columns, in the way
+        that gives each the least to multiply and then the least to read."""
+        b, shape, depth = self.b, self.shape, self.depths[0]
         blocks = shape.block_kv // SIZE
-        down = min(blocks, shape.subgroups)
-        across = next(n for n in range(shape.subgroups // down, 0, -1) if self.depths[0] % n == 0)
-        part, block = divmod_const(b, self.engine.subgroup, down)
-        with b.if_(part < across):
-            for step in range(blocks // down):
-                row, col = (block + step * down) * SIZE, part * (self.depths[0] // across * SIZE)
-                self._add_block(head, row0, row, col, self.depths[0] // across)
 
-    def _add_block(self, head: Value, row0: Value, row: Value, col: Value, blocks: int) -> None:
-        """The 16 rows of the tile from ``row`` and ``blocks`` times 16 columns from ``col`` on."""
+        def across(down: int) -> int:
+            return next(n for n in range(shape.subgroups // down, 0, -1) if depth % n == 0)
+
+        def cost(down: int) -> tuple[int, int, int]:
+            rows, cols = blocks // down, depth // across(down)
+            return rows * cols, rows + cols, -down
+
+        down = min((n for n in range(1, min(blocks, shape.subgroups) + 1) if blocks % n == 0), key=cost)
+        part, block = divmod_const(b, self.engine.subgroup, down)
+        rows, cols = blocks // down, depth // across(down)
+        with b.if_(part < across(down)):
+            self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
+
+    def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
+        """``rows`` by ``cols`` fragments of the tile, from its ``row`` and ``col`` on."""
         b, engine, scores = self.b, self.engine, self.scores
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
-        ds_stride = row_stride(self.shape.block_kv)
-        tile = engine.tile(SIZE, blocks * SIZE)
+        tile = engine.tile(rows * SIZE, cols * SIZE)
         engine.multiply(
             tile,
-            lambda k: [engine.load_left(self.memory, ds_start, ds_stride, 0, k * SIZE, transposed=True)],
+            lambda k: [
+                engine.load_left(self.memory, ds_start, self.kept_stride, i * SIZE, k * SIZE, transposed=True)
+                for i in range(rows)
+            ],
             lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * SIZE),
             self.shape.block_q // SIZE,
         )
@@ -501,10 +544,11 @@ class _Keys(_Kernel):
         above = (scores.batch * self.heads + head) * self.p.number("row_blocks") + (row0 + row) // SIZE
         block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
         start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
-        for j, variable in enumerate(tile.vars[0]):
-            fragment = variable.value
-            for part in range(SIZE * SIZE // size):
-                b.atomic("add", sums, start + (j * SIZE * SIZE + part * size), b.fragment_get(fragment, part))
+        for i, variables in enumerate(tile.vars):
+            for j, variable in enumerate(variables):
+                fragment, first = variable.value, (i * self.depths[0] + j) * SIZE * SIZE
+                for part in range(SIZE * SIZE // size):
+                    b.atomic("add", sums, start + (first + part * size), b.fragment_get(fragment, part))
 
     def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
         """What belongs to this lane's columns, out of shared memory."""

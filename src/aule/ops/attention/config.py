@@ -14,6 +14,9 @@ from aule.tile.simt import SimtShape
 Columns = Literal["unit", "same", "any"]
 """How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""
 
+Paging = Literal["none", "shift", "divide"]
+"""Keys one behind the other; in pages whose size is a power of two; in pages of any other size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreConfig:
@@ -27,6 +30,10 @@ class ScoreConfig:
         Element type.
     packed : bool
         Sequences of different lengths lie one behind the other; where each begins is in buffers.
+    lens : bool
+        The number of keys of each sequence is in a buffer, and keys are not packed: decoding.
+    paging : {"none", "shift", "divide"}
+        How keys lie; pages go with ``lens``.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
     """
@@ -44,6 +51,8 @@ class ScoreConfig:
     lse: bool = False
     dropout: bool = False
     packed: bool = False
+    lens: bool = False
+    paging: Paging = "none"
     unit: tuple[bool, ...] = (True, True, True, True)
 
     @property

@@ -112,10 +112,10 @@ class Dropout:
         b, lanes = self.b, engine.lanes
         x = self.words(head, row, engine.count(column >> 2))
         zero, factor = engine.const(0.0), b.splat(scale, lanes)
-        return [b.select(word >= self.limit, factor, zero) for word in _interleaved(b, x, lanes)]
+        return [b.select(word >= self.limit, factor, zero) for word in interleaved(b, x, lanes)]
 
 
-def _interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
+def interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
     """Component 0 of lane 0, component 1 of lane 0 ... component 3 of the last lane, as four vectors."""
     result = []
     for first in range(0, WORDS * lanes, lanes):

@@ -14,6 +14,7 @@ the kernel for plain arithmetic:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.dropout import Dropout
+from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
@@ -73,10 +75,16 @@ class _Forward:
         scores = self.scores = Scores(p, batch)
         if config.packed:
             self.exists = self.exists & (self.row0 < scores.seq_q)
+        if config.packed and config.lens:  # sequences of few rows are left to the kernels of decoding
+            self.exists = self.exists & (scores.seq_q > p.number("few_tokens"))
         self.scale = p.number("scale", f32)
 
         def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
             unit, aligned = config.unit[number], config.aligned[number]
+            if config.paging != "none" and name != "q":
+                pool = p.matrix(name, b.const(0, i32), head, rows, cols, unit, aligned=aligned)
+                fields = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
+                return PagedMatrix(**fields, pages=Pages(p, batch), page_stride=p.number(f"{name}_stride0", self.index))
             first = scores.extent.first(name)
             return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned, first=first)
 

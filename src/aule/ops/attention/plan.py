@@ -82,7 +82,7 @@ def plan_forward(
     base_ok = aligned_base or {}
 
     def aligned(run: int) -> tuple[bool, ...]:
-        return tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+        return tuple(aligned_rows(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
 
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
@@ -98,7 +98,7 @@ def plan_forward(
     }
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
-        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=_folded(problem))
+        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=folded(problem))
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
@@ -140,7 +140,7 @@ def plan_backward(
     names = ("q", "k", "v", "do")
 
     def aligned(run: int, of: tuple[str, ...]) -> tuple[bool, ...]:
-        return tuple(_aligned(views[n], run) and base_ok.get(n, True) for n in of)
+        return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in of)
 
     unit = {n: views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in (*names, "o")}
     index64 = any(_extent(view) > 2**31 - 1 for view in views.values())
@@ -185,7 +185,7 @@ def plan_backward(
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
-            config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
             steps.append(Step(config, build_backward_fragment, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores)
@@ -208,7 +208,7 @@ def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | Fragm
     return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
 
 
-def _folded(problem: AttentionProblem) -> bool:
+def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
     return problem.scale > 0 and not added
@@ -279,7 +279,7 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     return scalars
 
 
-def _aligned(view: TensorView, run: int = QUAD) -> bool:
+def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
     """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
     return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])

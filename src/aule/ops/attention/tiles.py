@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
-from aule.tile.fragment import FragmentShape, multiplies
+from aule.tile.fragment import SIZE, FragmentShape, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -148,15 +148,23 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         _entry(256, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 16, 4, 1, 0)),
         _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
-    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is. The alternatives may have been
-    # timed at low clocks (docs/performance.md).
+    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is.
     "vulkan": (
-        # 297 / 274; keys by 64 304 / 226, one stage 281 / 209, 16 rows a subgroup 249 / 232.
-        _entry(64, (128, 32, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
-        # 272 / 262; keys by 32 252 / 47 (the driver spills), four subgroups 247 / 238, 32 rows a subgroup 163 / 171.
+        # 312 / 304; keys by 32 312 / 283, by 96 in one stage 273 (S 8192 full, where this has 309) / -, 16 rows a
+        # subgroup and loops that the driver unrolls 249 / 232.
+        _entry(64, (128, 64, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 285 / 260; four subgroups 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240, 32 rows a subgroup
+        # 179 / -: the driver spills.
         _entry(128, (128, 64, 8, 1, 1), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
-        # 161 / -; keys by 32 49 / -.
+        # 183 / -; keys by 32 118 / -, 32 rows a subgroup 119 / -.
         _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+    ),
+    # By rule, not measured: no Apple machine. 32 KiB of memory, and 128 registers a thread: 16 rows a subgroup, of
+    # which O takes half a register a column. Q stays in registers where they are left. O of 256 columns would be all.
+    "metal": (
+        _entry(64, (64, 32, 4, 1, 1), (64, 32, 4, 1, 1), (64, 32, 4, 1, 1)),
+        _entry(96, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+        _entry(128, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
 }
 """Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
@@ -197,20 +205,33 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # dQ 375 / 347; keys by 32 343 / 323, 16 rows a subgroup 325 / 275. dK and dV 328 / 313; 16 rows a subgroup
         # 284 / 279 and, with eight subgroups, 273 / 270. With sums 267 / 271 against 218 / 226 and 218 / 215.
         FragmentBackwardEntry(64, FragmentShape(128, 64, 4, 2, False), FragmentShape(128, 32, 4, 2, False)),
-        # dQ 386 / 340; 16 rows a subgroup 303 / 284, keys by 32 300 / 250. dK and dV 287 / 281; four subgroups 285 /
-        # 282, rows by 32 264 / 260. With sums 250 / 249; four subgroups 239 / 240, rows by 32 229 / 231.
+        # dQ 386 / 340; 16 rows a subgroup 303 / 284, keys by 32 300 / 250. All by sums: 283 / 278; four subgroups to
+        # their rows 277 / 279, each its own rows 256 / 259, half the keys and subgroups 209 / 208.
+        FragmentBackwardEntry(128, FragmentShape(128, 32, 4, 2, False), FragmentShape(128, 64, 8, 2, False, columns=2)),
+        # Where 16 columns do not come in pairs.
         FragmentBackwardEntry(128, FragmentShape(128, 32, 4, 2, False), FragmentShape(128, 64, 8, 2, False)),
         # By rule, for less shared memory.
         FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 32, 4, 2, False)),
+        # All by sums: 217 / -.
+        FragmentBackwardEntry(256, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 64, 8, 2, False, columns=4)),
     ),
-    # H200, f16, 48 KiB. Chosen by what fits; 32 rows a subgroup and rows by 32 were within 20% either way.
+    # H200, f16, 48 KiB, S 2048 full.
     "vulkan": (
-        FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(64, 64, 4, 1, False)),
+        # dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as
+        # 220; sums, for which only 64 keys have room, as 183 to 195.
+        FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(128, 32, 4, 1, False)),
+        # dQ 216; 32 rows 198. dK and dV 201; 32 keys 165. Both together count as 148, sums as 159; with 32 keys 101.
         FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
     ),
+    # By rule, not measured: no Apple machine. As for the forward pass; dK and dV of 128 columns take all 128 registers,
+    # and subgroups that share 32 keys, which would halve that, need 40 KiB.
+    "metal": (
+        FragmentBackwardEntry(64, FragmentShape(64, 32, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+        FragmentBackwardEntry(128, FragmentShape(32, 16, 2, 1, False), FragmentShape(32, 16, 2, 1, False)),
+    ),
 }
-"""By backend; the first that is wide enough and fits is taken. Wider heads have no matrix units in the backward pass:
-dK and dV of 256 columns are all the registers of a thread."""
+"""By backend; the first that is wide enough and fits is taken. Heads that none fits have no matrix units in the
+backward pass."""
 
 
 def choose_backward_fragments(
@@ -223,7 +244,9 @@ def choose_backward_fragments(
         shape = entry.queries if of == "queries" else entry.keys
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
-        if shape.backward_bytes(head_dim, value_dim, sums=of == "keys") <= target.max_shared_bytes:
+        if any(-(-dim // SIZE) % shape.columns for dim in (head_dim, value_dim)):
+            continue
+        if shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes:
             return shape
     return None
 

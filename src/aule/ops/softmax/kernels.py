@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
 from aule.ir.types import u32
-from aule.ops.attention.dropout import WORDS, Dropout
+from aule.ops.attention.dropout import WORDS, Dropout, interleaved
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.math import NEG_INF
@@ -61,7 +61,7 @@ class _Kernel:
         scores = Derived(self._scores)
         largest = span.max(lambda p: p[scores]).map(lambda m: b.select(b.eq(m, NEG_INF), 0.0, m))
         factor = k.number("factor")
-        self.weights = Derived(lambda p: b.exp2((p[scores] - p[largest]) * factor))
+        self.weights = Derived(lambda p: b.exp2((p[scores] - p[largest]) * factor), costly=True)
 
     def _scores(self, p: Part) -> Value:
         """What the exponential is taken of; -inf where a column does not count."""
@@ -98,6 +98,15 @@ class _Kernel:
 def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
     """Which columns of a part are kept: bools."""
     b = dropout.b
+    if p.group is not None and p.group[0].count == WORDS:
+        # A vector of counters makes the words of four vectors of columns.
+        group, number = p.group
+        if "words" not in group.made:
+            first = b.cast(group.col >> 2, u32)
+            counters = b.vector([b.const(i, u32) for i in range(width)]) + first
+            group.made["words"] = interleaved(b, dropout.words(head, row, counters), width)
+        words: Value = group.made["words"][number]
+        return words >= dropout.limit
     if width < WORDS:
         return b.vector(dropout.strip(head, row, p.col, width))
     quads = width // WORDS
@@ -105,10 +114,10 @@ def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Val
     if quads == 1:
         return b.vector(dropout.words(head, row, place)) >= dropout.limit
     numbers = b.vector([b.const(i, u32) for i in range(quads)]) + place
-    words = dropout.words(head, row, numbers)
+    each = dropout.words(head, row, numbers)
     # Lane by lane: the four words of the first quad, those of the second ...
     mixed = tuple(i // 2 + quads * (i % 2) for i in range(2 * quads))
-    twos = [b.permute(first, second, mixed) for first, second in (words[:2], words[2:])]
+    twos = [b.permute(first, second, mixed) for first, second in (each[:2], each[2:])]
     lanes = tuple(i // 4 * 2 + i % 2 + 2 * quads * (i % 4 // 2) for i in range(width))
     return b.permute(twos[0], twos[1], lanes) >= dropout.limit
 
@@ -148,7 +157,7 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             counts = kernel.counts(p)
             return value if counts is None else b.select(counts, value, 0.0)
 
-        dp = Derived(gradient)
+        dp = Derived(gradient, costly=True)
         total, along = span.sums(lambda p: p[kernel.weights], lambda p: p[kernel.weights] * p[dp])
         inverse = total.map(lambda s: _inverse(k, s))
         mean: PerRow = along.map(lambda s, i: s * i, inverse)

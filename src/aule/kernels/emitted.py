@@ -1,4 +1,4 @@
-"""Emits: what every kernel of the library has that can be traced for a target: its code in each language."""
+"""EmittedKernel: what every kernel of the library has, its code in any language."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from aule.ir import KernelIR
 from aule.target import Target
 
 
-class Emits(ABC):
-    """A kernel that `build` traces."""
+class EmittedKernel(ABC):
+    """A kernel that can be traced for a target and written down in its language."""
 
     @abstractmethod
     def build(self, target: str | Target | None = None) -> KernelIR:
-        """Trace the kernel for a device or a language."""
+        """Trace the kernel for a device, a language, or whatever it takes by default."""
 
     def artifact(self, language: str, target: Target | None = None) -> Artifact:
         """The kernel in a language, with its parameters, workgroup and shared memory."""
