@@ -56,6 +56,7 @@ CASES = (
     Case("residual_layer_norm", (6, 129), "f32"),
     Case("swiglu", (5, 320), "bf16"),
     Case("swiglu", (3, 66), "f32", without=("up",)),
+    Case("swiglu", (16, 1536), "bf16"),
     Case("geglu", (4, 257), "f16", {"approximate": "none"}, layout="rows"),
     Case("geglu", (3, 1024), "f32", {"approximate": "tanh"}),
     Case("rope", (2, 4, 5, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),

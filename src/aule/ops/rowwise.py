@@ -391,6 +391,11 @@ def column_sum_step(
         pairs > 0,
     )
     groups = -(-length // (columns * width))
+    if groups > target.max_grid[0]:
+        raise InvalidShapeError(
+            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * columns * width} columns on {target.name}, got "
+            f"{length}; use backend='cpu'"
+        )
     grid = (groups, len(outputs), 1)
     numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     return Step(config, build_column_sum, grid, numbers)
