@@ -62,6 +62,19 @@ def test_in_place_and_dropout(device: Interpreted) -> None:
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
+def test_several_launches_and_what_they_share(device: Interpreted) -> None:
+    """Workspaces, buffers that go by another name in an op that is made of others, numbers, and rows that are bad."""
+    given = (made(9, 24), made(24), made(24), made(12, 24), made(12))
+    results = []
+    for backend in (None, "cpu"):
+        y = aule.layer_norm_linear(*given, backend=backend)
+        loss = aule.cross_entropy(y, torch.tensor([3, -100, 0, 11, 5, 5, 2, 1, 7]), backend=backend)
+        results.append((y, loss, *torch.autograd.grad(loss, given)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    found = aule.cross_entropy(results[0][0], torch.full((9,), 12), reduction="none")
+    assert torch.isnan(found).all(), "no column has this number, and nobody looked"
+
+
 def test_tensors_elsewhere_are_refused(device: Interpreted) -> None:
     with pytest.raises(aule.DeviceMismatchError, match=r"\[rms_norm\] expected weight on"):
         aule.rms_norm(made(2, 8), torch.ones(8, device="meta"))
