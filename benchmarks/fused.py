@@ -215,13 +215,14 @@ def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tu
             memory[name] = device.alloc(count * view.itemsize)
         ready = prepare(spec, call, views | results, device)
         memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
-        values = {f"{name}_ptr": m for name, m in memory.items()}
         times = []
         for _ in range(18):
             total = 0.0
             for step, loaded in ready.steps:
-                named = values | dict(step.scalars)
-                total += device.time_launch(loaded, step.grid, [named[p.name] for p in loaded.artifact.params])
+                arguments = [
+                    step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in loaded.artifact.params
+                ]
+                total += device.time_launch(loaded, step.grid, arguments)
             times.append(total)
         return statistics.median(times[3:])
     finally:

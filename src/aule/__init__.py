@@ -38,8 +38,10 @@ from aule.errors import (
     ShaderCompileError,
 )
 from aule.fused import (
+    cross_entropy,
     geglu,
     layer_norm,
+    layer_norm_linear,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
@@ -61,7 +63,8 @@ from aule.install import (
 from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
-    from aule import codegen, kernels
+    from aule import codegen, kernels, nn
+    from aule.integrations.patching import PatchReport, patch_model
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -81,6 +84,7 @@ __all__ = [
     "LaunchError",
     "NoComputeQueueError",
     "OutOfMemoryError",
+    "PatchReport",
     "ShaderCompileError",
     "Tensor",
     "__version__",
@@ -88,6 +92,7 @@ __all__ = [
     "aule_attention",
     "cascade_attention",
     "codegen",
+    "cross_entropy",
     "decode_attention",
     "dispatch_stats",
     "flash_attention",
@@ -101,7 +106,10 @@ __all__ = [
     "installed",
     "kernels",
     "layer_norm",
+    "layer_norm_linear",
     "merge_states",
+    "nn",
+    "patch_model",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",
@@ -118,7 +126,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    # Only those who generate kernels themselves need these, and they take as long to import as all the rest.
-    if name in ("codegen", "kernels"):
+    # Only some need these, and they take as long to import as all the rest, or need PyTorch.
+    if name in ("codegen", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
+    if name in ("PatchReport", "patch_model"):
+        return getattr(_importlib.import_module("aule.integrations.patching"), name)
     raise AttributeError(f"module 'aule' has no attribute {name!r}")

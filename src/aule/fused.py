@@ -100,6 +100,91 @@ def residual_layer_norm(
     return result
 
 
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Any:
+    """``log(sum(exp(logits))) - logits[target]`` of each row: PyTorch's ``F.cross_entropy`` for large vocabularies.
+
+    Logits are read once and probabilities never stored: beside the loss a forward pass leaves one number for each row,
+    from which the backward pass makes the gradient.
+
+    Parameters
+    ----------
+    logits : array
+        ``[..., vocabulary]``, as for `rms_norm`: the vocabulary is always the last axis.
+    target : array
+        ``[...]``, the column of each row that is right; int32 or int64.
+    ignore_index : int
+        Rows with this target count for nothing, and their gradient is zero.
+    label_smoothing : float
+        The share of the weight, 0 to 1, that is spread over all columns.
+    reduction : {"mean", "sum", "none"}
+        Of the rows that are not ignored; ``"none"`` gives the loss of each row, 0 where it is ignored.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are made in float32 at least.
+        Gradients of ``logits`` are there for torch tensors.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A target in host memory is neither a column nor ``ignore_index``. On a device such a row's loss and gradient
+        are NaN.
+    """
+    found: tuple[Any, Any] = _call(
+        "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction), backend
+    )
+    return found[0]
+
+
+def layer_norm_linear(
+    x: Any,
+    weight_norm: Any,
+    bias_norm: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> Any:
+    """``layer_norm(x, weight_norm, bias_norm) @ weight.T + bias``; the normalised rows never reach memory.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, as for `rms_norm`.
+    weight_norm, bias_norm : array or None
+        ``[length]``, of the normalisation.
+    weight : array
+        ``[features, length]``, of x's dtype: as in ``torch.nn.Linear``.
+    bias : array, optional
+        ``[features]``.
+    eps, backend
+        As for `layer_norm`.
+
+    Returns
+    -------
+    array
+        ``[..., features]``, of the kind, dtype and device of ``x``. Gradients of all five are there for torch tensors.
+
+    Notes
+    -----
+    Products of float16 and bfloat16 go through matrix units where a device has them and their layout is known. What
+    they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other.
+    """
+    return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
+
+
 def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
     """``silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``, which ONNX calls Swish.
 

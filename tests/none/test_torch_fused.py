@@ -150,6 +150,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "layer_norm": lambda: (inputs("layer_norm")[0], None, inputs("layer_norm")[2], 1e-5, None),
     "residual_rms_norm": lambda: (*inputs("residual_rms_norm"), 1e-6, None),
     "residual_layer_norm": lambda: (*inputs("residual_layer_norm"), 1e-6, None),
+    "layer_norm_linear": lambda: (
+        *inputs("layer_norm"), made(4, inputs("layer_norm")[0].shape[-1]).requires_grad_(), None, 1e-5, None,
+    ),
+    "cross_entropy": lambda: (made(2, 3, 19).requires_grad_(), torch.tensor([[1, 2, -100], [4, 5, 18]]), -100, 0.1,
+                              "mean", None),
     "swiglu": lambda: (inputs("swiglu")[0], None, None),
     "geglu": lambda: (*inputs("geglu"), "tanh", None),
     "rope": lambda: (inputs("rope")[0], ANGLES.cos(), ANGLES.sin(), None, True, None, False, None),

@@ -115,7 +115,7 @@ def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:
     loaded = program(device, step.config, lambda: step.build(step.config, device.target))
     scalars = [step.scalars[p.name] for p in loaded.artifact.scalars]
     prepared = device.prepare(loaded, step.grid, scalars)
-    return prepared, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+    return prepared, tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
 
 
 def address(memory: Memory) -> int:

@@ -83,6 +83,8 @@ def on_host(spec: OpSpec, call: Call, device: Device | None) -> dict[str, Array]
     device : Device or None
         None stands for NumPy.
     """
+    if spec.check is not None:
+        spec.check(spec.name, call.problem, {name: view.storage for name, view in call.views.items()})
     results: dict[str, Array] = {}
     for name, result in call.outputs.items():
         if result.place is not None:

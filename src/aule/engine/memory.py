@@ -63,7 +63,7 @@ class Arena:
     def bring(self, view: TensorView) -> TensorView:
         """A host array on the device: without a copy where the device can, and never expanding what is broadcast."""
         array: Array = view.storage
-        compact = np.ascontiguousarray(array[tuple(slice(None) if s else slice(0, 1) for s in view.strides)])
+        compact = np.asarray(array[tuple(slice(None) if s else slice(0, 1) for s in view.strides)], order="C")
         packed = contiguous_strides(compact.shape)
         strides = tuple(p if s else 0 for p, s in zip(packed, view.strides, strict=True))
         allocation = self.device.import_host(compact) if compact.size else None

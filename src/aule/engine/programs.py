@@ -70,10 +70,10 @@ def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
 
 def launch_steps(ready: StepLaunches, device: Device, memory: Mapping[str, Any]) -> None:
     """Start launches on memory of the device, by buffer name; asynchronous."""
-    values = {f"{name}_ptr": buffer for name, buffer in memory.items()}
     for step, loaded in ready.steps:
-        arguments = values | dict(step.scalars)
-        device.launch(loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params])
+        numbers, params = step.scalars, loaded.artifact.params
+        arguments = [numbers[p.name] if p.name in numbers else memory[step.memory_of(p.name)] for p in params]
+        device.launch(loaded, step.grid, arguments)
 
 
 def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any:

@@ -195,9 +195,10 @@ def _run(
 
 
 class Prepared(NamedTuple):
-    """A signature: the launches with the names of their buffers, workspaces, and outputs by name, dtype, shape and the
-    operand in whose place they go, if any."""
+    """A signature: the problem, the launches with the names of their buffers, workspaces, and outputs by name, dtype,
+    shape and the operand in whose place they go, if any."""
 
+    problem: Any
     launches: Any
     workspace: dict[str, int]
     outputs: tuple[tuple[str, Any, tuple[int, ...], str | None], ...]
@@ -271,9 +272,9 @@ def prepare_on(
     launches = []
     for step, loaded in ready.steps:
         scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
         launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return Prepared(launches, dict(ready.workspace), _described(call))
+    return Prepared(call.problem, launches, dict(ready.workspace), _described(call))
 
 
 def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -> tuple[Any, ...]:
@@ -310,10 +311,14 @@ def _on_host(
     if ready is None:
         call = _bound(spec, tensors, options, wanted, arrays=True)
         views = dict(call.views) | result_views(call)
-        ready = Prepared(prepare_cpu(spec, call, views, device), {}, _described(call))
+        ready = Prepared(call.problem, prepare_cpu(spec, call, views, device), {}, _described(call))
         if len(known) >= _MAX_SIGNATURES:
             known.clear()
         known[key] = ready
+    if spec.check is not None:
+        given = zip(spec.operands, tensors, strict=True)
+        plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
+        spec.check(spec.name, ready.problem, plain)
     make = torch.empty if ready.launches.launches else torch.zeros
     memory = {
         operand.name: x.resolve_neg() if x.is_neg() else x

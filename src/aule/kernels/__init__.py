@@ -21,6 +21,7 @@ from aule.kernels.decode import (
 from aule.kernels.fused import (
     FusedKernel,
     GeGLUKernel,
+    LayerNormLinearKernel,
     ResidualLayerNormKernel,
     RMSNormRoPEKernel,
     SoftmaxDropoutKernel,
@@ -37,6 +38,7 @@ __all__ = [
     "FusedKernel",
     "GeGLUKernel",
     "IncrementalAttentionKernel",
+    "LayerNormLinearKernel",
     "MultiWarpIncrementalAttentionKernel",
     "RMSNormRoPEKernel",
     "ResidualLayerNormKernel",

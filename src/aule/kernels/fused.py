@@ -65,6 +65,10 @@ class FusedKernel(EmittedKernel):
 
     def plan(self, target: str | Target | None = None) -> Step:
         """Configuration, grid and scalar arguments for contiguous arrays."""
+        return self.steps(target)[-1]
+
+    def steps(self, target: str | Target | None = None) -> tuple[Step, ...]:
+        """All launches of the op, of which the kernel is the last."""
         spec = CATALOGUE[self.op]
         views = {
             name: TensorView(dtype, shape, contiguous_strides(shape), "device", None)
@@ -72,8 +76,7 @@ class FusedKernel(EmittedKernel):
         }
         options = {option.name: option.default for option in spec.options} | self.options()
         call = spec.call(views, options)
-        (step,) = spec.plan(call.problem, dict(call.views) | result_views(call), self._target(target)).steps
-        return step
+        return spec.plan(call.problem, dict(call.views) | result_views(call), self._target(target)).steps
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel for a device or a language; by default ``aule.codegen.target_for("wgsl")``, whose limits
@@ -138,6 +141,34 @@ class ResidualLayerNormKernel(FusedKernel):
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         rows = dict.fromkeys(("x", "residual"), (self.dtype, (self.rows, self.length)))
         return rows | dict.fromkeys(("weight", "bias"), (self.dtype, (self.length,)))
+
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps}
+
+
+@dataclass(frozen=True)
+class LayerNormLinearKernel(FusedKernel):
+    """``y = layer_norm(x) @ weight.T + bias`` on ``[rows, length]``, with a weight of ``[features, length]`` and the
+    normalisation's weight and bias.
+
+    The kernel is the product, on matrix units where the target has such. What normalises each row, three numbers of
+    fp32 in ``statistics_ptr``, comes from the first of `steps`.
+    """
+
+    rows: int
+    length: int
+    features: int
+    dtype: str = "f32"
+    eps: float = 1e-5
+    op = "layer_norm_linear"
+
+    def __post_init__(self) -> None:
+        self._check(rows=self.rows, length=self.length, features=self.features)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        vectors = dict.fromkeys(("weight_norm", "bias_norm"), (self.dtype, (self.length,)))
+        weight = {"weight": (self.dtype, (self.features, self.length)), "bias": (self.dtype, (self.features,))}
+        return {"x": (self.dtype, (self.rows, self.length)), **vectors, **weight}
 
     def options(self) -> dict[str, Any]:
         return {"eps": self.eps}

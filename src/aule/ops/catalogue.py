@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from aule.ops.cross_entropy.spec import CROSS_ENTROPY
 from aule.ops.glu.spec import GEGLU, SWIGLU
+from aule.ops.linear.spec import LAYER_NORM_LINEAR
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
 from aule.ops.rope.spec import RMS_NORM_ROPE, ROPE
 from aule.ops.softmax.spec import SOFTMAX_DROPOUT
@@ -15,6 +17,8 @@ CATALOGUE: dict[str, OpSpec] = {
         LAYER_NORM,
         RESIDUAL_RMS_NORM,
         RESIDUAL_LAYER_NORM,
+        LAYER_NORM_LINEAR,
+        CROSS_ENTROPY,
         SWIGLU,
         GEGLU,
         ROPE,

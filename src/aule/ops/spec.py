@@ -29,7 +29,7 @@ class Option:
     """A plain value that an op takes; ``kind`` as in an operator's schema of PyTorch."""
 
     name: str
-    kind: Literal["float", "bool", "int?", "str"]
+    kind: Literal["float", "bool", "int", "int?", "str"]
     default: Any
 
 
@@ -81,6 +81,9 @@ class OpSpec:
     compute : callable
         ``compute(problem, arrays, wanted) -> arrays``: the same on NumPy, in the precision of the arrays it is given
         (float32, or float64 for the reference).
+    check : callable, optional
+        ``check(op, problem, arrays)``: refuses what operands that are not floats must not contain; asked on every call
+        whose arrays are in host memory, since what a device has cannot be seen.
     gradient : OpSpec, optional
     gradients : dict
         Which output of ``gradient`` belongs to which operand; the others have none.
@@ -93,6 +96,7 @@ class OpSpec:
     bind: Callable[[str, Mapping[str, TensorView], Mapping[str, Any], tuple[str, ...]], Call]
     plan: Callable[[Any, Mapping[str, TensorView], Target], StepPlan]
     compute: Callable[[Any, Mapping[str, Array], tuple[str, ...]], dict[str, Array]]
+    check: Callable[[str, Any, Mapping[str, Array]], None] | None = None
     gradient: OpSpec | None = None
     gradients: Mapping[str, str] | None = None
 

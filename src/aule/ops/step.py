@@ -14,12 +14,19 @@ from aule.target import Target
 
 @dataclass(frozen=True)
 class Step:
-    """One launch of several: its configuration and what traces it, its grid, and its scalars by name."""
+    """One launch of several: its configuration and what traces it, its grid, and its scalars by name. Where a kernel's
+    buffer has another name in this op, ``renamed`` has that by the kernel's."""
 
     config: Any
     build: Callable[[Any, Target], KernelIR]
     grid: tuple[int, int, int]
     scalars: Mapping[str, int | float]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def memory_of(self, parameter: str) -> str:
+        """The name of the memory that a buffer parameter stands for."""
+        name = parameter.removesuffix("_ptr")
+        return self.renamed.get(name, name)
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,14 @@ class Rows:
         """A number from the number of each row."""
         return PerRow(tuple(f(number) for number in self.numbers))
 
+    def put(self, array: RowArray, numbers: PerRow) -> None:
+        """Store a number for each row that exists at its start in an array; one of its threads does so."""
+        b = self.b
+        for number, exists, value in zip(self.numbers, self.exists, numbers.values, strict=True):
+            first = b.eq(self.lane, 0)
+            with b.if_(first if exists is None else first & exists):
+                b.store(array.buffer, array.start(number), b.cast(value, element(array.buffer.type)))
+
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from aule.ir import Value, Var
 from aule.ir.types import element, i32
-from aule.tile.math import fold
+from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
 
 
@@ -159,6 +159,40 @@ class Span:
         """The largest of ``f`` in each row; of NaN nothing is said."""
         return self.rows.reduce("max", self.partials("max", lambda p: [f(p)], 1))[0]
 
+    def log_sum(
+        self, f: Callable[[Part], Value], *also: Callable[[Part], Value]
+    ) -> tuple[PerRow, PerRow, list[PerRow]]:
+        """The largest of ``f`` in each row, or the lowest finite number; the sum of ``exp(f - largest)``; and sums of
+        other functions: in one pass, in which what was summed up is scaled anew with each step."""
+        rows, b = self.rows, self.rows.b
+        # A maximum for each lane on CPUs, for each thread on GPUs, where every exponential counts.
+        lanes = self.shape.width if rows.vectors else 1
+        zero = b.splat(b.const(0.0, rows.work), lanes)
+        largest = [b.var(b.splat(b.const(lowest(rows.work), rows.work), lanes)) for _ in range(rows.shape.batch)]
+        totals = [[b.var(zero) for _ in range(1 + len(also))] for _ in range(rows.shape.batch)]
+
+        def combined(kind: str, values: list[Value]) -> Value:
+            return fold(b, kind, values if rows.vectors else [rows.combine(kind, x) for x in values])
+
+        def add(places: list[list[Part]]) -> None:
+            for row, (high, (total, *others)) in enumerate(zip(largest, totals, strict=True)):
+                values = [parts[row].kept(f(parts[row]), float("-inf")) for parts in places]
+                new = b.max(high.value, combined("max", values))
+                powers = [b.exp2((x - new) * LOG2E) for x in values]
+                total.value = total.value * b.exp2((high.value - new) * LOG2E) + combined("add", powers)
+                high.value = new
+                for other, g in zip(others, also, strict=True):
+                    found = [parts[row].kept(g(parts[row]), 0.0) for parts in places]
+                    other.value = other.value + combined("add", found)
+
+        self._walk_steps(add)
+        most = rows.reduce("max", [PerRow(tuple(rows.combine("max", high.value) for high in largest))])[0]
+        for (total, *_), high, m in zip(totals, largest, most.values, strict=True):
+            total.value = total.value * b.exp2((high.value - m) * LOG2E)
+        ended = [PerRow(tuple(rows.combine("add", row[i].value) for row in totals)) for i in range(1 + len(also))]
+        first, *rest = rows.reduce("add", ended)
+        return most, first, rest
+
     def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
         """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
         rows, b = self.rows, self.rows.b
@@ -194,11 +228,21 @@ class Span:
 
     def walk(self, visit: Callable[[list[Part], int], None]) -> None:
         """Call ``visit`` with the parts of all rows at each place, and the place's number within a step."""
+
+        def each(places: list[list[Part]]) -> None:
+            for i, parts in enumerate(places):
+                visit(parts, i)
+
+        self._walk_steps(each)
+
+    def _walk_steps(self, visit: Callable[[list[list[Part]]], None]) -> None:
+        """The same, with all the places of a step together."""
         b, shape = self.rows.b, self.shape
         self._passes += 1
         if shape.parts:
-            for number in range(shape.parts):
-                visit(self._held_parts(number), number)
+            for first in range(0, shape.parts, shape.unroll):
+                last = min(first + shape.unroll, shape.parts)
+                visit([self._held_parts(number) for number in range(first, last)])
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
@@ -207,19 +251,19 @@ class Span:
             far = step * (shape.unroll - 1)
             with b.loop(start, whole - far, step * shape.unroll, name="col") as col:
                 groups = [Group(col, shape.unroll) for _ in range(self.rows.shape.batch)]
-                for i in range(shape.unroll):
-                    parts = self._parts(col + i * step, None, None, shape.width)
+                places = [self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)]
+                for i, parts in enumerate(places):
                     for part, group in zip(parts, groups, strict=True):
                         part.group = (group, i) if self.rows.shape.threads == 1 else None
-                    visit(parts, i)
+                visit(places)
             # Where those ended: each thread has had as many whole steps as fit before its last.
             done = b.max(whole - far - start + (step * shape.unroll - 1), 0) // (step * shape.unroll)
             start = start + done * (step * shape.unroll)
         with b.loop(start, whole, step, name="col") as col:
-            visit(self._parts(col, None, None, shape.width), 0)
+            visit([self._parts(col, None, None, shape.width)])
         if shape.tail:
             there = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
-            visit(self._parts(whole, None, there, shape.tail), 0)
+            visit([self._parts(whole, None, there, shape.tail)])
 
     def _held_parts(self, number: int) -> list[Part]:
         shape = self.shape

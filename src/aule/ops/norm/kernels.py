@@ -33,6 +33,8 @@ class Normalised:
     ----------
     centred : Source or Derived
         Without their mean, where that goes.
+    mean : PerRow or None
+        But for ``shift``.
     scale : PerRow
         What makes their mean square one.
     shift : PerRow or None
@@ -42,6 +44,7 @@ class Normalised:
     """
 
     centred: Source | Derived
+    mean: PerRow | None
     scale: PerRow
     shift: PerRow | None
     sums: list[PerRow]
@@ -60,14 +63,14 @@ def normalise(
 
     if not center:
         squares, *sums = span.sums(lambda p: p[x] * p[x], *extra(x))
-        return Normalised(x, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums)
+        return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums)
     mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
     near = Derived(lambda p: p[x] - p[mean])
     left, squares, *sums = span.sums(lambda p: p[near], lambda p: p[near] * p[near], *extra(near))
     shift = left.map(lambda s: s * inverse)
     variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), shift)
     scale = variance.map(lambda v: b.unary("rsqrt", v + eps))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), scale, shift, sums)
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums)
 
 
 def build_norm(config: NormConfig, target: Target) -> KernelIR:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from aule.ir import KernelIR
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import (
@@ -30,7 +31,7 @@ def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Tar
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
-    step, _ = _step(name, problem, views, target, ())
+    step, _ = norm_step(name, problem, views, target, build_norm)
     return StepPlan((step,) if step.grid[0] else ())
 
 
@@ -39,7 +40,7 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
     ``dbias``."""
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)
-    step, partials = _step(name, problem, views, target, sums)
+    step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
     if not step.grid[0]:
         return StepPlan(())
     if not sums:
@@ -48,8 +49,13 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
     return StepPlan((step, finish), {"partial": partials * len(sums) * problem.length})
 
 
-def _step(
-    name: str, problem: NormProblem, views: Mapping[str, TensorView], target: Target, sums: tuple[str, ...]
+def norm_step(
+    name: str,
+    problem: NormProblem,
+    views: Mapping[str, TensorView],
+    target: Target,
+    build: Callable[[NormConfig, Target], KernelIR],
+    sums: tuple[str, ...] = (),
 ) -> tuple[Step, int]:
     """The launch over rows, and how many rows of partial sums it leaves."""
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
@@ -71,5 +77,4 @@ def _step(
     )
     scalars = layout.scalars | view_numbers(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}
-    build = build_norm_gradient if "dy" in views else build_norm
     return Step(config, build, grid, scalars | {"partials": partials, "sums": problem.length}), partials
