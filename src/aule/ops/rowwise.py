@@ -15,7 +15,8 @@ from aule.ops.step import Step, grid_of
 from aule.target import Target
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
-from aule.tile.rows import Columns, RowArray, Rows, RowShape, Span, SpanShape
+from aule.tile.rows import Columns, RowArray, Rows, RowShape
+from aule.tile.spans import Span, SpanShape
 from aule.tile.vector import vector_unit, work_type
 from aule.view import TensorView, broadcast
 

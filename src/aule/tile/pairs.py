@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aule.ir import Value
 from aule.ir.types import element
-from aule.tile.rows import Columns, Derived, Part, Source, Span
+from aule.tile.rows import Columns, Source
+from aule.tile.spans import Derived, Part, Span
 
 
 class Pairs:

@@ -14,7 +14,8 @@ from aule.ir.types import i32, i64
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, lowest
-from aule.tile.rows import Part, PerRow, RowArray
+from aule.tile.rows import PerRow, RowArray
+from aule.tile.spans import Part
 
 NAN = float("nan")
 

@@ -15,7 +15,8 @@ from aule.ops.cross_entropy.problem import CrossEntropyProblem
 from aule.ops.rowwise import choose_rows, extent, lay_out, operand, row_grid, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
-from aule.tile.rows import RowShape, SpanShape
+from aule.tile.rows import RowShape
+from aule.tile.spans import SpanShape
 from aule.view import TensorView, contiguous_strides
 
 _LOOPED = 4096

@@ -9,7 +9,7 @@ from aule.ops.glu.problem import Activation
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.math import ROOT_TWO_PI_INVERSE, normal, sigmoid
-from aule.tile.rows import Part
+from aule.tile.spans import Part
 
 TANH_FACTOR = 0.7978845608028654  # sqrt(2 / pi)
 TANH_CUBE = 0.044715

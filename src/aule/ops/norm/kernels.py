@@ -13,7 +13,8 @@ from aule.ir import KernelIR, Value
 from aule.ir.types import SCALARS
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
-from aule.tile.rows import Columns, ColumnSums, Derived, Part, PerRow, Source
+from aule.tile.rows import Columns, PerRow, Source
+from aule.tile.spans import ColumnSums, Derived, Part
 
 
 @dataclass(frozen=True, kw_only=True)

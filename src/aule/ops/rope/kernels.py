@@ -12,7 +12,8 @@ from aule.ir.types import i32
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.pairs import Pairs
-from aule.tile.rows import Columns, ColumnSums, Part, PerRow, Source
+from aule.tile.rows import Columns, PerRow, Source
+from aule.tile.spans import ColumnSums, Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from aule.ops.rowwise import (
 )
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
-from aule.tile.rows import SpanShape
+from aule.tile.spans import SpanShape
 from aule.view import TensorView
 
 _HEADS = 4

@@ -10,7 +10,8 @@ from aule.ops.attention.dropout import WORDS, Dropout, interleaved
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.math import NEG_INF
-from aule.tile.rows import Derived, Part, PerRow, Source
+from aule.tile.rows import PerRow, Source
+from aule.tile.spans import Derived, Part
 
 
 @dataclass(frozen=True, kw_only=True)
