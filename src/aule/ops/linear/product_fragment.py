@@ -63,16 +63,17 @@ class _Product:
     def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
         self.b, self.config, self.blocks = b, config, blocks
         p = self.p = Parameters(b, i64 if config.index64 else i32)
-        elem: Scalar = SCALARS[config.left.stored.dtype]
         self.m, self.n, self.k = (p.number(name) for name in "mnk")
         shape = FragmentShape(
             blocks.rows, blocks.cols, blocks.down * blocks.along, blocks.stages, False, blocks.registers, blocks.lanes
         )
-        self.engine = Fragments(b, target, shape, elem)
+        self.engine = Fragments(b, target, shape, config.left.stored.dtype)
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, blocks.group)
         left = Factor(p, config.left, self.m, self.k, f32, config.whole)
         right = Factor(p, config.right, self.n, self.k, f32, config.whole)
-        self.memory = b.shared("stages", elem, blocks.shared_elements(config.left.across, config.right.across))
+        self.memory = b.shared(
+            "stages", self.engine.elem, blocks.shared_elements(config.left.across, config.right.across)
+        )
         self.left = _Way(self, left, blocks.rows, self.row0, 0)
         self.right = _Way(self, right, blocks.cols, self.col0, self.left.size * blocks.stages)
         self.ways = (self.left, self.right)

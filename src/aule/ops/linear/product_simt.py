@@ -25,7 +25,8 @@ def build_product_simt(config: ProductConfig, target: Target) -> KernelIR:
     p = Parameters(b, i64 if config.index64 else i32)
     m, n, k = (p.number(name) for name in "mnk")
     row0, col0 = tile_of(b, m, n, shape.block_q, shape.block_kv, _GROUP)
-    engine = Simt(b, target, shape, shape.chunk_k, QUAD, reduces=False)
+    sizes = shape.shared_elements(shape.chunk_k, QUAD, subgroups=True)  # no row is reduced
+    engine = Simt(b, target, shape, shape.chunk_k, QUAD, sizes)
     left = Factor(p, config.left, m, k, f32, config.whole)
     right = Factor(p, config.right, n, k, f32, config.whole)
     # In shared memory the summed dimension is outermost: runs along it are stored element by element.
