@@ -65,6 +65,7 @@ CASES = (
     Case("rms_norm_rope", (2, 2, 3, 40), "f32", {"interleaved": False}, pairs=12, ids="i32"),
     Case("softmax_dropout", (2, 3, 5, 200), "f32", {"dropout_p": 0.3, "causal": True}),
     Case("softmax_dropout", (2, 2, 4, 61), "bf16", {"scale": 0.3}, mask="f32"),
+    Case("softmax_dropout", (2, 2, 3, 62), "bf16", {"dropout_p": 0.2}),
     Case("softmax_dropout", (1, 2, 3, 1024), "f16", {"dropout_p": 0.5}, mask="bool"),
 )
 

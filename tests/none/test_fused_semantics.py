@@ -109,6 +109,8 @@ def test_in_place() -> None:
     x.flags.writeable = False
     with pytest.raises(aule.InvalidArgumentError, match="expected x to be writable"):
         aule.rope(x, np.cos(angles), np.sin(angles), inplace=True)
+    with pytest.raises(aule.InvalidArgumentError, match="expected x with memory for every element"):
+        aule.rope(np.broadcast_to(x, (5, 2, 3, 6)), np.cos(angles), np.sin(angles), inplace=True)
 
 
 def test_dropout_is_attention_s() -> None:

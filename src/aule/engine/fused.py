@@ -101,12 +101,9 @@ def on_host(spec: OpSpec, call: Call, device: Device | None) -> dict[str, Array]
 
 
 def _writable(spec: OpSpec, name: str, array: Array) -> Array:
-    if not array.flags.writeable or any(
-        step == 0 and n > 1 for n, step in zip(array.shape, array.strides, strict=True)
-    ):
+    if not array.flags.writeable:
         raise InvalidArgumentError(
-            f"[{spec.name}] expected {name} to be writable with memory for every element, got a read-only or broadcast "
-            "array; copy it first, or leave inplace out"
+            f"[{spec.name}] expected {name} to be writable, got a read-only array; copy it first, or leave inplace out"
         )
     return array
 

@@ -79,7 +79,7 @@ class RowArray:
     stride : Value or None
         Elements from one column to the next; None means 1.
     aligned : bool
-        Every part of a row starts at a multiple of its width.
+        Every part of a row starts at a multiple of its width, or of 16 bytes where it has more.
     """
 
     buffer: Value

@@ -328,7 +328,7 @@ class Span:
         b, width = self.rows.b, self.shape.width
         index = element(start.type)
         if count == width and array.stride is None:
-            return b.load(array.buffer, start + b.cast(col, index), width, align=width if array.aligned else 1)
+            return b.load(array.buffer, start + b.cast(col, index), width, align=self._alignment(array))
         values: list[Value] = []
         while len(values) < count:
             at = b.cast(col + len(values), index)
@@ -339,6 +339,10 @@ class Span:
             values += b.unpack(b.load(array.buffer, start + at, run, align=1))
         zeros = [b.const(0, element(array.buffer.type))] * (width - count)
         return b.vector([*values, *zeros])
+
+    def _alignment(self, array: RowArray) -> int:
+        """Elements that divide where a part starts: no more than 16 bytes of them, which is what memory is sure of."""
+        return min(self.shape.width, 16 // element(array.buffer.type).bytes) if array.aligned else 1
 
     @contextmanager
     def where_there(self, part: Part) -> Iterator[None]:
@@ -366,7 +370,7 @@ class Span:
                 b.store(array.buffer, start + b.cast(col + i, index) * array.stride, x)
             return
         if count == self.shape.width:
-            b.store(array.buffer, start + b.cast(col, index), value, align=count if array.aligned else 1)
+            b.store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
             return
         done = 0
         while done < count:

@@ -87,6 +87,11 @@ def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, An
         eps=checked_eps(op, options["eps"]) if "eps" in options else None,
         inplace=bool(options.get("inplace", False)) and "dy" not in views,
     )
+    if problem.inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True)):
+        raise InvalidArgumentError(
+            f"[{op}] expected x with memory for every element, got a broadcast array; copy it first, or leave inplace "
+            "out"
+        )
     outputs = {}
     for name in wanted:
         if name != "dweight":

@@ -109,7 +109,7 @@ def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Val
         words: Value = group.made["words"][number]
         return words >= dropout.limit
     if width < WORDS:
-        return b.vector(dropout.strip(head, row, p.col, width))
+        return b.vector(dropout.strip_words(head, row, p.col, width)) >= dropout.limit
     quads = width // WORDS
     place = b.cast(p.col >> 2, u32)
     if quads == 1:
