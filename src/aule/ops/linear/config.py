@@ -21,7 +21,8 @@ class StoredConfig:
     unit : bool
         Neighbouring columns are neighbours in memory.
     aligned : bool
-        As many elements as travel together start at a multiple of their size, and rows have whole ones only.
+        As many elements as travel together, up to 16 bytes, start at a multiple of their size, and rows have whole ones
+        only.
     loose : bool
         They may travel together from wherever they start: on CPUs.
     """

@@ -39,9 +39,10 @@ class Stored:
     def load(self, start: Value, col: Value, width: int, cols: Value | None) -> Value:
         """``width`` elements of a row of ``cols``, in the place of those behind its end some others of it; or of one in
         which they are sure to be, with None."""
-        b, together = self.b, width if self.config.aligned or self.config.loose else 1
-        if together < width:
-            return b.vector([self.load(start, col + i, 1, cols) for i in range(width)])
+        b, most = self.b, width if self.config.loose else 16 // self.elem.bytes if self.config.aligned else 1
+        if most < width:
+            pieces = [self.load(start, col + i, most, cols) for i in range(0, width, most)]
+            return b.vector([x for piece in pieces for x in b.unpack(piece)])
         col = col if cols is None else b.min(col, cols - width)
         return b.load(self.buffer, self.index(start, col), width, align=1 if self.config.loose else width)
 

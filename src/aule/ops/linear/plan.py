@@ -129,7 +129,8 @@ def product_step(
             scalars.update({f"{name}_axis{i}": size for i, size in enumerate(layout.sizes)})
             scalars.update({f"{name}_stride{i}": step for i, step in enumerate(layout.strides[name])})
         unit = view.strides[-1] == 1 or view.shape[-1] == 1
-        return StoredConfig(name, view.dtype, axes, unit, view_width(view) >= width, loose and unit)
+        aligned = view_width(view) >= min(width, 16 // view.itemsize)
+        return StoredConfig(name, view.dtype, axes, unit, aligned, loose and unit)
 
     def factor(given: Given) -> FactorConfig:
         norm = None
