@@ -63,8 +63,10 @@ from aule.install import (
 from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
-    from aule import codegen, kernels, nn
-    from aule.integrations.patching import PatchReport, patch_model
+    from aule import codegen, kernels
+    from aule import nn as nn
+    from aule.integrations.patching import PatchReport as PatchReport
+    from aule.integrations.patching import patch_model as patch_model
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -84,7 +86,6 @@ __all__ = [
     "LaunchError",
     "NoComputeQueueError",
     "OutOfMemoryError",
-    "PatchReport",
     "ShaderCompileError",
     "Tensor",
     "__version__",
@@ -108,8 +109,6 @@ __all__ = [
     "layer_norm",
     "layer_norm_linear",
     "merge_states",
-    "nn",
-    "patch_model",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",
@@ -126,7 +125,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    # Only some need these, and they take as long to import as all the rest, or need PyTorch.
+    # Only some need these, and they take as long to import as all the rest. Those that need PyTorch are not in
+    # __all__, so that an import of everything goes without.
     if name in ("codegen", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
     if name in ("PatchReport", "patch_model"):

@@ -49,13 +49,15 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.weight_offset = weight_offset
+        if weight_offset:
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if self.elementwise_affine:
-            # Called by the constructor, too, which sets the offset afterwards.
+        offset = getattr(self, "weight_offset", 0.0)  # PyTorch's constructor comes here before it is known
+        if self.elementwise_affine and offset:
             with torch.no_grad():
-                self.weight -= getattr(self, "weight_offset", 0.0)
+                self.weight -= offset
 
     def forward(self, x: Any) -> Any:
         count("rms_norm")
