@@ -29,6 +29,7 @@ def flash_attention(
     causal_align: str = "bottom-right",
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str | None = None,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
@@ -69,9 +70,14 @@ def flash_attention(
     return_lse : bool
         Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
     deterministic : bool
-        Gradients of half-precision inputs on matrix units add up dQ in any order where that is faster;
-        ``deterministic=True`` gives the same bits every time, and so does ``torch.use_deterministic_algorithms(True)``
-        for torch tensors. Everything else is deterministic always.
+        Gradients on GPUs add up dQ in any order where the driver has atomic additions of floats (CUDA, most of
+        Vulkan's), which is faster. ``deterministic=True`` gives the same bits every time, and so does
+        ``torch.use_deterministic_algorithms(True)`` for torch tensors. Everything else is deterministic always.
+    precision : {"fp16", "bf16", "tf32"}, optional
+        Only for float32 inputs: round q, k and v, and the weights, to this type and multiply them on matrix units;
+        sums, softmax, the result and the log-sum-exp stay float32. fp16 turns what is beyond 65504 into infinities;
+        tf32, with as many digits as fp16 and the range of float32, is for CUDA from sm_80 on. Gradients are computed
+        in float32. A device without such units is refused; without this option float32 is never rounded.
     out : array, optional
         Write the result here.
     backend : str, optional
@@ -85,7 +91,7 @@ def flash_attention(
     """
     options = AttentionOptions(
         causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
-        deterministic, out, backend,
+        deterministic, out, backend, precision,
     )  # fmt: skip
     found = by_type.get(type(q))  # a call saved, where every repeated one passes
     return (front_end(q) if found is None else found).flash_attention(q, k, v, options)

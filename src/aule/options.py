@@ -24,6 +24,7 @@ class AttentionOptions(NamedTuple):
     deterministic: bool = False
     out: Any = None
     backend: str | None = None
+    precision: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """The options that are not arrays, as `attention_problem` takes them."""
@@ -36,6 +37,7 @@ class AttentionOptions(NamedTuple):
             "causal_align": self.causal_align,
             "return_lse": self.return_lse,
             "deterministic": self.deterministic,
+            "precision": self.precision,
         }
 
     def arrays(self) -> dict[str, Any]:

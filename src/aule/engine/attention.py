@@ -19,10 +19,12 @@ from aule.errors import AuleError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import ForwardPlan, plan_backward, plan_forward
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
 from aule.runtime.base import Device, Program
+from aule.target import Target
 from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
@@ -56,7 +58,7 @@ def prepare_forward(
 ) -> Launch:
     """Plan a forward pass on a device and build its kernel, or find both in memory."""
     check_memory("flash_attention", problem.dtype, views, device)
-    if problem.dtype in ("f16", "bf16"):
+    if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
@@ -152,6 +154,8 @@ def forward_on_host(
 
 
 def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    if problem.precision is not None:
+        raise refused(problem, Target("numpy", "NumPy"))
     if problem.packed is None:
         numpy_forward.forward(problem, operands, out, lse)
         return

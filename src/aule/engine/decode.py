@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.memory import STORED, Arena
+from aule.engine import cpu
+from aule.engine.memory import STORED, Arena, host_view
 from aule.engine.probe import find_layout
 from aule.engine.programs import StepLaunches, launch_steps, load_steps
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.decode import sequences
 from aule.ops.decode.plan import decode_views, plan_decode
-from aule.ops.decode.prefill import few_tokens
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
 from aule.runtime.base import Device
@@ -31,7 +31,7 @@ def prepare_decode(
 ) -> StepLaunches:
     """Plan decoding on a GPU and build its kernels, or find both in memory. ``views`` as for `plan_decode`."""
     _check_device(op, problem, views, device)
-    if problem.dtype in ("f16", "bf16") and problem.seq_q > few_tokens(problem):
+    if problem.dtype in ("f16", "bf16"):
         find_layout(device)
     return load_steps(plan_decode(problem, views, device.target, aligned_base), device)
 
@@ -40,7 +40,8 @@ def _check_device(op: str, problem: DecodeProblem, views: dict[str, TensorView],
     target = device.target
     if problem.dtype == "f64":
         raise InvalidDtypeError(
-            f"[{op}] expected float32, float16 or bfloat16 on {target.backend}, got float64; use backend='numpy'"
+            f"[{op}] expected float32, float16 or bfloat16 on {target.backend}, got float64; use backend='cpu' or "
+            "'numpy'"
         )
     for name, view in views.items():
         steps = zip(view.shape, view.strides, strict=True)
@@ -71,13 +72,23 @@ def decode_on_host(
     inputs = (getattr(operands, name) for name in ("q", "k", "v", "k_scale", "v_scale", "alibi", "sinks"))
     overlaps = any(view is not None and np.may_share_memory(out, view.storage) for view in inputs)
     target = np.empty(shape, out.dtype) if overlaps else out
-    if device is None or device.target.backend == "cpu":
+    if device is None:
         sequences.decode(problem, operands, target, lse)
+    elif device.target.backend == "cpu":
+        _on_cpu(problem, operands, device, target, lse)
     else:
         _through_device(op, problem, operands, device, target, lse)
     if target is not out:
         out[...] = target
     return out, lse
+
+
+def _on_cpu(problem: DecodeProblem, operands: DecodeOperands, device: Device, out: Array, lse: Array | None) -> None:
+    """Compute with the CPU engine, in place. The log-sum-exp of an fp64 problem is computed in fp64."""
+    kept = None if lse is None else np.empty(lse.shape, cpu.work_dtype(problem))
+    cpu.decode(problem, decode_views(operands, host_view(problem.dtype, out)), device, kept)
+    if lse is not None:
+        lse[...] = kept
 
 
 def _through_device(

@@ -13,13 +13,13 @@ import torch
 
 from aule import settings
 from aule.backends import registry
-from aule.engine.attention import host_device_of
-from aule.engine.decode import decode_on_host, prepare_decode
-from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.engine.decode import prepare_decode
+from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch import device_view, raw_stream, signature
+from aule.frontends.torch_decode_host import integers, on_host, staged
 from aule.frontends.torch_host import host_view_of
-from aule.frontends.torch_views import NAMES, checked_out, require_tensor
+from aule.frontends.torch_views import checked_out, require_tensor
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
 from aule.options import DecodeOptions
@@ -42,21 +42,13 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     if _driven(q, options.backend):
         return _on_cuda(q, k, v, options)
     if q.is_cpu:
-        return _on_host(q, k, v, options)
-    return _staged(q, k, v, options)
+        return on_host(q, k, v, options)
+    return staged(q, k, v, options)
 
 
 def _driven(q: Any, backend: str | None) -> bool:
     """Whether a tensor is computed on in place by the CUDA driver."""
     return q.is_cuda and _CUDA_BUILD and (backend is None or backend.startswith("cuda"))
-
-
-def _integers(op: str, name: str, array: Any) -> Any:
-    """Lengths, tables and offsets as int32."""
-    if not isinstance(array, torch.Tensor) or array.dtype not in (torch.int32, torch.int64):
-        got = array.dtype if isinstance(array, torch.Tensor) else type(array).__name__
-        raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor, got {got}; convert it")
-    return array.to(torch.int32)
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
@@ -118,7 +110,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         raise
     if found is None:
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
-            return _staged(q, k, v, options)
+            return staged(q, k, v, options)
         found = _prepare(q, k, v, options)
         if len(_known) >= _MAX_SIGNATURES:
             _known.clear()
@@ -150,13 +142,13 @@ def _explain(q: Any, k: Any, v: Any, options: DecodeOptions) -> None:
     for name, x in {"k": k, "v": v, **options.arrays()}.items():
         require_tensor(x, name)
     for name, x in options.indices().items():
-        _integers(options.op, name, x)
+        integers(options.op, name, x)
 
 
 def _brought(q: Any, k: Any, v: Any, options: DecodeOptions) -> DecodeOptions:
     """The options with lengths and tables as int32 on the device of ``q``; those from the host are checked first."""
     op = options.op
-    moved = {name: _integers(op, name, x) for name, x in options.indices().items()}
+    moved = {name: integers(op, name, x) for name, x in options.indices().items()}
     host = {name: host_view_of(x, name) for name, x in moved.items() if x.device.type == "cpu"}
     if "context_lens" in host:
         problem, _ = decode_problem(op, **_views(q, k, v, options._replace(**moved)), **options.plain())
@@ -207,42 +199,6 @@ def _lifted(view: TensorView, form: str) -> TensorView:
     if form == "token":
         return replace(view, shape=(*shape[:2], 1, shape[2]), strides=(*strides[:2], 0, strides[2]))
     return view
-
-
-# -- host --------------------------------------------------------------------------------------------------------------
-
-
-def _on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
-    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    tensors |= {name: _integers(options.op, name, array) for name, array in options.indices().items()}
-    views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
-    problem, operands = decode_problem(options.op, **views, **options.plain())
-    out = options.out
-    if out is None:
-        out = torch.empty(operands.out_shape, dtype=q.dtype)
-    else:
-        checked_out(out, operands.out_shape, q)
-    target = operands.lifted(host_view_of(out, "out").storage)
-    device = host_device_of(NAMES.get(q.dtype, ""), options.backend)
-    _, lse = decode_on_host(options.op, problem, operands, device, target)
-    return (out, torch.from_numpy(lse).reshape(operands.lse_shape)) if options.return_lse else out
-
-
-def _staged(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
-    """Tensors on a device that aule does not drive directly go through the host and come back."""
-    for name, tensor in {"k": k, "v": v, **options.arrays()}.items():
-        require_tensor(tensor, name)
-        if tensor.device != q.device:
-            raise DeviceMismatchError(
-                f"[{options.op}] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
-            )
-    moved = {name: array.cpu() for name, array in (options.arrays() | options.indices()).items()}
-    result = _on_host(q.cpu(), k.cpu(), v.cpu(), options._replace(out=None, **moved))
-    out, lse = result if options.return_lse else (result, None)
-    if options.out is not None:
-        out = checked_out(options.out, tuple(out.shape), q).copy_(out)
-    out = out.to(q.device)
-    return out if lse is None else (out, lse.to(q.device))
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

@@ -16,15 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Fragment, Scalar, Vector, bf16, f32, i32, u32
+from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
 from aule.target import FragmentLayout, Target
+from aule.tile.math import is_finite
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 
 SIZE = 16
 """Rows and columns of a fragment."""
 RUN = 8
-"""16-bit elements that travel together."""
+"""Elements that travel together."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ class FragmentShape:
         k_row, v_row = row_stride(head_dim), row_stride(value_dim)
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
-    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Shared memory of a forward kernel. Q that stays in registers passes through the memory of K and V."""
         q, k, v = self.shared_elements(head_dim, value_dim)
         stages = self.stages * (k + v)
-        return 2 * (max(q, stages) if self.resident_q else q + stages)
+        return itemsize * (max(q, stages) if self.resident_q else q + stages)
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS
@@ -93,14 +94,19 @@ def row_stride(dim: int) -> int:
     return padded(dim, SIZE) + RUN
 
 
+def factor_elem(dtype: str) -> Scalar:
+    """The element type of factors in shared memory: tf32 is f32 with the last bits zero."""
+    return f32 if dtype == "tf32" else SCALARS[dtype]
+
+
 _COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
 """What PTX and MSL put fragments of 16 x 16 together from."""
 
 
 def has_units(target: Target, dtype: str) -> bool:
-    """Whether a device multiplies 16 x 16 fragments of a type of 16 bits; the engine has no others."""
+    """Whether a device multiplies 16 x 16 fragments of a type that the engine has."""
     shapes = ("m16n16k16", *_COMPOSED.get(target.backend, ()))
-    return dtype in ("f16", "bf16") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
+    return dtype in ("f16", "bf16", "tf32") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
 
 
 def multiplies(target: Target, dtype: str) -> bool:
@@ -146,30 +152,70 @@ class FragmentTile:
         self.assign([[f(x, r, c) for c, x in enumerate(row)] for r, row in enumerate(self.values())])
 
 
-class Fragments:
-    """The engine: lane coordinates, row reductions, memory and the two products."""
+class Components:
+    """Fragments as a lane sees them: which elements its components are, and fragments out of such elements."""
 
-    def __init__(self, b: Builder, target: Target, shape: FragmentShape, elem: Scalar) -> None:
+    def __init__(self, b: Builder, target: Target, elem: Scalar) -> None:
         assert target.matrix_layout is not None
-        self.b, self.shape, self.elem = b, shape, elem
+        self.b, self.elem = b, elem
         self.layout: FragmentLayout = target.matrix_layout
         self.converts = target.backend == "cuda"
-        self.copies = target.backend == "cuda" and target.arch != "sm_75"
         self.accumulator = Fragment(f32, SIZE, SIZE, "accumulator")
         self.left, self.right = Fragment(elem, SIZE, SIZE, "a"), Fragment(elem, SIZE, SIZE, "b")
-        self.thread, self.subgroup = b.thread_id(), b.subgroup_id()
-        lane = b.lane_id()
-        self.lane_row = weigh_bits(b, lane, self.layout.lane_rows)
-        self.lane_col = weigh_bits(b, lane, self.layout.lane_cols)
+        self.thread, self.subgroup, self.lane = b.thread_id(), b.subgroup_id(), b.lane_id()
+        self.lane_row = weigh_bits(b, self.lane, self.layout.lane_rows)
+        self.lane_col = weigh_bits(b, self.lane, self.layout.lane_cols)
         count = 1 << len(self.layout.part_rows)
-        self._places = [
-            tuple(_sum_bits(part, weights) for weights in (self.layout.part_rows, self.layout.part_cols))
-            for part in range(count)
+        self.places = [
+            (_sum_bits(part, self.layout.part_rows), _sum_bits(part, self.layout.part_cols)) for part in range(count)
         ]
-        self.part_rows = sorted({row for row, _ in self._places})
-        self.part_cols = sorted({col for _, col in self._places})
+        """Row and column of each component, from those of the lane."""
+        self.part_rows = sorted({row for row, _ in self.places})
+        self.part_cols = sorted({col for _, col in self.places})
         self.run = 2 if self.part_cols[1:2] == [1] else 1
         """Neighbouring columns that a lane holds."""
+
+    def component(self, row: int, col: int) -> int:
+        """The component that holds a lane's element of a part's row and column."""
+        return self.places.index((row, col))
+
+    def rounded(self, parts: list[Value], type_: Fragment, weights: bool) -> list[Value]:
+        """Converted two at a time, which some devices do in one instruction."""
+        b, elem = self.b, type_.elem
+        if elem == f32:
+            return parts if type_.use == "accumulator" else [self._to_tf32(x) for x in parts]
+        pairs = []
+        for x, y in zip(parts[::2], parts[1::2], strict=True):
+            if elem == bf16 and weights and not self.converts:
+                # Half a unit upwards: right but for ties, and for NVIDIA's NaN, all ones, which becomes -0.
+                low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
+                pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
+            else:
+                pairs.append(b.cast(b.vector([x, y]), elem))
+        return [half for pair in pairs for half in b.unpack(pair)]
+
+    def _to_tf32(self, x: Value) -> Value:
+        """To nearest, ties away from zero: thirteen bits go."""
+        return self.b.bitcast((self.b.bitcast(x, u32) + 0x1000) & 0xFFFFE000, f32)
+
+    def load_right(
+        self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
+    ) -> Value:
+        """16 x 16 of a matrix in shared memory, as a right factor; or of its transpose, whose element (i, j) lies in
+        row ``col + j``, column ``row + i``."""
+        if transposed:
+            return self.b.fragment_load(self.right, memory, start + (col * stride + row), stride, "column")
+        return self.b.fragment_load(self.right, memory, start + (row * stride + col), stride, "row")
+
+
+class Fragments(Components):
+    """The engine: lane coordinates, row reductions, memory and the two products."""
+
+    def __init__(self, b: Builder, target: Target, shape: FragmentShape, dtype: str) -> None:
+        """``dtype`` is what is multiplied: f16, bf16 or tf32."""
+        super().__init__(b, target, factor_elem(dtype))
+        self.shape = shape
+        self.copies = target.backend == "cuda" and target.arch != "sm_75"
         # Lanes that share their rows differ in these bits.
         self._across = [1 << i for i, weight in enumerate(self.layout.lane_rows) if weight == 0]
 
@@ -177,10 +223,6 @@ class Fragments:
     def rows_held(self) -> int:
         """Rows of a tile that this lane works on."""
         return self.shape.rows // SIZE * len(self.part_rows)
-
-    def component(self, row: int, col: int) -> int:
-        """The component that holds a lane's element of a part's row and column."""
-        return self._places.index((row, col))
 
     # -- tiles ---------------------------------------------------------------------------------------------------------
 
@@ -207,26 +249,18 @@ class Fragments:
             blocks = []
             for c in range(0, len(values[0]), widths):
                 parts = [
-                    values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self._places
+                    values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self.places
                 ]
-                blocks.append(b.fragment_pack(type_, self._rounded(parts, type_.elem, weights)))
+                blocks.append(b.fragment_pack(type_, self.rounded(parts, type_, weights)))
             result.append(blocks)
         return result
 
-    def _rounded(self, parts: list[Value], elem: Scalar, weights: bool) -> list[Value]:
-        """Converted two at a time, which some devices do in one instruction."""
-        if elem == f32:
-            return parts
+    def incoming(self, values: Value) -> Value:
+        """Elements of a matrix as they are multiplied: rounded where that is another type. NaN and Inf stay."""
         b = self.b
-        pairs = []
-        for x, y in zip(parts[::2], parts[1::2], strict=True):
-            if elem == bf16 and weights and not self.converts:
-                # Half a unit upwards: right but for ties, and for NVIDIA's NaN, all ones, which becomes -0.
-                low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
-                pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
-            else:
-                pairs.append(b.cast(b.vector([x, y]), elem))
-        return [half for pair in pairs for half in b.unpack(pair)]
+        if self.elem != f32:
+            return b.cast(values, self.elem)
+        return b.vector([b.select(is_finite(b, x), self._to_tf32(x), x) for x in b.unpack(values)])
 
     # -- products ------------------------------------------------------------------------------------------------------
 
@@ -237,15 +271,6 @@ class Fragments:
         if transposed:
             return self.b.fragment_load(self.left, memory, start + (col * stride + row), stride, "column")
         return self.b.fragment_load(self.left, memory, start + (row * stride + col), stride, "row")
-
-    def load_right(
-        self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
-    ) -> Value:
-        """16 x 16 of a matrix in shared memory, as a right factor; or of its transpose, whose element (i, j) lies in
-        row ``col + j``, column ``row + i``."""
-        if transposed:
-            return self.b.fragment_load(self.right, memory, start + (col * stride + row), stride, "column")
-        return self.b.fragment_load(self.right, memory, start + (row * stride + col), stride, "row")
 
     def multiply(
         self,
@@ -281,13 +306,15 @@ class Transfer:
 
     ``start`` begins to fetch, ``finish`` makes what was fetched visible to the thread itself; a barrier behind that
     shows it to all. With asynchronous copies the fetched rows go to ``target`` directly, otherwise they wait in
-    registers until ``finish`` stores them.
+    registers until ``finish`` stores them, rounded where the engine multiplies another type.
     """
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
         self.stride = row_stride(source.cols)
-        self.direct = copies and source.aligned and source.col_stride is None
+        # What is rounded passes through registers.
+        copied = copies and source.elem == engine.elem != f32
+        self.direct = copied and source.aligned and source.col_stride is None
         self.cols = source.cols if self.direct else padded(source.cols, SIZE)
         self.runs = rows * self.cols // RUN
         b, threads = self.b, engine.shape.threads
@@ -299,7 +326,7 @@ class Transfer:
         self.col = run * RUN
         self.own = self.row * self.stride + self.col
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        zero = b.splat(b.const(0, engine.elem), RUN)
+        zero = b.splat(b.const(0, source.elem), RUN)
         self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
@@ -354,7 +381,7 @@ class Transfer:
             b.async_wait(0)
             return
         for i, register in enumerate(self.registers):
-            value = register.value
+            value = self.engine.incoming(register.value)
             self._each(i, lambda row, col: b.store(self.memory, target + row * self.stride + col, value))  # noqa: B023
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
@@ -381,7 +408,7 @@ class Transfer:
             with b.if_(number < self.runs):
                 start = self.source.row_start(b, first + row)
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
-                b.store(self.memory, target + row * self.stride + col, f(run))
+                b.store(self.memory, target + row * self.stride + col, f(self.engine.incoming(run)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         row, col, number = self.place(i)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, element, f64, u32
+from aule.ir.types import Scalar, Vector, bf16, element, f16, f32, f64, i8, i16, u16, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -12,6 +12,8 @@ ROOT_TWO_PI_INVERSE = 0.3989422804014327
 LOWEST = -3.4028234663852886e38
 """The lowest finite float32."""
 NEG_INF = float("-inf")
+EXPONENTS = {f16: 0x7C00, bf16: 0x7F80, f32: 0x7F800000}
+"""The bits of an exponent, all of which are set in Inf and NaN."""
 
 
 def lowest(elem: Scalar) -> float:
@@ -49,6 +51,19 @@ def tanh(b: Builder, x: Value) -> Value:
         denominator = (square * 15.0 + 420.0) * square + 945.0
         near = numerator / denominator
     return b.select(size < 0.6, near, b.select(x < 0.0, -far, far))
+
+
+def from_e4m3(b: Builder, x: Value) -> Value:
+    """Bytes (u8) that hold fp8 e4m3, as float32; a scalar or a vector. Exact, subnormal numbers and NaN included."""
+
+    def shaped(elem: Scalar) -> Scalar | Vector:
+        return Vector(elem, x.type.lanes) if isinstance(x.type, Vector) else elem
+
+    # Widened with its sign and shifted, a byte has the sign, four bits of exponent and three of the fraction where fp16
+    # has them; the bias is 7 instead of 15. Conversions of fp16 keep subnormal numbers in every mode of a processor.
+    bits = b.cast(b.cast(b.bitcast(x, shaped(i8)), i16) << 7, u16) & 0xBF80
+    number = b.cast(b.bitcast(bits, shaped(f16)), f32) * 256.0
+    return b.select(b.eq(x & 0x7F, 0x7F), b.const(float("nan"), f32), number)
 
 
 def is_finite(b: Builder, x: Value) -> Value:
@@ -97,3 +112,11 @@ def _normal_tail(b: Builder, x: Value, bell: Value) -> Value:
     for n in range(80, 0, -1):
         fraction = far + float(n) / fraction
     return b.select(x < 3.0, below, bell * ROOT_TWO_PI_INVERSE / fraction)
+
+
+def overflowing(b: Builder, word: Value, elem: Scalar) -> Value:
+    """Other than 0 where the fp32 number of a word, or one of its two of 16 bits, is Inf or NaN."""
+    each = 0x10001 if elem.bits == 16 else 1
+    exponent = EXPONENTS[elem]
+    # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+    return ((word & exponent * each) + (exponent & -exponent) * each) & (each << (elem.bits - 1))

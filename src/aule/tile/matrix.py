@@ -94,6 +94,28 @@ class Matrix:
         return index if self.col_stride is None else index * self.col_stride
 
 
+@dataclass(frozen=True)
+class PlacedMatrix(Matrix):
+    """A matrix whose rows lie anywhere, some of them found beforehand; only ``row_start`` knows of it.
+
+    Attributes
+    ----------
+    places : Value
+        Private array (i64): for the rows from ``first`` on, the index of each one's first element.
+    """
+
+    places: Value
+    first: Value
+
+    @property
+    def even(self) -> bool:
+        return False
+
+    def row_start(self, b: Builder, row: Value) -> Value:
+        """Index of a row's first element, which must be among those found."""
+        return b.load(self.places, self.index(b, row - self.first))
+
+
 def divmod_const(b: Builder, x: Value, n: int) -> tuple[Value, Value]:
     """``x // n`` and ``x % n`` of a non-negative i32, by shift and mask where n is a power of two."""
     if n == 1:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
+from aule.ir.types import SCALARS, Scalar, Vector, element, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.dropout import Dropout
@@ -28,7 +28,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
-from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
+from aule.tile.math import EXPONENTS, LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
 from aule.tile.simt import padded
 
@@ -95,7 +95,7 @@ class _Forward:
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
 
         self.dropout = scores.dropout()
-        self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
+        self.engine = engine = Fragments(b, target, shape, config.factor or config.dtype)
         self.subgroup_row = engine.subgroup * shape.rows
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
         self.memory = b.shared("tiles", engine.elem, shape.shared_bytes(config.head_dim, config.value_dim) // 2)
@@ -368,17 +368,14 @@ class _Forward:
         if whole:
             b.barrier()
             return None
-        exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
-        lowest = exponent & -exponent
         found = b.var(b.const(0, u32), "found")
 
         def check(run: Value) -> None:
-            # An exponent of ones carries into the bit of the sign, which the mask has cleared.
-            for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
-                found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
+            for word in b.unpack(b.bitcast(run, Vector(u32, RUN * self.engine.elem.bits // 32))):
+                found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
-        return b.workgroup_any(b.ne(found.value & 0x80008000, 0))
+        return b.workgroup_any(b.ne(found.value, 0))
 
     # -- products with V -------------------------------------------------------------------------------------------
 
@@ -395,11 +392,11 @@ class _Forward:
         """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
         values first, then what is infinite in either direction, as ones. NaN counts for both, and Inf - Inf is NaN."""
         b, engine = self.b, self.engine
-        exponent, one = (0x7F80, 0x3F80) if engine.elem == bf16 else (0x7C00, 0x3C00)
+        word = u16 if engine.elem.bits == 16 else u32
         with b.loop(0, 3, name="kind") as kind:
 
             def rewritten(run: Value, kind: Value = kind) -> Value:
-                return b.vector([b.bitcast(self._sorted(b.bitcast(x, u16), kind, exponent, one), engine.elem)
+                return b.vector([b.bitcast(self._sorted(b.bitcast(x, word), kind), engine.elem)
                                  for x in b.unpack(run)])  # fmt: skip
 
             b.barrier()
@@ -423,12 +420,14 @@ class _Forward:
             parts.append(b.fragment_get(o, c) + added)
         return b.fragment_pack(engine.accumulator, parts)
 
-    def _sorted(self, bits: Value, kind: Value, exponent: int, one: int) -> Value:
+    def _sorted(self, bits: Value, kind: Value) -> Value:
         """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""
-        b = self.b
+        b, elem = self.b, self.engine.elem
+        exponent, sign = EXPONENTS[elem], elem.bits - 1
+        one = (exponent >> 1) & exponent  # all bits of the exponent but its highest
         word = b.cast(bits, u32)
-        size = word & 0x7FFF
+        size = word & ((1 << sign) - 1)
         finite, nan = size < exponent, size > exponent
-        wanted = nan | b.eq(word >> 15, b.cast(kind - 1, u32))
+        wanted = nan | b.eq(word >> sign, b.cast(kind - 1, u32))
         bad = b.select(~finite & wanted, b.const(one, u32), b.const(0, u32))
-        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), u16)
+        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), element(bits.type))

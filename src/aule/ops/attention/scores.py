@@ -87,10 +87,10 @@ class Extent:
 class Scores:
     """What happens to scores between the product and softmax, for one batch."""
 
-    def __init__(self, parameters: Parameters, batch: Value) -> None:
+    def __init__(self, parameters: Parameters, batch: Value, extent: Extent | None = None) -> None:
         self.p, self.b, self.config, self.batch = parameters, parameters.b, parameters.config, batch
         number = parameters.number
-        self.extent = Extent.of(parameters, batch)
+        self.extent = extent or Extent.of(parameters, batch)
         self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
         self.left = number("left") if self.config.left else None
         self.right = number("right") if self.config.right else None

@@ -220,6 +220,8 @@ def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tab
     if tables is None or not tables.is_host:
         return
     table: npt.NDArray[np.int32] = tables.storage
+    if not table.size or (table.min() >= 0 and table.max() < problem.pages):  # the unused ones, too
+        return
     used = np.arange(table.shape[1])[None] < -(-lengths.astype(np.int64) // max(problem.page, 1))[:, None]
     outside = used & ((table < 0) | (table >= problem.pages))
     if outside.any():
