@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, Vector, element, f16, f32, f64, i8, i16, u16, u32
+from aule.ir.types import Scalar, Vector, bf16, element, f16, f32, f64, i8, i16, u16, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -12,6 +12,8 @@ ROOT_TWO_PI_INVERSE = 0.3989422804014327
 LOWEST = -3.4028234663852886e38
 """The lowest finite float32."""
 NEG_INF = float("-inf")
+EXPONENTS = {f16: 0x7C00, bf16: 0x7F80, f32: 0x7F800000}
+"""The bits of an exponent, all of which are set in Inf and NaN."""
 
 
 def lowest(elem: Scalar) -> float:
@@ -110,3 +112,11 @@ def _normal_tail(b: Builder, x: Value, bell: Value) -> Value:
     for n in range(80, 0, -1):
         fraction = far + float(n) / fraction
     return b.select(x < 3.0, below, bell * ROOT_TWO_PI_INVERSE / fraction)
+
+
+def overflowing(b: Builder, word: Value, elem: Scalar) -> Value:
+    """Other than 0 where the fp32 number of a word, or one of its two of 16 bits, is Inf or NaN."""
+    each = 0x10001 if elem.bits == 16 else 1
+    exponent = EXPONENTS[elem]
+    # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+    return ((word & exponent * each) + (exponent & -exponent) * each) & (each << (elem.bits - 1))
