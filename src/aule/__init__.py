@@ -37,6 +37,19 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
+from aule.fused import (
+    cross_entropy,
+    geglu,
+    layer_norm,
+    layer_norm_linear,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    rms_norm_rope,
+    rope,
+    softmax_dropout,
+    swiglu,
+)
 from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
 from aule.install import (
     dispatch_stats,
@@ -51,6 +64,9 @@ from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
+    from aule import nn as nn
+    from aule.integrations.patching import PatchReport as PatchReport
+    from aule.integrations.patching import patch_model as patch_model
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -77,28 +93,42 @@ __all__ = [
     "aule_attention",
     "cascade_attention",
     "codegen",
+    "cross_entropy",
     "decode_attention",
     "dispatch_stats",
     "flash_attention",
     "flash_attention_paged",
     "flash_attention_varlen",
+    "geglu",
     "get_available_backends",
     "get_backend_errors",
     "get_backend_info",
     "install",
     "installed",
     "kernels",
+    "layer_norm",
+    "layer_norm_linear",
     "merge_states",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",
+    "residual_layer_norm",
+    "residual_rms_norm",
+    "rms_norm",
+    "rms_norm_rope",
+    "rope",
     "scaled_dot_product_attention",
+    "softmax_dropout",
+    "swiglu",
     "uninstall",
 ]
 
 
 def __getattr__(name: str) -> _Any:
-    # Only those who generate kernels themselves need these, and they take as long to import as all the rest.
-    if name in ("codegen", "kernels"):
+    # Only some need these, and they take as long to import as all the rest. Those that need PyTorch are not in
+    # __all__, so that an import of everything goes without.
+    if name in ("codegen", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
+    if name in ("PatchReport", "patch_model"):
+        return getattr(_importlib.import_module("aule.integrations.patching"), name)
     raise AttributeError(f"module 'aule' has no attribute {name!r}")

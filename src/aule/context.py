@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.backends import registry
-from aule.engine.attention import STORED, contiguous_strides, forward_on_device, gradients_on_device, named
+from aule.engine.attention import forward_on_device, gradients_on_device, named
+from aule.engine.memory import STORED
 from aule.errors import (
     BackendUnavailableError,
     ClosedError,
@@ -27,7 +28,7 @@ from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem, checked_dropout, checked_seed
 from aule.runtime.base import Allocation, Device
-from aule.view import ITEMSIZE, TensorView
+from aule.view import ITEMSIZE, TensorView, contiguous_strides
 
 _ARRAYS = ("mask", "bias", "alibi_slopes", "sinks")
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "bool"}

@@ -33,6 +33,7 @@ _made: dict[Any, Any] = {}
 """Our function for each one whose place it took; never dropped, see `torch_sdpa.replacement`."""
 _served = 0
 _passed_on: Counter[str] = Counter()
+_ops: Counter[str] = Counter()
 
 
 def scaled_dot_product_attention(
@@ -206,16 +207,24 @@ def pass_on(reason: str) -> None:
     _count(reason)
 
 
+def count_op(name: str) -> None:
+    """Count a call of an op by a layer."""
+    with _lock:
+        _ops[name] += 1
+
+
 def dispatch_stats() -> dict[str, Any]:
     """How many calls aule served and passed on since it was loaded or `reset_dispatch_stats` was called.
 
     Returns
     -------
     dict
-        ``served`` and ``passed_on``, both numbers, and ``reasons``, with a number for every reason to pass a call on.
+        ``served`` and ``passed_on``, both numbers, and ``reasons``, with a number for every reason to pass a call on:
+        of PyTorch's attention function. ``ops`` has a number for every op that layers of `aule.nn` have called, those
+        that `patch_model` has put into a model included; calls within compiled code are not counted there.
     """
     with _lock:
-        return {"served": _served, "passed_on": _passed_on.total(), "reasons": dict(_passed_on)}
+        return {"served": _served, "passed_on": _passed_on.total(), "reasons": dict(_passed_on), "ops": dict(_ops)}
 
 
 def reset_dispatch_stats() -> None:
@@ -224,6 +233,7 @@ def reset_dispatch_stats() -> None:
     with _lock:
         _served = 0
         _passed_on.clear()
+        _ops.clear()
 
 
 def _front_end(function: str) -> ModuleType:

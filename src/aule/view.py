@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 ITEMSIZE = {
     "bool": 1, "u8": 1, "i8": 1, "e4m3": 1, "f16": 2, "bf16": 2, "i32": 4, "u32": 4, "f32": 4, "i64": 8, "f64": 8,
@@ -28,6 +30,8 @@ class TensorView:
         `Device.launch` takes.
     offset : int
         Elements from the start of ``storage`` to element (0, ..., 0); 0 for host arrays.
+    alignment : int
+        A power of two up to 16 that the address of ``storage`` is sure to be a multiple of.
     """
 
     dtype: str
@@ -36,6 +40,7 @@ class TensorView:
     device: str
     storage: Any
     offset: int = 0
+    alignment: int = 16
 
     @property
     def itemsize(self) -> int:
@@ -44,3 +49,36 @@ class TensorView:
     @property
     def is_host(self) -> bool:
         return self.device == "host"
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def broadcast(view: TensorView, shape: tuple[int, ...], axes: tuple[int | None, ...]) -> TensorView:
+    """The same memory in another shape: which axis of the view each axis is, None for one that it has not. Axes that
+    are missing or of length 1 repeat."""
+    strides = tuple(
+        0 if axis is None or (view.shape[axis] == 1 and n != 1) else view.strides[axis]
+        for n, axis in zip(shape, axes, strict=True)
+    )
+    return _over(view, shape, strides)
+
+
+def every_nth(view: TensorView, step: int, count: int | None = None) -> TensorView:
+    """Every ``step``-th column, at most ``count`` of them."""
+    columns = -(-view.shape[-1] // step) if count is None else count
+    return _over(view, (*view.shape[:-1], columns), (*view.strides[:-1], view.strides[-1] * step))
+
+
+def _over(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+    storage = view.storage
+    if isinstance(storage, np.ndarray):
+        steps = tuple(stride * storage.itemsize for stride in strides)
+        storage = np.lib.stride_tricks.as_strided(storage, shape, steps, writeable=False)
+    return replace(view, shape=shape, strides=strides, storage=storage)

@@ -239,3 +239,17 @@ def test_a_cache_is_written_where_it_lies(shader: Device, monkeypatch: pytest.Mo
             found, torch.from_numpy(wanted), rtol=1e-6, atol=1 if found.dtype == torch.int8 else 0
         )
     assert cache.pool(1).k.any()
+
+
+def test_ops_of_the_catalogue(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aule.frontends import torch_fused
+
+    monkeypatch.setattr(torch_fused, "route_of", lambda x, backend: "host" if backend else "mps")
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((5, 64), (64,)))
+    results = []
+    for backend in (None, "numpy"):
+        y = aule.rms_norm(x, weight, backend=backend)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
+    assert [kernel.entry for kernel in Kernel.launched[-3:]] == ["rms_norm", "rms_norm_backward", "column_sum"]

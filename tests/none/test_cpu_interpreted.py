@@ -13,11 +13,11 @@ from aule.engine.attention import STORED, contiguous_strides, named
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
 from aule.ops.attention.cpu.plan import plan_backward, plan_forward
-from aule.ops.attention.plan import StepPlan
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import Operands
+from aule.ops.step import StepPlan
 from aule.target import Target
 from aule.view import TensorView
 

@@ -48,7 +48,7 @@ def test_importing_aule_neither_imports_torch_nor_replaces_anything() -> None:
 import sys, aule
 assert "torch" not in sys.modules
 aule.uninstall()
-assert aule.dispatch_stats() == {"served": 0, "passed_on": 0, "reasons": {}} and "torch" not in sys.modules
+assert aule.dispatch_stats() == {"served": 0, "passed_on": 0, "reasons": {}, "ops": {}} and "torch" not in sys.modules
 import torch
 assert torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 """
@@ -80,7 +80,7 @@ def test_install_and_uninstall() -> None:
     assert F.scaled_dot_product_attention is ours
     q, k, v = tensors((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8))
     torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), ORIGINAL(q, k, v))
-    assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}}
+    assert aule.dispatch_stats() == {"served": 1, "passed_on": 0, "reasons": {}, "ops": {}}
     aule.uninstall()
     aule.uninstall()
     assert F.scaled_dot_product_attention is ORIGINAL
@@ -157,6 +157,7 @@ def test_reasons() -> None:
             "dtype": 1,
             "shapes": 1,
         },
+        "ops": {},
     }
 
 
@@ -287,7 +288,7 @@ def test_dropout_in_training_is_served() -> None:
         first.sum().backward()
         torch.manual_seed(0)
         assert torch.equal(layer(x), first) and not torch.equal(layer(x), first)
-    assert aule.dispatch_stats() == {"served": 3, "passed_on": 0, "reasons": {}}
+    assert aule.dispatch_stats() == {"served": 3, "passed_on": 0, "reasons": {}, "ops": {}}
 
 
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])

@@ -28,7 +28,12 @@ def fresh() -> None:
 
 
 def stats(served: int, **reasons: int) -> None:
-    assert aule.dispatch_stats() == {"served": served, "passed_on": sum(reasons.values()), "reasons": reasons}
+    assert aule.dispatch_stats() == {
+        "served": served,
+        "passed_on": sum(reasons.values()),
+        "reasons": reasons,
+        "ops": {},
+    }
 
 
 # -- the stand-in ------------------------------------------------------------------------------------------------------

@@ -232,10 +232,11 @@ def test_dead_code_drops_variables_that_nobody_reads() -> None:
         with b.loop(0, 4) as k:
             unread.value = k * 3
         b.private("unused", f32, 8)
+        b.shuffle_xor(b.subgroup_reduce("add", thread(b)), 1)
         b.store(out, thread(b), 1)
 
     left = {op.opcode for op in dead_code(kernel).walk()}
-    assert not left & {"var", "set", "private"}
+    assert not left & {"var", "set", "private", "shuffle_xor", "subgroup_reduce"}
 
 
 def test_atomics_on_elements_below_a_word_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from test_torch_varlen_cuda import Interpreted, Program, _or_else
 
 import aule
-from aule.engine import attention as engine
+from aule.engine import programs as engine
 
 torch = pytest.importorskip("torch")
 

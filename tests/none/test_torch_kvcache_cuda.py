@@ -11,7 +11,7 @@ import test_torch_varlen_cuda as stand_in
 from test_torch_varlen_cuda import Interpreted, Program
 
 import aule
-from aule.engine import attention as engine
+from aule.engine import programs as engine
 
 torch = pytest.importorskip("torch")
 

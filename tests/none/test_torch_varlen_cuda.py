@@ -12,6 +12,7 @@ import pytest
 import aule
 from aule.codegen import TARGETS
 from aule.engine import attention as engine
+from aule.engine import programs
 from aule.ir.interpret import interpret
 
 torch = pytest.importorskip("torch")
@@ -20,7 +21,7 @@ pytest.importorskip("llvmlite", reason="what is compared with needs the CPU engi
 from aule.frontends import torch as front_end  # noqa: E402
 from aule.frontends import torch_varlen  # noqa: E402
 
-NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u32": np.uint32, "i8": np.int8}
+NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "u32": np.uint32, "i8": np.int8}
 ROOM = 1 << 15
 """Elements a buffer is taken to have: only those that a kernel asks for are touched."""
 
@@ -77,7 +78,8 @@ def _at(address: int, dtype: Any) -> Any:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     made = Interpreted()
-    monkeypatch.setattr(engine, "program", lambda device, config, build: Program(build()))
+    for module in (engine, programs):
+        monkeypatch.setattr(module, "program", lambda device, config, build: Program(build()))
     monkeypatch.setattr(torch_varlen, "route", lambda q, options: "host" if options.backend else "cuda")
     monkeypatch.setattr(torch_varlen, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch_varlen, "_ready", {})

@@ -16,11 +16,12 @@ from test_forward_interpreted import SMALL_SHAPES
 from aule.engine.attention import STORED, contiguous_strides
 from aule.ops.attention.cpu import plan as cpu_plan
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import Step, StepPlan, plan_backward, plan_forward
+from aule.ops.attention.plan import plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients
 from aule.ops.attention.varlen import expect_varlen, expect_varlen_gradients
+from aule.ops.step import Step, StepPlan
 from aule.view import TensorView
 
 CASES = list(varlen_cases.cases(varlen_cases.SMALL))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +11,23 @@ import numpy.typing as npt
 from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
+from aule.engine.memory import STORED, Arena, check_memory, host_view
 from aule.engine.probe import find_layout
-from aule.engine.programs import program
+from aule.engine.programs import StepLaunches, launch_steps, load_steps, program
 from aule.engine.tuning import tuned_shape
-from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
+from aule.errors import AuleError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import ForwardPlan, Step, StepPlan, plan_backward, plan_forward
+from aule.ops.attention.plan import ForwardPlan, plan_backward, plan_forward
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Device, Program
 from aule.target import Target
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
-
-STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64}
-"""NumPy's type for the elements of a result (bf16 as its bits)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,30 +57,12 @@ def prepare_forward(
     aligned_base: dict[str, bool] | None = None,
 ) -> Launch:
     """Plan a forward pass on a device and build its kernel, or find both in memory."""
-    check_device(problem, device, views)
+    check_memory("flash_attention", problem.dtype, views, device)
     if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
     return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers))
-
-
-def check_device(problem: AttentionProblem, device: Device, views: dict[str, TensorView]) -> None:
-    """Refuse what the device cannot do, with the remedy."""
-    target = device.target
-    if problem.dtype == "f64":
-        raise InvalidDtypeError(
-            f"[flash_attention] expected float32, float16 or bfloat16 on {target.backend}, got float64; "
-            "use backend='cpu' or 'numpy' for float64"
-        )
-    for name, view in views.items():
-        steps = zip(view.shape, view.strides, strict=True)
-        extent = (view.offset + 1 + sum((n - 1) * s for n, s in steps if n > 0)) * view.itemsize
-        if extent > target.max_buffer_bytes:
-            raise InvalidShapeError(
-                f"[flash_attention] expected arrays of at most {target.max_buffer_bytes} bytes on {target.name}, got "
-                f"{name} with {extent}; split the batch or use another backend"
-            )
 
 
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
@@ -157,7 +136,7 @@ def forward_on_host(
 
     with Arena(device) as arena:
         views = named(operands, _result_view(problem))
-        check_device(problem, device, views)
+        check_memory("flash_attention", problem.dtype, views, device)
         views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
         launch = prepare_forward(problem, views, device)
         if launch.plan.grid[0]:
@@ -198,15 +177,6 @@ def _forward_on_cpu(
         lse[...] = kept
 
 
-@dataclass(frozen=True, eq=False)
-class StepLaunches:
-    """Several launches in order, ready to go: programs with their grids and scalars, and what they share."""
-
-    steps: tuple[tuple[Step, Program], ...]
-    workspace: Mapping[str, int]
-    """fp32 elements of each further buffer, by name."""
-
-
 def prepare_backward(
     problem: AttentionProblem,
     views: dict[str, TensorView],
@@ -214,27 +184,10 @@ def prepare_backward(
     aligned_base: dict[str, bool] | None = None,
 ) -> StepLaunches:
     """Plan the gradients on a GPU and build their kernels, or find both in memory. ``views`` as for `plan_backward`."""
-    check_device(problem, device, views)
+    check_memory("flash_attention", problem.dtype, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
     return load_steps(plan_backward(problem, views, device.target, aligned_base), device)
-
-
-def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
-    """Build the kernels of a plan, or find them in memory."""
-    steps = []
-    for step in plan.steps:
-        loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
-        steps.append((step, loaded))
-    return StepLaunches(tuple(steps), plan.workspace)
-
-
-def launch_steps(ready: StepLaunches, device: Device, memory: dict[str, Any]) -> None:
-    """Start launches on memory of the device, by buffer name; asynchronous."""
-    values = {f"{name}_ptr": buffer for name, buffer in memory.items()}
-    for step, loaded in ready.steps:
-        arguments = values | dict(step.scalars)
-        device.launch(loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params])
 
 
 def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Any) -> None:
@@ -300,7 +253,7 @@ def _backward_through_device(
 ) -> None:
     if ds is not None:
         views["ds"] = host_view("f32", ds)
-    check_device(problem, device, views)
+    check_memory("flash_attention", problem.dtype, views, device)
     with Arena(device) as arena:
         views = {name: arena.bring(view) for name, view in views.items()}
         for name, array in grads.items():
@@ -319,61 +272,12 @@ def _backward_through_device(
             device.download(buffers["ds"], ds)
 
 
-def host_view(dtype: str, array: Array) -> TensorView:
-    """A view of an array of four axes in host memory."""
-    return TensorView(dtype, array.shape, tuple(step // array.itemsize for step in array.strides), "host", array)
-
-
 def _overlaps(operands: Operands, out: Array) -> bool:
     """Rows are written while others are still to be read: an ``out`` that lies over an input gets them at the end."""
     inputs = named(operands, operands.q).values()
     return any(np.may_share_memory(out, view.storage) for view in inputs)
 
 
-class Arena:
-    """Device memory of one call, given back at its end whatever happens."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.owned: list[Allocation] = []
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for allocation in self.owned:
-            self.device.free(allocation)
-
-    def alloc(self, nbytes: int) -> Allocation:
-        """Memory; never empty, since no driver binds an empty buffer."""
-        self.owned.append(self.device.alloc(max(nbytes, 16)))
-        return self.owned[-1]
-
-    def bring(self, view: TensorView) -> TensorView:
-        """A host array on the device: without a copy where the device can, and never expanding what is broadcast."""
-        array: Array = view.storage
-        compact = np.ascontiguousarray(array[tuple(slice(None) if s else slice(0, 1) for s in view.strides)])
-        packed = contiguous_strides(compact.shape)
-        strides = tuple(p if s else 0 for p, s in zip(packed, view.strides, strict=True))
-        allocation = self.device.import_host(compact) if compact.size else None
-        if allocation is not None:
-            self.owned.append(allocation)
-        else:
-            allocation = self.alloc(compact.nbytes)
-            if compact.size:
-                self.device.upload(allocation, compact)
-        return TensorView(view.dtype, view.shape, strides, "device", allocation)
-
-
 def _result_view(problem: AttentionProblem) -> TensorView:
     shape = problem.out_shape
     return TensorView(problem.dtype, shape, contiguous_strides(shape), "device", None)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a C-contiguous array."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))

@@ -1,4 +1,4 @@
-"""Runs attention on the processor, on arrays where they lie: plans are made once per signature, workspaces are kept."""
+"""Runs plans on the processor, on arrays where they lie: made once per signature, and workspaces are kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from aule.engine.programs import program
 from aule.ops.attention.cpu.plan import plan_backward, plan_forward
-from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.decode.cpu.plan import plan_decode
 from aule.ops.decode.problem import DecodeProblem
+from aule.ops.step import Step, StepPlan
 from aule.runtime.base import Allocation, Device
 from aule.view import TensorView
 
@@ -89,13 +89,13 @@ def _ready(
     if ready is None:
         if len(known) >= _MAX_SIGNATURES:
             known.clear()
-        ready = known[key] = _prepare(planner(problem, views, device.target), problem, device)
+        ready = known[key] = prepare(planner(problem, views, device.target), work_dtype(problem), device)
     return ready
 
 
 def _compute(ready: Ready, views: dict[str, TensorView], device: Device, extra: dict[str, Memory]) -> None:
-    addresses = {name: _address(view.storage) for name, view in views.items()}
-    addresses |= {name: _address(array) for name, array in extra.items()}
+    addresses = {name: address(view.storage) for name, view in views.items()}
+    addresses |= {name: address(array) for name, array in extra.items()}
     run(ready, device, addresses)
 
 
@@ -116,8 +116,9 @@ def run(ready: Ready, device: Device, addresses: dict[str, int]) -> None:
             _give(device, block)
 
 
-def _prepare(plan: StepPlan, problem: AttentionProblem | DecodeProblem, device: Any) -> Ready:
-    size = np.dtype(work_dtype(problem)).itemsize
+def prepare(plan: StepPlan, work: Any, device: Any) -> Ready:
+    """Load the kernels of a plan; workspaces are of type ``work``."""
+    size = np.dtype(work).itemsize
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}
     return Ready(tuple(_launch(step, device) for step in plan.steps), workspace)
@@ -127,10 +128,11 @@ def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:
     loaded = program(device, step.config, lambda: step.build(step.config, device.target))
     scalars = [step.scalars[p.name] for p in loaded.artifact.scalars]
     prepared = device.prepare(loaded, step.grid, scalars)
-    return prepared, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+    return prepared, tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
 
 
-def _address(memory: Memory) -> int:
+def address(memory: Memory) -> int:
+    """Where memory begins."""
     return memory.address if isinstance(memory, Allocation) else int(memory.__array_interface__["data"][0])
 
 

@@ -8,23 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine import cpu
-from aule.engine.attention import (
-    STORED,
-    Arena,
-    StepLaunches,
-    contiguous_strides,
-    host_view,
-    launch_steps,
-    load_steps,
-)
+from aule.engine.memory import STORED, Arena, host_view
 from aule.engine.probe import find_layout
+from aule.engine.programs import StepLaunches, launch_steps, load_steps
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.decode import sequences
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
 from aule.runtime.base import Device
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
 

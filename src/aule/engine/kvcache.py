@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.backends import registry
-from aule.engine.attention import load_steps
+from aule.engine.programs import load_steps
 from aule.errors import AuleError
-from aule.ops.attention.plan import StepPlan
 from aule.ops.kvcache import numpy_append
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import AppendProblem
+from aule.ops.step import StepPlan
 from aule.runtime.base import Device
 from aule.view import TensorView
 

@@ -6,13 +6,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from aule.backends import registry
 from aule.engine import cache
 from aule.ir import KernelIR
 from aule.ir.verify import verify
+from aule.ops.step import Step, StepPlan
 from aule.runtime.base import Device, Program
 
 log = logging.getLogger("aule")
@@ -46,6 +48,32 @@ def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Progr
             with _lock:
                 _building.pop((id(device), key), None)
     return loaded
+
+
+@dataclass(frozen=True, eq=False)
+class StepLaunches:
+    """Several launches in order, ready to go: programs with their grids and scalars, and what they share."""
+
+    steps: tuple[tuple[Step, Program], ...]
+    workspace: Mapping[str, int]
+    """fp32 elements of each further buffer, by name."""
+
+
+def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
+    """Build the kernels of a plan, or find them in memory."""
+    steps = []
+    for step in plan.steps:
+        loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
+        steps.append((step, loaded))
+    return StepLaunches(tuple(steps), plan.workspace)
+
+
+def launch_steps(ready: StepLaunches, device: Device, memory: Mapping[str, Any]) -> None:
+    """Start launches on memory of the device, by buffer name; asynchronous."""
+    for step, loaded in ready.steps:
+        numbers, params = step.scalars, loaded.artifact.params
+        arguments = [numbers[p.name] if p.name in numbers else memory[step.memory_of(p.name)] for p in params]
+        device.launch(loaded, step.grid, arguments)
 
 
 def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any:

@@ -44,21 +44,21 @@ by_type: dict[type, ModuleType] = {}
 """Front ends found so far."""
 
 
-def front_end(array: object) -> ModuleType:
-    """The front end that serves an array; found once per type."""
+def front_end(array: object, op: str = "flash_attention") -> ModuleType:
+    """The front end that serves an array; found once per type. ``op`` is the public function, for messages."""
     found = by_type.get(type(array))
     if found is None:
-        found = by_type[type(array)] = _find(array)
+        found = by_type[type(array)] = _find(array, op)
     return found
 
 
-def _find(array: object) -> ModuleType:
+def _find(array: object, op: str) -> ModuleType:
     for load, framework in FRONT_ENDS:
         if framework is None or framework in sys.modules:
             candidate = load()
             if candidate.accepts(array):
                 return candidate
     raise InvalidDtypeError(
-        f"[flash_attention] expected NumPy arrays, torch tensors or arrays with __dlpack__, got "
+        f"[{op}] expected NumPy arrays, torch tensors or arrays with __dlpack__, got "
         f"{type(array).__name__}; convert with numpy.asarray"
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError
 from aule.frontends import numpy as numpy_front_end
+from aule.ops.catalogue import CATALOGUE
 from aule.options import AttentionOptions, DecodeOptions
 
 _HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
@@ -44,6 +45,18 @@ def flash_attention_varlen(
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 
 
+def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """An op of the catalogue on DLPack arrays; the result comes from the namespace of the first."""
+    operands = CATALOGUE[name].operands
+    first = operands[0].name
+    given = tuple(
+        array if array is None or operand.name == "seed" else _host(array, operand.name, name, first)
+        for operand, array in zip(operands, arrays, strict=True)
+    )
+    result = numpy_front_end.fused(name, given, options, backend)
+    return tuple(_back(part, arrays[0]) for part in result) if isinstance(result, tuple) else _back(result, arrays[0])
+
+
 def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Attention over a cache of DLPack arrays; the result comes from the namespace of ``q``."""
     if options.out is not None:
@@ -77,17 +90,17 @@ def _back(result: Any, like: Any) -> Any:
         return namespace.asarray(result)  # dtypes that NumPy's DLPack lacks (bfloat16)
 
 
-def _host(array: Any, name: str) -> Any:
+def _host(array: Any, name: str, op: str = "flash_attention", like: str = "q") -> Any:
     if isinstance(array, np.ndarray):
         return array
     if not accepts(array):
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} with __dlpack__ like q, got {type(array).__name__}; convert it first"
+            f"[{op}] expected {name} with __dlpack__ like {like}, got {type(array).__name__}; convert it first"
         )
     kind = int(array.__dlpack_device__()[0])
     if kind not in _HOST_DEVICES:
         raise DeviceMismatchError(
-            f"[flash_attention] expected {name} in host memory or as a torch tensor, got a DLPack array on device type "
+            f"[{op}] expected {name} in host memory or as a torch tensor, got a DLPack array on device type "
             f"{kind}; pass torch.from_dlpack({name}), which copies nothing"
         )
     try:

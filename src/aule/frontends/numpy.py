@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.attention import STORED, forward_on_host, host_device, host_device_of
+from aule.engine.attention import forward_on_host, host_device, host_device_of
 from aule.engine.decode import decode_on_host
+from aule.engine.fused import host_device as fused_device
+from aule.engine.fused import on_host
+from aule.engine.memory import STORED
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
 from aule.ops.attention.varlen import varlen_problem
+from aule.ops.catalogue import CATALOGUE
 from aule.ops.decode.merge import merge
 from aule.ops.decode.validate import decode_problem
 from aule.options import AttentionOptions, DecodeOptions
@@ -42,17 +46,16 @@ def accepts(array: object) -> bool:
     return isinstance(array, np.ndarray)
 
 
-def view(array: Array, name: str = "array") -> TensorView:
+def view(array: Array, name: str = "array", op: str = "flash_attention", like: str = "q") -> TensorView:
     """View a NumPy array. bfloat16 and float8_e4m3fn (ml_dtypes) are viewed by their bits."""
     if not isinstance(array, np.ndarray):
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a NumPy array like q, got {type(array).__name__}; "
-            "convert it first"
+            f"[{op}] expected {name} to be a NumPy array like {like}, got {type(array).__name__}; convert it first"
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} of float32, float16, bfloat16 or float64 in native byte order, got "
+            f"[{op}] expected {name} of float32, float16, bfloat16 or float64 in native byte order, got "
             f"{array.dtype}; convert with .astype"
         )
     size = array.itemsize
@@ -95,12 +98,18 @@ def to_precision(array: Array, precision: str) -> Array:
 
 def seeded(options: AttentionOptions) -> AttentionOptions:
     """The options with the words of a seed where weights are dropped: the given one, or a new one."""
-    p = checked_dropout("flash_attention", options.dropout_p)
     if isinstance(options.seed, np.ndarray):
         return options
-    seed = checked_seed("flash_attention", options.seed)
-    words = None if p == 0.0 else seed_words(secrets.randbits(64) if seed is None else seed)
-    return options._replace(dropout_p=p, seed=words)
+    words = _seed_words("flash_attention", options.dropout_p, options.seed)
+    return options._replace(dropout_p=float(options.dropout_p), seed=words)
+
+
+def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
+    """The words of the given seed or of a new one; None where nothing is dropped."""
+    p, number = checked_dropout(op, dropout_p), checked_seed(op, seed)
+    if p == 0.0:
+        return None
+    return seed_words(secrets.randbits(64) if number is None else number)
 
 
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
@@ -139,6 +148,30 @@ def flash_attention_varlen(
     target = checked_out(result, (rows, heads, dim), problem.dtype).transpose(1, 0, 2)[None]
     _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), target)
     return (result, _required(lse)[0]) if options.return_lse else result
+
+
+def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """An op of the catalogue on NumPy arrays; the result is finished on return.
+
+    Parameters
+    ----------
+    arrays, options : tuple
+        In the order of the op's spec; arrays that are not there are None.
+    """
+    spec = CATALOGUE[name]
+    first = spec.operands[0].name
+    if spec.seed is not None:
+        words = _seed_words(name, spec.option("dropout_p", options), arrays[spec.seed])
+        arrays = (*arrays[: spec.seed], words, *arrays[spec.seed + 1 :])
+    views = {
+        operand.name: view(array, operand.name, name, first)
+        for operand, array in zip(spec.operands, arrays, strict=True)
+        if array is not None or not operand.optional
+    }
+    call = spec.call(views, {option.name: x for option, x in zip(spec.options, options, strict=True)})
+    found = on_host(spec, call, fused_device(backend))
+    results = [found[n].view(bfloat16()) if call.outputs[n].dtype == "bf16" else found[n] for n in spec.outputs]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:

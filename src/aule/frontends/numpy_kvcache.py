@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.attention import STORED
 from aule.engine.kvcache import append_on_host, copy_on_host, writer
+from aule.engine.memory import STORED
 from aule.errors import InvalidDtypeError
 from aule.frontends.numpy import ml_dtype, view
 from aule.ops.kvcache.problem import append_problem

@@ -18,7 +18,6 @@ import torch
 from aule import settings
 from aule.backends import registry
 from aule.engine.attention import (
-    contiguous_strides,
     named,
     prepare_backward,
     prepare_forward,
@@ -30,7 +29,7 @@ from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, 
 from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
 from aule.options import AttentionOptions, DecodeOptions
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 _Tensor = torch.Tensor
 # By names of this module: what is asked on every call, each a few dozen nanoseconds, would take as long to be found.
@@ -120,6 +119,17 @@ def flash_attention_varlen(
     return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
 
 
+def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """An op of the catalogue on torch tensors."""
+    if _read_by_dynamo():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.fused(name, tensors, options, backend)
+    from aule.frontends import torch_fused  # which needs this module
+
+    return torch_fused.fused(name, tensors, options, backend)
+
+
 def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Attention over a cache of keys and values, of torch tensors."""
     if _read_by_dynamo():
@@ -148,12 +158,17 @@ def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:
     number = checked_seed(op, options.seed)
     if p == 0.0:
         return options._replace(dropout_p=p, seed=None, deterministic=exactly)
+    return options._replace(dropout_p=p, seed=seed_on(number, q.device), deterministic=exactly)
+
+
+def seed_on(number: int | None, device: Any) -> Any:
+    """The words of a seed on a device, or of one that is drawn there."""
     if number is None:
-        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     else:
         signed = number - 2**64 if number >= 2**63 else number
-        drawn = torch.full((1,), signed, dtype=torch.int64, device=q.device)
-    return options._replace(dropout_p=p, seed=drawn.view(torch.int32), deterministic=exactly)
+        drawn = torch.full((1,), signed, dtype=torch.int64, device=device)
+    return drawn.view(torch.int32)
 
 
 def dispatches(x: Any) -> bool:
@@ -174,11 +189,15 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def route(q: Any, options: AttentionOptions) -> str:
+    """Where a tensor is computed on, as `route_of` says."""
+    return route_of(q, options.backend)
+
+
+def route_of(q: Any, backend: str | None) -> str:
     """Where a tensor is computed on: in place as ``"cuda"``, ``"host"`` or ``"mps"``, or ``"staged"`` through the host.
 
     ``backend=`` may take a tensor of a GPU elsewhere.
     """
-    backend = options.backend
     if q.is_cuda:
         return "cuda" if _CUDA_BUILD and (backend is None or backend.startswith("cuda")) else "staged"
     kind = q.device.type
@@ -305,12 +324,14 @@ def gradients(
     return (*grads, *added, -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2)).to(sinks.dtype))
 
 
-def no_second_derivative() -> AuleError:
+def no_second_derivative(op: str = "flash_attention") -> AuleError:
     """The error for a gradient of a gradient."""
+    theirs = "PyTorch's own operators"
+    if op == "flash_attention":
+        theirs = "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
     return AuleError(
         "AULE_ERROR_NO_GRADIENT",
-        "[flash_attention] expected one derivative, got a second; use torch.nn.functional."
-        "scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need it",
+        f"[{op}] expected one derivative, got a second; use {theirs} where you need it",
     )
 
 
@@ -336,24 +357,30 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return (*last(found, dout, *ctx.saved_tensors), None)
 
 
-def last(found: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+def last(found: tuple[Any, ...], *inputs: Any, op: str = "flash_attention") -> tuple[Any, ...]:
     """Gradients that say clearly that they cannot be differentiated again, instead of being taken for constants."""
     if not torch.is_grad_enabled():
         return found
     given = [x for x in inputs if x is not None]
-    return tuple(None if grad is None else _Last.apply(grad, *given) for grad in found)
+    return tuple(None if grad is None else _Last.apply(op, grad, *given) for grad in found)
 
 
 class _Last(torch.autograd.Function):  # type: ignore[misc]
     """A gradient on whose own gradient there is nothing."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, grad: Any, *inputs: Any) -> Any:
+    def forward(op: str, grad: Any, *inputs: Any) -> Any:
         return grad.view_as(grad)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise no_second_derivative()
+        raise no_second_derivative(ctx.op)
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from aule.engine import cpu
-from aule.engine.attention import host_device_of, host_view
+from aule.engine.attention import host_device_of
 from aule.engine.decode import decode_on_host
+from aule.engine.memory import host_view
 from aule.errors import DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_view_of, layout, remember, shares_memory
 from aule.frontends.torch_views import NAMES, checked_out, require_tensor

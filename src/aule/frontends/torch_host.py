@@ -16,18 +16,17 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.attention import (
     backward_on_host,
-    contiguous_strides,
     forward_on_host,
     host_device_of,
-    host_view,
     named,
 )
+from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends.torch_views import NAMES, checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.options import AttentionOptions
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 _MAX_SIGNATURES = 1024
 _BUFFERS = {"alibi_slopes": "alibi"}

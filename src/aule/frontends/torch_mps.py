@@ -10,6 +10,7 @@ same source with g++ and calls it on CPU tensors.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 from aule.artifact import Artifact
 from aule.errors import ShaderCompileError
 from aule.frontends.torch import PreparedLaunch, device_gradients, keyed, prepare_launch, signature
+from aule.frontends.torch_fused import Prepared, launch_on, prepare_on
+from aule.ops.spec import OpSpec
 from aule.options import AttentionOptions
 from aule.runtime._refused import save_refused
 from aule.runtime.base import Program
@@ -26,6 +29,7 @@ from aule.target import Target
 
 _MAX_LAUNCHES = 4096
 _launches: dict[Any, PreparedLaunch] = {}
+_fused_launches: dict[Any, Prepared] = {}
 _devices: dict[Any, MpsDevice] = {}
 
 
@@ -61,6 +65,19 @@ def mps_gradients(
     return device_gradients(
         q, k, v, out, lse, dout, options, want_scores, lambda: device_of(q), lambda launch, tensors: launch(tensors)
     )  # fmt: skip
+
+
+def fused_on_mps(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """An op of the catalogue where the tensors lie; planned and built once per signature."""
+    key = (spec.name, wanted, options, backend, *(None if x is None else signature(x) for x in tensors))
+    found = _fused_launches.get(key)
+    if found is None:
+        if len(_fused_launches) >= _MAX_LAUNCHES:
+            _fused_launches.clear()
+        found = _fused_launches[key] = prepare_on(spec, tensors, options, wanted, device_of(tensors[0]))
+    return launch_on(spec, tensors, found, lambda launch, memory: launch(memory))
 
 
 def device_of(tensor: Any) -> MpsDevice:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aule.frontends import torch as front_end
-from aule.frontends import torch_sdpa
+from aule.frontends import torch_fused, torch_sdpa
 from aule.options import AttentionOptions
 
 
@@ -29,6 +29,19 @@ def _scaled_dot_product_attention(*arguments: Any) -> Any:
 def _installed(number: int, *arguments: Any) -> Any:
     """What `aule.install` put in the place of PyTorch's function."""
     return torch_sdpa.serve(number, *arguments)
+
+
+def _fused(name: str, backend: str | None, tensors: int, *arguments: Any) -> Any:
+    """An op of the catalogue, of so many tensors."""
+    return torch_fused.fused(name, arguments[:tensors], arguments[tensors:], backend)
+
+
+_fused_in_graph = torch.compiler.allow_in_graph(_fused)
+
+
+def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """The same as the front end has it."""
+    return _fused_in_graph(name, backend, len(tensors), *tensors, *options)
 
 
 flash_attention = torch.compiler.allow_in_graph(_flash_attention)

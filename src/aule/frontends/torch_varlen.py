@@ -15,14 +15,13 @@ from aule import settings
 from aule.backends import registry
 from aule.engine.attention import (
     backward_on_host,
-    contiguous_strides,
     forward_on_host,
     host_device,
-    host_view,
     named,
     prepare_backward,
     prepare_forward,
 )
+from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch import autocast, device_view, dispatches, last, needs_gradient, raw_stream, route, signature
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
@@ -31,7 +30,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
 from aule.options import AttentionOptions
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 
 def flash_attention_varlen(

@@ -22,20 +22,18 @@ NAMES = {
 }
 
 
-def require_tensor(tensor: Any, name: str) -> None:
+def require_tensor(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} to be a torch tensor like q, got {type(tensor).__name__}; "
-            "convert it first"
+            f"[{op}] expected {name} to be a torch tensor like {like}, got {type(tensor).__name__}; convert it first"
         )
 
 
-def dtype_name(tensor: Any, name: str) -> str:
+def dtype_name(tensor: Any, name: str, op: str = "flash_attention") -> str:
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
         raise InvalidDtypeError(
-            f"[flash_attention] expected {name} of float32, float16, bfloat16 or float64, got {tensor.dtype}; "
-            "convert with .to"
+            f"[{op}] expected {name} of float32, float16, bfloat16 or float64, got {tensor.dtype}; convert with .to"
         )
     return dtype
 
@@ -55,10 +53,10 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
     return out
 
 
-def refuse_tracing() -> None:
+def refuse_tracing(op: str = "flash_attention") -> None:
     """Refuse TorchScript's tracing. Asked where a signature is new, as every one is there."""
     if torch._C._get_tracing_state() is not None:
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED",
-            "[flash_attention] expected no torch.jit.trace, which makes tensors of lengths, got one; use torch.export",
+            f"[{op}] expected no torch.jit.trace, which makes tensors of lengths, got one; use torch.export",
         )

@@ -18,6 +18,15 @@ from aule.kernels.decode import (
     IncrementalAttentionKernel,
     MultiWarpIncrementalAttentionKernel,
 )
+from aule.kernels.fused import (
+    FusedKernel,
+    GeGLUKernel,
+    LayerNormLinearKernel,
+    ResidualLayerNormKernel,
+    RMSNormRoPEKernel,
+    SoftmaxDropoutKernel,
+    SwiGLUKernel,
+)
 from aule.kernels.tiles import TileConfig, required_shared_memory, tuned_configs, validate_config
 
 __all__ = [
@@ -26,8 +35,15 @@ __all__ = [
     "BatchedIncrementalAttentionKernel",
     "FlashDecodingChunkKernel",
     "FlashDecodingReduceKernel",
+    "FusedKernel",
+    "GeGLUKernel",
     "IncrementalAttentionKernel",
+    "LayerNormLinearKernel",
     "MultiWarpIncrementalAttentionKernel",
+    "RMSNormRoPEKernel",
+    "ResidualLayerNormKernel",
+    "SoftmaxDropoutKernel",
+    "SwiGLUKernel",
     "TileConfig",
     "required_shared_memory",
     "tuned_configs",

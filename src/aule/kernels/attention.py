@@ -14,9 +14,10 @@ from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_ti
 from aule.ops.attention.cpu import forward as cpu_forward
 from aule.ops.attention.cpu.plan import plan_alone
 from aule.ops.attention.forward import KERNEL_NAME, build_forward
-from aule.ops.attention.plan import ForwardPlan, Step, plan_forward
+from aule.ops.attention.plan import ForwardPlan, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.ops.step import Step
 from aule.target import Target
 from aule.view import TensorView
 

@@ -10,12 +10,12 @@ from aule.codegen import target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
-from aule.ops.attention.plan import Step
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.decode.config import DecodeShape
 from aule.ops.decode.plan import plan_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.shapes import CHUNK_SIZE, choose_decode_shape, subgroup_size
+from aule.ops.step import Step
 from aule.target import Target
 from aule.view import TensorView
 

@@ -94,6 +94,11 @@ def arrange(target: Target) -> Arrangement:
     return min(ways, key=lambda way: (way.factors is None, len(way.exchanges), len(way.across)))
 
 
+def uniform(target: Target) -> bool:
+    """Whether fragments are 16 x 16 and left factors lie as results do: what kernels ask for that take them apart."""
+    return target.matrix_factors is None and target.matrix_shape == (SIZE, SIZE, SIZE)
+
+
 def _arrange(
     transposed: bool, height: int, width: int, results: FragmentLayout, factors: FragmentLayout | None
 ) -> Arrangement:

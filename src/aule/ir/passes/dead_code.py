@@ -7,6 +7,8 @@ from aule.ir.ops import OPS
 
 _PURE = frozenset({"leaf", "unary", "binary", "compare", "ternary", "cast", "vector"})
 _READS = frozenset({"load", "private", "var", "get", "fragment_length", "fragment_get"})
+_EXCHANGES = frozenset({"shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any", "subgroup_all"})
+"""Dead for all lanes at once, and WGSL refuses calls of them whose result is not used."""
 
 
 def dead_code(kernel: KernelIR) -> KernelIR:
@@ -47,4 +49,4 @@ def _is_dead(op: Op, read: set[Value]) -> bool:
         return op.args[0] not in read
     if op.result is None or op.result in read:
         return False
-    return OPS[op.opcode].category in _PURE or op.opcode in _READS
+    return OPS[op.opcode].category in _PURE or op.opcode in _READS | _EXCHANGES

@@ -99,23 +99,27 @@ class Dropout:
 
     def strip(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
         """Whether ``width`` (1, 2 or 4) columns from ``column``, a multiple of it, are kept."""
+        return [word >= self.limit for word in self.strip_words(head, row, column, width)]
+
+    def strip_words(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
+        """The words of those columns."""
         b = self.b
         words = self.words(head, row, column >> 2)
         while len(words) > width:
             half = len(words) // 2
             second = b.ne(column & half, 0)
             words = [b.select(second, y, x) for x, y in zip(words[:half], words[half:], strict=True)]
-        return [word >= self.limit for word in words]
+        return words
 
     def vectors(self, engine: Vectors, head: Value, row: Value, column: Value, scale: Value) -> list[Value]:
         """What the weights of four vectors of columns from ``column``, a multiple of four, are multiplied by."""
         b, lanes = self.b, engine.lanes
         x = self.words(head, row, engine.count(column >> 2))
         zero, factor = engine.const(0.0), b.splat(scale, lanes)
-        return [b.select(word >= self.limit, factor, zero) for word in _interleaved(b, x, lanes)]
+        return [b.select(word >= self.limit, factor, zero) for word in interleaved(b, x, lanes)]
 
 
-def _interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
+def interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
     """Component 0 of lane 0, component 1 of lane 0 ... component 3 of the last lane, as four vectors."""
     result = []
     for first in range(0, WORDS * lanes, lanes):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.validate import Operands
+from aule.ops.elements import as_float, stored
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -291,27 +292,9 @@ def _split_heads(array: Array, problem: AttentionProblem) -> Array:
     return np.lib.stride_tricks.as_strided(array, shape, strides)
 
 
-def as_float(array: Array, dtype: str) -> Array:
-    """Values that NumPy can calculate with: fp16 and bf16 as float32, the rest as they are."""
-    if dtype == "bf16":
-        bits: Array = array.astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32)
-    return array.astype(np.float32) if dtype == "f16" else array
-
-
 def _readable(array: Array, dtype: str) -> Array:
     """`as_float` with rows that BLAS can read in place."""
     array = as_float(array, dtype)
     row, element = array.strides[-2:]
     width = array.shape[-1] * array.itemsize
     return array if element == array.itemsize and row >= width else np.ascontiguousarray(array)
-
-
-def stored(values: Array, dtype: str) -> Array:
-    """float32 values as bf16 bits where that is the dtype, to nearest with ties to even; else unchanged."""
-    if dtype != "bf16":
-        return values
-    bits = values.view(np.uint32)
-    nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    result: Array = np.where(np.isnan(values), np.uint32(0x7FC0), nearest)
-    return result.astype(np.uint16)

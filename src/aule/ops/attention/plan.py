@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from aule.errors import InvalidShapeError
-from aule.ir import KernelIR
 from aule.ops.attention.backward import build_backward
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.backward_rows import build_delta, build_round
@@ -29,6 +27,7 @@ from aule.ops.attention.tiles import (
     choose_fragments,
     choose_shape,
 )
+from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import RUN, FragmentShape
@@ -59,25 +58,6 @@ class ForwardPlan:
     config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch of several: its configuration and what traces it, its grid, and its scalars by name."""
-
-    config: Any
-    build: Callable[[Any, Target], KernelIR]
-    grid: tuple[int, int, int]
-    scalars: Mapping[str, int | float]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Launches in order, and the elements of each workspace, by buffer name, that they share; of the type that is
-    computed in."""
-
-    steps: tuple[Step, ...]
-    workspace: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_forward(
@@ -214,10 +194,8 @@ def plan_backward(
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
         }  # fmt: skip
         each = -(-length // shape.block_q)
-        grid, scalars = (
-            grid_of("flash_attention", each * heads, target),
-            numbers | {"blocks_each": each, "blocks": each * heads},
-        )
+        grid = grid_of("flash_attention", each * heads, target)
+        scalars = numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
@@ -338,17 +316,3 @@ def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
 def _extent(view: TensorView) -> int:
     """Largest element index, and room for the kernel to compute one tile past it."""
     return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
-
-
-def grid_of(op: str, blocks: int, target: Target) -> tuple[int, int, int]:
-    """Workgroups along x and then y: a driver may allow no more than 65535 along one axis."""
-    if blocks == 0:
-        return (0, 0, 0)
-    x = min(blocks, target.max_grid[0])
-    y = math.ceil(blocks / x)
-    if y > target.max_grid[1]:
-        raise InvalidShapeError(
-            f"[{op}] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
-            f"{target.name}, got {blocks}; split the batch"
-        )
-    return (x, y, 1)

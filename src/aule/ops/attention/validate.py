@@ -167,7 +167,7 @@ def attention_problem(
         bias=None if bias is None else _score_operand(op, "bias", bias, q.dtype, score_shape),
         alibi=None if alibi_slopes is None else _alibi(op, alibi_slopes, batch, heads_q),
         sinks=None if sinks is None else _sinks(op, sinks, heads_q),
-        seed=_seed(op, seed) if dropout_p else None,
+        seed=checked_seed_words(op, seed) if dropout_p else None,
         rank=rank,
     )
     return problem, operands
@@ -291,7 +291,8 @@ def checked_seed(op: str, seed: Any) -> int | None:
     return value
 
 
-def _seed(op: str, view: TensorView | None) -> TensorView:
+def checked_seed_words(op: str, view: TensorView | None) -> TensorView:
+    """The two words of a seed, or a clear error."""
     if view is None or view.shape != (2,) or view.itemsize != 4:
         got = "None" if view is None else f"{view.dtype} {list(view.shape)}"
         raise InvalidArgumentError(f"[{op}] expected the two 32-bit words of a seed with dropout_p > 0, got {got}")

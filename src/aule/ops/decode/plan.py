@@ -9,7 +9,7 @@ from typing import Any
 
 from aule.ir import KernelIR
 from aule.ops.attention.config import Paging
-from aule.ops.attention.plan import Step, StepPlan, aligned_rows, grid_of, problem_scalars, view_scalars
+from aule.ops.attention.plan import aligned_rows, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape, ReduceConfig
 from aule.ops.decode.kernel import build_decode
@@ -26,6 +26,7 @@ from aule.ops.decode.shapes import (
     is_short,
 )
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.matrix import QUAD

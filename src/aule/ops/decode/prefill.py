@@ -12,9 +12,10 @@ from typing import Any
 
 from aule.ops.attention.config import FragmentConfig, Paging
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import Step, aligned_rows, folded, grid_of, problem_scalars, score_options, view_scalars
+from aule.ops.attention.plan import aligned_rows, folded, problem_scalars, score_options, view_scalars
 from aule.ops.attention.tiles import choose_fragments
 from aule.ops.decode.problem import DecodeProblem
+from aule.ops.step import Step, grid_of
 from aule.target import Target
 from aule.tile.fragment import RUN
 from aule.view import TensorView

@@ -15,6 +15,7 @@ from aule.ops.attention.reference import Expected, attention_reference, attentio
 from aule.ops.attention.validate import Operands
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.elements import as_float, stored
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -98,7 +99,7 @@ def decode(problem: DecodeProblem, operands: DecodeOperands, out: Array, lse: Ar
         q, k, v = one.q, one.k, one.v
         dtype = problem.dtype
         if one.scales is not None:
-            q, dtype = numpy_forward.as_float(q, dtype), name
+            q, dtype = as_float(q, dtype), name
             k, v = (dequantised(x, s, problem.cache, work) for x, s in zip((k, v), one.scales, strict=True))
         alone = problem.alone(q.shape[2], k.shape[2], dtype)
         given = Operands(
@@ -110,7 +111,7 @@ def decode(problem: DecodeProblem, operands: DecodeOperands, out: Array, lse: Ar
             continue
         found = np.zeros(alone.out_shape, work)
         numpy_forward.forward(alone, given, found, own_lse)
-        out[one.where] = numpy_forward.stored(found, problem.dtype)
+        out[one.where] = stored(found, problem.dtype)
 
 
 def _view(dtype: str, array: Array) -> TensorView:

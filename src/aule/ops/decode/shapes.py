@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from aule.ops.decode.config import DecodeShape, FragmentDecodeShape
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
-from aule.tile.arrangement import SIZE
+from aule.tile.arrangement import SIZE, uniform
 from aule.tile.direct import choose_run, holds_pairs
 from aule.tile.fragment import multiplies
 from aule.view import ITEMSIZE
@@ -104,9 +104,7 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
     if problem.dtype not in ("f16", "bf16") or not multiplies(target, "f16" if problem.quantised else problem.dtype):
         return None
     assert target.matrix_layout is not None
-    if target.matrix_factors is not None or target.matrix_shape != (SIZE, SIZE, SIZE):
-        return None  # left factors, which are put together in registers, must lie as results do
-    if not holds_pairs(target.matrix_layout) or (problem.quantised and not target.f16):
+    if not uniform(target) or not holds_pairs(target.matrix_layout) or (problem.quantised and not target.f16):
         return None
     for entry in FRAGMENTS.get(target.backend, ()):
         if max(dims) > entry.dim or (rows < entry.fewest and not problem.quantised):

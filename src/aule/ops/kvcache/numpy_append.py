@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.numpy_forward import as_float, stored
+from aule.ops.elements import as_float, stored
 from aule.ops.kvcache.problem import QUANTISED, TINY, AppendProblem
 from aule.view import TensorView
 

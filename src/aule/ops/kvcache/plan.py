@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.kvcache.append import build_append
 from aule.ops.kvcache.config import AppendConfig, CopyConfig
 from aule.ops.kvcache.copy import build_copy
 from aule.ops.kvcache.problem import AppendProblem, strides_of
+from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.view import TensorView
 

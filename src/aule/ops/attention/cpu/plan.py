@@ -22,9 +22,10 @@ from aule.ops.attention.cpu.config import (
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import Step, StepPlan, problem_scalars, row_scalars, score_options, view_scalars
+from aule.ops.attention.plan import problem_scalars, row_scalars, score_options, view_scalars
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
+from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.tile.math import LN2
 from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type

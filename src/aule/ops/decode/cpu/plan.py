@@ -7,11 +7,12 @@ import math
 from aule.ir.types import SCALARS
 from aule.ops.attention.cpu.config import CpuShape
 from aule.ops.attention.cpu.plan import GROUPED_ROWS, block_shape, dotted, grouped_shape, most_dotted
-from aule.ops.attention.plan import FAR, Step, StepPlan, view_scalars
+from aule.ops.attention.plan import FAR, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
 from aule.ops.decode.cpu.kernel import build_combine, build_decode
 from aule.ops.decode.problem import DecodeProblem
+from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.tile.math import LOG2E
 from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type

@@ -1,0 +1,233 @@
+"""layer_norm_linear and cross_entropy, ours and PyTorch's in one run, each result checked against float64 first.
+
+    python benchmarks/linear.py [--csv FILE] [--ops layer_norm_linear,cross_entropy] [--no-compile]
+    python benchmarks/linear.py --sweep          # tiles of the product, ours alone
+    python benchmarks/linear.py --cpu            # PyTorch eager on the CPU, fp32 and bf16
+
+On a CUDA machine, bf16, beside PyTorch eager and torch.compile (LayerNorm, then cuBLAS), and through Vulkan where it is
+found. layer_norm_linear is given in TFLOPS of its products, forward 2 m n k and backward twice that, cross_entropy in
+terabytes a second of the logits that have to be read and written at least, beside a copy of as many bytes. Memory is
+what a forward call that keeps what its gradient needs adds to the inputs, in MiB. Calls are timed as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fused import copy_speed, gradient_tensors, graph_seconds, vulkan_seconds, warm_up
+
+import aule
+from aule.errors import AuleError
+from aule.frontends import torch_fused
+from aule.ops.catalogue import CATALOGUE
+from aule.ops.linear import blocks
+from aule.ops.linear.config import FragmentBlocks
+
+ROWS: list[dict[str, Any]] = []
+PRODUCTS = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 4096), (4096, 12288, 4096), (2048, 2048, 8192)]
+"""Rows, features, columns of a row."""
+LOGITS = [(8192, 32000), (4096, 128256), (2048, 262144)]
+"""Rows, vocabulary."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def eager_linear(x: Any, weight_norm: Any, bias_norm: Any, weight: Any, bias: Any) -> Any:
+    return F.linear(F.layer_norm(x, x.shape[-1:], weight_norm, bias_norm), weight, bias)
+
+
+def linear_operands(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    shapes = ((m, k), (k,), (k,), (n, k), (n,))
+    made = [torch.randn(shape, device=device) for shape in shapes]
+    made[3] *= k**-0.5
+    return [x.to(dtype) for x in made]
+
+
+def logits_and_target(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    logits = (torch.randn(rows, vocabulary, device=device) * 2).to(dtype)
+    return [logits, torch.randint(0, vocabulary, (rows,), device=device)]
+
+
+def check(name: str, call: Callable[..., Any], peer: Callable[..., Any], tensors: list[torch.Tensor]) -> float:
+    """The largest error over the largest number, of the first 256 rows of the result."""
+    few = [tensors[0][:256], *tensors[1:]]
+    if name == "cross_entropy":
+        few[1] = tensors[1][:256]
+    right = peer(*(x.double() if x.is_floating_point() else x for x in few))
+    error = float((call(*few).double() - right).abs().max() / right.abs().max())
+    assert error < TOLERANCE[tensors[0].dtype], f"{name}: error {error}"
+    return error
+
+
+def times(call: Callable[..., Any], tensors: list[torch.Tensor]) -> tuple[float, float, float]:
+    """Seconds of a call and of its gradient, and MiB that a call adds when its gradient is wanted."""
+    with torch.no_grad():
+        forward = graph_seconds(lambda: call(*tensors))
+    wanted = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    leaves = [x for x in wanted if x.requires_grad]
+    call(*wanted)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    out = call(*wanted)
+    torch.cuda.synchronize()
+    held = (torch.cuda.memory_allocated() - before) / 2**20
+    grad = torch.randn_like(out)
+    backward = graph_seconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
+    return forward, backward, held
+
+
+def compare(name: str, sizes: tuple[int, ...], compiles: bool) -> None:
+    tensors = OPERANDS[name](*sizes, torch.bfloat16, "cuda")
+    call, peer = getattr(aule, name), PEERS[name]
+    row: dict[str, Any] = {"op": name, "sizes": "x".join(map(str, sizes)), "error": check(name, call, peer, tensors)}
+    forward_work, backward_work = WORK[name](*sizes)
+    if name == "cross_entropy":
+        row["copy"] = copy_speed(int(forward_work * 1e12))
+    peers = {"aule": call, "eager": peer}
+    if compiles:
+        torch._dynamo.reset()
+        peers["compile"] = torch.compile(peer, dynamic=False)
+    for title, function in peers.items():
+        forward, backward, held = times(function, tensors)
+        row[f"{title}_forward"], row[f"{title}_backward"] = forward_work / forward, backward_work / backward
+        row[f"{title}_mib"] = held
+    if compiles:
+        for direction in ("forward", "backward"):
+            row[f"ratio_{direction}"] = row[f"aule_{direction}"] / row[f"compile_{direction}"]
+    try:
+        spec = CATALOGUE[name]
+        options = tuple(option.default for option in spec.options)
+        row["vulkan_forward"] = forward_work / vulkan_seconds(spec, list(tensors), options)
+        assert spec.gradient is not None
+        outs = torch_fused.compute(spec, tensors, options, None, spec.outputs)
+        row["vulkan_backward"] = backward_work / vulkan_seconds(
+            spec.gradient, gradient_tensors(name, tensors, outs), options
+        )
+    except AuleError as failed:
+        print(f"vulkan: {failed}")
+    ROWS.append(row)
+    print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+OPERANDS: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "layer_norm_linear": linear_operands,
+    "cross_entropy": logits_and_target,
+}
+PEERS: dict[str, Callable[..., Any]] = {"layer_norm_linear": eager_linear, "cross_entropy": F.cross_entropy}
+SIZES: dict[str, list[tuple[int, ...]]] = {"layer_norm_linear": list(PRODUCTS), "cross_entropy": list(LOGITS)}
+WORK: dict[str, Callable[..., tuple[float, float]]] = {
+    "layer_norm_linear": lambda m, n, k: (2e-12 * m * n * k, 4e-12 * m * n * k),
+    "cross_entropy": lambda rows, vocabulary: (2e-12 * rows * vocabulary, 4e-12 * rows * vocabulary),
+}
+"""Tera-operations, or terabytes, of either direction."""
+
+
+def sweep(sizes: tuple[int, int, int]) -> None:
+    """Tiles of the product: TFLOPS of both directions, best first."""
+    tensors = linear_operands(*sizes, torch.bfloat16, "cuda")
+    forward_work, backward_work = WORK["layer_norm_linear"](*sizes)
+    default, found = blocks.COPIED, []
+    shapes = [
+        (rows, cols, down, along)
+        for rows, cols, down, along in itertools.product((64, 128, 256), (64, 128, 256), (1, 2, 4), (1, 2, 4))
+        if 32 <= rows // down <= 64 and 32 <= cols // along <= 64 and 4 <= down * along <= 8 and rows * cols >= 2**14
+    ]
+    for (rows, cols, down, along), depth, stages, group in itertools.product(shapes, (32, 64), (2, 3, 4), (4, 8, 16)):
+        tile = FragmentBlocks(rows, cols, depth, down, along, stages, group=group)
+        if 2 * max(tile.shared_elements(*x) for x in ((False, False), (True, True))) > 227 << 10:
+            continue
+        if group != 8 and (depth, stages) != (64, 3):
+            continue
+        blocks.COPIED = (tile,)
+        torch_fused._cuda_launches.clear()
+        try:
+            check("layer_norm_linear", aule.layer_norm_linear, eager_linear, tensors)
+            with torch.no_grad():
+                forward = graph_seconds(lambda: aule.layer_norm_linear(*tensors), 7)
+        except (AuleError, RuntimeError, AssertionError) as failed:
+            print(f"{tile}: {failed}")
+            continue
+        found.append((forward_work / forward, tile))
+    for speed, tile in sorted(found, key=lambda entry: -entry[0])[:12]:
+        blocks.COPIED = (tile,)
+        torch_fused._cuda_launches.clear()
+        _, backward, _ = times(aule.layer_norm_linear, tensors)
+        print(f"{speed:.0f} TFLOPS forward, {backward_work / backward:.0f} backward: {tile}", flush=True)
+    blocks.COPIED = default
+
+
+def compare_cpu(name: str, sizes: tuple[int, ...], dtype: torch.dtype, rounds: int) -> None:
+    tensors = OPERANDS[name](*sizes, dtype, "cpu")
+    call, peer = getattr(aule, name), PEERS[name]
+    row: dict[str, Any] = {"op": name, "sizes": "x".join(map(str, sizes)), "dtype": str(dtype).removeprefix("torch.")}
+    row["error"] = check(name, call, peer, tensors)
+    runs: dict[str, Callable[[], Any]] = {}
+    for title, function in (("aule", call), ("eager", peer)):
+        wanted = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+        out = function(*wanted)
+        leaves, grad = [x for x in wanted if x.requires_grad], torch.randn_like(out)
+        runs[f"{title}_forward"] = lambda function=function: function(*tensors)
+        runs[f"{title}_backward"] = lambda out=out, leaves=leaves, grad=grad: torch.autograd.grad(
+            out, leaves, grad, retain_graph=True
+        )
+    taken: dict[str, list[float]] = {key: [] for key in runs}
+    for number in range(rounds + 1):
+        for key, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if number:
+                taken[key].append(time.perf_counter() - start)
+    for direction in ("forward", "backward"):
+        pairs = zip(taken[f"eager_{direction}"], taken[f"aule_{direction}"], strict=True)
+        row[f"{direction}_ratio"] = statistics.median(theirs / mine for theirs, mine in pairs)
+        row[f"{direction}_ms"] = 1e3 * statistics.median(taken[f"aule_{direction}"])
+    ROWS.append(row)
+    print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--csv")
+    parser.add_argument("--ops", default="layer_norm_linear,cross_entropy")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    if args.cpu:
+        device = platform.processor() or platform.machine()
+        small = {"layer_norm_linear": (512, 1024, 1024), "cross_entropy": (256, 32000)}
+        for name, dtype in itertools.product(args.ops.split(","), (torch.float32, torch.bfloat16)):
+            compare_cpu(name, small[name], dtype, args.rounds)
+    else:
+        device = torch.cuda.get_device_name()
+        print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
+        warm_up()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            if args.sweep:
+                sweep(PRODUCTS[0])
+            for name in [] if args.sweep else args.ops.split(","):
+                for sizes in SIZES[name]:
+                    compare(name, sizes, not args.no_compile)
+    if args.csv and ROWS:
+        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
+        about |= {"aule": aule.__version__}
+        names = list(dict.fromkeys(key for row in ROWS for key in row))
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=[*about, *names])
+            writer.writeheader()
+            writer.writerows(about | row for row in ROWS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""The ops of the catalogue on torch tensors: eager calls, with gradients, on whatever device the tensors are.
+
+As in attention, a repeated call on CUDA tensors or on the CPU engine goes from one dictionary look-up to the launches.
+Where PyTorch traces, transforms or intercepts operators, a call becomes an operator of `torch_fused_ops`, which comes
+back to `compute` here when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from aule import settings
+from aule.backends import registry
+from aule.engine import cpu
+from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
+from aule.errors import AuleError, DeviceMismatchError
+from aule.frontends.torch import dispatches, last, raw_stream, route_of, seed_on
+from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
+from aule.frontends.torch_vmap import one_by_one
+from aule.ops.attention.validate import checked_dropout, checked_seed
+from aule.ops.catalogue import CATALOGUE
+from aule.ops.spec import Call, OpSpec
+from aule.view import TensorView
+
+_Tensor = torch.Tensor
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_forward_ad = torch.autograd.forward_ad
+_grad_enabled = torch.is_grad_enabled
+_MAX_SIGNATURES = 4096
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """An op of the catalogue; ``tensors`` and ``options`` in the order of its spec."""
+    spec = CATALOGUE[name]
+    if spec.seed is not None:
+        p, number = checked_dropout(name, spec.option("dropout_p", options)), checked_seed(name, tensors[spec.seed])
+        words = None if p == 0.0 else seed_on(number, tensors[0].device)
+        tensors = (*tensors[: spec.seed], words, *tensors[spec.seed + 1 :])
+    for operand, x in zip(spec.operands, tensors, strict=True):
+        if x is not None or not operand.optional:
+            require_tensor(x, operand.name, name, spec.operands[0].name)
+    if traced(tensors):
+        where = place(spec, options)
+        if where is None:
+            return _operator(spec, tensors, options, backend)
+        # Operators change nothing in place; what traces them makes that of the copy where it can.
+        fresh = _operator(spec, tensors, _not_in_place(spec, options), backend)
+        return tensors[where].copy_(fresh)
+    if _grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Fused.apply(spec, options, backend, *tensors)
+    found = compute(spec, tensors, options, backend, spec.outputs)
+    return found[0] if len(found) == 1 else found
+
+
+def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
+    """The operand, by its number, in whose place the result of a call goes; None when it is fresh."""
+    return 0 if named_options(spec, options).get("inplace", False) else None
+
+
+def _not_in_place(spec: OpSpec, options: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(False if option.name == "inplace" else x for option, x in zip(spec.options, options, strict=True))
+
+
+def traced(tensors: Sequence[Any]) -> bool:
+    """Whether PyTorch must see an operator: where the elements are not simply in memory, or others watch the call."""
+    return bool(
+        _dispatch_modes()
+        or _transform() is not None
+        or _forward_ad._current_level >= 0
+        or any(x is not None and type(x) is not _Tensor and dispatches(x) for x in tensors)
+        or tensors[0].is_meta
+    )
+
+
+def _operator(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
+    refuse_tracing(spec.name)
+    from aule.frontends import torch_fused_ops  # which needs this module
+
+    if _transform() is not None or _forward_ad._current_level >= 0:
+        return _Fused.apply(spec, options, backend, *tensors)
+    return torch_fused_ops.operator(spec)(*tensors, *options, backend)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class _Fused(torch.autograd.Function):  # type: ignore[misc]
+    """An op with its gradient. Its inputs are the spec, the options, the backend and the tensors."""
+
+    @staticmethod
+    def forward(spec: OpSpec, options: Any, backend: str | None, *tensors: Any) -> Any:
+        found = _run(spec, tensors, options, backend, spec.outputs)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        spec, ctx.options, ctx.backend, *tensors = inputs
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        where = place(spec, ctx.options)
+        if where is not None:
+            ctx.mark_dirty(tensors[where])
+        outputs = output if isinstance(output, tuple) else (output,)
+        known = dict(zip((x.name for x in spec.operands), tensors, strict=True))
+        known |= dict(zip(spec.outputs, outputs, strict=True))
+        ctx.save_for_backward(*(known[name] for name in saved_names(spec)))
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        spec: OpSpec = ctx.spec
+        needs = ctx.needs_input_grad[3:]
+        with torch.no_grad():
+            found = gradients(spec, douts, ctx.saved_tensors, ctx.options, ctx.backend, needs, _run)
+        return (None, None, None, *last(found, *douts, *ctx.saved_tensors, op=spec.name))
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, spec: OpSpec, options: Any, backend: str | None, *tensors: Any) -> Any:
+        def call(*mapped: Any) -> tuple[Any, ...]:
+            found = _Fused.apply(spec, options, backend, *mapped)
+            return found if isinstance(found, tuple) else (found,)
+
+        found, out_dims = one_by_one(call, info.batch_size, dims[3:], tensors)
+        return (found, out_dims) if len(found) > 1 else (found[0], out_dims[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise AuleError(
+            "AULE_ERROR_NO_GRADIENT",
+            f"[{ctx.spec.name}] expected reverse-mode differentiation, got forward mode (jvp); use torch.func.vjp",
+        )
+
+
+def saved_names(spec: OpSpec) -> list[str]:
+    """What of an op's operands and outputs its gradient needs."""
+    gradient = required_gradient(spec)
+    theirs = {f"d{name}" for name in spec.outputs}
+    return [operand.name for operand in gradient.operands if operand.name not in theirs]
+
+
+def required_gradient(spec: OpSpec) -> OpSpec:
+    assert spec.gradient is not None and spec.gradients is not None
+    return spec.gradient
+
+
+def gradients(
+    spec: OpSpec,
+    douts: Sequence[Any],
+    saved: Sequence[Any],
+    options: Sequence[Any],
+    backend: str | None,
+    needs: Sequence[bool],
+    run: Any,
+) -> tuple[Any, ...]:
+    """The gradient of each operand that needs one, else None; ``run`` computes a spec."""
+    gradient = required_gradient(spec)
+    assert spec.gradients is not None
+    known = dict(zip(saved_names(spec), saved, strict=True))
+    known |= {f"d{name}": dout for name, dout in zip(spec.outputs, douts, strict=True)}
+    for operand in gradient.operands:
+        if known[operand.name] is None and not operand.optional:
+            like = next(x for x in known.values() if x is not None)  # an output that nobody used
+            known[operand.name] = torch.zeros_like(like)
+    owned = [
+        spec.gradients.get(operand.name) if need else None for operand, need in zip(spec.operands, needs, strict=True)
+    ]
+    for operand, need, name in zip(spec.operands, needs, owned, strict=True):
+        if need and name is None:
+            raise AuleError(
+                "AULE_ERROR_NO_GRADIENT",
+                f"[{spec.name}] expected {operand.name} to need no gradient, got requires_grad=True; detach it",
+            )
+    wanted = tuple(name for name in gradient.outputs if name in owned)
+    results = run(gradient, [known[operand.name] for operand in gradient.operands], options, backend, wanted)
+    by_name = dict(zip(gradient.outputs, results, strict=True))
+    return tuple(None if name is None else by_name[name] for name in owned)
+
+
+def _run(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """`compute`, or the operator where a transform is still under way."""
+    if not traced(tensors):
+        return compute(spec, tensors, options, backend, wanted)
+    from aule.frontends import torch_fused_ops  # which needs this module
+
+    return torch_fused_ops.run(spec, tensors, options, backend, wanted)
+
+
+# -- computing ---------------------------------------------------------------------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """A signature: the problem, the launches with the names of their buffers, workspaces, and outputs by name, dtype,
+    shape and the operand in whose place they go, if any."""
+
+    problem: Any
+    launches: Any
+    workspace: dict[str, int]
+    outputs: tuple[tuple[str, Any, tuple[int, ...], str | None], ...]
+
+
+_cuda_launches: dict[Any, Prepared] = {}
+
+
+def compute(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """All outputs of an op in order, None for those that are not wanted."""
+    where = route_of(tensors[0], backend)
+    if where == "cuda":
+        return _on_cuda(spec, tensors, options, backend, wanted)
+    if where == "mps":
+        from aule.frontends import torch_mps  # which needs `aule.frontends.torch`
+
+        return torch_mps.fused_on_mps(spec, tensors, options, backend, wanted)
+    if where == "host":
+        return _on_host(spec, tensors, options, backend, wanted)
+    home = tensors[0].device
+    for operand, x in zip(spec.operands, tensors, strict=True):
+        if x is not None and x.device != home:
+            raise _elsewhere(spec, operand.name, x, home)
+    found = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, backend, wanted)
+    return tuple(None if x is None else x.to(home) for x in found)
+
+
+def _elsewhere(spec: OpSpec, name: str, x: Any, home: Any) -> DeviceMismatchError:
+    first = spec.operands[0].name
+    return DeviceMismatchError(
+        f"[{spec.name}] expected {name} on {home} like {first}, got {x.device}; move it with .to"
+    )
+
+
+def _on_cuda(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    first = tensors[0]
+    key = (
+        spec.name, wanted, options, backend,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15) for x in tensors],
+    )  # fmt: skip
+    found = _cuda_launches.get(key)
+    if found is None:
+        # Looked up here and not on every call: reading the environment costs 1.3 us.
+        if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
+            moved = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, None, wanted)
+            return tuple(None if x is None else x.to(first.device) for x in moved)
+        device: Any = registry.find(backend or f"cuda:{first.device.index}")
+        if device is None or device.index != first.device.index:
+            raise DeviceMismatchError(
+                f"[{spec.name}] expected tensors on {backend}, got {first.device}; move them or drop backend="
+            )
+        found = prepare_on(spec, tensors, options, wanted, device)
+        if len(_cuda_launches) >= _MAX_SIGNATURES:
+            _cuda_launches.clear()
+        _cuda_launches[key] = found
+    stream = raw_stream(first.get_device())
+    return launch_on(spec, tensors, found, lambda launch, memory: launch([x.data_ptr() for x in memory], stream))
+
+
+def prepare_on(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...], device: Any
+) -> Prepared:
+    """Validate, plan and build for a device that has the tensors; what a signature needs once."""
+    refuse_tracing(spec.name)
+    call = _bound(spec, tensors, options, wanted)
+    ready = prepare(spec, call, dict(call.views) | result_views(call), device)
+    launches = []
+    for step, loaded in ready.steps:
+        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
+        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
+        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
+    return Prepared(call.problem, launches, dict(ready.workspace), _described(call))
+
+
+def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -> tuple[Any, ...]:
+    """The launches of a signature on tensors of it; ``run`` gives a prepared launch its tensors."""
+    first = tensors[0]
+    memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
+    results = {
+        name: torch.empty(shape, dtype=dtype, device=first.device) if place is None else memory[place]
+        for name, dtype, shape, place in found.outputs
+    }
+    memory |= results
+    for name, count in found.workspace.items():
+        memory[name] = torch.empty(count, dtype=torch.float32, device=first.device)
+    for launch, buffers in found.launches:
+        run(launch, [memory[name] for name in buffers])
+    if not found.launches:
+        for x in results.values():
+            x.zero_()
+    return tuple(results.get(name) for name in spec.outputs)
+
+
+def _on_host(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    device: Any = host_device(backend)
+    if device is None or device.target.backend != "cpu":
+        call = _bound(spec, tensors, options, wanted, arrays=True)
+        arrays = on_host(spec, call, device)
+        found = {name: torch.from_numpy(x).view(DTYPES[call.outputs[name].dtype]) for name, x in arrays.items()}
+        return tuple(found.get(name) for name in spec.outputs)
+    key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
+    known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
+    ready = known.get(key)
+    if ready is None:
+        call = _bound(spec, tensors, options, wanted, arrays=True)
+        views = dict(call.views) | result_views(call)
+        ready = Prepared(call.problem, prepare_cpu(spec, call, views, device), {}, _described(call))
+        if len(known) >= _MAX_SIGNATURES:
+            known.clear()
+        known[key] = ready
+    if spec.check is not None:
+        given = zip(spec.operands, tensors, strict=True)
+        plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
+        spec.check(spec.name, ready.problem, plain)
+    make = torch.empty if ready.launches.launches else torch.zeros
+    memory = {
+        operand.name: x.resolve_neg() if x.is_neg() else x
+        for operand, x in zip(spec.operands, tensors, strict=True)
+        if x is not None
+    }
+    results = {
+        name: make(shape, dtype=dtype) if place is None else memory[place]
+        for name, dtype, shape, place in ready.outputs
+    }
+    addresses = {name: x.data_ptr() for name, x in memory.items()}
+    addresses |= {name: x.data_ptr() for name, x in results.items()}
+    cpu.run(ready.launches, device, addresses)
+    return tuple(results.get(name) for name in spec.outputs)
+
+
+def _layout(x: Any) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu)
+
+
+def _described(call: Call) -> tuple[tuple[str, Any, tuple[int, ...], str | None], ...]:
+    return tuple((name, DTYPES[x.dtype], x.shape, x.place) for name, x in call.outputs.items())
+
+
+def _bound(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...], arrays: bool = False
+) -> Call:
+    views = {
+        operand.name: view_of(spec, operand.name, x, arrays)
+        for operand, x in zip(spec.operands, tensors, strict=True)
+        if x is not None
+    }
+    return spec.call(views, named_options(spec, options), wanted)
+
+
+def named_options(spec: OpSpec, options: Sequence[Any]) -> dict[str, Any]:
+    """Options by name."""
+    return {option.name: value for option, value in zip(spec.options, options, strict=True)}
+
+
+def view_of(spec: OpSpec, name: str, x: Any, arrays: bool = False) -> TensorView:
+    """A view of a tensor; with ``arrays`` one of host memory, whose storage is a NumPy array."""
+    dtype = dtype_name(x, name, spec.name)
+    if arrays:
+        if not x.is_cpu:
+            raise _elsewhere(spec, name, x, "the CPU")
+        plain = x.detach().resolve_neg()
+        storage = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
+        return TensorView(dtype, tuple(plain.shape), plain.stride(), "host", storage)
+    at = x.data_ptr()
+    return TensorView(dtype, tuple(x.shape), x.stride(), str(x.device), at, alignment=min(at & -at, 16) if at else 16)

@@ -1,0 +1,224 @@
+"""The ops beside attention as objects: forward kernels on contiguous arrays.
+
+>>> from aule.kernels import SwiGLUKernel
+>>> kernel = SwiGLUKernel(4096, 11008, dtype="bf16")
+>>> kernel.name
+'swiglu'
+>>> wgsl = kernel.emit("wgsl")
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from aule.codegen import target_for
+from aule.engine.fused import result_views
+from aule.errors import InvalidDtypeError, InvalidShapeError
+from aule.ir import KernelIR
+from aule.kernels.emitted import EmittedKernel
+from aule.ops.catalogue import CATALOGUE
+from aule.ops.step import Step
+from aule.target import Target
+from aule.view import TensorView, contiguous_strides
+
+_DTYPES = ("f32", "f16", "bf16")
+
+
+class FusedKernel(EmittedKernel):
+    """The forward kernel of an op of the catalogue.
+
+    Its parameters are the buffers of the op's operands and outputs, ``x_ptr`` and so on, and scalars, whose values
+    `plan` gives for contiguous arrays.
+    """
+
+    op: str
+    """Name of the op in the catalogue."""
+    dtype: str
+
+    @abstractmethod
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """dtype and shape of each operand, by name."""
+
+    def options(self) -> dict[str, Any]:
+        """The op's options that are not its defaults."""
+        return {}
+
+    def _check(self, **sizes: int) -> None:
+        kind = type(self).__name__
+        for name, value in sizes.items():
+            if value < 1:
+                raise InvalidShapeError(f"[{kind}] expected {name} >= 1, got {value}")
+        if self.dtype not in _DTYPES:
+            raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def name(self) -> str:
+        """The kernel's entry point."""
+        return self.build().name
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Shared memory of a workgroup on the default target; 0 where a row needs one subgroup only."""
+        return self.build().shared_bytes
+
+    def plan(self, target: str | Target | None = None) -> Step:
+        """Configuration, grid and scalar arguments for contiguous arrays."""
+        return self.steps(target)[-1]
+
+    def steps(self, target: str | Target | None = None) -> tuple[Step, ...]:
+        """All launches of the op, of which the kernel is the last."""
+        spec = CATALOGUE[self.op]
+        views = {
+            name: TensorView(dtype, shape, contiguous_strides(shape), "device", None)
+            for name, (dtype, shape) in self.operands().items()
+        }
+        options = {option.name: option.default for option in spec.options} | self.options()
+        call = spec.call(views, options)
+        return spec.plan(call.problem, dict(call.views) | result_views(call), self._target(target)).steps
+
+    def build(self, target: str | Target | None = None) -> KernelIR:
+        """Trace the kernel for a device or a language; by default ``aule.codegen.target_for("wgsl")``, whose limits
+        every device meets."""
+        step = self.plan(target)
+        return step.build(step.config, self._target(target))
+
+    @staticmethod
+    def _target(target: str | Target | None) -> Target:
+        return target if isinstance(target, Target) else target_for(target or "wgsl")
+
+
+@dataclass(frozen=True)
+class SwiGLUKernel(FusedKernel):
+    """``y = silu(gate) * up`` on ``[rows, length]``."""
+
+    rows: int
+    length: int
+    dtype: str = "f32"
+    op = "swiglu"
+
+    def __post_init__(self) -> None:
+        self._check(rows=self.rows, length=self.length)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
+
+
+@dataclass(frozen=True)
+class GeGLUKernel(FusedKernel):
+    """``y = gelu(gate) * up`` on ``[rows, length]``; ``approximate`` is ``"none"`` or ``"tanh"``."""
+
+    rows: int
+    length: int
+    dtype: str = "f32"
+    approximate: str = "none"
+    op = "geglu"
+
+    def __post_init__(self) -> None:
+        self._check(rows=self.rows, length=self.length)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
+
+    def options(self) -> dict[str, Any]:
+        return {"approximate": self.approximate}
+
+
+@dataclass(frozen=True)
+class ResidualLayerNormKernel(FusedKernel):
+    """``h = x + residual`` and its LayerNorm ``y``, on ``[rows, length]``, with weight and bias."""
+
+    rows: int
+    length: int
+    dtype: str = "f32"
+    eps: float = 1e-5
+    op = "residual_layer_norm"
+
+    def __post_init__(self) -> None:
+        self._check(rows=self.rows, length=self.length)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        rows = dict.fromkeys(("x", "residual"), (self.dtype, (self.rows, self.length)))
+        return rows | dict.fromkeys(("weight", "bias"), (self.dtype, (self.length,)))
+
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps}
+
+
+@dataclass(frozen=True)
+class LayerNormLinearKernel(FusedKernel):
+    """``y = layer_norm(x) @ weight.T + bias`` on ``[rows, length]``, with a weight of ``[features, length]`` and the
+    normalisation's weight and bias.
+
+    The kernel is the product, on matrix units where the target has such. What normalises each row, three numbers of
+    fp32 in ``statistics_ptr``, comes from the first of `steps`.
+    """
+
+    rows: int
+    length: int
+    features: int
+    dtype: str = "f32"
+    eps: float = 1e-5
+    op = "layer_norm_linear"
+
+    def __post_init__(self) -> None:
+        self._check(rows=self.rows, length=self.length, features=self.features)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        vectors = dict.fromkeys(("weight_norm", "bias_norm"), (self.dtype, (self.length,)))
+        weight = {"weight": (self.dtype, (self.features, self.length)), "bias": (self.dtype, (self.features,))}
+        return {"x": (self.dtype, (self.rows, self.length)), **vectors, **weight}
+
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps}
+
+
+@dataclass(frozen=True)
+class RMSNormRoPEKernel(FusedKernel):
+    """Rotary position embedding of RMSNorm of heads, on ``[batch_size, num_heads, seq_len, head_dim]``, with tables of
+    fp32 ``[seq_len, head_dim / 2]``."""
+
+    seq_len: int
+    head_dim: int
+    num_heads: int = 1
+    batch_size: int = 1
+    dtype: str = "f32"
+    eps: float = 1e-6
+    interleaved: bool = False
+    op = "rms_norm_rope"
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("seq_len", "head_dim", "num_heads", "batch_size")}
+        self._check(**sizes)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        shape = (self.batch_size, self.num_heads, self.seq_len, self.head_dim)
+        found: dict[str, tuple[str, tuple[int, ...]]] = {"x": (self.dtype, shape)}
+        found["weight"] = (self.dtype, (self.head_dim,))
+        return found | dict.fromkeys(("cos", "sin"), ("f32", (self.seq_len, self.head_dim // 2)))
+
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps, "interleaved": self.interleaved}
+
+
+@dataclass(frozen=True)
+class SoftmaxDropoutKernel(FusedKernel):
+    """Softmax of rows with dropout, on ``[rows, length]``; ``seed_ptr`` holds the two words of the seed."""
+
+    rows: int
+    length: int
+    dtype: str = "f32"
+    dropout_p: float = 0.1
+    causal: bool = False
+    op = "softmax_dropout"
+
+    def __post_init__(self) -> None:
+        self._check(rows=self.rows, length=self.length)
+
+    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        found: dict[str, tuple[str, tuple[int, ...]]] = {"x": (self.dtype, (self.rows, self.length))}
+        return found | ({"seed": ("u32", (2,))} if self.dropout_p else {})
+
+    def options(self) -> dict[str, Any]:
+        return {"dropout_p": self.dropout_p, "causal": self.causal}

@@ -1,0 +1,224 @@
+"""Layers of PyTorch that compute with aule: normalisations, gated units and the rotary embedding.
+
+    from aule import nn
+
+    norm = nn.RMSNorm(4096, eps=1e-5)  # in the place of torch.nn.RMSNorm
+
+Each takes the arguments and has the parameters of the layer it stands for, so that a state dictionary fits either.
+Calls are counted in `aule.dispatch_stats`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from aule.fused import geglu, layer_norm, rms_norm, rope, swiglu
+from aule.install import count_op
+
+__all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
+
+
+def count(op: str) -> None:
+    """Count a call of an op, where PyTorch's compiler is not reading along."""
+    if not torch.compiler.is_compiling():
+        count_op(op)
+
+
+class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+    """`torch.nn.RMSNorm` by `aule.rms_norm`.
+
+    Parameters
+    ----------
+    normalized_shape, eps, elementwise_affine, device, dtype
+        As for `torch.nn.RMSNorm`.
+    weight_offset : float
+        Added to the weight: Gemma's are stored as what they differ from 1 by.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.weight_offset = weight_offset
+        if weight_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        offset = getattr(self, "weight_offset", 0.0)  # PyTorch's constructor comes here before it is known
+        if self.elementwise_affine and offset:
+            with torch.no_grad():
+                self.weight -= offset
+
+    def forward(self, x: Any) -> Any:
+        count("rms_norm")
+        weight = self.weight
+        if weight is not None:
+            weight = weight.flatten()
+            if self.weight_offset:
+                weight = weight.float() + self.weight_offset
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return rms_norm(x.flatten(-len(self.normalized_shape)), weight, eps=eps).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return f"{super().extra_repr()}{offset}"
+
+
+class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
+    """`torch.nn.LayerNorm` by `aule.layer_norm`."""
+
+    def forward(self, x: Any) -> Any:
+        count("layer_norm")
+        weight, bias = (None if y is None else y.flatten() for y in (self.weight, self.bias))
+        return layer_norm(x.flatten(-len(self.normalized_shape)), weight, bias, eps=self.eps).reshape(x.shape)
+
+
+class _GatedUnit(torch.nn.Module):  # type: ignore[misc]
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, with the names that Llama has given these."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        self.gate_proj = torch.nn.Linear(in_features, hidden_features, **made)
+        self.up_proj = torch.nn.Linear(in_features, hidden_features, **made)
+        self.down_proj = torch.nn.Linear(hidden_features, in_features if out_features is None else out_features, **made)
+
+    def activated(self, gate: Any, up: Any) -> Any:
+        """The unit itself, between its linear layers."""
+        raise NotImplementedError
+
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(self.activated(self.gate_proj(x), self.up_proj(x)))
+
+
+class SwiGLU(_GatedUnit):
+    """A gated layer by `aule.swiglu`: ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
+
+    Parameters
+    ----------
+    in_features, hidden_features : int
+    out_features : int, optional
+        By default ``in_features``.
+    bias, device, dtype
+        Of the three linear layers ``gate_proj``, ``up_proj`` and ``down_proj``, as for `torch.nn.Linear`.
+    """
+
+    def activated(self, gate: Any, up: Any) -> Any:
+        count("swiglu")
+        return swiglu(gate, up)
+
+
+class GeGLU(_GatedUnit):
+    """A gated layer by `aule.geglu`: ``down_proj(gelu(gate_proj(x)) * up_proj(x))``.
+
+    Parameters
+    ----------
+    in_features, hidden_features, out_features, bias, device, dtype
+        As for `SwiGLU`.
+    approximate : {"none", "tanh"}
+        As for `aule.geglu`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        approximate: str = "none",
+    ) -> None:
+        super().__init__(in_features, hidden_features, out_features, bias, device, dtype)
+        self.approximate = approximate
+
+    def activated(self, gate: Any, up: Any) -> Any:
+        count("geglu")
+        return geglu(gate, up, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
+    """Rotary position embedding by `aule.rope`, with a table of cosines and sines that it keeps.
+
+    Parameters
+    ----------
+    dim : int
+        Columns that are rotated, of heads that may have more.
+    max_positions : int
+        Rows of the table. Longer sequences make it longer; positions that are given must be below it.
+    base : float
+        Of the frequencies ``base ** (-2 * i / dim)``.
+    interleaved : bool
+        As for `aule.rope`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_positions: int = 2048,
+        base: float = 10000.0,
+        *,
+        interleaved: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved = dim, base, interleaved
+        self._fill(max_positions, device)
+
+    def _fill(self, positions: int, device: Any) -> None:
+        # In float64: a position times a frequency has more digits than float32.
+        powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
+        angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * self.base**-powers
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, q: Any, k: Any = None, position_ids: Any = None) -> Any:
+        """Rotate heads.
+
+        Parameters
+        ----------
+        q, k : Tensor
+            ``[batch, heads, seq, head_dim]``; ``k`` may have other heads, or be left out.
+        position_ids : Tensor, optional
+            ``[seq]`` or ``[batch, seq]``; by default 0, 1, 2 ...
+
+        Returns
+        -------
+        Tensor or (Tensor, Tensor)
+            ``q``, or ``q`` and ``k``, rotated.
+        """
+        seq = q.shape[-2]
+        if seq > self.cos.shape[0]:
+            self._fill(max(seq, 2 * self.cos.shape[0]), self.cos.device)
+        cos, sin = (self.cos, self.sin) if position_ids is not None else (self.cos[:seq], self.sin[:seq])
+        rotated = []
+        for x in (q,) if k is None else (q, k):
+            count("rope")
+            options = {"interleaved": self.interleaved, "position_ids": position_ids, "rotary_dim": self.dim}
+            rotated.append(rope(x, cos, sin, **options))
+        return rotated[0] if k is None else tuple(rotated)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, max_positions={self.cos.shape[0]}, base={self.base}, interleaved={self.interleaved}"

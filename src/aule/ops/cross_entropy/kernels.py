@@ -1,0 +1,184 @@
+"""The kernels of cross entropy: a row's loss in one pass, its gradient in another, and what is the same for all rows.
+
+A row that is ignored has the largest finite number for its log-sum-exp, with which all of its probabilities are zero;
+by it the backward pass knows which rows count. Where a workgroup has one row at a time, such a row is not even read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aule.ir import KernelIR, Value
+from aule.ir.types import i32, i64
+from aule.ops.rowwise import RowConfig, RowKernel
+from aule.target import Target
+from aule.tile.math import LN2, LOG2E, lowest
+from aule.tile.rows import PerRow, RowArray
+from aule.tile.spans import Part
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyConfig(RowConfig):
+    """A kernel of cross entropy; what else there is is said by its operands."""
+
+    name: str
+    smooth: bool = False
+
+
+class _Targets:
+    """The targets of a thread's rows."""
+
+    def __init__(self, k: RowKernel, array: RowArray) -> None:
+        b = k.b
+        ignored, length = k.p.number("ignore_index", i64), b.cast(k.span.length, i64)
+        found = k.rows.per_row(lambda row: b.cast(b.load(array.buffer, array.start(row)), i64))
+        self.counts = found.map(lambda t: b.ne(t, ignored))
+        self.inside = found.map(lambda t: (t >= 0) & (t < length))
+        self.column = found.map(lambda t, inside: b.cast(b.select(inside, t, 0), i32), self.inside)
+        """A column of the row, whatever was given."""
+
+
+def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
+    """Trace the forward kernel: ``lse`` and the row's loss, ``loss`` or ``row_loss``."""
+    k = RowKernel(config.name, config, target)
+    b, span, rows = k.b, k.span, k.rows
+    logits, targets = k.array("logits"), k.array("target")
+    losses = k.array("loss" if config.has("loss") else "row_loss", "write")
+    lses = k.array("lse", "write")
+
+    def body() -> None:
+        given = _Targets(k, targets)
+
+        def compute() -> None:
+            x = rows.source(logits)
+            span.hold(x)
+            picked = PerRow(
+                tuple(
+                    b.cast(b.load(logits.buffer, start + _along(k, logits, column)), k.work)
+                    for start, column in zip(x.starts, given.column.values, strict=True)
+                )
+            )
+            also = [lambda p: p[x]] if config.smooth else []
+            most, total, sums = span.log_sum(lambda p: p[x], *also)
+            above = total.map(lambda s: b.log2(s) * LN2)
+            # From the largest on, so that a common offset of the logits costs no digits.
+            loss = most.map(lambda m, t: m - t, picked)
+            if config.smooth:
+                share, smoothing, inverse = (k.number(n) for n in ("picked_share", "smoothing", "inverse_length"))
+                loss = loss.map(lambda d, m, s: d * share + (m - s * inverse) * smoothing, most, *sums)
+            loss = loss.map(lambda d, a: d + a, above)
+            loss = loss.map(lambda x, inside: b.select(inside, x, b.const(NAN, k.work)), given.inside)
+            rows.put(losses, loss.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
+            lse = most.map(lambda m, a: m + a, above)
+            rows.put(lses, lse.map(lambda x, counts: b.select(counts, x, _ignored(k)), given.counts))
+
+        def skip() -> None:
+            rows.put(losses, rows.per_row(lambda _: b.const(0.0, k.work)))
+            rows.put(lses, rows.per_row(lambda _: _ignored(k)))
+
+        _where(k, given, compute, skip)
+
+    rows.run(body)
+    return k.finish()
+
+
+def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> KernelIR:
+    """Trace the backward kernel: ``dlogits`` from ``lse`` and the gradient of the row's loss, ``dloss`` times the
+    number in ``scale`` where there is one."""
+    k = RowKernel(config.name, config, target)
+    b, span, rows = k.b, k.span, k.rows
+    dlosses, logits, targets, lses = (k.array(name) for name in ("dloss", "logits", "target", "lse"))
+    scale = k.p.buffer("scale", k.work) if config.has("scale") else None
+    dlogits = k.array("dlogits", "write")
+    picked_share = k.number("picked_share") if config.smooth else 1.0
+    each_share = k.number("each_share") if config.smooth else None
+    places = b.vector([b.const(i, i32) for i in range(span.shape.width)])
+
+    def body() -> None:
+        given = _Targets(k, targets)
+        to = rows.source(dlogits)
+
+        def compute() -> None:
+            x = rows.source(logits)
+            span.hold(x)
+            lse = rows.per_row(lambda row: b.load(lses.buffer, lses.start(row)))
+            slope = rows.per_row(lambda row: b.cast(b.load(dlosses.buffer, dlosses.start(row)), k.work))
+            if scale is not None:
+                slope = slope.map(lambda s: s * b.load(scale, 0))
+            slope = slope.map(lambda s, inside: b.select(inside, s, b.const(NAN, k.work)), given.inside)
+            slope = slope.map(lambda s, counts: b.select(counts, s, b.const(0.0, k.work)), given.counts)
+            hot = slope.map(lambda s: s * picked_share)
+
+            def write(p: Part) -> None:
+                value = b.exp2((p[x] - p[lse]) * LOG2E)
+                if each_share is not None:
+                    value = value - each_share
+                value = value * p[slope]
+                place = b.cast(b.cast(p[given.column], k.column) - p.col, i32)
+                p.store(to, b.select(b.eq(places, place), value - p[hot], value))
+
+            span.each(write)
+
+        def skip() -> None:
+            zero = b.splat(b.const(0.0, k.work), span.shape.width)
+            span.each(lambda p: p.store(to, zero))
+
+        _where(k, given, compute, skip)
+
+    rows.run(body)
+    return k.finish()
+
+
+def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
+    """Trace the kernel of what is the same for all rows, which are the columns of its only one: ``loss`` from
+    ``row_loss``, and with ``lse`` over the number of rows that count; or of that number alone one over it,
+    ``scale``."""
+    k = RowKernel(config.name, config, target)
+    b, span, rows = k.b, k.span, k.rows
+    arrays = {name: k.array(name) for name in ("row_loss", "lse") if config.has(name)}
+    result = k.array("loss" if config.has("loss") else "scale", "write")
+
+    def body() -> None:
+        given = {name: rows.source(array) for name, array in arrays.items()}
+
+        def counted(p: Part) -> Value:
+            one, zero = (b.splat(b.const(x, k.work), span.shape.width) for x in (1.0, 0.0))
+            return b.select(b.ne(p[given["lse"]], _ignored(k)), one, zero)
+
+        wanted: list[Callable[[Part], Value]] = []
+        if "row_loss" in given:
+            wanted.append(lambda p: p[given["row_loss"]])
+        if "lse" in given:
+            wanted.append(counted)
+        found = span.sums(*wanted)
+        value = found[0] if "row_loss" in given else rows.per_row(lambda _: b.const(1.0, k.work))
+        if "lse" in given:
+            value = value.map(lambda x, n: x / n, found[-1])
+        rows.put(result, value)
+
+    rows.run(body)
+    return k.finish()
+
+
+def _where(k: RowKernel, given: _Targets, compute: Callable[[], None], skip: Callable[[], None]) -> None:
+    """Leave out what is ignored, where all threads of a workgroup agree on that."""
+    if k.config.shape.block > 1:
+        compute()
+        return
+    with k.b.if_(given.counts.values[0]):
+        compute()
+    with k.b.else_():
+        skip()
+
+
+def _along(k: RowKernel, array: RowArray, column: Value) -> Value:
+    """Elements from the start of a row to a column."""
+    index = k.b.cast(column, k.p.index)
+    return index if array.stride is None else index * array.stride
+
+
+def _ignored(k: RowKernel) -> Value:
+    return k.b.const(-lowest(k.work), k.work)

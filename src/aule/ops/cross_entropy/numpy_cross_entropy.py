@@ -1,0 +1,56 @@
+"""Cross entropy and its gradient on NumPy, in the precision of the arrays: the reference when they are float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.ops.cross_entropy.problem import CrossEntropyProblem
+
+Array = npt.NDArray[Any]
+
+
+def cross_entropy(
+    problem: CrossEntropyProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]
+) -> dict[str, Array]:
+    """``loss``, and ``lse``, the logarithm of the sum of exponentials of each row, or the largest number where a row is
+    ignored."""
+    logits = arrays["logits"]
+    counts, inside, column = _targets(problem, arrays["target"])
+    most = np.max(logits, axis=-1)
+    above = np.log(np.sum(np.exp(logits - most[..., None]), axis=-1))
+    picked = np.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
+    loss = above + (1 - problem.label_smoothing) * (most - picked)
+    if problem.label_smoothing:
+        loss = loss + problem.label_smoothing * (most - np.mean(logits, axis=-1))
+    loss = np.where(counts, np.where(inside, loss, np.nan), 0).astype(logits.dtype)
+    if problem.reduction != "none":
+        loss = np.sum(loss)
+    if problem.reduction == "mean":
+        loss = loss / logits.dtype.type(np.count_nonzero(counts))
+    results = {"loss": np.asarray(loss), "lse": np.where(counts, most + above, np.finfo(logits.dtype).max)}
+    return {name: results[name] for name in wanted}
+
+
+def cross_entropy_gradient(
+    problem: CrossEntropyProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]
+) -> dict[str, Array]:
+    """``dlogits``."""
+    logits, kind = arrays["logits"], arrays["logits"].dtype.type
+    counts, inside, column = _targets(problem, arrays["target"])
+    scale = arrays["dloss"] / kind(np.count_nonzero(counts)) if problem.reduction == "mean" else arrays["dloss"]
+    scale = np.where(counts, np.where(inside, scale, np.nan), 0).astype(logits.dtype)[..., None]
+    dlogits = np.exp(logits - arrays["lse"][..., None]) * scale
+    dlogits -= kind(problem.label_smoothing / problem.length) * scale
+    hot = np.take_along_axis(dlogits, column[..., None], axis=-1) - kind(1 - problem.label_smoothing) * scale
+    np.put_along_axis(dlogits, column[..., None], hot, axis=-1)
+    return {name: np.where(counts[..., None], dlogits, 0) for name in wanted}
+
+
+def _targets(problem: CrossEntropyProblem, target: Array) -> tuple[Array, Array, Array]:
+    """Which rows count, which of their targets are columns, and a column for each."""
+    inside = (target >= 0) & (target < problem.length)
+    return target != problem.ignore_index, inside, np.where(inside, target, 0).astype(np.int64)

@@ -1,0 +1,125 @@
+"""CrossEntropyProblem: what a cross entropy is, and the check of a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape
+from aule.ops.spec import Call, Result
+from aule.view import TensorView, contiguous_strides
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class CrossEntropyProblem:
+    """``lse(logits) - logits[target]`` of each row along the last axis of ``shape``, as PyTorch's cross_entropy.
+
+    With smoothing the target has ``1 - label_smoothing`` of the weight and all columns share the rest. Rows whose
+    target is ``ignore_index`` count for nothing; the mean is over the others. A target outside of the row makes NaN.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    ignore_index: int
+    label_smoothing: float
+    reduction: Reduction
+
+    @property
+    def length(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def work(self) -> str:
+        """The dtype that is computed in."""
+        return "f64" if self.dtype == "f64" else "f32"
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def loss_shape(self) -> tuple[int, ...]:
+        return self.shape[:-1] if self.reduction == "none" else ()
+
+
+def bind_cross_entropy(
+    op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]
+) -> Call:
+    """Check a cross entropy, or its gradient."""
+    floats = {name: view for name, view in views.items() if name != "target"}
+    check_floats(op, "logits", floats, ("logits", "dloss"))
+    logits, target = views["logits"], views["target"]
+    check_rows(op, "logits", logits)
+    if target.dtype not in ("i32", "i64"):
+        raise InvalidDtypeError(
+            f"[{op}] expected target of dtype i32 or i64, the columns that are right, got {target.dtype}; convert it"
+        )
+    check_devices(op, "logits", views)
+    check_shape(op, "target", target, logits.shape[:-1], "give it one column for each row of logits")
+    problem = CrossEntropyProblem(
+        logits.dtype,
+        logits.shape,
+        _index(op, options["ignore_index"]),
+        _smoothing(op, options["label_smoothing"]),
+        _reduction(op, options["reduction"]),
+    )
+    if "dloss" in views:
+        check_shape(op, "dloss", views["dloss"], problem.loss_shape, "give it the shape of the loss")
+        lse = views["lse"]
+        check_shape(op, "lse", lse, logits.shape[:-1], "pass what the forward pass returned")
+        if lse.dtype != problem.work or (problem.rows > 1 and lse.strides != contiguous_strides(lse.shape)):
+            raise InvalidArgumentError(
+                f"[{op}] expected lse of dtype {problem.work} without gaps, got {lse.dtype} with strides "
+                f"{list(lse.strides)}; pass what the forward pass returned"
+            )
+    known = {
+        "loss": Result(logits.dtype, problem.loss_shape),
+        "lse": Result(problem.work, logits.shape[:-1]),
+        "dlogits": Result(logits.dtype, logits.shape),
+    }
+    return Call(problem, views, {name: known[name] for name in wanted})
+
+
+def check_targets(op: str, problem: CrossEntropyProblem, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Refuse targets in host memory that are no columns."""
+    target = arrays["target"]
+    wrong = ((target < 0) | (target >= problem.length)) & (target != problem.ignore_index)
+    if wrong.any():
+        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise InvalidArgumentError(
+            f"[{op}] expected targets of 0 to {problem.length - 1} or ignore_index={problem.ignore_index}, got "
+            f"{int(target[place])} at {list(place)}; check the labels against the logits' last axis"
+        )
+
+
+def _index(op: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(2**63) <= value < 2**63:
+        raise InvalidArgumentError(
+            f"[{op}] expected ignore_index as an integer of 64 bits, got {value!r}; such as -100"
+        )
+    return int(value)
+
+
+def _smoothing(op: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number <= 1.0:
+        raise InvalidArgumentError(f"[{op}] expected label_smoothing of 0 to 1, got {value!r}; 0 means none")
+    return number
+
+
+def _reduction(op: str, value: Any) -> Reduction:
+    if value not in ("mean", "sum", "none"):
+        raise InvalidArgumentError(f"[{op}] expected reduction 'mean', 'sum' or 'none', got {value!r}; as in PyTorch")
+    result: Reduction = value
+    return result

@@ -1,0 +1,1 @@
+"""Gated units: SwiGLU and GeGLU."""

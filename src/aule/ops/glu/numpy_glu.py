@@ -1,0 +1,50 @@
+"""Gated units and their gradients on NumPy, in the precision of the arrays: the reference when they are float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.ops.glu.kernels import TANH_CUBE, TANH_FACTOR
+from aule.ops.glu.problem import Activation, GluProblem
+
+Array = npt.NDArray[Any]
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def glu(problem: GluProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
+    """``y``."""
+    gate, up = _halves(problem, arrays)
+    return {"y": _activated(problem.activation, gate)[0] * up}
+
+
+def glu_gradient(problem: GluProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
+    """``dgate``, of both halves where they are packed, else ``dup``, too."""
+    gate, up = _halves(problem, arrays)
+    dy = arrays["dy"]
+    value, slope = _activated(problem.activation, gate)
+    results = {"dgate": dy * up * slope, "dup": dy * value}
+    if problem.packed:
+        results["dgate"] = np.concatenate([results["dgate"], results["dup"]], axis=-1)
+    return {name: results[name] for name in wanted}
+
+
+def _halves(problem: GluProblem, arrays: Mapping[str, Array]) -> tuple[Array, Array]:
+    gate = arrays["gate"]
+    return (gate[..., : problem.length], gate[..., problem.length :]) if problem.packed else (gate, arrays["up"])
+
+
+def _activated(activation: Activation, x: Array) -> tuple[Array, Array]:
+    """The activation and its derivative."""
+    if activation == "silu":
+        s = 1 / (1 + np.exp(-x))
+        return x * s, s * (1 + x * (1 - s))
+    if activation == "gelu":
+        below = (0.5 * _erfc(x.astype(np.float64) * -math.sqrt(0.5))).astype(x.dtype)
+        return x * below, below + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    t = np.tanh(TANH_FACTOR * (x + TANH_CUBE * x**3))
+    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * TANH_FACTOR * (1 + 3 * TANH_CUBE * x * x)

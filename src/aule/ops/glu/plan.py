@@ -1,0 +1,48 @@
+"""From a gated unit to the launch that computes it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from aule.ops.glu.kernels import GluConfig, build_glu, build_glu_gradient
+from aule.ops.glu.problem import GluProblem
+from aule.ops.rowwise import choose_rows, extent, lay_out, operand, row_grid, view_numbers, view_width
+from aule.ops.step import Step, StepPlan
+from aule.target import Target
+from aule.view import TensorView, contiguous_strides
+
+_ROW = 4096
+"""Columns of a row where arrays are contiguous."""
+
+
+def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+    """Plan a gated unit (``gate``, ``y`` and, unless packed, ``up``) or its gradient (``dy``, ``dgate``, ``dup``)."""
+    count, length = math.prod(problem.shape[:-1]), problem.length
+    layout = lay_out(problem.shape[:-1], {name: view.strides[:-1] for name, view in views.items()})
+    width = min(view_width(view, length) for view in views.values())
+    if count * length % _ROW == 0 and all(view.strides == contiguous_strides(problem.shape) for view in views.values()):
+        # Elements know nothing of rows: those of one length serve all, and a single long one is spread over a device.
+        count, length = count * length // _ROW, _ROW
+        layout = lay_out((count,), {name: (_ROW,) for name in views})
+        width = min(view_width(replace(view, shape=(count, _ROW), strides=(_ROW, 1))) for view in views.values())
+    shape, span = choose_rows(target, problem.dtype, length, width, count)
+    name = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}[problem.activation]
+    backward = "dy" in views
+    grid = row_grid(name, shape, count, target)
+    if not grid[0]:
+        return StepPlan(())
+    config = GluConfig(
+        name=f"{name}_backward" if backward else name,
+        activation=problem.activation,
+        packed=problem.packed,
+        dtype=problem.dtype,
+        shape=shape,
+        spans=(span,),
+        axes=len(layout.sizes),
+        index64=max(extent(view) for view in views.values()) > 2**31 - 1,
+        operands=tuple((n, operand(view, span.width, length)) for n, view in views.items()),
+    )
+    scalars = layout.scalars | view_numbers(views) | {"length": length}
+    return StepPlan((Step(config, build_glu_gradient if backward else build_glu, grid, scalars),))

@@ -1,0 +1,77 @@
+"""How a product is cut up on a target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from aule.errors import KernelError
+from aule.ir.types import SCALARS
+from aule.ops.linear.config import FragmentBlocks, VectorBlocks
+from aule.target import Target
+from aule.tile.arrangement import uniform
+from aule.tile.fragment import multiplies
+from aule.tile.matrix import QUAD
+from aule.tile.simt import SimtShape
+from aule.tile.vector import vector_unit, work_type
+
+COPIED = (
+    FragmentBlocks(128, 256, 64, down=2, along=4, stages=3),
+    FragmentBlocks(128, 128, 64, down=2, along=2, stages=3),
+    FragmentBlocks(128, 128, 32, down=2, along=2, stages=3),
+    FragmentBlocks(64, 64, 64, down=2, along=2, stages=3),
+)
+"""With asynchronous copies, largest first: a warp's 64 x 64 of the result read each number from shared memory for 64
+products, and 256 columns share the work of normalising their rows."""
+COPIED_DEPTH = 64
+"""Of which the summed dimension is a multiple then."""
+CARRIED = (
+    FragmentBlocks(128, 128, 32, down=2, along=2, stages=2),
+    FragmentBlocks(64, 64, 32, down=2, along=2, stages=2),
+)
+"""Through registers."""
+_SIMT = tuple(
+    SimtShape(size, size, x, 16, chunk_k=depth, chunk_v=QUAD, resident_q=False, block_p=QUAD)
+    for size, x, depth in ((128, 16, 16), (64, 8, 16), (64, 8, 8))
+)
+_CPU_ROWS = (192, 48, 12, 4, 1)
+_CPU_VECTORS, _CPU_DEPTH = 8, 128
+"""Both factors' parts stay in the second-level cache, and bringing them there is a small part of the work."""
+
+
+def choose_blocks(
+    target: Target, dtype: str, sizes: tuple[int, int, int], left_across: bool, right_across: bool, aligned: bool
+) -> FragmentBlocks | SimtShape | VectorBlocks:
+    """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
+
+    ``aligned`` says that both factors can be read in whole runs: elements that come one by one take so many registers
+    that only a small tile has room beside them.
+    """
+    m, n, k = sizes
+    if target.backend == "cpu":
+        lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
+        rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
+        return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
+    if dtype in ("f16", "bf16") and multiplies(target, dtype) and uniform(target):
+        copies = aligned and k % COPIED_DEPTH == 0 and target.backend == "cuda" and target.arch != "sm_75"
+        table = COPIED if copies else CARRIED if aligned else CARRIED[-1:]
+        assert target.matrix_layout is not None
+        tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]
+        fitting = [
+            blocks
+            for blocks in tiles
+            if blocks.threads <= target.max_threads
+            and 2 * blocks.shared_elements(left_across, right_across) <= target.max_shared_bytes
+        ]
+        for blocks in fitting:
+            if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
+                return blocks
+    for shape in _SIMT:
+        shared = shape.shared_bytes(shape.chunk_k, QUAD, subgroups=True)
+        fills = shape.block_q <= 64 or min(m, n) > 64
+        if fills and shape.threads <= target.max_threads and shared <= target.max_shared_bytes:
+            return shape
+    raise KernelError(
+        f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
+        f"bytes and {target.max_threads} on {target.name}; use another backend"
+    )

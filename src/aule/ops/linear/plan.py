@@ -1,0 +1,180 @@
+"""From a linear layer behind a normalisation to the launches that compute it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from aule.errors import InvalidShapeError
+from aule.ir import KernelIR
+from aule.ops.linear.blocks import choose_blocks
+from aule.ops.linear.config import Affine, FactorConfig, FragmentBlocks, ProductConfig, StoredConfig, VectorBlocks
+from aule.ops.linear.problem import LayerNormLinearProblem
+from aule.ops.linear.product_fragment import build_product_fragment
+from aule.ops.linear.product_simt import build_product_simt
+from aule.ops.linear.product_vector import build_product_vector
+from aule.ops.linear.statistics import statistics_step
+from aule.ops.norm.plan import plan_norm_gradient
+from aule.ops.norm.problem import NormProblem
+from aule.ops.rowwise import extent, lay_out, view_width
+from aule.ops.step import Step, StepPlan, grid_of
+from aule.target import Target
+from aule.tile.fragment import RUN
+from aule.tile.matrix import QUAD
+from aule.tile.simt import SimtShape
+from aule.view import TensorView, contiguous_strides
+
+
+def plan_layer_norm_linear(
+    problem: LayerNormLinearProblem, views: Mapping[str, TensorView], target: Target
+) -> StepPlan:
+    """Plan the forward pass: ``x``, ``weight``, ``y`` and, where present, ``weight_norm``, ``bias_norm``, ``bias``."""
+    if not problem.rows:
+        return StepPlan(())
+    left = Given("x", views["x"], across=False, norm=_affine(views))
+    product = product_step(
+        "layer_norm_linear", problem.dtype, left, Given("weight", views["weight"]), ("y", views["y"]), target,
+        views.get("bias"),
+    )  # fmt: skip
+    return StepPlan((statistics_step(problem.norm, views["x"], target), product), {"statistics": 3 * problem.rows})
+
+
+def plan_layer_norm_linear_gradient(
+    problem: LayerNormLinearProblem, views: Mapping[str, TensorView], target: Target
+) -> StepPlan:
+    """Plan the gradient: ``dy``, the operands of the forward pass, and what is wanted of their gradients.
+
+    The gradient of the normalised rows, ``dy @ weight``, is the only thing of their size that reaches memory; from it
+    the gradient of the normalisation makes the rest.
+    """
+    steps: list[Step] = []
+    workspace: dict[str, int] = {}
+    if not problem.rows:
+        return StepPlan(())
+
+    def add(plan: StepPlan, names: Mapping[str, str]) -> None:
+        steps.extend(replace(step, renamed=names) for step in plan.steps)
+        for name, count in plan.workspace.items():
+            workspace[name] = max(workspace.get(name, 0), count)
+
+    x, dy = views["x"], views["dy"]
+    inner = {"weight_norm": "weight", "bias_norm": "bias"}
+    wanted = {"dx": "dx", **{f"d{ours}": f"d{theirs}" for ours, theirs in inner.items()}}
+    if any(name in views for name in wanted):
+        work = "f64" if problem.dtype == "f64" else "f32"
+        normal = TensorView(work, problem.shape, contiguous_strides(problem.shape), "device", None)
+        right = Given("weight", views["weight"], across=True)
+        left = Given("dy", dy)
+        steps.append(product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target))
+        workspace["dnormal"] = math.prod(problem.shape)
+        given = {"dy": normal, "x": x}
+        given |= {theirs: views[ours] for ours, theirs in inner.items() if ours in views}
+        given |= {theirs: views[ours] for ours, theirs in wanted.items() if ours in views}
+        names = {"dy": "dnormal"} | {theirs: ours for ours, theirs in (inner | wanted).items()}
+        add(plan_norm_gradient(problem.norm, given, target), names)
+    if "dweight" in views:
+        steps.append(statistics_step(problem.norm, x, target))
+        workspace["statistics"] = 3 * problem.rows
+        left, right = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
+        out = ("dweight", views["dweight"])
+        steps.append(product_step("linear_weight_backward", problem.dtype, left, right, out, target))
+    if "dbias" in views:
+        # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
+        sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
+        add(plan_norm_gradient(NormProblem(dy.dtype, dy.shape, problem.eps, False), sums, target), {"x": "dy"})
+    return StepPlan(tuple(steps), workspace)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A factor of a product by its buffer's name; the rest as in `FactorConfig`. ``norm`` are weight and bias."""
+
+    name: str
+    view: TensorView
+    across: bool = False
+    norm: tuple[TensorView | None, TensorView | None] | None = None
+
+
+def product_step(
+    name: str,
+    dtype: str,
+    left: Given,
+    right: Given,
+    out: tuple[str, TensorView],
+    target: Target,
+    bias: TensorView | None = None,
+) -> Step:
+    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``."""
+    (rows, cols), (outer, inner) = _sizes(left.view), _sizes(right.view)
+    m, k = (cols, rows) if left.across else (rows, cols)
+    n = inner if right.across else outer
+    if max(m, n, k) >= 1 << 30:
+        raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
+    aligned = min(view_width(left.view), view_width(right.view)) >= RUN
+    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned)
+    width = RUN if isinstance(blocks, FragmentBlocks) else QUAD
+    loose = isinstance(blocks, VectorBlocks)
+    scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
+
+    def told(name: str, view: TensorView, width: int) -> StoredConfig:
+        axes = 0
+        scalars[f"{name}_offset"], scalars[f"{name}_col_stride"] = view.offset, view.strides[-1]
+        if len(view.shape) > 1:
+            layout = lay_out(view.shape[:-1], {name: view.strides[:-1]})
+            axes = len(layout.sizes)
+            scalars.update({f"{name}_axis{i}": size for i, size in enumerate(layout.sizes)})
+            scalars.update({f"{name}_stride{i}": step for i, step in enumerate(layout.strides[name])})
+        unit = view.strides[-1] == 1 or view.shape[-1] == 1
+        aligned = view_width(view) >= min(width, 16 // view.itemsize)
+        return StoredConfig(name, view.dtype, axes, unit, aligned, loose and unit)
+
+    def factor(given: Given) -> FactorConfig:
+        norm = None
+        if given.norm is not None:
+            names = ("weight_norm", "bias_norm")
+            norm = Affine(*(None if x is None else told(n, x, width) for n, x in zip(names, given.norm, strict=True)))
+        return FactorConfig(told(given.name, given.view, width), given.across, norm)
+
+    if bias is not None:
+        told("bias", bias, 1)
+    tile_rows, tile_cols, depth = _tile(blocks)
+    used = [left.view, right.view, out[1]]
+    config = ProductConfig(
+        name=name,
+        work="f64" if dtype == "f64" else "f32",
+        left=factor(left),
+        right=factor(right),
+        out=told(*out, 2 if isinstance(blocks, FragmentBlocks) else QUAD),
+        bias=None if bias is None else bias.dtype,
+        blocks=blocks,
+        whole=k % depth == 0,
+        index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
+    )
+    count = -(-m // tile_rows) * -(-n // tile_cols)
+    return Step(config, build_product, grid_of(name, count, target), scalars)
+
+
+def build_product(config: ProductConfig, target: Target) -> KernelIR:
+    """Trace a product."""
+    if isinstance(config.blocks, FragmentBlocks):
+        return build_product_fragment(config, target)
+    return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)
+
+
+def _tile(blocks: FragmentBlocks | SimtShape | VectorBlocks) -> tuple[int, int, int]:
+    """Rows, columns and depth of a step."""
+    if isinstance(blocks, FragmentBlocks | VectorBlocks):
+        return blocks.rows, blocks.cols, blocks.depth
+    return blocks.block_q, blocks.block_kv, blocks.chunk_k
+
+
+def _sizes(view: TensorView) -> tuple[int, int]:
+    return math.prod(view.shape[:-1]), view.shape[-1]
+
+
+def _affine(views: Mapping[str, TensorView]) -> tuple[TensorView | None, TensorView | None]:
+    return views.get("weight_norm"), views.get("bias_norm")

@@ -1,0 +1,164 @@
+"""The kernels of normalisation, forward and backward, over `aule.tile.rows`.
+
+Statistics are made in two passes over registers: the mean first, then the squares of what is left, with what the
+rounding of the mean has left behind taken off as well. So a large common offset costs no digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aule.ir import KernelIR, Value
+from aule.ir.types import SCALARS
+from aule.ops.rowwise import RowConfig, RowKernel
+from aule.target import Target
+from aule.tile.rows import Columns, PerRow, Source
+from aule.tile.spans import ColumnSums, Derived, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig(RowConfig):
+    """A kernel of normalisation; what else there is is said by its operands."""
+
+    name: str
+    center: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Normalised:
+    """Rows on their way to mean square one.
+
+    Attributes
+    ----------
+    centred : Source or Derived
+        Without their mean, where that goes.
+    mean : PerRow or None
+        But for ``shift``.
+    scale : PerRow
+        What makes their mean square one.
+    shift : PerRow or None
+        What ``also`` was not told: the rest of the mean.
+    sums : list of PerRow
+        Of what was asked for along the way.
+    """
+
+    centred: Source | Derived
+    mean: PerRow | None
+    scale: PerRow
+    shift: PerRow | None
+    sums: list[PerRow]
+
+
+def normalise(
+    k: RowKernel, x: Source | Derived, center: bool, also: Sequence[Callable[[Part, Value], Value]] = ()
+) -> Normalised:
+    """Statistics of rows; ``also`` are functions of a part and its columns, without the mean but for ``shift``, whose
+    sums are wanted as well."""
+    b, span = k.b, k.span
+    inverse, eps = k.number("inverse_length"), k.number("eps")
+
+    def extra(x: Source | Derived) -> list[Callable[[Part], Value]]:
+        return [lambda p, f=f: f(p, p[x]) for f in also]  # type: ignore[misc]
+
+    if not center:
+        squares, *sums = span.sums(lambda p: p[x] * p[x], *extra(x))
+        return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums)
+    mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
+    near = Derived(lambda p: p[x] - p[mean])
+    left, squares, *sums = span.sums(lambda p: p[near], lambda p: p[near] * p[near], *extra(near))
+    shift = left.map(lambda s: s * inverse)
+    variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), shift)
+    scale = variance.map(lambda v: b.unary("rsqrt", v + eps))
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums)
+
+
+def build_norm(config: NormConfig, target: Target) -> KernelIR:
+    """Trace the forward kernel."""
+    k = RowKernel(config.name, config, target)
+    b, span, rows = k.b, k.span, k.rows
+    arrays = {name: k.array(name) for name in ("x", "residual") if config.has(name)}
+    weight, bias = k.columns("weight"), k.columns("bias")
+    results = {name: k.array(name, "write") for name in ("y", "h") if config.has(name)}
+
+    def body() -> None:
+        given = {name: rows.source(array) for name, array in arrays.items()}
+        out = {name: rows.source(array) for name, array in results.items()}
+        span.hold(*given.values())
+        span.hold(*(columns for columns in (weight, bias) if columns is not None))
+        x: Source | Derived = given["x"]
+        if "residual" in given:
+            # Rounded as it is stored: the gradient sees the same.
+            elem = SCALARS[config.dtype]
+            x = Derived(lambda p: b.cast(b.cast(p[given["x"]] + p[given["residual"]], elem), k.work))
+        found = normalise(k, x, config.center)
+
+        def write(p: Part) -> None:
+            if "h" in out:
+                p.store(out["h"], p[x])
+            p.store(out["y"], affine(p, p[found.centred] * p[found.scale], weight, bias))
+
+        span.each(write)
+
+    rows.run(body)
+    return k.finish()
+
+
+def affine(p: Part, value: Value, weight: Columns | None, bias: Columns | None) -> Value:
+    """A normalised part with weight and bias."""
+    if weight is not None:
+        value = value * p[weight]
+    return value if bias is None else value + p[bias]
+
+
+def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
+    """Trace the backward kernel: statistics are made again, which costs no memory, and with them ``dx``; the sums over
+    rows of which the gradients of weight and bias are made stay where they are until the workgroup's last row."""
+    k = RowKernel(config.name, config, target)
+    span, rows = k.span, k.rows
+    inverse = k.number("inverse_length")
+    names = [name for name in ("dy", "x", "h", "dh") if config.has(name)]
+    arrays = {name: k.array(name) for name in names}
+    weight = k.columns("weight")
+    result = k.array("dx", "write") if config.has("dx") else None
+    wanted = [name for name in ("dweight", "dbias") if config.has(name)]
+    sums = {name: ColumnSums(span, k.partial(i)) for i, name in enumerate(wanted)}
+
+    def body() -> None:
+        given = {name: rows.source(array) for name, array in arrays.items()}
+        span.hold(*given.values())
+        if weight is not None:
+            span.hold(weight)
+        dy, x = given["dy"], given["h" if "h" in given else "x"]
+
+        def inner(p: Part) -> Value:
+            return p[dy] if weight is None else p[dy] * p[weight]
+
+        also: list[Callable[[Part, Value], Value]] = [lambda p, x: inner(p) * x]
+        if config.center:
+            also.append(lambda p, x: inner(p))
+        found = normalise(k, x, config.center, also)
+        along, total = found.sums[0], found.sums[-1]
+        if found.shift is not None:
+            along = along.map(lambda s, t, m: s - t * m, total, found.shift)
+        along = along.map(lambda s, r: s * inverse * r * r, found.scale)
+        mean = total.map(lambda s: s * inverse)
+
+        def write(p: Part) -> list[Value]:
+            centred, scale = p[found.centred], p[found.scale]
+            if result is not None:
+                dx = inner(p) - centred * p[along]
+                if config.center:
+                    dx = dx - p[mean]
+                dx = dx * scale
+                p.store(to, dx + p[given["dh"]] if "dh" in given else dx)
+            return [p[dy] * (centred * scale) if name == "dweight" else p[dy] for name in sums]
+
+        if result is not None:
+            to = rows.source(result)
+        span.each(write, list(sums.values()))
+
+    rows.run(body)
+    for total in sums.values():
+        total.finish()
+    return k.finish()

@@ -1,0 +1,80 @@
+"""From a normalisation to the launches that compute it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from aule.ir import KernelIR
+from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient
+from aule.ops.norm.problem import NormProblem
+from aule.ops.rowwise import (
+    choose_rows,
+    column_sum_step,
+    extent,
+    lay_out,
+    operand,
+    row_grid,
+    view_numbers,
+    view_width,
+)
+from aule.ops.step import Step, StepPlan
+from aule.target import Target
+from aule.view import TensorView
+
+_VECTORS = ("weight", "bias", "dweight", "dbias")
+"""Operands with one number for each column."""
+
+
+def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+    """Plan a normalisation: ``x``, ``y`` and, where present, ``residual``, ``h``, ``weight``, ``bias``."""
+    name = "layer_norm" if problem.center else "rms_norm"
+    if "residual" in views:
+        name = f"residual_{name}"
+    step, _ = norm_step(name, problem, views, target, build_norm)
+    return StepPlan((step,) if step.grid[0] else ())
+
+
+def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+    """Plan the gradient: ``dy``, ``x`` or ``h``, and where present ``dh``, ``weight``, ``dx``, ``dweight``,
+    ``dbias``."""
+    name = "layer_norm_backward" if problem.center else "rms_norm_backward"
+    sums = tuple(name for name in ("dweight", "dbias") if name in views)
+    step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
+    if not step.grid[0]:
+        return StepPlan(())
+    if not sums:
+        return StepPlan((step,))
+    finish = column_sum_step(problem.dtype, [(name, views[name]) for name in sums], partials, problem.length, target)
+    return StepPlan((step, finish), {"partial": partials * len(sums) * problem.length})
+
+
+def norm_step(
+    name: str,
+    problem: NormProblem,
+    views: Mapping[str, TensorView],
+    target: Target,
+    build: Callable[[NormConfig, Target], KernelIR],
+    sums: tuple[str, ...] = (),
+) -> tuple[Step, int]:
+    """The launch over rows, and how many rows of partial sums it leaves."""
+    rows = {n: view for n, view in views.items() if n not in _VECTORS}
+    count = math.prod(problem.shape[:-1])
+    layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
+    width = min(view_width(view) for view in rows.values())
+    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums))
+    grid = row_grid(name, shape, count, target)
+    partials = grid[0]
+    config = NormConfig(
+        name=name,
+        center=problem.center,
+        dtype=problem.dtype,
+        shape=shape,
+        spans=(span,),
+        axes=len(layout.sizes),
+        index64=max(extent(view) for view in rows.values()) + partials * len(sums) * problem.length > 2**31 - 1,
+        operands=tuple((n, operand(view, span.width)) for n, view in views.items()),
+    )
+    scalars = layout.scalars | view_numbers(views)
+    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}
+    return Step(config, build, grid, scalars | {"partials": partials, "sums": problem.length}), partials

@@ -1,0 +1,82 @@
+"""NormProblem: what a normalisation is, and the check of a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aule.errors import InvalidArgumentError
+from aule.ops.rowwise import check_floats, check_rows, check_shape
+from aule.ops.spec import Call, Result
+from aule.view import TensorView
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """Rows along the last axis of ``shape`` are divided by the root of their mean square and ``eps``; before that,
+    where ``center`` says so, their mean is taken off.
+
+    ``y = (x - mean) / sqrt(mean((x - mean)**2) + eps) * weight + bias``, as ONNX defines LayerNormalization, and
+    RMSNormalization without the mean, both for ``axis=-1``. Which of weight, bias and residual there are is said by the
+    arrays that come with it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    eps: float
+    center: bool
+
+    @property
+    def length(self) -> int:
+        return self.shape[-1]
+
+
+def bind_norm(
+    op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...], center: bool
+) -> Call:
+    """Check a normalisation."""
+    problem = _problem(op, "x", views, options, center)
+    return Call(problem, views, {name: Result(problem.dtype, problem.shape) for name in wanted})
+
+
+def bind_norm_gradient(
+    op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...], center: bool
+) -> Call:
+    """Check the gradient of a normalisation."""
+    problem = _problem(op, "h" if "h" in views else "x", views, options, center)
+    vectors = {"dweight": "weight", "dbias": "bias"}
+    outputs = {}
+    for name in wanted:
+        if name == "dx":
+            outputs[name] = Result(problem.dtype, problem.shape)
+        elif vectors[name] in views:
+            outputs[name] = Result(views[vectors[name]].dtype, problem.shape[-1:])
+    return Call(problem, views, outputs)
+
+
+def _problem(
+    op: str, main: str, views: Mapping[str, TensorView], options: Mapping[str, Any], center: bool
+) -> NormProblem:
+    rows = ("x", "residual", "h", "dy", "dh")
+    check_floats(op, main, views, rows)
+    x = views[main]
+    check_rows(op, main, x)
+    for name, view in views.items():
+        if name in rows:
+            check_shape(op, name, view, x.shape, f"give it the shape of {main}")
+        else:
+            check_shape(op, name, view, x.shape[-1:], f"give it one number for each column of {main}")
+    return NormProblem(x.dtype, x.shape, checked_eps(op, options["eps"]), center)
+
+
+def checked_eps(op: str, eps: Any) -> float:
+    """What is added inside of a root, or a clear error."""
+    try:
+        value = float(eps)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise InvalidArgumentError(f"[{op}] expected eps >= 0, got {eps!r}; pass a small number such as 1e-6")
+    return value

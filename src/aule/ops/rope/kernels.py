@@ -1,0 +1,208 @@
+"""The kernels of rotary position embedding, forward and backward, with and without RMSNorm before it.
+
+Rows are heads of positions. Rows that a thread takes at once are heads of one position, so that they share its angles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir import KernelIR, Value
+from aule.ir.types import i32
+from aule.ops.rowwise import RowConfig, RowKernel
+from aule.target import Target
+from aule.tile.pairs import Pairs
+from aule.tile.rows import Columns, PerRow, Source
+from aule.tile.spans import ColumnSums, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig(RowConfig):
+    """A kernel of rotation.
+
+    Attributes
+    ----------
+    ids : str or None
+        The dtype of the positions of rows, where those are an operand.
+    inverse, norm : bool
+        As in `RopeProblem`; with both, the gradient of norm and rotation.
+    copies : bool
+        Columns that are not rotated are written, too.
+    """
+
+    name: str
+    interleaved: bool
+    ids: str | None
+    inverse: bool
+    norm: bool
+    copies: bool
+
+
+class _Kernel:
+    """What the kernels have: the angles of a position, and rotations by them."""
+
+    def __init__(self, config: RopeConfig, target: Target) -> None:
+        self.config = config
+        self.k = RowKernel(config.name, config, target)
+        self.pairs = self.k.spans[0]
+        self.rest = self.k.spans[1] if len(self.k.spans) > 1 else None
+        self.tables = [self.k.array(name) for name in ("cos", "sin")]
+        self.weight = self.k.columns("weight")
+
+    def angles(self) -> None:
+        """Find the position of this thread's rows."""
+        k, b, row = self.k, self.k.b, self.k.rows.numbers[0]
+        if self.config.ids is None:
+            starts = [table.start(row) for table in self.tables]
+        else:
+            wide = self.config.ids == "i64"  # whose low words are at even places
+            at = k.p.strided("position_ids", *k.axes(row))
+            number = b.load(k.p.buffer("position_ids", i32), at * 2 if wide else at)
+            # A number that is no position must not leave the table.
+            inside = b.max(b.min(number, k.p.number("positions") - 1), 0)
+            starts = [
+                k.p.strided(name) + b.cast(inside, k.p.index) * k.p.number(f"{name}_position_stride", k.p.index)
+                for name in ("cos", "sin")
+            ]
+        self.cos, self.sin = (Columns(table, start) for table, start in zip(self.tables, starts, strict=True))
+        self.pairs.hold(self.cos, self.sin)
+
+    def rotated(self, p: Part, first: Value, second: Value) -> tuple[Value, Value]:
+        """A pair, turned by the angles of the position, back where the kernel is the gradient."""
+        cos, sin = p[self.cos], p[self.sin]
+        if self.config.inverse:
+            return first * cos + second * sin, second * cos - first * sin
+        return first * cos - second * sin, second * cos + first * sin
+
+    def tail(self, source: Source) -> Source:
+        """The columns behind the pairs."""
+        rows = self.k.rows
+        shift = self.pairs.length * 2
+        return Source(source.array, tuple(rows.shifted(source.array, start, shift) for start in source.starts))
+
+    def weights(self) -> tuple[Pairs | None, Columns | None]:
+        """The norm's weights of the pairs, and of the columns behind them."""
+        if self.weight is None:
+            return None, None
+        rows, start = self.k.rows, self.weight.start
+        shifted = rows.shifted(self.weight.array, start, self.pairs.length * 2)
+        return Pairs(self.pairs, self.weight, self.config.interleaved), Columns(self.weight.array, shifted)
+
+
+def build_rope(config: RopeConfig, target: Target) -> KernelIR:
+    """Trace the kernel of a rotation, of a norm and a rotation, or of a rotation back."""
+    kernel = _Kernel(config, target)
+    k, pairs, rest = kernel.k, kernel.pairs, kernel.rest
+    b, rows = k.b, k.rows
+    x_array = k.array("dy" if config.inverse else "x")
+    y_array = k.array("dx" if config.inverse else "y", "write")
+
+    def body() -> None:
+        x_source, y_source = rows.source(x_array), rows.source(y_array)
+        x, y = (Pairs(pairs, source, config.interleaved) for source in (x_source, y_source))
+        x.hold()
+        x_rest, y_rest = kernel.tail(x_source), kernel.tail(y_source)
+        if rest is not None:
+            rest.hold(x_rest)
+        kernel.angles()
+        weights, weights_rest = kernel.weights()
+        scale: PerRow | None = None
+        if config.norm:
+            squares = pairs.partials("add", lambda p: [p[x.first] * p[x.first] + p[x.second] * p[x.second]], 1)
+            if rest is not None:
+                more = rest.partials("add", lambda p: [p[x_rest] * p[x_rest]], 1)
+                squares = [squares[0].map(lambda s, t: s + t, more[0])]
+            inverse, eps = k.number("inverse_length"), k.number("eps")
+            scale = rows.reduce("add", squares)[0].map(lambda s: b.unary("rsqrt", s * inverse + eps))
+
+        def write(p: Part) -> None:
+            first, second = p[x.first], p[x.second]
+            if scale is not None:
+                first, second = first * p[scale], second * p[scale]
+            if weights is not None:
+                first, second = first * p[weights.first], second * p[weights.second]
+            y.store(p, *kernel.rotated(p, first, second))
+
+        def pass_on(p: Part) -> None:
+            value = p[x_rest] if scale is None else p[x_rest] * p[scale]
+            p.store(y_rest, value if weights_rest is None else value * p[weights_rest])
+
+        pairs.each(write)
+        if rest is not None and config.copies:
+            rest.each(pass_on)
+
+    rows.run(body)
+    return k.finish()
+
+
+def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
+    """Trace the gradient of a norm and a rotation: back through the rotation, then as `build_norm_gradient`."""
+    kernel = _Kernel(config, target)
+    k, pairs, rest = kernel.k, kernel.pairs, kernel.rest
+    b, rows = k.b, k.rows
+    dy_array, x_array = k.array("dy"), k.array("x")
+    dx_array = k.array("dx", "write") if config.has("dx") else None
+    half = pairs.length
+    sums: list[ColumnSums] = []
+    sums_rest: list[ColumnSums] = []
+    if config.has("dweight"):  # first ones of pairs, second ones, and the rest; `build_column_sum` sorts them
+        sums = [ColumnSums(pairs, k.partial(shift=shift)) for shift in (0, half)]
+        sums_rest = [] if rest is None else [ColumnSums(rest, k.partial(shift=half * 2))]
+
+    def body() -> None:
+        dy_source, x_source = rows.source(dy_array), rows.source(x_array)
+        dy, x = (Pairs(pairs, source, config.interleaved) for source in (dy_source, x_source))
+        dy.hold()
+        x.hold()
+        dy_rest, x_rest = kernel.tail(dy_source), kernel.tail(x_source)
+        if rest is not None:
+            rest.hold(dy_rest, x_rest)
+        kernel.angles()
+        weights, weights_rest = kernel.weights()
+
+        def inner(p: Part) -> tuple[Value, Value]:
+            """The gradient of what the norm has scaled, before its weights."""
+            first, second = kernel.rotated(p, p[dy.first], p[dy.second])
+            return (first, second) if weights is None else (first * p[weights.first], second * p[weights.second])
+
+        def inner_rest(p: Part) -> Value:
+            return p[dy_rest] if weights_rest is None else p[dy_rest] * p[weights_rest]
+
+        def products(p: Part) -> list[Value]:
+            first, second = inner(p)
+            a, c = p[x.first], p[x.second]
+            return [a * a + c * c, first * a + second * c]
+
+        found = pairs.partials("add", products, 2)
+        if rest is not None:
+            more = rest.partials("add", lambda p: [p[x_rest] * p[x_rest], inner_rest(p) * p[x_rest]], 2)
+            found = [one.map(lambda s, t: s + t, other) for one, other in zip(found, more, strict=True)]
+        squares, along = rows.reduce("add", found)
+        inverse, eps = k.number("inverse_length"), k.number("eps")
+        scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
+        along = along.map(lambda s, r: s * inverse * r * r, scale)
+        if dx_array is not None:
+            dx_source = rows.source(dx_array)
+            dx, dx_rest = Pairs(pairs, dx_source, config.interleaved), kernel.tail(dx_source)
+
+        def write(p: Part) -> list[Value]:
+            a, c = p[x.first], p[x.second]
+            if dx_array is not None:
+                first, second = inner(p)
+                dx.store(p, (first - a * p[along]) * p[scale], (second - c * p[along]) * p[scale])
+            first, second = kernel.rotated(p, p[dy.first], p[dy.second])
+            return [first * (a * p[scale]), second * (c * p[scale])] if sums else []
+
+        def write_rest(p: Part) -> list[Value]:
+            if dx_array is not None:
+                p.store(dx_rest, (inner_rest(p) - p[x_rest] * p[along]) * p[scale])
+            return [p[dy_rest] * (p[x_rest] * p[scale])] if sums_rest else []
+
+        pairs.each(write, sums)
+        if rest is not None:
+            rest.each(write_rest, sums_rest)
+
+    rows.run(body)
+    for total in (*sums, *sums_rest):
+        total.finish()
+    return k.finish()

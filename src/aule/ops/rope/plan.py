@@ -1,0 +1,117 @@
+"""From a rotation to the launches that compute it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
+from aule.ops.rope.problem import RopeProblem
+from aule.ops.rowwise import (
+    RowLayout,
+    choose_rows,
+    column_sum_step,
+    extent,
+    lay_out,
+    operand,
+    row_grid,
+    view_numbers,
+    view_width,
+)
+from aule.ops.step import Step, StepPlan
+from aule.target import Target
+from aule.tile.spans import SpanShape
+from aule.view import TensorView
+
+_HEADS = 4
+"""Heads of a position that a thread has at once, so that they share its angles."""
+_ROWS = ("x", "y", "dy", "dx")
+
+
+def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+    """Plan a rotation: ``x`` and ``y``, or ``dy`` and ``dx``, and ``cos``, ``sin``, and where present
+    ``position_ids`` and ``weight``; for the gradient of a norm as well ``x`` and ``dweight``."""
+    count = math.prod(problem.shape[:-1])
+    if count == 0:
+        return StepPlan(())
+    sums = "dweight" in views
+    rows = {name: view for name, view in views.items() if name in _ROWS}
+    width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
+    widest = max(problem.pairs, problem.rest)
+    shape, span = choose_rows(target, problem.dtype, widest, width, count, sums=True)  # one part of each of many arrays
+    heads, layout = _heads_last(problem, views, 1 if sums else _HEADS)
+    loops = sums or target.backend == "cpu"
+    shape = replace(shape, batch=heads, loops=loops, exact=count % (shape.slots * heads) == 0)
+    spans = [_cut(problem.pairs, span, shape.threads)]
+    if problem.rest and not (problem.inplace and problem.eps is None):
+        spans.append(_cut(problem.rest, span, shape.threads))
+    name = "rope" if problem.eps is None else "rms_norm_rope"
+    norm = problem.eps is not None
+    grid = row_grid(name, shape, count, target)
+    partials = grid[0]
+    ids = views.get("position_ids")
+    config = RopeConfig(
+        name=f"{name}_backward" if problem.inverse else name,
+        interleaved=problem.interleaved,
+        ids=None if ids is None else ids.dtype,
+        inverse=problem.inverse,
+        norm=norm,
+        copies=not problem.inplace or norm,
+        dtype=problem.dtype,
+        shape=shape,
+        spans=tuple(spans),
+        axes=len(layout.sizes),
+        index64=max(extent(view) for view in views.values()) + partials * problem.length > 2**31 - 1,
+        operands=tuple((n, operand(view, span.width)) for n, view in views.items() if n != "position_ids"),
+    )
+    scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
+    scalars |= {"inverse_length": 1.0 / problem.length, "eps": problem.eps or 0.0}
+    scalars |= {"partials": partials, "sums": problem.length, "positions": problem.positions}
+    if ids is not None:
+        scalars |= {f"{n}_position_stride": views[n].strides[0] for n in ("cos", "sin")}
+    build = build_norm_rope_gradient if norm and problem.inverse else build_rope
+    step = Step(config, build, grid, scalars)
+    if not sums:
+        return StepPlan((step,))
+    outputs = [("dweight", views["dweight"])]
+    pairs = problem.pairs if problem.interleaved else 0
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs)
+    return StepPlan((step, finish), {"partial": partials * problem.length})
+
+
+def _cut(columns: int, span: SpanShape, threads: int) -> SpanShape:
+    """How so many columns are cut, where a span of another length is cut like ``span``."""
+    if not span.parts:
+        return replace(span, tail=columns % span.width)
+    pieces = -(-columns // span.width)
+    return replace(span, parts=-(-pieces // threads), ragged=pieces % threads != 0)
+
+
+def _heads_last(problem: RopeProblem, views: Mapping[str, TensorView], most: int) -> tuple[int, RowLayout]:
+    """Rows in an order in which some heads of a position follow each other, and how many.
+
+    Other axes come as they lie in memory, so that neighbouring threads have neighbouring rows.
+    """
+    shape = problem.shape[:-1]
+    main = views["dy" if problem.inverse else "x"]
+    strides = {name: view.strides[: len(shape)] for name, view in views.items() if name in _ROWS}
+    angles = ["position_ids"] if problem.positions else ["cos", "sin"]
+    strides |= {name: views[name].strides[: len(shape)] for name in angles}
+    alike = [axis for axis, n in enumerate(shape) if n > 1 and not any(strides[name][axis] for name in angles)]
+    heads = 1
+    if alike:
+        while heads < most and shape[alike[-1]] % (2 * heads) == 0:
+            heads *= 2
+    axes = [(n // heads if alike and axis == alike[-1] else n, axis) for axis, n in enumerate(shape)]
+    axes.sort(key=lambda entry: -abs(main.strides[entry[1]]))
+    sizes = [n for n, _ in axes]
+    found = {
+        name: [given[axis] * (heads if alike and axis == alike[-1] else 1) for _, axis in axes]
+        for name, given in strides.items()
+    }
+    if heads > 1:
+        sizes.append(heads)
+        for name, given in strides.items():
+            found[name].append(given[alike[-1]])
+    return heads, lay_out(tuple(sizes), found)

@@ -1,0 +1,153 @@
+"""RopeProblem: what a rotation of pairs of columns is, and the check of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.norm.problem import checked_eps
+from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
+from aule.ops.spec import Call, Result
+from aule.view import TensorView, broadcast, every_nth
+
+_ONE_EACH = "it has one row for each position, or one for each position of each batch"
+
+
+@dataclass(frozen=True)
+class RopeProblem:
+    """Pairs of columns are turned by angles, of which there is one for each pair and position.
+
+    ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``, as ONNX defines RotaryEmbedding. A pair is column ``i`` and
+    column ``i + pairs``, or with ``interleaved`` columns ``2i`` and ``2i + 1``; columns from ``2 * pairs`` on stay.
+    With ``inverse`` the angles are negative: that is the gradient.
+
+    Attributes
+    ----------
+    positions : int
+        Rows of the tables, where the position of each row is an operand of its own; else 0.
+    eps : float or None
+        Rows are normalised before, as by RMSNorm; None when they are not.
+    inplace : bool
+        The result takes the place of ``x``.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pairs: int
+    interleaved: bool
+    positions: int
+    inverse: bool
+    eps: float | None
+    inplace: bool = False
+
+    @property
+    def length(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def rest(self) -> int:
+        """Columns that stay as they are."""
+        return self.length - 2 * self.pairs
+
+
+def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]) -> Call:
+    """Check a rotation, with or without norm, or its gradient.
+
+    ``cos`` and ``sin`` are brought to ``[*x.shape[:-1], pairs]``, or with position ids to ``[positions, pairs]``, and
+    those to ``x.shape[:-1]``; all without a copy.
+    """
+    main = "x" if "x" in views else "dy"
+    floats = {name: view for name, view in views.items() if name != "position_ids"}
+    check_floats(op, main, floats, ("x", "dy"))
+    check_devices(op, main, views)
+    x = views[main]
+    check_rows(op, main, x)
+    if "dy" in views:
+        check_shape(op, "dy", views["dy"], x.shape, "give it the shape of the result")
+    if "weight" in views:
+        check_shape(op, "weight", views["weight"], x.shape[-1:], "give it one number for each column of x")
+    pairs = _pairs(op, x, views["cos"], options["rotary_dim"])
+    normal = dict(views)
+    ids = views.get("position_ids")
+    interleaved = bool(options["interleaved"])
+    for name in ("cos", "sin"):
+        normal[name] = _table(op, name, views[name], x, pairs, interleaved, ids is not None)
+    check_shape(op, "sin", normal["sin"], normal["cos"].shape, "give it the shape of cos")
+    if ids is not None:
+        normal["position_ids"] = _positions(op, ids, x)
+    problem = RopeProblem(
+        dtype=x.dtype,
+        shape=x.shape,
+        pairs=pairs,
+        interleaved=interleaved,
+        positions=0 if ids is None else normal["cos"].shape[0],
+        inverse="dy" in views,
+        eps=checked_eps(op, options["eps"]) if "eps" in options else None,
+        inplace=bool(options.get("inplace", False)) and "dy" not in views,
+    )
+    if problem.inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True)):
+        raise InvalidArgumentError(
+            f"[{op}] expected x with memory for every element, got a broadcast array; copy it first, or leave inplace "
+            "out"
+        )
+    outputs = {}
+    for name in wanted:
+        if name != "dweight":
+            outputs[name] = Result(x.dtype, x.shape, "x" if problem.inplace else None)
+        elif "weight" in views:
+            outputs[name] = Result(views["weight"].dtype, x.shape[-1:])
+    return Call(problem, normal, outputs)
+
+
+def _pairs(op: str, x: TensorView, cos: TensorView, rotary_dim: int | None) -> int:
+    """How many pairs of columns are rotated."""
+    if len(cos.shape) < 2:
+        raise InvalidShapeError(f"[{op}] expected cos of shape [seq, pairs], got {list(cos.shape)}; add an axis")
+    dim, width = x.shape[-1], cos.shape[-1]
+    if rotary_dim is None:
+        columns = 2 * width if 2 * width <= dim else width
+    else:
+        columns = int(rotary_dim)
+        if columns not in (width, 2 * width):
+            raise InvalidArgumentError(
+                f"[{op}] expected rotary_dim to be the width of cos or twice that, {width} or {2 * width}, got "
+                f"{rotary_dim}; leave it out"
+            )
+    if columns % 2 or not 2 <= columns <= dim:
+        raise InvalidShapeError(
+            f"[{op}] expected cos and sin for an even number of at most {dim} columns of x, got a width of {width}; "
+            "give one number for each pair of columns, or each number twice"
+        )
+    return columns // 2
+
+
+def _table(
+    op: str, name: str, view: TensorView, x: TensorView, pairs: int, interleaved: bool, indexed: bool
+) -> TensorView:
+    """A table with one number for each pair."""
+    if view.shape[-1] == 2 * pairs:  # each number twice, beside the pair's other column
+        view = every_nth(view, 2) if interleaved else every_nth(view, 1, pairs)
+    if view.shape[-1] != pairs:
+        raise InvalidShapeError(
+            f"[{op}] expected {name} with {pairs} or {2 * pairs} columns, got {list(view.shape)}; give it those of cos"
+        )
+    if indexed:
+        if len(view.shape) != 2:
+            raise InvalidShapeError(
+                f"[{op}] expected {name} of shape [positions, {pairs}] with position_ids, got {list(view.shape)}; "
+                "leave position_ids out, or take the table of all positions"
+            )
+        return view
+    if len(view.shape) == 3 and len(x.shape) == 4:  # [batch, seq, pairs] beside [batch, heads, seq, dim]
+        view = broadcast(view, (view.shape[0], 1, *view.shape[1:]), (0, None, 1, 2))
+    return spread(op, name, view, (*x.shape[:-1], pairs), _ONE_EACH)
+
+
+def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:
+    if ids.dtype not in ("i32", "i64"):
+        raise InvalidDtypeError(f"[{op}] expected position_ids of int32 or int64, got {ids.dtype}; convert them")
+    if len(ids.shape) == 2 and len(x.shape) == 4:  # [batch, seq] beside [batch, heads, seq, dim]
+        ids = broadcast(ids, (ids.shape[0], 1, ids.shape[1]), (0, None, 1))
+    return spread(op, "position_ids", ids, x.shape[:-1], _ONE_EACH)

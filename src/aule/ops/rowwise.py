@@ -1,0 +1,449 @@
+"""What ops that work row by row share: rows of any strides, how they lie over a device, and sums over their columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import SCALARS, Scalar, f32, i32, i64
+from aule.ops.attention.validate import FLOAT_DTYPES
+from aule.ops.parameters import Access, Parameters
+from aule.ops.step import Step, grid_of
+from aule.target import Target
+from aule.tile.math import fold
+from aule.tile.matrix import divmod_const
+from aule.tile.rows import Columns, RowArray, Rows, RowShape
+from aule.tile.spans import Span, SpanShape
+from aule.tile.vector import vector_unit, work_type
+from aule.view import TensorView, broadcast
+
+MAX_LENGTH = 1 << 30
+"""Columns of a row, so that sums of two of them stay below 2**31."""
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_floats(op: str, main: str, views: Mapping[str, TensorView], alike: Iterable[str] = ()) -> None:
+    """All floats and on one device; those of ``alike`` of the dtype of ``main``, others no wider than float32 unless
+    it is float64."""
+    first = views[main]
+    for name, view in views.items():
+        if view.dtype not in FLOAT_DTYPES:
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} of dtype {', '.join(FLOAT_DTYPES)}, got {view.dtype}; convert it first"
+            )
+        if name in alike and view.dtype != first.dtype:
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} of {main}'s dtype {first.dtype}, got {view.dtype}; convert one of them"
+            )
+        if view.dtype == "f64" and first.dtype != "f64":
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} of at most 32 bits with {main} of dtype {first.dtype}, got f64; convert it"
+            )
+    check_devices(op, main, views)
+
+
+def check_devices(op: str, main: str, views: Mapping[str, TensorView]) -> None:
+    """All on one device."""
+    home = views[main].device
+    for name, view in views.items():
+        if view.device != home:
+            raise DeviceMismatchError(f"[{op}] expected {name} on {home} like {main}, got {view.device}; move it there")
+
+
+def check_rows(op: str, name: str, view: TensorView) -> None:
+    """An array of rows, with at least one column."""
+    if not view.shape or not 1 <= view.shape[-1] <= MAX_LENGTH:
+        raise InvalidShapeError(
+            f"[{op}] expected {name} with a last axis of 1 to {MAX_LENGTH} columns, got shape {list(view.shape)}; "
+            "reshape it"
+        )
+    if math.prod(view.shape[:-1]) >= 1 << 31:
+        raise InvalidShapeError(f"[{op}] expected {name} of fewer than 2**31 rows, got {list(view.shape)}; split it")
+
+
+def check_shape(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy: str) -> None:
+    if view.shape != shape:
+        raise InvalidShapeError(f"[{op}] expected {name} of shape {list(shape)}, got {list(view.shape)}; {remedy}")
+
+
+def spread(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy: str) -> TensorView:
+    """A view of a larger shape, with stride 0 along axes that it has not or has once."""
+    lead = len(shape) - len(view.shape)
+    if lead < 0 or any(n not in (1, m) for n, m in zip(view.shape, shape[lead:], strict=True)):
+        raise InvalidShapeError(
+            f"[{op}] expected {name} that can be spread to {list(shape)}, got {list(view.shape)}; {remedy}"
+        )
+    return broadcast(view, shape, (*(None for _ in range(lead)), *range(len(view.shape))))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowOperand:
+    """What a kernel is told of an operand of rows, or of columns."""
+
+    dtype: str
+    aligned: bool = False
+    unit: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConfig:
+    """What every kernel over rows is made from.
+
+    Attributes
+    ----------
+    axes : int
+        Leading axes that cannot be taken as one, by whose strides a row is found.
+    operands : tuple of (str, RowOperand)
+        In the order of the kernel's buffers, by name.
+    """
+
+    dtype: str
+    shape: RowShape
+    spans: tuple[SpanShape, ...]
+    axes: int
+    index64: bool
+    operands: tuple[tuple[str, RowOperand], ...]
+
+    def has(self, name: str) -> bool:
+        return any(name == known for known, _ in self.operands)
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Where the rows of some arrays of one shape are: lengths of the axes that are left, and each array's strides."""
+
+    sizes: tuple[int, ...]
+    strides: Mapping[str, tuple[int, ...]]
+
+    @property
+    def scalars(self) -> dict[str, int | float]:
+        numbers: dict[str, int | float] = {"rows": math.prod(self.sizes)}
+        numbers |= {f"axis{i}": n for i, n in enumerate(self.sizes) if i}
+        for name, strides in self.strides.items():
+            numbers |= {f"{name}_stride{i}": stride for i, stride in enumerate(strides)}
+        return numbers
+
+
+def lay_out(shape: tuple[int, ...], strides: Mapping[str, Sequence[int]]) -> RowLayout:
+    """Take leading axes together where every array allows it."""
+    sizes: list[int] = []
+    kept: dict[str, list[int]] = {name: [] for name in strides}
+    for axis, n in enumerate(shape):
+        if n == 1:
+            continue
+        if sizes and all(kept[name][-1] == given[axis] * n for name, given in strides.items()):
+            sizes[-1] *= n
+            for name, given in strides.items():
+                kept[name][-1] = given[axis]
+        else:
+            sizes.append(n)
+            for name, given in strides.items():
+                kept[name].append(given[axis])
+    if not sizes:
+        return RowLayout((1,), {name: (0,) for name in strides})
+    return RowLayout(tuple(sizes), {name: tuple(found) for name, found in kept.items()})
+
+
+def view_numbers(views: Mapping[str, TensorView]) -> dict[str, int | float]:
+    """Offsets, and strides of columns."""
+    numbers: dict[str, int | float] = {}
+    for name, view in views.items():
+        numbers[f"{name}_offset"] = view.offset
+        numbers[f"{name}_col_stride"] = view.strides[-1]
+    return numbers
+
+
+def extent(view: TensorView) -> int:
+    """Largest element index, with room for indices that are computed but not used."""
+    return view.offset + sum((n + 1) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+
+
+def view_width(view: TensorView, columns: int | None = None) -> int:
+    """Columns that can travel together: a power of two, with 16 bytes as the most. ``columns`` are those that count,
+    if not all."""
+    if view.strides[-1] != 1 and view.shape[-1] != 1:
+        return 1
+    width = min(16, view.alignment) // view.itemsize
+    lengths = [view.shape[-1] if columns is None else columns, view.offset]
+    lengths += [abs(s) for n, s in zip(view.shape[:-1], view.strides[:-1], strict=True) if n > 1]
+    for n in lengths:
+        if n:
+            width = min(width, n & -n)
+    return max(width, 1)
+
+
+def operand(view: TensorView, width: int, columns: int | None = None) -> RowOperand:
+    """What a kernel whose parts have ``width`` columns is told of a view."""
+    unit = view.strides[-1] == 1 or view.shape[-1] == 1
+    # Wider elements travel in pieces of 16 bytes, whose starts are what counts.
+    piece = min(width, 16 // view.itemsize)
+    dtype = "u8" if view.dtype == "bool" else view.dtype
+    return RowOperand(dtype, view_width(view, columns) >= piece and width % piece == 0, unit)
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowTuning:
+    """Numbers by which `choose_rows` lays rows over a GPU.
+
+    Attributes
+    ----------
+    parts, sum_parts : int
+        Parts of 16 bytes that a thread has of a row at best, in kernels without and with sums of columns, which stay
+        in registers, too.
+    sum_batch : int
+        Rows that a thread takes at once in kernels with sums of columns, where that leaves enough blocks.
+    most, sum_most : int
+        Columns of a row that a thread may keep, without and with sums of columns.
+    threads : int
+        Of a workgroup at least, where rows are short.
+    resident : int
+        Threads for each of the device's units, in kernels whose workgroups take one block of rows after the other.
+    """
+
+    parts: int = 4
+    sum_parts: int = 1
+    sum_batch: int = 1
+    most: int = 64
+    sum_most: int = 16
+    threads: int = 128
+    resident: int = 1024
+
+
+TUNING = RowTuning()
+_SCRATCH = (1024, 4096, 16384)
+"""Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
+_UNITS = 16
+"""Assumed where a device does not say how many units it has."""
+
+
+def choose_rows(
+    target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False
+) -> tuple[RowShape, SpanShape]:
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads."""
+    if target.backend == "cpu":
+        lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
+        batch = 4 if sums else 1
+        scratch = next((n for n in _SCRATCH if length <= n), 0)
+        span = SpanShape(lanes, tail=length % lanes, unroll=1 if sums else 4, scratch=scratch)
+        return RowShape(batch=batch, loops=True, exact=rows % batch == 0), span
+    pieces, tuning = -(-length // width), TUNING
+    best = max(8 // width, 1) * (tuning.sum_parts if sums else tuning.parts)
+    smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
+    most = 1 << (min(target.max_threads, 1024).bit_length() - 1)
+    threads = 1
+    while threads < most and pieces > threads * best:
+        threads *= 2
+    if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
+        threads = smallest  # no barriers
+    elif max(smallest, tuning.threads // 2) < threads <= smallest * smallest:
+        # Whole subgroups are enough, as long as one can read what all of them leave (`Rows`).
+        each = max(best, -(-pieces // most))
+        threads = -(-pieces // each // smallest) * smallest
+    slots = max(min(tuning.threads, most) // threads, 1)
+    parts = -(-pieces // threads)
+    if parts * width > (tuning.sum_most if sums else tuning.most):
+        slots = 1 if sums else slots  # sums that are not in registers are a workgroup's own
+        return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
+    batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
+    exact = rows % (slots * batch) == 0
+    return RowShape(threads, slots, batch, sums, exact), SpanShape(width, parts, pieces % threads != 0)
+
+
+def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
+    """The workgroups of a kernel."""
+    blocks = -(-rows // shape.block)
+    if not shape.loops or blocks == 0:
+        return grid_of(op, blocks, target)
+    if target.backend == "cpu":
+        return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
+    resident = max(TUNING.resident // shape.workgroup, 1)
+    return (min(blocks, _units(target) * resident), 1, 1)
+
+
+def _units(target: Target) -> int:
+    return target.compute_units or _UNITS
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+class RowKernel:
+    """A kernel over rows while it is traced: its parameters, its rows and its columns."""
+
+    def __init__(self, name: str, config: RowConfig, target: Target) -> None:
+        self.config = config
+        self.b = Builder(name, config.shape.workgroup)
+        self.cpu = target.backend == "cpu"
+        index: Scalar = i64 if self.cpu or config.index64 else i32
+        self.column = i64 if self.cpu else i32
+        self.p = Parameters(self.b, index)
+        self.work = work_type(SCALARS[config.dtype])
+        self._operands = dict(config.operands)
+        self._found: dict[int, tuple[Value, list[Value]]] = {}
+        self.rows = Rows(self.b, target, config.shape, self.work, self.p.number("rows"))
+        self.spans = [
+            Span(self.rows, shape, self.p.number("length" if i == 0 else f"length{i}", self.column))
+            for i, shape in enumerate(config.spans)
+        ]
+
+    @property
+    def span(self) -> Span:
+        return self.spans[0]
+
+    def number(self, name: str) -> Value:
+        """A scalar of the type that is computed in."""
+        return self.p.number(name, self.work)
+
+    def array(self, name: str, access: Access = "read") -> RowArray:
+        """An operand of rows."""
+        told = self._operands[name]
+        buffer = self.p.buffer(name, SCALARS[told.dtype], access)
+        stride = None if told.unit else self.p.number(f"{name}_col_stride", self.p.index)
+        return RowArray(
+            buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, told.aligned and not self.cpu
+        )
+
+    def columns(self, name: str) -> Columns | None:
+        """An operand with one number for each column; None where the kernel has none such."""
+        if name not in self._operands:
+            return None
+        told = self._operands[name]
+        buffer = self.p.buffer(name, SCALARS[told.dtype])
+        stride = None if told.unit else self.p.number(f"{name}_col_stride", self.p.index)
+        start = self.p.strided(name)
+        return Columns(RowArray(buffer, lambda row: start, stride, told.aligned and not self.cpu), start)
+
+    def partial(self, number: int = 0, shift: Value | int = 0) -> RowArray:
+        """Rows of partial sums of columns, from column ``shift`` on; ``number`` tells several such apart."""
+        buffer = self.p.buffer("partial", self.work, "readwrite")
+        index = self.p.index
+        step = self.p.number("sums", index)
+        base = step * self.b.cast(self.p.number("partials"), index) * number
+        base = base + self.b.cast(self.b.coerce(shift, i32), index)
+
+        def start(row: Value) -> Value:
+            return base + self.b.cast(row, index) * step
+
+        return RowArray(buffer, start, None, not self.cpu)  # parts of more than one column divide a row
+
+    def axes(self, row: Value) -> list[Value]:
+        """A row's number along each axis."""
+        known = self._found.get(id(row))
+        if known is None:
+            rest, found = row, []
+            for i in range(self.config.axes - 1, 0, -1):
+                size = self.p.number(f"axis{i}")
+                found.append(rest % size)
+                rest = rest // size
+            known = self._found[id(row)] = (row, [rest, *reversed(found)])
+        return known[1]
+
+    def finish(self) -> KernelIR:
+        self.rows.finish()
+        return self.b.finish()
+
+
+# -- sums of columns ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ColumnSumConfig:
+    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. With ``pairs`` columns of
+    pairs come first ones, second ones and the rest, and are to be neighbours."""
+
+    dtype: str
+    outputs: tuple[tuple[str, str], ...]
+    columns: int
+    lanes: int
+    width: int
+    index64: bool
+    pairs: bool = False
+
+
+def column_sum_step(
+    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target, pairs: int = 0
+) -> Step:
+    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours."""
+    if target.backend == "cpu" and pairs:
+        columns = lanes = width = 1
+    elif target.backend == "cpu":
+        columns, lanes, width = 1, 1, vector_unit(target, work_type(SCALARS[dtype])).lanes
+    else:
+        columns, width = 32, 1
+        lanes = min(32, (1 << (target.max_threads.bit_length() - 1)) // columns)
+    config = ColumnSumConfig(
+        dtype,
+        tuple((name, view.dtype) for name, view in outputs),
+        columns,
+        lanes,
+        width,
+        partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
+        pairs > 0,
+    )
+    groups = -(-length // (columns * width))
+    if groups > target.max_grid[0]:
+        raise InvalidShapeError(
+            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * columns * width} columns on {target.name}, got "
+            f"{length}; use backend='cpu'"
+        )
+    grid = (groups, len(outputs), 1)
+    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
+    return Step(config, build_column_sum, grid, numbers)
+
+
+def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
+    """Trace the kernel: threads side by side have neighbouring columns, those of a column every n-th row."""
+    b = Builder("column_sum", config.columns * config.lanes)
+    cpu = target.backend == "cpu"
+    p = Parameters(b, i64 if cpu or config.index64 else i32)
+    work = work_type(SCALARS[config.dtype])
+    length, partials = p.number("length"), p.number("partials")
+    source = p.buffer("partial", work)
+    lane, column = divmod_const(b, b.thread_id(), config.columns)
+    number = b.group_id(1)
+    col = (b.group_id(0) * config.columns + column) * config.width
+    step = b.cast(length, p.index)
+
+    def add(col: Value, width: int) -> None:
+        inside = b.min(col, length - width)
+        start = step * b.cast(partials, p.index) * b.cast(number, p.index) + b.cast(inside, p.index)
+        total = b.var(b.splat(b.const(0.0, work), width))
+        with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
+            total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
+        value = total.value
+        if config.lanes > 1:
+            scratch = b.shared("sums", f32, config.columns * config.lanes)
+            b.store(scratch, lane * config.columns + column, value)
+            b.barrier()
+            value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
+        exists = b.eq(lane, 0) & (col < length)
+        to = inside
+        if config.pairs:
+            half = p.number("pairs")
+            neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
+            to = b.select(inside < half * 2, neighbours, inside)
+        for i, (name, dtype) in enumerate(config.outputs):
+            out = p.buffer(name, SCALARS[dtype], "write")
+            with b.if_(exists & b.eq(number, i)):
+                b.store(out, b.cast(to, p.index), b.cast(value, SCALARS[dtype]), align=1)
+
+    if config.width == 1:
+        add(col, 1)
+    else:
+        with b.if_(col + config.width <= length):
+            add(col, config.width)
+        with b.else_(), b.loop(col, length, name="rest") as rest:
+            add(rest, 1)
+    b.barrier()  # see `Rows.finish`
+    return b.finish()

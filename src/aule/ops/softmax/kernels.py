@@ -1,0 +1,173 @@
+"""The kernels of softmax with masks and dropout, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir import KernelIR, Value
+from aule.ir.types import u32
+from aule.ops.attention.dropout import WORDS, Dropout, interleaved
+from aule.ops.rowwise import RowConfig, RowKernel
+from aule.target import Target
+from aule.tile.math import NEG_INF
+from aule.tile.rows import PerRow, Source
+from aule.tile.spans import Derived, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxConfig(RowConfig):
+    """A kernel of softmax.
+
+    Attributes
+    ----------
+    mask : str or None
+        The mask's dtype.
+    folded : bool
+        The scale can wait until the exponent: it keeps the order of scores, and nothing is added to them.
+    """
+
+    name: str
+    mask: str | None
+    causal: bool
+    dropout: bool
+    folded: bool
+
+
+class _Kernel:
+    """What both kernels have: scores, which of them count, and which weights are kept."""
+
+    def __init__(self, config: SoftmaxConfig, target: Target) -> None:
+        self.config = config
+        self.k = k = RowKernel(config.name, config, target)
+        self.span = k.span
+        self.x_array = k.array("x")
+        self.mask_array = k.array("mask") if config.mask else None
+        self.seed = k.p.buffer("seed", u32) if config.dropout else None
+
+    def take(self) -> None:
+        """The rows at hand: scores, and their exponentials."""
+        k, b, span = self.k, self.k.b, self.span
+        rows = k.rows
+        self.x = rows.source(self.x_array)
+        span.hold(self.x)
+        self.mask: Source | None = None
+        if self.mask_array is not None:
+            self.mask = rows.source(self.mask_array)
+            span.hold(self.mask)
+        per_head = k.p.number("seq")
+        self.row = rows.per_row(lambda number: number % per_head)
+        self.head = rows.per_row(lambda number: number // per_head)
+        if self.seed is not None:
+            self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
+        scores = Derived(self._scores)
+        largest = span.max(lambda p: p[scores]).map(lambda m: b.select(b.eq(m, NEG_INF), 0.0, m))
+        factor = k.number("factor")
+        self.weights = Derived(lambda p: b.exp2((p[scores] - p[largest]) * factor), costly=True)
+
+    def _scores(self, p: Part) -> Value:
+        """What the exponential is taken of; -inf where a column does not count."""
+        b, config = self.k.b, self.config
+        x = p[self.x]
+        if not config.folded:
+            x = x * self.k.number("scale")
+            if self.mask is not None and config.mask != "bool":
+                x = x + p[self.mask]
+        counts = self.counts(p)
+        return x if counts is None else b.select(counts, x, b.const(NEG_INF, self.k.work))
+
+    def counts(self, p: Part) -> Value | None:
+        """Which columns count; None when all do."""
+        b, config = self.k.b, self.config
+        found: Value | None = None
+        if self.mask is not None and config.mask == "bool":
+            found = b.ne(p.raw(self.mask), 0)
+        if config.causal:
+            last = b.cast(p[self.row] + self.k.p.number("shift"), self.k.column)
+            before = p.columns() <= last
+            found = before if found is None else found & before
+        return found
+
+    def kept(self, p: Part, value: Value) -> Value:
+        """A value where its weight is kept, scaled, else zero."""
+        if self.seed is None:
+            return value
+        b, width = self.k.b, self.span.shape.width
+        kept = _kept(self.dropout, p, p[self.head], p[self.row], width)
+        return b.select(kept, value * self.k.number("keep_scale"), 0.0)
+
+
+def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
+    """Which columns of a part are kept: bools."""
+    b = dropout.b
+    if p.group is not None and p.group[0].count == WORDS:
+        # A vector of counters makes the words of four vectors of columns.
+        group, number = p.group
+        if "words" not in group.made:
+            first = b.cast(group.col >> 2, u32)
+            counters = b.vector([b.const(i, u32) for i in range(width)]) + first
+            group.made["words"] = interleaved(b, dropout.words(head, row, counters), width)
+        words: Value = group.made["words"][number]
+        return words >= dropout.limit
+    if width < WORDS:
+        return b.vector(dropout.strip_words(head, row, p.col, width)) >= dropout.limit
+    quads = width // WORDS
+    place = b.cast(p.col >> 2, u32)
+    if quads == 1:
+        return b.vector(dropout.words(head, row, place)) >= dropout.limit
+    numbers = b.vector([b.const(i, u32) for i in range(quads)]) + place
+    each = dropout.words(head, row, numbers)
+    # Lane by lane: the four words of the first quad, those of the second ...
+    mixed = tuple(i // 2 + quads * (i % 2) for i in range(2 * quads))
+    twos = [b.permute(first, second, mixed) for first, second in (each[:2], each[2:])]
+    lanes = tuple(i // 4 * 2 + i % 2 + 2 * quads * (i % 4 // 2) for i in range(width))
+    return b.permute(twos[0], twos[1], lanes) >= dropout.limit
+
+
+def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
+    """Trace the forward kernel."""
+    kernel = _Kernel(config, target)
+    k, span, rows = kernel.k, kernel.span, kernel.k.rows
+    y_array = k.array("y", "write")
+
+    def body() -> None:
+        kernel.take()
+        y = rows.source(y_array)
+        inverse = span.sum(lambda p: p[kernel.weights]).map(lambda s: _inverse(k, s))
+        span.each(lambda p: p.store(y, kernel.kept(p, p[kernel.weights] * p[inverse])))
+
+    rows.run(body)
+    return k.finish()
+
+
+def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
+    """Trace the backward kernel: weights are made again, ``dx = P * (dP - sum(P * dP)) * scale``."""
+    kernel = _Kernel(config, target)
+    k, b, span, rows = kernel.k, kernel.k.b, kernel.span, kernel.k.rows
+    dy_array, dx_array = k.array("dy"), k.array("dx", "write")
+    scale = k.number("scale")
+
+    def body() -> None:
+        dy = rows.source(dy_array)
+        span.hold(dy)
+        kernel.take()
+        dx = rows.source(dx_array)
+
+        def gradient(p: Part) -> Value:
+            """Of a weight; whatever comes for one that does not count is nothing."""
+            value = kernel.kept(p, p[dy])
+            counts = kernel.counts(p)
+            return value if counts is None else b.select(counts, value, 0.0)
+
+        dp = Derived(gradient, costly=True)
+        total, along = span.sums(lambda p: p[kernel.weights], lambda p: p[kernel.weights] * p[dp])
+        inverse = total.map(lambda s: _inverse(k, s))
+        mean: PerRow = along.map(lambda s, i: s * i, inverse)
+        span.each(lambda p: p.store(dx, p[kernel.weights] * p[inverse] * (p[dp] - p[mean]) * scale))
+
+    rows.run(body)
+    return k.finish()
+
+
+def _inverse(k: RowKernel, total: Value) -> Value:
+    """One over a sum of weights; zero where there are none. NaN stays."""
+    return k.b.select(k.b.eq(total, 0.0), 0.0, k.b.rcp(total))

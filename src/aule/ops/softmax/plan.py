@@ -1,0 +1,52 @@
+"""From a softmax to the launch that computes it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.rowwise import choose_rows, extent, lay_out, operand, row_grid, view_numbers, view_width
+from aule.ops.softmax.kernels import SoftmaxConfig, build_softmax, build_softmax_gradient
+from aule.ops.softmax.problem import SoftmaxProblem
+from aule.ops.step import Step, StepPlan
+from aule.target import Target
+from aule.tile.math import LOG2E
+from aule.view import TensorView
+
+
+def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+    """Plan a softmax (``x``, ``y``, and where present ``mask`` and ``seed``) or its gradient (``dy``, ``dx``)."""
+    count = math.prod(problem.shape[:-1])
+    if count == 0:
+        return StepPlan(())
+    rows = {name: view for name, view in views.items() if name not in ("mask", "seed")}
+    along = {name: view for name, view in views.items() if name != "seed"}
+    layout = lay_out(problem.shape[:-1], {name: view.strides[:-1] for name, view in along.items()})
+    width = min(view_width(view) for view in rows.values())
+    shape, span = choose_rows(target, problem.dtype, problem.length, width, count)
+    backward = "dy" in views
+    folded = problem.scale > 0 and problem.mask in (None, "bool")
+    config = SoftmaxConfig(
+        name="softmax_dropout_backward" if backward else "softmax_dropout",
+        mask=problem.mask,
+        causal=problem.causal,
+        dropout="seed" in views,
+        folded=folded,
+        dtype=problem.dtype,
+        shape=shape,
+        spans=(span,),
+        axes=len(layout.sizes),
+        index64=max(extent(view) for view in along.values()) > 2**31 - 1,
+        operands=tuple((name, operand(view, span.width)) for name, view in along.items()),
+    )
+    scalars = layout.scalars | view_numbers(views) | {"length": problem.length, "seq": problem.rows}
+    scalars |= {
+        "scale": problem.scale,
+        "factor": problem.scale * LOG2E if folded else LOG2E,
+        "shift": problem.length - problem.rows,
+        "dropout_limit": threshold(problem.dropout_p),
+        "keep_scale": keep_scale(problem.dropout_p),
+    }
+    build = build_softmax_gradient if backward else build_softmax
+    return StepPlan((Step(config, build, row_grid(config.name, shape, count, target), scalars),))

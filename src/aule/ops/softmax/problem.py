@@ -1,0 +1,90 @@
+"""SoftmaxProblem: what a softmax with dropout is, and the check of a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.ops.attention.validate import checked_dropout, checked_seed_words
+from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
+from aule.ops.spec import Call, Result
+from aule.view import TensorView
+
+
+@dataclass(frozen=True)
+class SoftmaxProblem:
+    """``dropout(softmax(scale * x + mask))`` along the last axis, as ONNX defines Softmax for ``axis=-1``.
+
+    A row with nothing to weigh, every column masked or -inf, is zero. Which weights are dropped is said in
+    `aule.ops.attention.dropout`: columns are those of ``x``, rows its last axis but one, and heads what is before that,
+    counted in C order; so attention with the same seed drops the same weights.
+
+    Attributes
+    ----------
+    mask : str or None
+        dtype of a mask: ``bool`` keeps where it is true, floats are added.
+    causal : bool
+        Row ``i`` of n keeps columns up to ``i + length - n``.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    scale: float
+    mask: str | None
+    causal: bool
+    dropout_p: float
+
+    @property
+    def length(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a head."""
+        return self.shape[-2] if len(self.shape) > 1 else 1
+
+
+def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]) -> Call:
+    """Check a softmax, or its gradient. The mask is brought to the shape of ``x``, without a copy."""
+    mask = views.get("mask")
+    floats = {name: view for name, view in views.items() if name in ("x", "dy")}
+    if mask is not None and mask.dtype != "bool":
+        floats["mask"] = mask
+    check_floats(op, "x", floats, ("x", "dy"))
+    check_devices(op, "x", views)
+    x = views["x"]
+    check_rows(op, "x", x)
+    if "dy" in views:
+        check_shape(op, "dy", views["dy"], x.shape, "give it the shape of the result")
+    normal = dict(views)
+    if mask is not None:
+        if mask.dtype not in ("bool", "f32", "f16", "bf16", "f64"):
+            raise InvalidDtypeError(f"[{op}] expected mask of bool or floats, got {mask.dtype}; convert it")
+        normal["mask"] = spread(op, "mask", mask, x.shape, "it is what x is masked with, or can be repeated to it")
+    p = checked_dropout(op, options["dropout_p"])
+    if p == 0.0:
+        normal.pop("seed", None)
+    else:
+        normal["seed"] = checked_seed_words(op, views.get("seed"))
+    problem = SoftmaxProblem(
+        dtype=x.dtype,
+        shape=x.shape,
+        scale=_scale(op, options["scale"]),
+        mask=None if mask is None else mask.dtype,
+        causal=bool(options["causal"]),
+        dropout_p=p,
+    )
+    return Call(problem, normal, {name: Result(x.dtype, x.shape) for name in wanted})
+
+
+def _scale(op: str, scale: Any) -> float:
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise InvalidArgumentError(f"[{op}] expected a finite scale, got {scale!r}; pass 1.0 for none")
+    return value

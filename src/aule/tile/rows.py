@@ -1,0 +1,279 @@
+"""The row engine: kernels that read rows, combine what is in each, and write rows, on GPUs and CPUs alike.
+
+A kernel is a function of the `Part`, some neighbouring columns of a row, and is traced for every part a thread has:
+
+    rows = Rows(b, target, shape, work, count)
+
+    def body() -> None:
+        x, y = rows.source(x_array), rows.source(y_array)
+        total = span.sum(lambda p: p[x] * p[x])
+        scale = total.map(lambda s: rsqrt(s))
+        span.each(lambda p: p.store(y, p[x] * p[scale]))
+
+    rows.run(body)
+
+On a GPU some threads share a row, or some rows a subgroup. A row that fits stays in registers (`SpanShape.parts`), so
+that it is read once however often the kernel passes over it; one that does not is read again in each pass, from the
+cache. On a CPU a row belongs to one thread, a part is a vector, and passes read it from the first-level cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aule.ir import Builder, Value
+from aule.ir.types import Scalar, Vector, element, i32
+from aule.target import Target
+from aule.tile.math import fold
+from aule.tile.matrix import divmod_const
+
+NEUTRAL = {"add": 0.0, "max": float("-inf")}
+_READ_AT_ONCE = 32
+"""Partial results that every thread combines by itself, where shuffles do not; of more, some make fewer first."""
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """How rows lie over the threads of a workgroup.
+
+    Attributes
+    ----------
+    threads : int
+        That share a row: a power of two; or, where one row is all of a workgroup, a multiple of the subgroup size, of
+        no more subgroups than one has lanes. 1 on a CPU.
+    slots : int
+        Rows side by side in a workgroup.
+    batch : int
+        Rows that a thread takes at once: their loads are under way together, and their reductions share barriers.
+    loops : bool
+        Workgroups take one block of rows after the other, instead of one each.
+    exact : bool
+        All blocks are whole: ``slots * batch`` divides the number of rows.
+    """
+
+    threads: int = 1
+    slots: int = 1
+    batch: int = 1
+    loops: bool = False
+    exact: bool = False
+
+    @property
+    def workgroup(self) -> int:
+        return self.threads * self.slots
+
+    @property
+    def block(self) -> int:
+        """Rows that a workgroup has at a time."""
+        return self.slots * self.batch
+
+
+@dataclass(frozen=True)
+class RowArray:
+    """An array of rows in memory.
+
+    Attributes
+    ----------
+    start : callable
+        From the number of a row to the index of its first element.
+    stride : Value or None
+        Elements from one column to the next; None means 1.
+    aligned : bool
+        Every part of a row starts at a multiple of its width, or of 16 bytes where it has more.
+    """
+
+    buffer: Value
+    start: Callable[[Value], Value]
+    stride: Value | None = None
+    aligned: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The rows of an array that a thread has, or some columns of them: where each begins."""
+
+    array: RowArray
+    starts: tuple[Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """An array of one number per column, the same for every row."""
+
+    array: RowArray
+    start: Value
+
+
+@dataclass(frozen=True, eq=False)
+class PerRow:
+    """A number for each row that a thread has."""
+
+    values: tuple[Value, ...]
+
+    def map(self, f: Callable[..., Value], *others: PerRow) -> PerRow:
+        """``f`` of the numbers of each row, of this one and of others."""
+        return PerRow(tuple(f(*row) for row in zip(self.values, *(x.values for x in others), strict=True)))
+
+
+class Rows:
+    """The rows of a workgroup.
+
+    Parameters
+    ----------
+    work : Scalar
+        The type that is computed in.
+    count : Value
+        i32, how many rows there are.
+    """
+
+    def __init__(self, b: Builder, target: Target, shape: RowShape, work: Scalar, count: Value) -> None:
+        self.b, self.shape, self.work, self.count = b, shape, work, count
+        smallest = min(target.subgroup_sizes, default=target.subgroup_size)
+        self.lanes = min(max(smallest, 1), shape.threads)
+        """Threads of a row that exchange registers."""
+        self.slot, self.lane = b.const(0, i32), b.thread_id()
+        if shape.slots > 1 or shape.threads == 1:
+            self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
+        self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.vectors = target.backend == "cpu"
+        self.closes = target.backend == "opencl"
+        self.numbers: tuple[Value, ...] = ()
+        """Of the rows this thread has, each an existing one."""
+        self.exists: tuple[Value | None, ...] = ()
+        """Whether they count; None where they are sure to. A row that does not repeats the last, and is not stored."""
+        self._exchanges = 0
+        self.column_sums = 0
+        """How many `ColumnSums` have used shared memory."""
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Trace ``body`` for the rows of this workgroup."""
+        b, shape = self.b, self.shape
+        blocks = (self.count + (shape.block - 1)) // shape.block
+        if shape.loops:
+            first, last, step = self.group, blocks, b.group_count(0) * b.group_count(1)
+            if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
+                each = (blocks + (step - 1)) // step
+                first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
+            with b.loop(first, last, step, name="block") as block:
+                self._take(block, body)
+                if self._exchanges == 1:
+                    b.barrier()  # before the next block's exchange takes the same memory; two take turns
+        else:
+            with b.if_(self.group < blocks):
+                self._take(self.group, body)
+
+    def finish(self) -> None:
+        """What a kernel ends with: PoCL 3.1 takes the last condition before its end for one on which all threads
+        agree."""
+        if self.closes:
+            self.b.barrier()
+
+    def _take(self, block: Value, body: Callable[[], None]) -> None:
+        b, shape = self.b, self.shape
+        first = (block * shape.slots + self.slot) * shape.batch
+        numbers = [first + i for i in range(shape.batch)]
+        if shape.exact or shape.block == 1:
+            self.numbers, self.exists = tuple(numbers), (None,) * shape.batch
+        else:
+            self.numbers = tuple(b.min(number, self.count - 1) for number in numbers)
+            self.exists = tuple(number < self.count for number in numbers)
+        body()
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+
+    def source(self, array: RowArray, shift: Value | int = 0) -> Source:
+        """The rows of an array, from column ``shift`` on."""
+        return Source(array, tuple(self.shifted(array, array.start(number), shift) for number in self.numbers))
+
+    def shifted(self, array: RowArray, start: Value, shift: Value | int) -> Value:
+        """Where column ``shift`` of the row that begins at ``start`` is."""
+        if isinstance(shift, int) and shift == 0:
+            return start
+        step = self.b.cast(self.b.coerce(shift, i32), element(start.type))
+        return start + (step if array.stride is None else step * array.stride)
+
+    def per_row(self, f: Callable[[Value], Value]) -> PerRow:
+        """A number from the number of each row."""
+        return PerRow(tuple(f(number) for number in self.numbers))
+
+    def put(self, array: RowArray, numbers: PerRow) -> None:
+        """Store a number for each row that exists at its start in an array; one of its threads does so."""
+        b = self.b
+        for number, exists, value in zip(self.numbers, self.exists, numbers.values, strict=True):
+            first = b.eq(self.lane, 0)
+            with b.if_(first if exists is None else first & exists):
+                b.store(array.buffer, array.start(number), b.cast(value, element(array.buffer.type)))
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:
+        """Combine what the threads of a row have, all in one exchange; every thread gets the results."""
+        flat = [self._shuffled(kind, x, self.lanes) for partial in partials for x in partial.values]
+        if self.shape.threads > self.lanes:
+            flat = self._exchange(kind, flat)
+        batch = self.shape.batch
+        return [PerRow(tuple(flat[i : i + batch])) for i in range(0, len(flat), batch)]
+
+    def _shuffled(self, kind: str, x: Value, lanes: int) -> Value:
+        """Combine over neighbouring lanes of a subgroup."""
+        mask = 1
+        while mask < lanes:
+            x = self.b.binary(kind, x, self.b.shuffle_xor(x, mask))
+            mask *= 2
+        return x
+
+    def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
+        """Combine over the subgroups of a row through shared memory."""
+        b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
+        number, lane = divmod_const(b, self.lane, self.lanes)
+        name = f"row_{kind}_{self._exchanges}"
+        self._exchanges += 1
+        scratch = b.shared(name, self.work, self.shape.slots * count * parts)
+        mine = self.slot * (count * parts)
+        with b.if_(b.eq(lane, 0)):
+            for i, x in enumerate(values):
+                b.store(scratch, mine + i * parts + number, x)
+        b.barrier()
+        if parts <= self.lanes and parts not in (2, 4):
+            # Each subgroup reads them all, a lane one: fewer registers than if every thread did so.
+            width = 1 << (parts - 1).bit_length()
+            place = lane & (width - 1)
+            read = [b.load(scratch, mine + b.min(place, parts - 1) + i * parts) for i in range(count)]
+            if parts < width:
+                read = [b.select(place < parts, x, NEUTRAL[kind]) for x in read]
+            return [self._shuffled(kind, x, width) for x in read]
+        left = parts
+        if parts > _READ_AT_ONCE:
+            left = parts // _READ_AT_ONCE
+            total = [b.var(b.const(NEUTRAL[kind], self.work)) for _ in values]
+            with b.if_(self.lane < left):
+                for i, variable in enumerate(total):
+                    start = mine + i * parts + self.lane * _READ_AT_ONCE
+                    variable.value = self._read(kind, scratch, start, _READ_AT_ONCE)
+            b.barrier()
+            with b.if_(self.lane < left):
+                for i, variable in enumerate(total):
+                    b.store(scratch, mine + i * parts + self.lane, variable.value)
+            b.barrier()
+        return [self._read(kind, scratch, mine + i * parts, left) for i in range(count)]
+
+    def _read(self, kind: str, scratch: Value, start: Value, count: int) -> Value:
+        b = self.b
+        width = min(count, 4)
+        words = [b.load(scratch, start + i, width) for i in range(0, count, width)]
+        return fold(b, kind, [x for word in words for x in b.unpack(word)])
+
+    def combine(self, kind: str, vector: Value) -> Value:
+        """Combine the lanes of a vector."""
+        b = self.b
+        if not isinstance(vector.type, Vector):
+            return vector
+        lanes = vector.type.lanes
+        if not self.vectors:
+            return fold(b, kind, b.unpack(vector))
+        while lanes > 1:
+            lanes //= 2
+            low = b.permute(vector, None, tuple(range(lanes)))
+            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
+            vector = b.binary(kind, low, high)
+        return vector

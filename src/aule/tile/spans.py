@@ -1,0 +1,455 @@
+"""Passes over rows: parts of them as kernels see them, sums along them, and sums of their columns.
+
+See `aule.tile.rows`, which says how rows lie over threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aule.ir import Value, Var
+from aule.ir.types import element, i32
+from aule.tile.math import LOG2E, fold, lowest
+from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
+
+
+@dataclass(frozen=True)
+class SpanShape:
+    """How the columns of a row, or a part of them, are cut.
+
+    Attributes
+    ----------
+    width : int
+        Neighbouring columns that travel together.
+    parts : int
+        Of ``width`` columns, that a thread keeps in registers; 0 when each pass reads memory again.
+    ragged : bool
+        Where the row is kept in registers: the last part of some threads is behind the row's end.
+    tail : int
+        Where it is not: columns behind the last whole part.
+    unroll : int
+        Where it is not: parts that are under way together.
+    scratch : int
+        Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
+    """
+
+    width: int
+    parts: int = 0
+    ragged: bool = False
+    tail: int = 0
+    unroll: int = 4
+    scratch: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """What is computed from a part: once where rows are kept in registers, else once in each pass that asks for it.
+
+    With ``costly`` the first pass leaves it in memory of the thread's own, where the span has such.
+    """
+
+    f: Callable[[Part], Value]
+    costly: bool = False
+
+
+class Group:
+    """Parts of a row that follow each other and are visited together; ``made`` is for what they share.
+
+    Attributes
+    ----------
+    col : Value
+        The first column.
+    count : int
+        How many parts.
+    """
+
+    def __init__(self, col: Value, count: int) -> None:
+        self.col, self.count = col, count
+        self.made: dict[object, Any] = {}
+
+
+class Part:
+    """Some neighbouring columns of one row, as a kernel sees them: ``p[x]`` is what it needs of ``x`` there.
+
+    Attributes
+    ----------
+    row : int
+        Which of the thread's rows.
+    col : Value
+        The first column.
+    group : Group or None
+        What it is visited together with, and its place there, where those parts are neighbours.
+    """
+
+    def __init__(self, span: Span, row: int, col: Value, number: int | None, inside: Value | None, count: int) -> None:
+        self.span, self.row, self.col = span, row, col
+        self.group: tuple[Group, int] | None = None
+        self.number, self.inside, self.count = number, inside, count
+        self.made: dict[Derived, Value] = {}
+        """What was derived from it in this pass."""
+
+    def __getitem__(self, what: Source | Columns | PerRow | Derived) -> Value:
+        """Columns of a row of an array, or of an array of columns, as numbers of the type that is computed in; what was
+        derived from such; or the number of this row."""
+        if isinstance(what, PerRow):
+            return what.values[self.row]
+        if isinstance(what, Derived):
+            return self.span.derived(self, what)
+        return self.span.rows.b.cast(self.raw(what), self.span.rows.work)
+
+    def raw(self, what: Source | Columns) -> Value:
+        """The same as numbers of the array's own type."""
+        return self.span.loaded(self, what)
+
+    def columns(self) -> Value:
+        """The number of each column."""
+        b, elem = self.span.rows.b, element(self.col.type)
+        return b.vector([b.const(i, elem) for i in range(self.span.shape.width)]) + self.col
+
+    def store(self, to: Source, value: Value) -> None:
+        """Store what belongs there; it is rounded to the array's type."""
+        self.span.store(self, to, value)
+
+    def kept(self, value: Value, otherwise: float) -> Value:
+        """The value where there are columns, something else in lanes behind the row's end."""
+        b = self.span.rows.b
+        if self.inside is None:
+            return value
+        return b.select(self.inside, value, b.const(otherwise, element(value.type)))
+
+
+class Span:
+    """The columns of rows, or some of them.
+
+    Parameters
+    ----------
+    length : Value
+        How many columns: i32, or on CPUs i64, since LLVM cannot fold a sum that may wrap into an address.
+    """
+
+    def __init__(self, rows: Rows, shape: SpanShape, length: Value) -> None:
+        self.rows, self.shape, self.length = rows, shape, length
+        self.lane = rows.b.cast(rows.lane, element(length.type))
+        self._held: dict[tuple[int, int, int], tuple[object, Value]] = {}
+        self._scratch: dict[Derived, tuple[Value, int]] = {}
+        self._passes = 0
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def hold(self, *sources: Source | Columns) -> None:
+        """Start to read whole rows, so that all loads are under way together. Nothing where they are not kept."""
+        if self.shape.parts:
+            for number in range(self.shape.parts):
+                for source in sources:
+                    for part in self._held_parts(number):
+                        part.raw(source)
+
+    def sum(self, f: Callable[[Part], Value]) -> PerRow:
+        """The sum of ``f`` over each row."""
+        return self.sums(f)[0]
+
+    def sums(self, *fs: Callable[[Part], Value]) -> list[PerRow]:
+        """Several sums in one pass."""
+        return self.rows.reduce("add", self.partials("add", lambda p: [f(p) for f in fs], len(fs)))
+
+    def max(self, f: Callable[[Part], Value]) -> PerRow:
+        """The largest of ``f`` in each row; of NaN nothing is said."""
+        return self.rows.reduce("max", self.partials("max", lambda p: [f(p)], 1))[0]
+
+    def log_sum(
+        self, f: Callable[[Part], Value], *also: Callable[[Part], Value]
+    ) -> tuple[PerRow, PerRow, list[PerRow]]:
+        """The largest of ``f`` in each row, or the lowest finite number; the sum of ``exp(f - largest)``; and sums of
+        other functions: in one pass, in which what was summed up is scaled anew with each step."""
+        rows, b = self.rows, self.rows.b
+        # A maximum for each lane on CPUs, for each thread on GPUs, where every exponential counts.
+        lanes = self.shape.width if rows.vectors else 1
+        zero = b.splat(b.const(0.0, rows.work), lanes)
+        largest = [b.var(b.splat(b.const(lowest(rows.work), rows.work), lanes)) for _ in range(rows.shape.batch)]
+        totals = [[b.var(zero) for _ in range(1 + len(also))] for _ in range(rows.shape.batch)]
+
+        def combined(kind: str, values: list[Value]) -> Value:
+            return fold(b, kind, values if rows.vectors else [rows.combine(kind, x) for x in values])
+
+        def add(places: list[list[Part]]) -> None:
+            for row, (high, (total, *others)) in enumerate(zip(largest, totals, strict=True)):
+                values = [parts[row].kept(f(parts[row]), float("-inf")) for parts in places]
+                new = b.max(high.value, combined("max", values))
+                powers = [b.exp2((x - new) * LOG2E) for x in values]
+                total.value = total.value * b.exp2((high.value - new) * LOG2E) + combined("add", powers)
+                high.value = new
+                for other, g in zip(others, also, strict=True):
+                    found = [parts[row].kept(g(parts[row]), 0.0) for parts in places]
+                    other.value = other.value + combined("add", found)
+
+        self._walk_steps(add)
+        most = rows.reduce("max", [PerRow(tuple(rows.combine("max", high.value) for high in largest))])[0]
+        for (total, *_), high, m in zip(totals, largest, most.values, strict=True):
+            total.value = total.value * b.exp2((high.value - m) * LOG2E)
+        ended = [PerRow(tuple(rows.combine("add", row[i].value) for row in totals)) for i in range(1 + len(also))]
+        first, *rest = rows.reduce("add", ended)
+        return most, first, rest
+
+    def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
+        """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
+        rows, b = self.rows, self.rows.b
+        # On CPUs sums are vectors, and several, since an addition waits for the one before; on GPUs lanes are added up
+        # at once, since they would take registers.
+        neutral = b.splat(b.const(NEUTRAL[kind], rows.work), self.shape.width if rows.vectors else 1)
+        chains = self.shape.unroll if rows.vectors and rows.shape.batch == 1 else 1
+        totals = [[[b.var(neutral) for _ in range(chains)] for _ in range(count)] for _ in range(rows.shape.batch)]
+
+        def add(parts: list[Part], chain: int) -> None:
+            for part in parts:
+                for total, x in zip(totals[part.row], f(part), strict=True):
+                    variable = total[chain % chains]
+                    x = part.kept(x, NEUTRAL[kind])
+                    variable.value = b.binary(kind, variable.value, x if rows.vectors else rows.combine(kind, x))
+
+        self.walk(add)
+        ended = [
+            [rows.combine(kind, fold(b, kind, [x.value for x in total])) for total in row_totals]
+            for row_totals in totals
+        ]
+        return [PerRow(tuple(row[i] for row in ended)) for i in range(count)]
+
+    def each(self, f: Callable[[Part], Sequence[Value] | None], sums: Sequence[ColumnSums] = ()) -> None:
+        """Visit every part; what ``f`` returns is added to the sums of its columns."""
+
+        def visit(parts: list[Part], _: int) -> None:
+            found = [f(part) or () for part in parts]
+            for i, total in enumerate(sums):
+                total.add(parts, [values[i] for values in found])
+
+        self.walk(visit)
+
+    def walk(self, visit: Callable[[list[Part], int], None]) -> None:
+        """Call ``visit`` with the parts of all rows at each place, and the place's number within a step."""
+
+        def each(places: list[list[Part]]) -> None:
+            for i, parts in enumerate(places):
+                visit(parts, i)
+
+        self._walk_steps(each)
+
+    def _walk_steps(self, visit: Callable[[list[list[Part]]], None]) -> None:
+        """The same, with all the places of a step together."""
+        b, shape = self.rows.b, self.shape
+        self._passes += 1
+        if shape.parts:
+            for first in range(0, shape.parts, shape.unroll):
+                last = min(first + shape.unroll, shape.parts)
+                visit([self._held_parts(number) for number in range(first, last)])
+            return
+        step = self.rows.shape.threads * shape.width
+        start = self.lane * shape.width
+        whole = self.length - shape.tail if shape.tail else self.length
+        if shape.unroll > 1:
+            far = step * (shape.unroll - 1)
+            with b.loop(start, whole - far, step * shape.unroll, name="col") as col:
+                groups = [Group(col, shape.unroll) for _ in range(self.rows.shape.batch)]
+                places = [self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)]
+                for i, parts in enumerate(places):
+                    for part, group in zip(parts, groups, strict=True):
+                        part.group = (group, i) if self.rows.shape.threads == 1 else None
+                visit(places)
+            # Where those ended: each thread has had as many whole steps as fit before its last.
+            done = b.max(whole - far - start + (step * shape.unroll - 1), 0) // (step * shape.unroll)
+            start = start + done * (step * shape.unroll)
+        with b.loop(start, whole, step, name="col") as col:
+            visit([self._parts(col, None, None, shape.width)])
+        if shape.tail:
+            there = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
+            visit([self._parts(whole, None, there, shape.tail)])
+
+    def _held_parts(self, number: int) -> list[Part]:
+        shape = self.shape
+        col = (self.lane + number * self.rows.shape.threads) * shape.width
+        inside = col < self.length if shape.ragged and number == shape.parts - 1 else None
+        return self._parts(col, number, inside, shape.width)
+
+    def _parts(self, col: Value, number: int | None, inside: Value | None, count: int) -> list[Part]:
+        return [Part(self, row, col, number, inside, count) for row in range(self.rows.shape.batch)]
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def loaded(self, part: Part, what: Source | Columns) -> Value:
+        """Elements of an array at a part; once, where rows are kept in registers."""
+        if isinstance(what, Columns):
+            return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
+        return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
+
+    def derived(self, part: Part, what: Derived) -> Value:
+        """What was derived from a part."""
+        if part.number is not None:
+            return self._once(part, part.row, what, lambda: what.f(part))
+        if what not in part.made:
+            part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)
+        return part.made[what]
+
+    def _scratched(self, part: Part, what: Derived) -> Value:
+        """The value by way of memory: the pass that asks first leaves it there, later ones read it."""
+        rows, b = self.rows, self.rows.b
+        if what not in self._scratch:
+            name = f"scratch_{len(self._scratch)}"
+            memory = b.shared(name, rows.work, rows.shape.batch * (self.shape.scratch + self.shape.width))
+            self._scratch[what] = (memory, self._passes)
+        memory, first = self._scratch[what]
+        at = part.col + part.row * (self.shape.scratch + self.shape.width)
+        if first != self._passes:
+            return b.load(memory, at, self.shape.width, align=1)
+        value = what.f(part)
+        b.store(memory, at, value, align=1)
+        return value
+
+    def _once(self, part: Part, row: int, what: object, make: Callable[[], Value]) -> Value:
+        if part.number is None:
+            return make()
+        key = (id(what), row, part.number)
+        if key not in self._held:
+            self._held[key] = (what, make())  # with the array, whose identity is the key
+        return self._held[key][1]
+
+    def load(self, part: Part, array: RowArray, start: Value) -> Value:
+        """Elements of the row that begins at ``start``."""
+        return self.load_run(array, start, self.safe_column(part), part.count)
+
+    def safe_column(self, part: Part) -> Value:
+        """A part's first column, or an existing one where it is behind the end: whoever uses it knows that."""
+        if part.number is None or part.inside is None:
+            return part.col
+        return self.rows.b.min(part.col, self.length - self.shape.width)
+
+    def load_run(self, array: RowArray, start: Value, col: Value, count: int) -> Value:
+        """``count`` columns from ``col`` on as a vector of the span's width, with zeros behind them."""
+        b, width = self.rows.b, self.shape.width
+        index = element(start.type)
+        if count == width and array.stride is None:
+            return b.load(array.buffer, start + b.cast(col, index), width, align=self._alignment(array))
+        values: list[Value] = []
+        while len(values) < count:
+            at = b.cast(col + len(values), index)
+            if array.stride is not None:
+                values.append(b.load(array.buffer, start + at * array.stride))
+                continue
+            run = 1 << ((count - len(values)).bit_length() - 1)
+            values += b.unpack(b.load(array.buffer, start + at, run, align=1))
+        zeros = [b.const(0, element(array.buffer.type))] * (width - count)
+        return b.vector([*values, *zeros])
+
+    def _alignment(self, array: RowArray) -> int:
+        """Elements that divide where a part starts: no more than 16 bytes of them, which is what memory is sure of."""
+        return min(self.shape.width, 16 // element(array.buffer.type).bytes) if array.aligned else 1
+
+    @contextmanager
+    def where_there(self, part: Part) -> Iterator[None]:
+        """What is stored in here is stored where the row and the columns exist."""
+        there = self.rows.exists[part.row]
+        if part.number is not None and part.inside is not None:
+            there = part.inside if there is None else there & part.inside
+        if there is None:
+            yield
+        else:
+            with self.rows.b.if_(there):
+                yield
+
+    def store(self, part: Part, to: Source, value: Value) -> None:
+        """Elements of the thread's row, where the row and the columns exist."""
+        with self.where_there(part):
+            self.store_run(to.array, to.starts[part.row], part.col, value, part.count)
+
+    def store_run(self, array: RowArray, start: Value, col: Value, value: Value, count: int) -> None:
+        """The first ``count`` lanes of a vector to the columns from ``col`` on."""
+        b = self.rows.b
+        index, value = element(start.type), b.cast(value, element(array.buffer.type))
+        if array.stride is not None:
+            for i, x in enumerate(b.unpack(value)[:count]):
+                b.store(array.buffer, start + b.cast(col + i, index) * array.stride, x)
+            return
+        if count == self.shape.width:
+            b.store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
+            return
+        done = 0
+        while done < count:
+            run = 1 << ((count - done).bit_length() - 1)
+            piece = b.permute(value, None, tuple(range(done, done + run)))
+            b.store(array.buffer, start + b.cast(col + done, index), piece, align=1)
+            done += run
+
+
+class ColumnSums:
+    """Sums of each column over all rows of a workgroup: in registers where rows are, else in the memory of the result.
+
+    Each workgroup leaves a row of partial sums; another kernel adds those up (`aule.ops.rowwise`).
+
+    Parameters
+    ----------
+    array : RowArray
+        Of the type that is computed in; rows are workgroups.
+    """
+
+    def __init__(self, span: Span, array: RowArray) -> None:
+        self.span, rows = span, span.rows
+        b, width = rows.b, span.shape.width
+        self.array = array
+        self.start = array.start(rows.group)
+        self.zero = b.splat(b.const(0.0, rows.work), width)
+        self.sums: list[Var] = [b.var(self.zero) for _ in range(span.shape.parts)]
+        if not span.shape.parts:
+            self._visit(lambda part: self.zero)
+
+    def add(self, parts: list[Part], values: Sequence[Value]) -> None:
+        """Add what the rows have at a place; rows that do not exist add nothing."""
+        rows, b = self.span.rows, self.span.rows.b
+        counted = [
+            value if exists is None else b.select(exists, value, self.zero)
+            for exists, value in zip(rows.exists, values, strict=True)
+        ]
+        total: Any = fold(b, "add", counted)
+        number = parts[0].number
+        if number is not None:
+            self.sums[number].value = self.sums[number].value + total
+            return
+        before = self.span.load(parts[0], self.array, self.start)
+        self._store(parts[0], before + total)
+
+    def finish(self) -> None:
+        """Store what registers hold, added up over the workgroup's slots."""
+        if not self.sums:
+            return
+        rows, b, width = self.span.rows, self.span.rows.b, self.span.shape.width
+        slots = rows.shape.slots
+        if slots == 1:
+            self._visit(lambda part: self.sums[part.number or 0].value)
+            return
+        rows.column_sums += 1
+        scratch = b.shared(f"slots_{rows.column_sums}", rows.work, rows.shape.workgroup * width)
+        for number, variable in enumerate(self.sums):
+            b.store(scratch, b.thread_id() * width, variable.value)
+            b.barrier()
+            with b.if_(b.eq(rows.slot, 0)):
+                at = [(rows.lane + slot * rows.shape.threads) * width for slot in range(slots)]
+                variable.value = fold(b, "add", [b.load(scratch, i, width) for i in at])
+            if number + 1 < len(self.sums):
+                b.barrier()
+        with b.if_(b.eq(rows.slot, 0)):
+            self._visit(lambda part: self.sums[part.number or 0].value)
+
+    def _visit(self, f: Callable[[Part], Value]) -> None:
+        b = self.span.rows.b
+
+        def store(parts: list[Part], _: int) -> None:
+            part = parts[0]
+            if part.number is not None and part.inside is not None:
+                with b.if_(part.inside):
+                    self._store(part, f(part))
+            else:
+                self._store(part, f(part))
+
+        self.span.walk(store)
+
+    def _store(self, part: Part, value: Value) -> None:
+        self.span.store_run(self.array, self.start, part.col, value, part.count)

@@ -1,0 +1,87 @@
+"""The ops beside attention on every device: the cases, long rows, and rows that must not disturb each other."""
+
+from __future__ import annotations
+
+import devices
+import fused_cases
+import numpy as np
+import pytest
+
+from aule.engine.fused import on_host
+from aule.engine.memory import host_view
+from aule.ops.catalogue import CATALOGUE
+from aule.runtime.base import Device
+
+
+@pytest.fixture(params=devices.BACKENDS, scope="module")
+def device(request: pytest.FixtureRequest) -> Device:
+    return devices.need(request.param)
+
+
+def check(case: fused_cases.Case, device: Device | None) -> None:
+    """Both directions of a case."""
+    spec = CATALOGUE[case.op]
+    arrays = fused_cases.operands(case)
+    before = {name: array.tobytes() for name, (array, _) in arrays.items()}
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    found = on_host(spec, call, device)
+    fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
+    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+    assert spec.gradient is not None
+    grads = on_host(spec.gradient, backward, device)
+    fused_cases.judge(backward, grads, fused_cases.right(spec.gradient, backward), gradient=True)
+    again = on_host(spec.gradient, backward, device)
+    for name, array in grads.items():
+        assert array.tobytes() == again[name].tobytes(), f"{name} came out differently the second time"
+    for name, (array, _) in arrays.items():
+        assert array.tobytes() == before[name], f"{name} was changed"
+
+
+@pytest.mark.parametrize("case", fused_cases.CASES, ids=str)
+def test_cases(device: Device, case: fused_cases.Case) -> None:
+    devices.spare(device, fused_cases.CASES.index(case))
+    check(case, device)
+
+
+@pytest.mark.parametrize("case", fused_cases.CASES, ids=str)
+def test_numpy(case: fused_cases.Case) -> None:
+    check(case, None)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "geglu", "rms_norm_rope", "softmax_dropout"])
+def test_float64_on_the_cpu(op: str) -> None:
+    case = next(case for case in fused_cases.CASES if case.op == op)
+    pairs = case.shape[-1] // 2 if case.pairs else 0
+    check(fused_cases.Case(op, (2, 2, 3, 50), "f64", case.options, pairs=25 if pairs else 0), devices.need("cpu"))
+
+
+def normalised(device: Device, op: str, x: np.ndarray) -> np.ndarray:
+    spec = CATALOGUE[op]
+    call = spec.call({"x": host_view("f32", x)}, {option.name: option.default for option in spec.options})
+    return on_host(spec, call, device)["y"]
+
+
+def test_a_large_common_offset_costs_no_digits(device: Device) -> None:
+    x = np.random.default_rng(0).integers(-8, 8, (4, 1536)).astype(np.float32)
+    found = normalised(device, "layer_norm", x + np.float32(2**20))
+    np.testing.assert_allclose(found, normalised(device, "layer_norm", x), atol=2e-6)
+
+
+def test_equal_rows_and_wild_rows_keep_to_themselves(device: Device) -> None:
+    x = np.random.default_rng(1).standard_normal((8, 1536)).astype(np.float32)
+    clean = {op: normalised(device, op, x) for op in ("layer_norm", "rms_norm", "softmax_dropout")}
+    x[1] = 3e4 + 1 / 3  # all equal
+    x[3, 5], x[5, 7], x[6, 9] = np.nan, np.inf, -np.inf
+    for op, before in clean.items():
+        found = normalised(device, op, x)
+        np.testing.assert_array_equal(found[[0, 2, 4, 7]], before[[0, 2, 4, 7]])
+        assert np.isnan(found[3]).any() and np.isnan(found[5]).any(), op
+        equal = {"layer_norm": 0.0, "rms_norm": 1.0, "softmax_dropout": 1 / 1536}[op]
+        np.testing.assert_allclose(found[1], equal, atol=2e-6, err_msg=op)
+
+
+def test_rows_as_long_as_there_are(device: Device) -> None:
+    devices.spare(device, 0)
+    if device.target.backend == "metal" and device.target.software:
+        pytest.skip("the shim takes half a minute for it")
+    check(fused_cases.Case("layer_norm", (3, 262144)), device)

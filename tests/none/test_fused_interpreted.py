@@ -1,0 +1,87 @@
+"""The ops beside attention on the interpreter with the sanitizer on: kernels of GPUs with and without subgroups, and of
+CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fused_cases
+import numpy as np
+import pytest
+
+from aule.codegen import TARGETS as GENERIC
+from aule.engine.memory import STORED, host_view
+from aule.ir.interpret import interpret
+from aule.ir.verify import verify
+from aule.ops import rowwise
+from aule.ops.catalogue import CATALOGUE
+from aule.ops.spec import Call, OpSpec
+from aule.target import Target
+
+TARGETS = {
+    "subgroups": replace(GENERIC["ptx"], compute_units=2),
+    "narrow": replace(GENERIC["spirv"], compute_units=2, subgroup_size=8, max_threads=1024),
+    "barriers": replace(GENERIC["wgsl"], compute_units=2),
+    "avx512": Target("cpu", arch="x86_64", extensions=("avx2", "avx512f", "fma"), compute_units=2),
+    "baseline": Target("cpu", arch="x86_64", compute_units=2),
+}
+
+
+def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
+    """The outputs of a call, whose arrays are brought to contiguous memory as devices get them."""
+    results = {name: np.zeros(out.shape, STORED[out.dtype]) for name, out in call.outputs.items()}
+    views = {}
+    for name, view in call.views.items():
+        used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
+        packed = np.ascontiguousarray(view.storage[used])
+        steps = zip(host_view("f32", packed).strides, view.strides, strict=True)
+        views[name] = replace(view, storage=packed, strides=tuple(p if s else 0 for p, s in steps))
+    views |= {name: host_view(call.outputs[name].dtype, array) for name, array in results.items()}
+    plan = spec.plan(call.problem, views, target)
+    work = np.float64 if call.problem.dtype == "f64" else np.float32
+    memory = {name: view.storage.reshape(-1) for name, view in views.items()}
+    memory |= {name: np.full(count, np.nan, work) for name, count in plan.workspace.items()}
+    for step in plan.steps:
+        kernel = step.build(step.config, target)
+        verify(kernel)
+        values = dict(step.scalars)
+        for name, array in memory.items():
+            kinds = {np.dtype(bool): np.uint8, np.dtype(np.int64): np.int32}
+            values[f"{name}_ptr"] = array.view(kinds.get(array.dtype, array.dtype))
+        interpret(kernel, step.grid, [values[p.name] for p in kernel.params])
+    return results
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("case", fused_cases.CASES, ids=str)
+def test_cases(case: fused_cases.Case, target: Target) -> None:
+    number = fused_cases.CASES.index(case)
+    if number > 8 and number % len(TARGETS) != list(TARGETS.values()).index(target):
+        pytest.skip("spared: the row engine does the same for every op")
+    spec = CATALOGUE[case.op]
+    arrays = fused_cases.operands(case)
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    found = run(spec, call, target)
+    fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
+    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+    assert spec.gradient is not None
+    grads = run(spec.gradient, backward, target)
+    fused_cases.judge(backward, grads, fused_cases.right(spec.gradient, backward), gradient=True)
+
+
+@pytest.mark.parametrize("way", [{"sum_batch": 2}, {"sum_parts": 2, "most": 16, "sum_most": 8}])
+def test_other_layouts(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at once, and rows that are not kept in registers, with sums of columns."""
+    monkeypatch.setattr(rowwise, "TUNING", replace(rowwise.TUNING, **way))
+    for shape in ((9, 520), (33, 40), (5, 1003)):
+        case = fused_cases.Case("layer_norm", shape)
+        for target in (TARGETS["subgroups"], TARGETS["barriers"]):
+            spec = CATALOGUE[case.op]
+            arrays = fused_cases.operands(case)
+            call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+            found = run(spec, call, target)
+            fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
+            backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+            assert spec.gradient is not None
+            expected = fused_cases.right(spec.gradient, backward)
+            fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)

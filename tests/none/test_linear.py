@@ -1,0 +1,156 @@
+"""A linear layer behind a normalisation: beside PyTorch's, its errors, and its GPU kernels in the interpreter."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from op_plans import error, interpreted, reference
+from test_fragment_compiles import SPILLED, assemble
+from test_fragment_compiles import target as nvidia
+from test_fragment_interpreted import target as fragment_target
+
+import aule
+from aule.codegen import TARGETS
+from aule.engine.fused import result_views
+from aule.ops.catalogue import CATALOGUE
+from aule.ops.linear import blocks
+from aule.ops.linear.config import FragmentBlocks, ProductConfig
+from aule.view import TensorView, contiguous_strides
+
+SPEC = CATALOGUE["layer_norm_linear"]
+NAMES = [operand.name for operand in SPEC.operands]
+TINY = FragmentBlocks(32, 32, 32, down=2, along=1, stages=3)
+VULKAN = replace(fragment_target(""), backend="vulkan", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"))
+TARGETS_OF = {
+    "copied": fragment_target(),
+    "carried": VULKAN,
+    "simt": replace(TARGETS["wgsl"], max_shared_bytes=12 << 10),
+}
+
+
+def arrays(dtype: Any, rows: int, length: int, features: int) -> dict[str, Any]:
+    rng = np.random.default_rng(rows + length)
+    shapes = {"x": (rows, length), "weight_norm": (length,), "bias_norm": (length,), "weight": (features, length)}
+    made = {name: rng.normal(0, 1, shape).astype(dtype) for name, shape in shapes.items()}
+    return {
+        **made,
+        "bias": rng.normal(0, 1, features).astype(dtype),
+        "dy": rng.normal(0, 1, (rows, features)).astype(dtype),
+    }
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "COPIED", (TINY,))
+    monkeypatch.setattr(blocks, "CARRIED", (replace(TINY, stages=2),))
+
+
+@pytest.mark.parametrize("sizes", [(40, 96, 48), (33, 51, 37)], ids=["whole", "ragged"])
+@pytest.mark.parametrize("way", TARGETS_OF)
+def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
+    """Whole steps and rows that can be copied, and neither."""
+    given = arrays(np.float32 if way == "simt" else np.float16, *sizes)
+    if way == "copied":  # of a wider dtype, as in mixed precision
+        given |= {name: given[name].astype(np.float32) for name in ("weight_norm", "bias_norm", "bias")}
+    allowed = 2e-6 if way == "simt" else 2e-3
+    dy = given.pop("dy")
+    found, right = interpreted(SPEC, given, {}, TARGETS_OF[way]), reference(SPEC, given, {})
+    assert error(found["y"], right["y"]) < allowed
+    assert SPEC.gradient is not None
+    given["dy"] = dy
+    found, right = interpreted(SPEC.gradient, given, {}, TARGETS_OF[way]), reference(SPEC.gradient, given, {})
+    for name, gradient in right.items():
+        assert error(found[name], gradient) < allowed, name
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_tiles_fit(dtype: str) -> None:
+    """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
+    for left, right in ((False, False), (False, True), (True, True)):
+        for table, target in ((blocks.COPIED, 227 << 10), (blocks.CARRIED, 48 << 10)):
+            assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
+    chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)
+    assert chosen == blocks.COPIED[2]  # 99 KiB: what consumer cards have
+    assert blocks.choose_blocks(TARGETS["ptx"], "f32", (4096,) * 3, False, False, True).threads == 256
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize(
+    ("arch", "length"), [("sm_75", 1024), ("sm_86", 1024), ("sm_90", 4096), ("sm_90", 4072), ("sm_90", 1031)]
+)
+def test_assembled(arch: str, length: int, tmp_path: Path) -> None:
+    """Without spills, on matrix units, and with asynchronous copies where rows allow them."""
+    device = replace(nvidia(arch), compute_units=132)
+    shapes = {"x": (4096, length), "weight_norm": (length,), "bias_norm": (length,), "weight": (4096, length)}
+    views = {
+        name: TensorView("f16", shape, contiguous_strides(shape), "device", None)
+        for name, shape in (shapes | {"dy": (4096, 4096)}).items()
+    }
+    assert SPEC.gradient is not None
+    for spec, given in ((SPEC, {n: view for n, view in views.items() if n != "dy"}), (SPEC.gradient, views)):
+        call = spec.call(given, {"eps": 1e-5})
+        steps = spec.plan(call.problem, given | result_views(call), device).steps
+        for step in steps:
+            if isinstance(step.config, ProductConfig):
+                text, spilled = assemble(step.build(step.config, device), device, tmp_path)
+                assert "mma.sync" in text and "ldmatrix" in text
+                if spec is SPEC:
+                    assert ("cp.async.cg" in text) == (arch != "sm_75" and length % 64 == 0)
+                assert spilled <= (SPILLED if arch == "sm_75" else 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"weight": (5, 7)}, r"expected weight of shape \[features, 8\], got \[5, 7\]"),
+        ({"weight_norm": (7,)}, r"expected weight_norm of shape \[8\], got \[7\]"),
+        ({"bias": (8,)}, r"expected bias of shape \[5\], got \[8\]"),
+    ],
+)
+def test_errors(changed: dict[str, tuple[int, ...]], said: str) -> None:
+    given = arrays(np.float32, 3, 8, 5) | {name: np.zeros(shape, np.float32) for name, shape in changed.items()}
+    with pytest.raises(aule.InvalidShapeError, match=said):
+        aule.layer_norm_linear(*(given[name] for name in NAMES))
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+
+@pytest.fixture(scope="module")
+def engine() -> None:
+    pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
+
+
+def twice(dtype: Any, shape: tuple[int, ...], features: int) -> tuple[list[Any], list[Any]]:
+    """The operands as leaves, and the same in float64; x with gaps, and without bias_norm."""
+    source = torch.Generator().manual_seed(3)
+    wide = torch.randn(*shape[:-1], shape[-1] + 3, generator=source, dtype=torch.float64)[..., :-3]
+    vectors = [torch.randn(n, generator=source, dtype=torch.float64) for n in (shape[-1], features)]
+    weight = torch.randn(shape[-1], features, generator=source, dtype=torch.float64).T
+    ours = [wide.to(dtype), vectors[0].to(dtype), None, weight.to(dtype), vectors[1].to(dtype)]
+    theirs = [None if x is None else x.double().requires_grad_() for x in ours]
+    return [None if x is None else x.detach().requires_grad_() for x in ours], theirs
+
+
+def torch_s(x: Any, weight_norm: Any, bias_norm: Any, weight: Any, bias: Any) -> Any:
+    return F.linear(F.layer_norm(x, x.shape[-1:], weight_norm, bias_norm), weight, bias)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 40), (7, 33), (1, 1), (0, 8)])
+def test_as_pytorch(engine: None, shape: tuple[int, ...]) -> None:
+    ours, theirs = twice(torch.float32, shape, 19)
+    y, right = aule.layer_norm_linear(*ours), torch_s(*theirs)
+    y.backward(torch.ones_like(y))
+    right.backward(torch.ones_like(right))
+    torch.testing.assert_close(y.double(), right, rtol=1e-5, atol=1e-5)
+    for x, exact in zip(ours, theirs, strict=True):
+        if x is not None:
+            torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,232 @@
+"""The ops beside attention on torch tensors: gradients against PyTorch's own, operators, compiled and mapped calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import aule
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("llvmlite", reason="these run on the CPU engine")
+
+from aule.frontends import torch_fused_ops  # noqa: E402
+from aule.ops.catalogue import CATALOGUE  # noqa: E402
+
+F = torch.nn.functional
+ANGLES = torch.linspace(0, 3, 20).reshape(5, 4)
+SEED = torch.tensor([5, -7], dtype=torch.int32)
+
+
+def made(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def turned(x: Any) -> Any:
+    cos, sin = ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)
+    a, b = x[..., :4], x[..., 4:8]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 8:]], -1)
+
+
+ROWS, HEADS = (3, 4, 10), (2, 3, 5, 10)
+CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, ...]]]] = {
+    "rms_norm": (
+        lambda x, w: aule.rms_norm(x, w, eps=1e-3),
+        lambda x, w: F.rms_norm(x, (10,), w, 1e-3),
+        [ROWS, (10,)],
+    ),
+    "layer_norm": (aule.layer_norm, lambda x, w, b: F.layer_norm(x, (10,), w, b), [ROWS, (10,), (10,)]),
+    "residual_rms_norm": (
+        aule.residual_rms_norm,
+        lambda x, r, w: (F.rms_norm(x + r, (10,), w, 1e-6), x + r),
+        [ROWS, ROWS, (10,)],
+    ),
+    "residual_layer_norm": (
+        aule.residual_layer_norm,
+        lambda x, r, w, b: (F.layer_norm(x + r, (10,), w, b), x + r),
+        [ROWS, ROWS, (10,), (10,)],
+    ),
+    "swiglu": (aule.swiglu, lambda g, u: F.silu(g) * u, [ROWS, ROWS]),
+    "packed swiglu": (aule.swiglu, lambda x: F.silu(x[..., :5]) * x[..., 5:], [ROWS]),
+    "geglu": (aule.geglu, lambda g, u: F.gelu(g) * u, [ROWS, ROWS]),
+    "geglu tanh": (
+        lambda g, u: aule.geglu(g, u, approximate="tanh"),
+        lambda g, u: F.gelu(g, approximate="tanh") * u,
+        [ROWS, ROWS],
+    ),
+    "rope": (lambda x: aule.rope(x, ANGLES.cos(), ANGLES.sin()), turned, [HEADS]),
+    "rms_norm_rope": (
+        lambda x, w: aule.rms_norm_rope(x, w, ANGLES.cos(), ANGLES.sin()),
+        lambda x, w: turned(F.rms_norm(x, (10,), w, 1e-6)),
+        [HEADS, (10,)],
+    ),
+    "softmax_dropout": (
+        lambda x: aule.softmax_dropout(x, causal=True, scale=0.5),
+        lambda x: torch.softmax((x * 0.5).masked_fill(~torch.ones(5, 10).tril(5).bool(), -torch.inf), -1),
+        [HEADS],
+    ),
+}
+
+
+def inputs(name: str, dtype: Any = torch.float32) -> list[Any]:
+    return [made(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(CALLS[name][2])]
+
+
+def flat(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def differentiate(call: Callable[..., Any], tensors: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    outs = flat(call(*tensors))
+    grads = [made(*out.shape, dtype=out.dtype, seed=9 + i) for i, out in enumerate(outs)]
+    return outs, torch.autograd.grad(outs, tensors, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_pytorch_s(name: str, dtype: Any) -> None:
+    ours, theirs, _ = CALLS[name]
+    tensors = inputs(name, dtype)
+    found = differentiate(ours, tensors)
+    want = differentiate(theirs, [x.detach().double().requires_grad_() for x in tensors])
+    limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    for kind, right in zip(found, want, strict=True):
+        for got, value in zip(kind, right, strict=True):
+            assert got.dtype == dtype and got.shape == value.shape
+            assert (got.double() - value).abs().max() <= limit * value.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+def test_other_devices_compute_gradients_too(backend: str) -> None:
+    x, w = inputs("rms_norm")
+    found = torch.autograd.grad(aule.rms_norm(x, w, backend=backend).sum(), (x, w))
+    want = torch.autograd.grad(F.rms_norm(x, (10,), w, 1e-6).sum(), (x, w))
+    for got, right in zip(found, want, strict=True):
+        torch.testing.assert_close(got, right, rtol=0, atol=1e-5)
+
+
+def test_only_what_is_wanted() -> None:
+    x, w = inputs("rms_norm")
+    (found,) = torch.autograd.grad(aule.rms_norm(x.detach(), w).sum(), w)
+    torch.testing.assert_close(found, torch.autograd.grad(F.rms_norm(x.detach(), (10,), w, 1e-6).sum(), w)[0])
+    _, h = aule.residual_rms_norm(x, made(*ROWS), w)
+    torch.testing.assert_close(torch.autograd.grad(h.sum(), x)[0], torch.ones(ROWS))  # y was not used
+    empty = aule.rms_norm(torch.zeros(0, 10), w)
+    assert (torch.autograd.grad(empty.sum(), w)[0] == 0).all()
+
+
+def test_dropout_draws_from_pytorch_s_generator() -> None:
+    x = made(64, 64).requires_grad_()
+    torch.manual_seed(3)
+    first, second = aule.softmax_dropout(x, dropout_p=0.5), aule.softmax_dropout(x, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(first, aule.softmax_dropout(x, dropout_p=0.5)) and not torch.equal(first, second)
+    grad = torch.autograd.grad(first, x, torch.ones_like(x))[0]
+    p = torch.softmax(x.double(), -1)
+    dp = (first.double() > 0) * 2.0  # the gradient has the forward pass's mask
+    torch.testing.assert_close(grad.double(), p * (dp - (p * dp).sum(-1, keepdim=True)), rtol=0, atol=1e-5)
+
+
+def test_rope_in_place() -> None:
+    x = inputs("rope")[0]
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    copy = x * 1.0
+    found = aule.rope(copy, cos, sin, inplace=True)
+    assert found is copy
+    want = aule.rope(x, cos, sin)
+    assert torch.equal(found, want)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, want)]
+    assert torch.equal(*grads)
+    with pytest.raises(aule.AuleError, match="expected cos to need no gradient"):
+        aule.rope(x, cos.clone().requires_grad_(), sin).sum().backward()
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "rms_norm": lambda: (*inputs("rms_norm"), 1e-6, None),
+    "layer_norm": lambda: (inputs("layer_norm")[0], None, inputs("layer_norm")[2], 1e-5, None),
+    "residual_rms_norm": lambda: (*inputs("residual_rms_norm"), 1e-6, None),
+    "residual_layer_norm": lambda: (*inputs("residual_layer_norm"), 1e-6, None),
+    "layer_norm_linear": lambda: (
+        *inputs("layer_norm"), made(4, inputs("layer_norm")[0].shape[-1]).requires_grad_(), None, 1e-5, None,
+    ),
+    "cross_entropy": lambda: (made(2, 3, 19).requires_grad_(), torch.tensor([[1, 2, -100], [4, 5, 18]]), -100, 0.1,
+                              "mean", None),
+    "swiglu": lambda: (inputs("swiglu")[0], None, None),
+    "geglu": lambda: (*inputs("geglu"), "tanh", None),
+    "rope": lambda: (inputs("rope")[0], ANGLES.cos(), ANGLES.sin(), None, True, None, False, None),
+    "rms_norm_rope": lambda: (
+        *inputs("rms_norm_rope"), ANGLES.cos(), ANGLES.sin(), torch.zeros(2, 5, dtype=torch.int64), False, None, 1e-6,
+        None,
+    ),
+    "softmax_dropout": lambda: (
+        inputs("softmax_dropout")[0], made(5, 10) > 0, SEED, 0.4, False, 1.0, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(torch_fused_ops.operator(CATALOGUE[name]), ARGUMENTS[name]())
+
+
+def test_opcheck_of_a_gradient() -> None:
+    x, w = (t.detach() for t in inputs("rms_norm"))
+    for wanted in ([True, True], [False, True]):
+        torch.library.opcheck(torch.ops.aule.rms_norm_backward.default, (made(*ROWS), x, w, 1e-6, None, wanted))
+
+
+@pytest.mark.parametrize("name", ["residual_layer_norm", "packed swiglu", "rope", "softmax_dropout"])
+def test_compiled_without_a_break(name: str) -> None:
+    ours = CALLS[name][0]
+    tensors = inputs(name)
+    compiled = torch.compile(lambda *given: flat(ours(*given)), backend="aot_eager", fullgraph=True)
+    found, want = differentiate(compiled, tensors), differentiate(ours, tensors)
+    for kind, right in zip(found, want, strict=True):
+        assert all(torch.equal(got, value) for got, value in zip(kind, right, strict=True))
+
+
+def test_compiled_in_place_and_random() -> None:
+    def call(x: Any) -> Any:
+        y = x * 2
+        aule.rope(y, ANGLES.cos(), ANGLES.sin(), inplace=True)
+        return y, aule.softmax_dropout(x, dropout_p=0.5)
+
+    x = inputs("rope")[0].detach()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    (turned_x, first), (_, second) = compiled(x), compiled(x)
+    assert torch.equal(turned_x, aule.rope(x * 2, ANGLES.cos(), ANGLES.sin()))
+    assert not torch.equal(first, second)
+
+
+def test_transforms() -> None:
+    x, w = (t.detach() for t in inputs("rms_norm"))
+
+    def loss(x: Any, w: Any) -> Any:
+        return aule.rms_norm(x, w).square().sum()
+
+    grads = torch.func.grad(loss, argnums=(0, 1))(x, w)
+    x.requires_grad_()
+    want = torch.autograd.grad(loss(x, w), x)[0]
+    torch.testing.assert_close(grads[0], want)
+    each = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(x.detach(), w)
+    torch.testing.assert_close(each, want)
+    assert torch.equal(torch.vmap(aule.rms_norm, in_dims=(1, None), out_dims=1)(x.detach(), w), aule.rms_norm(x, w))
+
+
+def test_the_second_derivative_is_refused() -> None:
+    x, w = inputs("rms_norm")
+    (grad,) = torch.autograd.grad(aule.rms_norm(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(aule.AuleError, match=r"\[rms_norm\] expected one derivative"):
+        torch.autograd.grad(grad.sum(), x)
+
+
+def test_meta_tensors_and_refusals() -> None:
+    assert aule.rms_norm(torch.empty(3, 4, device="meta")).shape == (3, 4)
+    with pytest.raises(aule.InvalidDtypeError, match=r"\[swiglu\] expected up to be a torch tensor like gate"):
+        aule.swiglu(made(2, 4), [1.0])
+    with pytest.raises(aule.InvalidShapeError, match=r"\[rms_norm\] expected weight of shape"):
+        aule.rms_norm(made(2, 4), made(5))

@@ -1,0 +1,59 @@
+"""Ops of the catalogue on NumPy arrays, by a device's plan: run on that device, or in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from aule.engine.fused import on_host, result_views, work_dtype
+from aule.engine.memory import STORED
+from aule.frontends.numpy import view
+from aule.ir.interpret import interpret
+from aule.ops.elements import as_float
+from aule.ops.spec import Call, OpSpec
+from aule.runtime.base import Device
+from aule.target import Target
+
+Arrays = Mapping[str, Any]
+
+
+def bound(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any]) -> Call:
+    """A call on arrays by the names of operands; options that are not given have their defaults."""
+    return spec.call(
+        {name: view(array, name, spec.name) for name, array in arrays.items()},
+        {option.name: options.get(option.name, option.default) for option in spec.options},
+    )
+
+
+def run(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], device: Device | None) -> dict[str, Any]:
+    """All outputs as numbers; None stands for NumPy."""
+    call = bound(spec, arrays, options)
+    return {name: as_float(x, call.outputs[name].dtype) for name, x in on_host(spec, call, device).items()}
+
+
+def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The same by the launches that a target would have, with the sanitizer's eyes on them."""
+    call = bound(spec, arrays, options)
+    plan = spec.plan(call.problem, {**call.views, **result_views(call)}, target)
+    results = {name: np.zeros(x.shape, STORED[x.dtype]) for name, x in call.outputs.items()}
+    memory = {name: np.ascontiguousarray(x.storage) for name, x in call.views.items()} | results
+    memory |= {name: np.zeros(count, work_dtype(call)) for name, count in plan.workspace.items()}
+    for step in plan.steps:
+        kernel = step.build(step.config, target)
+        arguments = [step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in kernel.params]
+        interpret(kernel, step.grid, arguments, subgroup_size=target.subgroup_size or None)
+    return {name: as_float(x, call.outputs[name].dtype) for name, x in results.items()}
+
+
+def reference(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is right, in float64."""
+    call = bound(spec, arrays, options)
+    values = {name: as_float(x.storage, x.dtype) for name, x in call.views.items()}
+    return spec.reference(call, values)
+
+
+def error(found: Any, right: Any) -> float:
+    """The largest difference over the largest right number."""
+    return float(np.max(np.abs(found - right)) / max(np.max(np.abs(right)), 1e-30))
