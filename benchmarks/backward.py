@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
 from aule.backends import registry
-from aule.engine.attention import backward_on_device, contiguous_strides, prepare_backward
+from aule.engine.attention import contiguous_strides, prepare_backward
+from aule.engine.programs import launch_steps
 from aule.errors import AuleError
 from aule.ops.attention.problem import AttentionProblem
 from aule.view import TensorView
@@ -54,7 +55,7 @@ def vulkan_run(tensors: dict[str, torch.Tensor], causal: bool, repeats: int, wan
             device.upload(memory[key], (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy())
         ready = prepare_backward(problem, views, device)
         memory |= {key: device.alloc(4 * count) for key, count in ready.workspace.items()}
-        backward_on_device(ready, device, memory)
+        launch_steps(ready, device, memory)
         found = []
         for key in ("dq", "dk", "dv"):
             host = torch.empty(shape, dtype=q.dtype)
