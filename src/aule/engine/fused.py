@@ -13,6 +13,7 @@ from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.memory import STORED, Arena, check_memory, host_view
+from aule.engine.probe import find_layout
 from aule.engine.programs import StepLaunches, launch_steps, load_steps
 from aule.errors import AuleError, InvalidArgumentError
 from aule.ops.elements import as_float, stored
@@ -58,6 +59,8 @@ def prepare(spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: D
     """Plan a call on a GPU and build its kernels, or find those in memory. ``views`` are of operands and outputs. Where
     there is nothing to launch, every output is zero."""
     check_memory(spec.name, call.problem.dtype, views, device)
+    if spec.products and call.problem.dtype in ("f16", "bf16"):
+        find_layout(device)
     return load_steps(spec.plan(call.problem, views, device.target), device)
 
 

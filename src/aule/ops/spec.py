@@ -84,6 +84,8 @@ class OpSpec:
     check : callable, optional
         ``check(op, problem, arrays)``: refuses what operands that are not floats must not contain; asked on every call
         whose arrays are in host memory, since what a device has cannot be seen.
+    products : bool
+        It multiplies matrices: a device's matrix units are looked for first.
     gradient : OpSpec, optional
     gradients : dict
         Which output of ``gradient`` belongs to which operand; the others have none.
@@ -97,6 +99,7 @@ class OpSpec:
     plan: Callable[[Any, Mapping[str, TensorView], Target], StepPlan]
     compute: Callable[[Any, Mapping[str, Array], tuple[str, ...]], dict[str, Array]]
     check: Callable[[str, Any, Mapping[str, Array]], None] | None = None
+    products: bool = False
     gradient: OpSpec | None = None
     gradients: Mapping[str, str] | None = None
 

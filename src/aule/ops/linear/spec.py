@@ -24,6 +24,7 @@ LAYER_NORM_LINEAR = OpSpec(
     bind=bind_layer_norm_linear,
     plan=plan_layer_norm_linear,
     compute=layer_norm_linear,
+    products=True,
     gradient=OpSpec(
         name="layer_norm_linear_backward",
         operands=(Operand("dy"), *_OPERANDS),
@@ -32,6 +33,7 @@ LAYER_NORM_LINEAR = OpSpec(
         bind=bind_layer_norm_linear,
         plan=plan_layer_norm_linear_gradient,
         compute=layer_norm_linear_gradient,
+        products=True,
     ),
     gradients={operand.name: f"d{operand.name}" for operand in _OPERANDS},
 )
