@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 ITEMSIZE = {"bool": 1, "u8": 1, "i8": 1, "f16": 2, "bf16": 2, "i32": 4, "u32": 4, "f32": 4, "i64": 8, "f64": 8}
 """Bytes of an element, by dtype name; also the list of dtypes a view may have."""
 
@@ -41,3 +43,13 @@ class TensorView:
     @property
     def is_host(self) -> bool:
         return self.device == "host"
+
+
+def restride(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+    """The same memory with another shape and other strides, read-only in host memory."""
+    storage = view.storage
+    if view.is_host:
+        # The host storage promises exactly the view's shape and strides; read-only because axes may overlap.
+        steps = tuple(stride * view.itemsize for stride in strides)
+        storage = np.lib.stride_tricks.as_strided(storage, shape, steps, writeable=False)
+    return TensorView(view.dtype, shape, strides, view.device, storage, view.offset)

@@ -22,11 +22,13 @@ from aule.ir.types import SCALARS, Scalar, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentBackwardConfig, RoundConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotary_of, rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, place_of, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
+from aule.tile.rotated import exchange_bytes, transfer_of, turned_back
 from aule.tile.simt import padded
 
 
@@ -46,7 +48,8 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     b = Builder("attention_round", config.threads)
     index: Scalar = i64 if config.index64 else i32
     elem, dim = SCALARS[config.dtype], config.head_dim
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
+    scores = ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim, rope=config.rope, rope_unit=config.rope_unit)
+    p = Parameters(b, scores, index)
     sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
     factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
     number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
@@ -54,12 +57,24 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     with b.if_(line < p.number("rows")):
         head_number, row = line // seq_q, line % seq_q
         col = pair * 2
-        block = (head_number * p.number("row_blocks") + (row >> 4)) * -(-dim // SIZE) + (col >> 4)
-        start = b.cast(block, index) * (SIZE * SIZE)
-        values = []
-        for i in range(2):
-            lane, part = place_of(b, target.matrix_layout, row & 15, (col + i) & 15)
-            values.append(b.load(sums, start + b.cast(part * target.subgroup_size + lane, index)) * factor)
+        layout = target.matrix_layout
+
+        def block_of(col: Value) -> Value:
+            block = (head_number * p.number("row_blocks") + (row >> 4)) * -(-dim // SIZE) + (col >> 4)
+            return b.cast(block, index) * (SIZE * SIZE)
+
+        def read(start: Value, col: Value) -> Value:
+            lane, part = place_of(b, layout, row & 15, col & 15)
+            return b.load(sums, start + b.cast(part * target.subgroup_size + lane, index)) * factor
+
+        start = block_of(col)
+        values = [read(start, col + i) for i in range(2)]
+        if config.rope is not None:
+            rotary = rotary_of(p, "dq", head_number // p.number("heads_q"), p.number("shift"))
+            others = [] if rotary.interleaved else [rotary.partner(b, col + i) for i in range(2)]
+            partners = [read(block_of(other), other) for other in others]
+            angles = rotary.fetch_angles(b, rotary.angles(b, row), col, 2)
+            values = rotary.turn(b, values, partners, angles, col, dim, back=True)
         b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
     return b.finish()
 
@@ -98,28 +113,33 @@ class _Kernel:
         self.kept_stride = row_stride(width)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
         self.p_start = self.ds_start + rows * self.kept_stride
-        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_bytes(*dims, config.sums) // 2)
+        size = self.shape.backward_bytes(*dims, config.sums)
+        if config.rope is not None:
+            size = max(size, exchange_bytes(rows, config.head_dim))
+        self.memory = b.shared("tiles", self.engine.elem, size // 2)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, first = self.config, self.scores.extent.first(name)
-        return self.p.matrix(
-            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
-        )
+        config, scores = self.config, self.scores
+        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
+        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        first, aligned = self.scores.extent.first(name), cols % RUN == 0
-        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        scores = self.scores
+        first, aligned = scores.extent.first(name), cols % RUN == 0
+        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """The way of the others' rows. With one stage they must wait in registers until everyone is done."""
-        return self.engine.transfer(matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
+        return transfer_of(self.engine, matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load_own(self) -> None:
         """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
         for matrix, start in zip(self.own, self.own_start, strict=True):
-            transfer = self.engine.transfer(matrix, self.shape.block_q, self.memory)
+            transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
             transfer.clear_padding(start, 1)
             transfer.start(self.row0, start)
             transfer.finish(start)
@@ -273,7 +293,11 @@ class _Kernel:
     def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
         b, run = self.b, self.engine.run
         first = self.part * self.result_width(which)
-        for r, row in enumerate(tile.values()):
+        if out.rotary is None:
+            values = tile.values()
+        else:
+            values = turned_back(self.engine, self.memory, tile, out, (self.row0, self.subgroup_row, first))
+        for r, row in enumerate(values):
             at = self.row0 + self.subgroup_row + tile.row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):

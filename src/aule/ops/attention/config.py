@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from aule.ops.attention.problem import Rope
 from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 
@@ -29,6 +30,10 @@ class ScoreConfig:
         Sequences of different lengths lie one behind the other; where each begins is in buffers.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
+    rope : Rope or None
+        q and k are rotated, and the gradients rotated back.
+    rope_unit, rope_aligned : bool
+        Rows of the tables have stride 1, and can be read as vectors as long as those of q, k, v.
     """
 
     dtype: str
@@ -45,6 +50,9 @@ class ScoreConfig:
     dropout: bool = False
     packed: bool = False
     unit: tuple[bool, ...] = (True, True, True, True)
+    rope: Rope | None = None
+    rope_unit: bool = True
+    rope_aligned: bool = False
 
     @property
     def everywhere(self) -> bool:
@@ -165,3 +173,6 @@ class RoundConfig:
     head_dim: int
     threads: int
     index64: bool
+    rope: Rope | None = None
+    """dQ is rotated back."""
+    rope_unit: bool = True

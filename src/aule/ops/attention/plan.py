@@ -31,6 +31,7 @@ from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
+from aule.tile.rotated import exchange_bytes
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 
@@ -109,9 +110,10 @@ def plan_forward(
     strided = not all(aligned(RUN if isinstance(preferred, FragmentShape) else QUAD)[:3])
     if not strided and problem.modifiers == 0:
         shape = shape or preferred
-    shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+    if shape is None and rotates_runs(problem):
+        shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
-    memory: dict[str, Any] = {
+    memory: dict[str, Any] = rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD) | {
         "aligned": aligned(RUN if isinstance(shape, FragmentShape) else QUAD),
         "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
@@ -172,7 +174,7 @@ def plan_backward(
         "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
     }  # fmt: skip
     units = (unit["o"], unit["do"])
-    keys_shape = shapes[1] if shapes else choose_backward_fragments(target, problem.dtype, *dims, "keys")
+    keys_shape = shapes[1] if shapes else _backward_fragments(problem, target, "keys")
     sums = "ds" not in views and not problem.deterministic and _can_sum(problem, target, keys_shape)
     width = keys_shape.block_kv if keys_shape else SIZE  # tiles of query rows are whole in the sums
     row_blocks, depth = -(-problem.seq_q // width) * width // SIZE, -(-problem.head_dim // SIZE)
@@ -195,11 +197,11 @@ def plan_backward(
         store_scores = of == "queries" and "ds" in views
         shape: SimtShape | FragmentShape | None = shapes[number] if shapes else None
         if shape is None and not store_scores:
-            shape = choose_backward_fragments(target, problem.dtype, *dims, of)
+            shape = _backward_fragments(problem, target, of)
         shape = shape or choose_backward_shape(target, max(dims), dims[:1] if of == "queries" else dims)
         common = score_options(problem) | {
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
-        }  # fmt: skip
+        } | rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD)  # fmt: skip
         each = -(-length // shape.block_q)
         grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
@@ -211,10 +213,20 @@ def plan_backward(
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
         return StepPlan(tuple(steps), {"delta": rows})
-    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64)
+    unit_tables = rope_options(views, QUAD)["rope_unit"]
+    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, problem.rope, unit_tables)
     pairs = rows * problem.head_dim // 2
     steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
     return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
+
+
+def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
+    """Tiles of a backward kernel on matrix units; None where there are none, or where they cannot rotate."""
+    shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
+    if shape is None or problem.rope is None:
+        return shape
+    fits = exchange_bytes(shape.block_q, problem.head_dim) <= target.max_shared_bytes
+    return shape if rotates_runs(problem) and fits else None
 
 
 def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape | None) -> bool:
@@ -253,6 +265,22 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "lse": problem.return_lse,
         "dropout": problem.dropout_p > 0,
         "packed": packed,
+        "rope": problem.rope,
+    }
+
+
+def rotates_runs(problem: AttentionProblem) -> bool:
+    """Whether kernels for matrix units can rotate as the problem says: they do whole runs of columns."""
+    rope = problem.rope
+    return rope is None or (rope.dim if rope.interleaved else rope.half) % RUN == 0
+
+
+def rope_options(views: Mapping[str, TensorView], run: int) -> dict[str, Any]:
+    """The fields of a `ScoreConfig` that the tables of cosines and sines decide."""
+    tables = [views[name] for name in ("cos", "sin") if name in views]
+    return {
+        "rope_unit": all(view.strides[3] == 1 or view.shape[3] == 1 for view in tables),
+        "rope_aligned": bool(tables) and all(_aligned(view, run) for view in tables),
     }
 
 
@@ -293,6 +321,7 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
         scalars[f"{name}_offset"] = view.offset
         if len(view.strides) == 4:
             scalars[f"{name}_row_stride"], scalars[f"{name}_col_stride"] = view.strides[2:]
+            scalars[f"{name}_rows"] = view.shape[2]
         for axis, stride in enumerate(view.strides[:2]):
             scalars[f"{name}_stride{axis}"] = stride
     return scalars

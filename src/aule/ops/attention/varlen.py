@@ -18,6 +18,7 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeErr
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import Array, Expected, attention_reference, attention_twin
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
+from aule.ops.attention.rope import rope_operands
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.view import TensorView
 
@@ -70,17 +71,21 @@ def varlen_problem(
             )
     batch = _check_offsets(op, cu_q, cu_k)
     slopes: TensorView | None = options.pop("alibi_slopes", None)
+    tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
     problem, operands = attention_problem(_turned(q), _turned(k), _turned(v), op=op, **options)
     alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
+    longest = _longest(op, "q", cu_q, q.shape[0], max_q), _longest(op, "k", cu_k, k.shape[0], max_k)
+    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch, max(longest)))
     problem = replace(
         problem,
         batch=batch,
-        seq_q=_longest(op, "q", cu_q, q.shape[0], max_q),
-        seq_kv=_longest(op, "k", cu_k, k.shape[0], max_k),
+        seq_q=longest[0],
+        seq_kv=longest[1],
         packed=(q.shape[0], k.shape[0]),
         alibi=alibi is not None,
+        rope=rope,
     )
-    return problem, replace(operands, alibi=alibi, cu_q=cu_q, cu_k=cu_k)
+    return problem, replace(operands, alibi=alibi, cos=cos, sin=sin, cu_q=cu_q, cu_k=cu_k)
 
 
 def _turned(view: TensorView) -> TensorView:
@@ -160,6 +165,7 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
     """The sequences of a packed batch in host memory."""
     assert operands.cu_q is not None and operands.cu_k is not None
     at_q, at_k = operands.cu_q.storage.tolist(), operands.cu_k.storage.tolist()
+    by_sequence = {"alibi": operands.alibi, "cos": operands.cos, "sin": operands.sin}
     for i in range(problem.batch):
         rows, keys = slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
         own = replace(problem, batch=1, seq_q=rows.stop - rows.start, seq_kv=keys.stop - keys.start, packed=None)
@@ -168,7 +174,7 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
             q=_cut(operands.q, rows, 2),
             k=_cut(operands.k, keys, 2),
             v=_cut(operands.v, keys, 2),
-            alibi=None if operands.alibi is None else _cut(operands.alibi, slice(i, i + 1), 0),
+            **{name: _cut(view, slice(i, i + 1), 0) for name, view in by_sequence.items() if view is not None},
             cu_q=None,
             cu_k=None,
         )
@@ -214,5 +220,5 @@ def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout:
 
 
 def _arrays(operands: Operands) -> dict[str, Any]:
-    names = ("q", "k", "v", "alibi", "sinks", "seed")
+    names = ("q", "k", "v", "alibi", "sinks", "seed", "cos", "sin")
     return {name: getattr(operands, name).storage for name in names if getattr(operands, name) is not None}
