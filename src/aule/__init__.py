@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
-from aule.api import attention, aule_attention, flash_attention, flash_attention_varlen
+from aule.api import (
+    attention,
+    aule_attention,
+    flash_attention,
+    flash_attention_rope,
+    flash_attention_varlen,
+    precompute_rope_frequencies,
+)
 from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
@@ -65,6 +72,7 @@ __all__ = [
     "codegen",
     "dispatch_stats",
     "flash_attention",
+    "flash_attention_rope",
     "flash_attention_varlen",
     "get_available_backends",
     "get_backend_errors",
@@ -72,6 +80,7 @@ __all__ = [
     "install",
     "installed",
     "kernels",
+    "precompute_rope_frequencies",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",

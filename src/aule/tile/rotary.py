@@ -70,8 +70,8 @@ class Rotary:
         return b.vector([source.load(b, start, self.partner(b, col + i), cols_padded) for i in range(width)])
 
     def fetch_angles(self, b: Builder, angles: Angles, col: Value, width: int) -> tuple[Value, Value]:
-        """Cosines and sines of these columns, or, interleaved, of their pairs; in the tables' type. Columns that are not
-        rotated get any."""
+        """Cosines and sines of these columns, or, interleaved, of their pairs, in the tables' type. Columns that are
+        not rotated get any."""
         col, count = (col >> 1, max(width // 2, 1)) if self.interleaved else (col, width)
 
         def inside(at: Value, length: int) -> Value:
@@ -112,7 +112,8 @@ class Rotary:
             if partners:
                 turned = b.fma(partners[i], b.select(lower[place], -s, s), value * cos[angle])
             else:
-                turned = self.turn_pair(b, *x[i - i % 2 : i - i % 2 + 2], cos[angle], s)[i % 2]
+                even = i - i % 2
+                turned = self.turn_pair(b, x[even], x[even + 1], cos[angle], s)[i % 2]
             result.append(b.select(rotated[place], turned, value) if rotated else turned)
         return result
 
@@ -122,6 +123,6 @@ class Rotary:
         return b.fma(-y, sin, x * cos), b.fma(x, sin, y * cos)
 
     def alike(self, width: int) -> bool:
-        """Whether the columns of a run that begins at a multiple of ``width`` are all rotated or none of them, and their
-        partners are one run."""
+        """Whether the columns of a run that begins at a multiple of ``width`` are all rotated or none of them, and
+        their partners are one run."""
         return (self.dim if self.interleaved else self.half) % width == 0

@@ -171,7 +171,7 @@ class Stager:
         stage_size: int,
         angles: tuple[Scalar, int] | None = None,
     ) -> None:
-        """Where quads are rotated on their way, ``angles`` has the type of the tables and how many angles a quad has."""
+        """``angles``, where quads are rotated on their way: the type of the tables, and how many angles a quad has."""
         b = engine.b
         zero = b.splat(b.const(0, elem), QUAD)
         self.registers: list[Var] = [b.var(zero, "fetched") for _ in range(quads)]
@@ -417,8 +417,8 @@ class Simt:
         return rotary.turn(b, x, partners, angles, col, self.head_cols)
 
     def turn_back(self, tile: RegisterTile, out: Matrix, row0: Value, cols: int) -> None:
-        """Rotate the rows of a result back, before they are stored into ``out`` from ``row0`` on; ``cols`` are its columns
-        with padding. Partners that another thread has pass through the stage, a few rows at a time."""
+        """Rotate the rows of a result back, before they are stored into ``out`` from ``row0`` on; ``cols`` are its
+        columns with padding. Partners that another thread has pass through the stage, a few rows at a time."""
         b, rotary, strip = self.b, out.rotary, tile.strip
         assert rotary is not None and self.shape.threads_y * cols <= 2 * self.stage_size
         apart = not rotary.interleaved or strip == 1

@@ -28,7 +28,7 @@ from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, place_of, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
-from aule.tile.rotated import exchange_bytes, transfer_of, turned_back
+from aule.tile.rotated_fragment import exchange_bytes, transfer_of, turned_back
 from aule.tile.simt import padded
 
 

@@ -29,7 +29,7 @@ from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
 from aule.tile.matrix import Matrix
-from aule.tile.rotated import transfer_of
+from aule.tile.rotated_fragment import transfer_of
 from aule.tile.simt import padded
 
 LAG = 8.0

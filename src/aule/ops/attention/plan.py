@@ -31,7 +31,7 @@ from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
-from aule.tile.rotated import exchange_bytes
+from aule.tile.rotated_fragment import exchange_bytes
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 
@@ -91,9 +91,9 @@ def plan_forward(
     ----------
     views : dict
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
-        ``sinks``, ``seed``): four-dimensional, with device strides and offsets.
+        ``sinks``, ``seed``, ``cos``, ``sin``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
-        For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     preferred : SimtShape or FragmentShape, optional
@@ -113,8 +113,9 @@ def plan_forward(
     if shape is None and rotates_runs(problem):
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
-    memory: dict[str, Any] = rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD) | {
-        "aligned": aligned(RUN if isinstance(shape, FragmentShape) else QUAD),
+    run = RUN if isinstance(shape, FragmentShape) else QUAD
+    memory: dict[str, Any] = rope_options(views, run, aligned_base) | {
+        "aligned": aligned(run),
         "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
     }
@@ -151,7 +152,7 @@ def plan_backward(
         forward pass is the buffer ``lse``. With ``ds``, fp32 ``[batch, heads_q, seq_q, seq_kv]`` and zero before, the
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
-        For q, k, v, o, do: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, do, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
@@ -201,7 +202,7 @@ def plan_backward(
         shape = shape or choose_backward_shape(target, max(dims), dims[:1] if of == "queries" else dims)
         common = score_options(problem) | {
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
-        } | rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD)  # fmt: skip
+        } | rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD, aligned_base)  # fmt: skip
         each = -(-length // shape.block_q)
         grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
@@ -213,7 +214,7 @@ def plan_backward(
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
         return StepPlan(tuple(steps), {"delta": rows})
-    unit_tables = rope_options(views, QUAD)["rope_unit"]
+    unit_tables = rope_options(views)["rope_unit"]
     finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, problem.rope, unit_tables)
     pairs = rows * problem.head_dim // 2
     steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
@@ -275,12 +276,15 @@ def rotates_runs(problem: AttentionProblem) -> bool:
     return rope is None or (rope.dim if rope.interleaved else rope.half) % RUN == 0
 
 
-def rope_options(views: Mapping[str, TensorView], run: int) -> dict[str, Any]:
-    """The fields of a `ScoreConfig` that the tables of cosines and sines decide."""
-    tables = [views[name] for name in ("cos", "sin") if name in views]
+def rope_options(
+    views: Mapping[str, TensorView], run: int = QUAD, aligned_base: Mapping[str, bool] | None = None
+) -> dict[str, Any]:
+    """The fields of a `ScoreConfig` that the tables of cosines and sines decide; ``run`` elements travel together."""
+    tables = {name: views[name] for name in ("cos", "sin") if name in views}
+    base_ok = aligned_base or {}
     return {
-        "rope_unit": all(view.strides[3] == 1 or view.shape[3] == 1 for view in tables),
-        "rope_aligned": bool(tables) and all(_aligned(view, run) for view in tables),
+        "rope_unit": all(view.strides[3] == 1 or view.shape[3] == 1 for view in tables.values()),
+        "rope_aligned": bool(tables) and all(_aligned(v, run) and base_ok.get(n, True) for n, v in tables.items()),
     }
 
 

@@ -137,12 +137,11 @@ def attention_twin(
     out : ndarray
         float64 ``[batch, heads_q, seq_q, value_dim]`` holding values of the problem's dtype.
     """
-    return _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch)[0]
+    return _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch)[0]
 
 
-def _twin(problem: AttentionProblem, q: Array, k: Array, v: Array, *rest: Any) -> tuple[F64, F64]:
-    """The twin, and its log-sum-exp. ``rest`` as for `attention_twin`."""
-    *arrays, first_batch = rest
+def _twin(problem: AttentionProblem, *arrays: Any, first_batch: int = 0) -> tuple[F64, F64]:
+    """The twin, and its log-sum-exp; ``arrays`` are all those of `attention_twin`."""
     work = np.float64 if problem.dtype == "f64" else np.float32
     root = np.sqrt(abs(problem.scale))
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
@@ -152,7 +151,7 @@ def _twin(problem: AttentionProblem, q: Array, k: Array, v: Array, *rest: Any) -
         return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, *arrays, rounded, first_batch=first_batch):
+        for part in parts(problem, *arrays, rounded=rounded, first_batch=first_batch):
             s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
@@ -247,7 +246,7 @@ def expect(
     half = problem.dtype in _MANTISSA_BITS
     if not half:
         return Expected(out, lse, None)
-    twin, lse_twin = _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, 0)
+    twin, lse_twin = _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
     return Expected(out, lse, twin, None if problem.rope is None else lse_twin)
 
 
@@ -335,9 +334,9 @@ def parts(
     seed: Array | None,
     cos: Array | None = None,
     sin: Array | None = None,
-    rounded: Callable[[Array], Array] = exactly,
     *,
-    first_batch: int,
+    rounded: Callable[[Array], Array] = exactly,
+    first_batch: int = 0,
 ) -> Iterator[Part]:
     """The rows of a problem, head by head; where it rotates q and k they are rotated, with ``rounded`` steps."""
     p = problem
@@ -403,7 +402,8 @@ class Angles:
         """Rows of a batch, of which the first stands at position ``first``."""
         if self.rope is None:
             return x
-        return rotate(self.rope, x, *(t[batch, first : first + len(x)] for t in self.tables), rounded, back)
+        cos, sin = (table[batch, first : first + len(x)] for table in self.tables)
+        return rotate(self.rope, x, cos, sin, rounded, back)
 
 
 def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:

@@ -79,9 +79,10 @@ def _gradients(
         return np.asarray(values) if exact else rounded_to(values.astype(work), p.dtype)
 
     with np.errstate(all="ignore"):
-        arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin")]
-        angles = Angles(p, *arrays[-2:])
-        for part in parts(p, q, k, v, *arrays, rounded, first_batch=first_batch):
+        names = ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin")
+        arrays: dict[str, Any] = {name: extra.get(name) for name in names}
+        angles = Angles(p, extra.get("cos"), extra.get("sin"))
+        for part in parts(p, q, k, v, **arrays, rounded=rounded, first_batch=first_batch):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))

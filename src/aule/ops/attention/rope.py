@@ -18,12 +18,25 @@ from aule.view import TensorView, restride
 Array = npt.NDArray[Any]
 
 
+def rope_tables(op: str, rope: Any) -> tuple[Any, Any]:
+    """``rope`` of a call as its two arrays, or two times None."""
+    if rope is None:
+        return None, None
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2 or any(table is None for table in rope):
+        got = f"{len(rope)} values" if isinstance(rope, (tuple, list)) else type(rope).__name__
+        raise InvalidArgumentError(
+            f"[{op}] expected rope as (cos, sin), got {got}; pass two arrays, as precompute_rope_frequencies gives them"
+        )
+    return rope[0], rope[1]
+
+
 def rope_operands(
     op: str,
     cos: TensorView | None,
     sin: TensorView | None,
     interleaved: Any,
-    problem: tuple[str, int, int, int],
+    problem: tuple[str, int, int],
+    lengths: tuple[int, int],
 ) -> tuple[Rope | None, TensorView | None, TensorView | None]:
     """Check the tables of a call and bring them into normal form.
 
@@ -35,7 +48,9 @@ def rope_operands(
         ``[positions, dim // 2]`` or ``[batch, positions, dim // 2]``, with a batch of 1 for all; or, of more than half
         of the head's columns, ``[..., dim]``, of which the second half repeats the first.
     problem : tuple
-        dtype of q, head dimension, batch, and how many positions there are.
+        dtype of q, head dimension and batch.
+    lengths : tuple of int
+        Of the longest sequences of q and of k.
 
     Returns
     -------
@@ -51,7 +66,7 @@ def rope_operands(
         if cos is not sin:
             raise InvalidArgumentError(f"[{op}] expected rope as (cos, sin), got one of the two; give both")
         return None, None, None
-    dtype, head_dim, batch, positions = problem
+    dtype, head_dim, batch = problem
     for view in (cos, sin):
         if view.dtype not in ("f32", dtype) or view.dtype != cos.dtype:
             raise InvalidDtypeError(
@@ -64,9 +79,9 @@ def rope_operands(
                 f"rotary_dim // 2] with batch {batch} or 1, both alike, got {list(cos.shape)} and {list(sin.shape)}; "
                 "reshape them"
             )
-    if cos.shape[-2] < positions:
+    if any(cos.shape[-2] < length for length in lengths):
         raise InvalidShapeError(
-            f"[{op}] expected cos and sin of rope for at least {positions} positions, the longer of the sequences of q "
+            f"[{op}] expected cos and sin of rope for at least {max(lengths)} positions, the longer of the sequences of q "
             f"and k, got {cos.shape[-2]}; precompute more"
         )
     half = _pairs(op, cos.shape[-1], head_dim, bool(interleaved))
@@ -84,8 +99,8 @@ def _pairs(op: str, width: int, head_dim: int, interleaved: bool) -> int:
         return width
     if not 1 <= width <= head_dim or width % 2:
         raise InvalidShapeError(
-            f"[{op}] expected cos and sin of rope with at most head_dim // 2 = {head_dim // 2} columns, one for each pair "
-            f"that is rotated, or twice as many whose halves repeat, got {width}; cut them"
+            f"[{op}] expected cos and sin of rope with at most head_dim // 2 = {head_dim // 2} columns, one for each "
+            f"pair that is rotated, or twice as many whose halves repeat, got {width}; cut them"
         )
     if interleaved:
         raise InvalidShapeError(

@@ -146,7 +146,7 @@ def attention_problem(
     batch, heads_q, seq_q, head_dim = q4.shape
     score_shape = (batch, heads_q, seq_q, k4.shape[2])
     rope, cos, sin = rope_operands(
-        op, rope_cos, rope_sin, rope_interleaved, (q.dtype, head_dim, batch, max(seq_q, k4.shape[2]))
+        op, rope_cos, rope_sin, rope_interleaved, (q.dtype, head_dim, batch), (seq_q, k4.shape[2])
     )
     problem = AttentionProblem(
         batch=batch,

@@ -75,7 +75,7 @@ def varlen_problem(
     problem, operands = attention_problem(_turned(q), _turned(k), _turned(v), op=op, **options)
     alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
     longest = _longest(op, "q", cu_q, q.shape[0], max_q), _longest(op, "k", cu_k, k.shape[0], max_k)
-    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch, max(longest)))
+    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), longest)
     problem = replace(
         problem,
         batch=batch,
@@ -165,7 +165,6 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
     """The sequences of a packed batch in host memory."""
     assert operands.cu_q is not None and operands.cu_k is not None
     at_q, at_k = operands.cu_q.storage.tolist(), operands.cu_k.storage.tolist()
-    by_sequence = {"alibi": operands.alibi, "cos": operands.cos, "sin": operands.sin}
     for i in range(problem.batch):
         rows, keys = slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
         own = replace(problem, batch=1, seq_q=rows.stop - rows.start, seq_kv=keys.stop - keys.start, packed=None)
@@ -174,11 +173,17 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
             q=_cut(operands.q, rows, 2),
             k=_cut(operands.k, keys, 2),
             v=_cut(operands.v, keys, 2),
-            **{name: _cut(view, slice(i, i + 1), 0) for name, view in by_sequence.items() if view is not None},
+            alibi=_of_sequence(operands.alibi, i),
+            cos=_of_sequence(operands.cos, i),
+            sin=_of_sequence(operands.sin, i),
             cu_q=None,
             cu_k=None,
         )
         yield Piece(i, own, own_operands, rows, keys)
+
+
+def _of_sequence(view: TensorView | None, number: int) -> TensorView | None:
+    return None if view is None else _cut(view, slice(number, number + 1), 0)
 
 
 def _cut(view: TensorView, part: slice, axis: int) -> TensorView:

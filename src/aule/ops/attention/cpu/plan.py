@@ -22,7 +22,15 @@ from aule.ops.attention.cpu.config import (
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import Step, StepPlan, problem_scalars, row_scalars, score_options, view_scalars
+from aule.ops.attention.plan import (
+    Step,
+    StepPlan,
+    problem_scalars,
+    rope_options,
+    row_scalars,
+    score_options,
+    view_scalars,
+)
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
@@ -62,11 +70,12 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         splits, split_keys = 1, problem.seq_kv
     config = CpuConfig(
         **score_options(problem),
+        **rope_options(views),
         unit=unit_strides,
         shape=shape,
         grouped=grouped,
         split=splits > 1,
-        panels=("none" if _dotted(shape, unit_strides) else "scratch") if grouped else "workspace",
+        panels=("none" if _dotted(problem, shape, unit_strides) else "scratch") if grouped else "workspace",
         values=values,
         pairs=pairs,
         mask_columns=_columns(views.get("mask")),
@@ -100,6 +109,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         unit_strides[1:3],
         problem.packed is not None,
         pairs,
+        problem.rope,
+        config.rope_unit,
     )
     forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
     return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
@@ -150,13 +161,15 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
             "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
         }
     )
+    direct_keys = problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0
     config = CpuBackwardConfig(
         **(score_options(problem) | {"lse": False}),
+        **rope_options(views),
         unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
         shape=shape,
         scores="ds" in views,
         pairs=pairs,
-        direct_keys=problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0,
+        direct_keys=direct_keys and problem.rope is None,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
@@ -219,9 +232,9 @@ def _grouped_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
     return CpuShape(unit, rows, panel, groups * rows, max(panel, 64))
 
 
-def _dotted(shape: CpuShape, unit_strides: tuple[bool, ...]) -> bool:
-    """So few rows that K is better not packed."""
-    return shape.panel == shape.lanes and unit_strides[1]
+def _dotted(problem: AttentionProblem, shape: CpuShape, unit_strides: tuple[bool, ...]) -> bool:
+    """So few rows that K is better not packed; one that is rotated is copied anyway."""
+    return shape.panel == shape.lanes and unit_strides[1] and problem.rope is None
 
 
 def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[int, int]:
