@@ -1,4 +1,4 @@
-"""Attention with rotated q and k: cases, their inputs, and what is right, found by another way than the package's own."""
+"""Attention with rotated q and k: cases, their inputs, and rotation by another way than the package's own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``rotary`` are the columns that are rotated, ``tables`` how they are given: ``half`` or ``full`` wide, or
-    by ``batch``; ``table`` is their type."""
+    """One call. ``rotary`` are the columns that are rotated, ``tables`` how they are given: ``half`` or ``full`` wide,
+    or by ``batch``; ``table`` is their type."""
 
     dtype: str
     dims: tuple[int, int]
@@ -78,7 +78,9 @@ def turned(case: Case, inputs: dict[str, Array], name: str, x: Array, back: bool
     return result
 
 
-def unrotated(case: Case, problem: AttentionProblem, inputs: dict[str, Array]) -> tuple[AttentionProblem, dict[str, Array]]:
+def unrotated(
+    case: Case, problem: AttentionProblem, inputs: dict[str, Array]
+) -> tuple[AttentionProblem, dict[str, Array]]:
     """The problem of arrays that are rotated already, in fp64."""
     arrays = {name: to_f64(inputs[name], case.dtype) for name in "qkv"}
     arrays |= {name: turned(case, inputs, name, arrays[name]) for name in "qk"}

@@ -1,4 +1,4 @@
-"""RoPE inside attention: the reference, every engine on the interpreter with the sanitizer on, front ends, and errors."""
+"""RoPE inside attention: the reference, every engine on the interpreter with the sanitizer on, and errors."""
 
 from __future__ import annotations
 

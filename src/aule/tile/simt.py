@@ -416,30 +416,6 @@ class Simt:
         partners = [] if other is None else b.unpack(b.cast(other, f32))
         return rotary.turn(b, x, partners, angles, col, self.head_cols)
 
-    def turn_back(self, tile: RegisterTile, out: Matrix, row0: Value, cols: int) -> None:
-        """Rotate the rows of a result back, before they are stored into ``out`` from ``row0`` on; ``cols`` are its
-        columns with padding. Partners that another thread has pass through the stage, a few rows at a time."""
-        b, rotary, strip = self.b, out.rotary, tile.strip
-        assert rotary is not None and self.shape.threads_y * cols <= 2 * self.stage_size
-        apart = not rotary.interleaved or strip == 1
-        for r, variables in enumerate(tile.vars):
-            x, partners = [variable.value for variable in variables], []
-            columns = [tile.col(c) for c in range(len(x))]
-            if apart:
-                b.barrier()  # everyone is done with what the stage held
-                for col, value in zip(columns, x, strict=True):
-                    b.store(self.stage, self.ty * cols + col, value)
-                b.barrier()
-                for col in columns:
-                    partners.append(b.load(self.stage, self.ty * cols + rotary.partner(b, col)))
-            angles = rotary.angles(b, row0 + tile.row(r))
-            for c in range(0, len(x), strip):
-                own = slice(c, c + strip)
-                found = rotary.fetch_angles(b, angles, columns[c], strip)
-                turned = rotary.turn(b, x[own], partners[own], found, columns[c], cols, back=True)
-                for variable, value in zip(variables[own], turned, strict=True):
-                    variable.value = value
-
     # -- products --------------------------------------------------------------------------------------------------
 
     def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:

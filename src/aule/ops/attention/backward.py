@@ -24,6 +24,7 @@ from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
 from aule.tile.matrix import QUAD, Matrix, divmod_const
+from aule.tile.rotated_simt import turn_back
 from aule.tile.simt import RegisterTile, Simt, Stager, padded, wave_size
 
 
@@ -238,7 +239,7 @@ class _Kernel:
     def store(self, tile: RegisterTile, out: Matrix, row0: Value, factor: Value | None) -> None:
         b = self.b
         if out.rotary is not None:
-            self.engine.turn_back(tile, out, row0, self.shape.value_cols(out.cols))
+            turn_back(self.engine, tile, out, row0, self.shape.value_cols(out.cols))
         for r, row in enumerate(tile.values()):
             at = row0 + tile.row(r)
             with b.if_(at < out.rows):
