@@ -1,11 +1,14 @@
 """Times alternative tiles of the backward kernels on one device, each result checked against PyTorch first.
 
     python benchmarks/tune_backward.py cuda f32 64:2048:full queries 64,64,16,8,16,16 64,64,16,8,16,16,168
+    python benchmarks/tune_backward.py cuda f32 128:2048:full,128:8192:causal sums r:64,64,16,8,16,8 32,128,16,8,16,16
     python benchmarks/tune_backward.py cuda bf16 64:2048:full,64:8192:causal keys f:128,32,4,2 f:64,64,4,2
 
-Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], or for matrix
-units f:rows,width,subgroups,stages[,registers[,columns]]; ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three,
-dQ added up by the kernel of the others.
+Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], with r: before
+it when the block's own rows stay in shared memory, or for matrix units f:rows,width,subgroups,stages[,registers[,
+columns]].
+``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added up by the kernel of the others; its five products
+are counted, and the time is that of all its launches.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class Case:
     def measure(self, of: str, shape: SimtShape | FragmentShape, repeats: int = 5) -> str:
         device = self.device
         problem = replace(self.problem, deterministic=of != "sums")
-        spent, loaded, extra = [], None, {}
+        spent, told, extra = [], {}, {}
         try:
             plan = plan_backward(problem, self.views, device.target, shapes=(shape, shape))
             extra = {name: device.alloc(4 * count) for name, count in plan.workspace.items() if name not in self.memory}
@@ -81,6 +84,8 @@ class Case:
                 loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
                 values = {f"{n}_ptr": m for n, m in (self.memory | extra).items()} | dict(step.scalars)
                 args = [values[p.name] for p in loaded.artifact.params]
+                if getattr(step.config, "of", None):
+                    told = device.statistics(loaded) if hasattr(device, "statistics") else {}
                 warm_up(device, loaded, step.grid, args)
                 times = [device.time_launch(loaded, step.grid, args) for _ in range(repeats)]
                 spent.append(statistics.median(times))
@@ -101,8 +106,7 @@ class Case:
             device.download(self.memory[name], stored(out))
             want = self.want[name]
             worst = max(worst, float((out[-1:, -1:].double() - want).abs().max() / want.abs().max()))
-        stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
-        shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in ("registers", "local_bytes", "Register Count"))
+        shown = ", ".join(f"{k} {v}" for k, v in told.items() if k in ("registers", "local_bytes", "Register Count"))
         products = {"queries": 3, "keys": 4, "sums": 5}[of]
         main = sum(spent) if of == "sums" else spent[-1]
         rate = self.problem.flops / 2 * products / main / 1e12
@@ -116,11 +120,12 @@ class Case:
 
 
 def parsed(text: str) -> SimtShape | FragmentShape:
-    numbers = [int(x) for x in text.removeprefix("f:").split(",")]
-    if text.startswith("f:"):
+    kind, _, listed = text.rpartition(":")
+    numbers = [int(x) for x in listed.split(",")]
+    if kind == "f":
         columns = {"columns": numbers[5]} if len(numbers) > 5 else {}
         return FragmentShape(*numbers[:4], False, *numbers[4:5], **columns)
-    return SimtShape(*numbers[:6], False, 0, *numbers[6:])
+    return SimtShape(*numbers[:6], kind == "r", 0, *numbers[6:])
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
 
 Cases are head_dim:seq:kind, B·S = 16384, H·D = 2048. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,
 resident_q[,block_p[,registers]], or for matrix units f:block_q,block_kv,subgroups,stages,resident_q[,registers].
-``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION first.
+``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION first, or EFFICIENT_ATTENTION for f32. ``--precision``
+rounds f32 inputs to that type for matrix units.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ def warm_up(device: Device, loaded: Any, grid: Any, args: list[Any], seconds: fl
 class Case:
     """Inputs on the device and the right answer for the last head, made once for all shapes."""
 
-    def __init__(self, device: Device, dtype: str, head_dim: int, seq: int, causal: bool) -> None:
+    def __init__(
+        self, device: Device, dtype: str, head_dim: int, seq: int, causal: bool, precision: str | None = None
+    ) -> None:
         batch, heads = max(16384 // seq, 1), max(2048 // head_dim, 1)
         self.device, self.causal, self.dtype = device, causal, dtype
         self.dims = (batch, heads, seq, head_dim)
         self.problem = AttentionProblem(
-            batch, heads, heads, seq, seq, head_dim, head_dim, dtype, head_dim**-0.5, causal=causal
+            batch, heads, heads, seq, seq, head_dim, head_dim, dtype, head_dim**-0.5, causal=causal, precision=precision
         )
         torch.manual_seed(0)
         self.host = {name: torch.randn(self.dims).to(DTYPES[dtype]) for name in "qkv"}
@@ -82,7 +85,7 @@ class Case:
         stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
         wanted = ("registers", "local_bytes", "Register Count", "Binary Size")
         shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in wanted)
-        bound = {"f32": 1e-5, "f16": 1e-3, "bf16": 8e-3}[self.dtype]
+        bound = {"f32": 1e-5, "f16": 1e-3, "tf32": 1e-3, "bf16": 8e-3}[self.problem.precision or self.dtype]
         verdict = "" if error < bound and written else " WRONG"
         rate = self.problem.flops / median / 1e12
         return f"{rate:6.1f} TFLOPS {1e3 * median:8.3f} ms error {error:.1e}{verdict}; {shown}"
@@ -119,16 +122,18 @@ def main() -> None:
     parser.add_argument("cases")
     parser.add_argument("shapes", nargs="+")
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--precision", choices=["f16", "bf16", "tf32"], help="of f32 inputs, on matrix units")
     args = parser.parse_args()
     device = registry.find(args.device)
     assert device is not None
     find_layout(device)
     for text in args.cases.split(","):
         head_dim, seq, kind = text.split(":")
-        case = Case(device, args.dtype, int(head_dim), int(seq), kind == "causal")
+        case = Case(device, args.dtype, int(head_dim), int(seq), kind == "causal", args.precision)
         label = f"{args.device} {args.dtype} d{head_dim} S{seq} {kind}"
         if args.peers:
-            for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            half = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+            for backend in (SDPBackend.EFFICIENT_ATTENTION,) if args.dtype == "f32" else half:
                 print(f"{label} {backend.name:28} {case.peer(backend)}", flush=True)
         for shape in args.shapes:
             print(f"{label} {shape:28} {case.measure(parsed(shape))}", flush=True)

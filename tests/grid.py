@@ -321,6 +321,14 @@ def case_problem(case: Case, inputs: Mapping[str, Array]) -> tuple[AttentionProb
     return attention_problem(**{name: view_of(array) for name, array in inputs.items()}, **case.options)
 
 
+def rounded_to(x: Array, factor: str) -> Array:
+    """Inputs as ``precision`` rounds them for matrix units; tf32 in fp32."""
+    if factor != "tf32":
+        return x.astype(NUMPY_DTYPES[factor])
+    words = (np.ascontiguousarray(x).view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), words.view(np.float32), x)
+
+
 def expected(case: Case, inputs: Mapping[str, Array]) -> Expected:
     """What a backend must come close to, for `aule.ops.attention.reference.compare`."""
     problem, _ = case_problem(case, inputs)

@@ -496,6 +496,7 @@ def memory() -> Iterator[Case]:
             # Neighbouring elements of a word are written by different threads, some of them not at all.
             x, out = b.buffer("x", elem), b.buffer("result", elem, "readwrite")
             i = thread(b)
+            b.prefetch(x, i * 2)  # not all of it is there
             with b.if_(b.ne(i % 3, 0)):
                 b.store(out, N - 1 - i, b.load(x, i))
             b.store(out, N + (i ^ 1) * 2, b.load(x, (i & 63) * 2, 2))

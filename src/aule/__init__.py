@@ -13,15 +13,20 @@ from aule._version import __version__
 from aule.api import (
     attention,
     aule_attention,
+    cascade_attention,
+    decode_attention,
     flash_attention,
+    flash_attention_paged,
     flash_attention_rope,
     flash_attention_varlen,
+    merge_states,
     precompute_rope_frequencies,
 )
 from aule.context import Aule, Tensor
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
+    CacheFullError,
     ClosedError,
     DeviceLostError,
     DeviceMismatchError,
@@ -44,6 +49,7 @@ from aule.install import (
     scaled_dot_product_attention,
     uninstall,
 )
+from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
@@ -54,12 +60,14 @@ __all__ = [
     "Aule",
     "AuleError",
     "BackendUnavailableError",
+    "CacheFullError",
     "ClosedError",
     "DeviceLostError",
     "DeviceMismatchError",
     "InvalidArgumentError",
     "InvalidDtypeError",
     "InvalidShapeError",
+    "KVCache",
     "KernelError",
     "LaunchError",
     "NoComputeQueueError",
@@ -69,9 +77,12 @@ __all__ = [
     "__version__",
     "attention",
     "aule_attention",
+    "cascade_attention",
     "codegen",
+    "decode_attention",
     "dispatch_stats",
     "flash_attention",
+    "flash_attention_paged",
     "flash_attention_rope",
     "flash_attention_varlen",
     "get_available_backends",
@@ -80,6 +91,7 @@ __all__ = [
     "install",
     "installed",
     "kernels",
+    "merge_states",
     "precompute_rope_frequencies",
     "print_backend_info",
     "register_flash_attention_impl",

@@ -9,7 +9,7 @@ from aule.context import Aule
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.frontends import by_type, front_end, maker
 from aule.ops.attention.rope import frequencies, rope_tables
-from aule.options import AttentionOptions
+from aule.options import AttentionOptions, DecodeOptions
 
 
 def flash_attention(
@@ -32,6 +32,7 @@ def flash_attention(
     causal_align: str = "bottom-right",
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str | None = None,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
@@ -82,9 +83,14 @@ def flash_attention(
     return_lse : bool
         Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
     deterministic : bool
-        Gradients of half-precision inputs on matrix units add up dQ in any order where that is faster;
-        ``deterministic=True`` gives the same bits every time, and so does ``torch.use_deterministic_algorithms(True)``
-        for torch tensors. Everything else is deterministic always.
+        Gradients on GPUs add up dQ in any order where the driver has atomic additions of floats (CUDA, most of
+        Vulkan's), which is faster. ``deterministic=True`` gives the same bits every time, and so does
+        ``torch.use_deterministic_algorithms(True)`` for torch tensors. Everything else is deterministic always.
+    precision : {"fp16", "bf16", "tf32"}, optional
+        Only for float32 inputs: round q, k and v, and the weights, to this type and multiply them on matrix units;
+        sums, softmax, the result and the log-sum-exp stay float32. fp16 turns what is beyond 65504 into infinities;
+        tf32, with as many digits as fp16 and the range of float32, is for CUDA from sm_80 on. Gradients are computed
+        in float32. A device without such units is refused; without this option float32 is never rounded.
     out : array, optional
         Write the result here.
     backend : str, optional
@@ -99,7 +105,7 @@ def flash_attention(
     cos, sin = (None, None) if rope is None else rope_tables("flash_attention", rope)
     options = AttentionOptions(
         causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, cos, sin, rope_interleaved, dropout_p, seed,
-        causal_align, return_lse, deterministic, out, backend,
+        causal_align, return_lse, deterministic, out, backend, precision,
     )  # fmt: skip
     found = by_type.get(type(q))  # a call saved, where every repeated one passes
     return (front_end(q) if found is None else found).flash_attention(q, k, v, options)
@@ -258,6 +264,216 @@ def precompute_rope_frequencies(
     cos, sin = frequencies(seq_len, head_dim, base)
     end = maker(device, dtype)
     return end.make(cos, device, dtype), end.make(sin, device, dtype)
+
+
+def decode_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    context_lens: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention of the newest tokens of each sequence over its cache of keys and values.
+
+    Parameters
+    ----------
+    q : array
+        ``[batch, heads_q, seq_q, head_dim]``: the last ``seq_q`` tokens of each sequence; or, for one token each,
+        ``[batch, heads_q, head_dim]``.
+    k, v : array
+        ``[batch, heads_kv, max_len, head_dim]`` of any strides: a cache ``[batch, max_len, heads_kv, head_dim]`` comes
+        as its transposed view. What lies behind a sequence's end is never looked at.
+    context_lens : int32 array, optional
+        ``[batch]``: keys of each sequence, those of ``q`` included; None: all. Query row ``i`` stands at key
+        ``context_len - seq_q + i``. In host memory they are checked; on a GPU they are taken as they are, never beyond
+        ``max_len``, and nothing waits for them.
+    causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
+        As in `flash_attention`. There are no gradients.
+
+    Returns
+    -------
+    array or (array, array)
+        The kind, dtype, device and shape of ``q``, and with ``return_lse`` float32 of that shape without its last axis.
+        A sequence without keys gives zeros and -inf.
+    """
+    options = DecodeOptions(
+        context_lens, None, None, None, None, None, "HND", causal, scale, window, softcap, alibi_slopes, sinks,
+        return_lse, out, backend,
+    )  # fmt: skip
+    found = by_type.get(type(q))  # a call saved, where every repeated one passes
+    return (front_end(q) if found is None else found).decode(q, k, v, options)
+
+
+def flash_attention_paged(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "NHD",
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention over keys and values that lie in pages of a pool.
+
+    Parameters
+    ----------
+    q : array
+        ``[batch, heads_q, seq_q, head_dim]``: the last tokens of each sequence; or ``[batch, heads_q, head_dim]``, one
+        each; or, with ``cu_seqlens_q``, ``[total_q, heads_q, head_dim]``: each sequence's own number of them, one
+        sequence behind the other, so that prefill and decoding share a batch.
+    k_cache, v_cache : array
+        The pool: ``[pages, page, heads_kv, head_dim]`` (layout "NHD") or ``[pages, heads_kv, page, head_dim]`` ("HND"),
+        pages of 1 to 256 keys, any strides. Of q's dtype, or int8, or float8_e4m3fn, with scales.
+    block_tables : int32 array
+        ``[batch, max_pages]``: the pages of each sequence in order. Those behind its end are never looked at. Numbers
+        outside of the pool are refused where the table is in host memory; on a GPU some page of the pool is read
+        instead.
+    context_lens : int32 array
+        ``[batch]``: keys of each sequence, those of ``q``, which are in the pool already, included.
+    cu_seqlens_q : int32 array, optional
+        ``[batch + 1]``: the row of q at which each sequence begins, and where the last one ends.
+    max_seqlen_q : int, optional
+        Rows of the sequence that has most. Where it is not given and the offsets are on a GPU, the call waits for it
+        to read them.
+    k_scale, v_scale : float32 array, optional
+        Of the cache's shape without its last axis: what each token and head of an int8 or fp8 cache is multiplied by.
+    layout : {"NHD", "HND"}
+        Order of the cache's axes.
+    causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend
+        As in `flash_attention`. There are no gradients.
+
+    Returns
+    -------
+    array or (array, array)
+        The kind, dtype, device and shape of ``q``, and with ``return_lse`` float32 of that shape without its last axis,
+        or, packed, ``[heads_q, total_q]``. A sequence without keys gives zeros and -inf.
+    """
+    if block_tables is None or context_lens is None:
+        raise InvalidArgumentError(
+            "[flash_attention_paged] expected block_tables and context_lens, got None; use aule.decode_attention for a "
+            "contiguous cache"
+        )
+    options = DecodeOptions(
+        context_lens, block_tables, cu_seqlens_q, max_seqlen_q, k_scale, v_scale, layout, causal, scale, window,
+        softcap, alibi_slopes, sinks, return_lse, out, backend,
+    )  # fmt: skip
+    found = by_type.get(type(q))
+    return (front_end(q) if found is None else found).decode(q, k_cache, v_cache, options)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Attention over two disjoint sets of keys, from the results over each.
+
+    Parameters
+    ----------
+    o_a, o_b : array
+        Results of attention of the same queries, one over the first keys, one over the others; of one shape.
+    lse_a, lse_b : float32 array
+        Their log-sum-exps, of that shape without its last axis.
+
+    Returns
+    -------
+    o : array
+        What attention over all keys gives, with the dtype of ``o_a``.
+    lse : float32 array
+        Its log-sum-exp.
+    """
+    merged: tuple[Any, Any] = front_end(o_a).merge_states(o_a, lse_a, o_b, lse_b)
+    return merged
+
+
+def cascade_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    shared_pages: int,
+    sinks: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """`flash_attention_paged` of sequences that begin with the same pages, which are read once for all of them.
+
+    The queries of all sequences attend to the common pages as those of one sequence, then each to its own, and
+    `merge_states` puts the two together. It pays where the common part is long and the sequences are many.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, context_lens
+        As for `flash_attention_paged`: NumPy arrays or torch tensors.
+    shared_pages : int
+        How many columns of ``block_tables`` are the same in all rows. All of the common pages lie before the first
+        query of every sequence.
+    **options
+        As for `flash_attention_paged`; there is no ``window``, no ``alibi_slopes`` and no ``out``.
+
+    Returns
+    -------
+    array or (array, array)
+        As `flash_attention_paged` returns it.
+    """
+    for name in ("window", "alibi_slopes", "out"):
+        if options.get(name) is not None:
+            raise InvalidArgumentError(
+                f"[cascade_attention] expected no {name}, got one; use flash_attention_paged, which has it"
+            )
+    own: dict[str, Any] = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal}
+    if shared_pages == 0:
+        return flash_attention_paged(
+            q, k_cache, v_cache, block_tables, context_lens, **own, **options, return_lse=return_lse
+        )
+    page = k_cache.shape[2 if options.get("layout") == "HND" else 1]
+    keys = shared_pages * page
+    if not 0 <= shared_pages <= block_tables.shape[1]:
+        raise InvalidArgumentError(
+            f"[cascade_attention] expected shared_pages from 0 to {block_tables.shape[1]}, got {shared_pages}"
+        )
+    # The rows of all sequences behind each other, [1, heads, rows, dim]: to the common keys they are one sequence's.
+    heads, dim = q.shape[1], v_cache.shape[3]
+    together = q.swapaxes(0, 1).reshape(heads, -1, q.shape[-1])[None]
+    common, common_lse = flash_attention_paged(
+        together, k_cache, v_cache, block_tables[:1, :shared_pages], context_lens[:1] * 0 + keys, causal=False,
+        **options, return_lse=True,
+    )  # fmt: skip
+    apart, apart_lse = flash_attention_paged(
+        q, k_cache, v_cache, block_tables[:, shared_pages:], context_lens - keys, **own, **options, return_lse=True
+    )
+    if cu_seqlens_q is not None:
+        apart_lse = apart_lse.swapaxes(0, 1)
+    batch, rows = q.shape[0], q.shape[2:-1]
+    common = common[0].reshape(heads, batch, *rows, dim).swapaxes(0, 1)
+    common_lse = common_lse[0].reshape(heads, batch, *rows).swapaxes(0, 1)
+    out, lse = merge_states(common, common_lse, apart, apart_lse)
+    if not return_lse:
+        return out
+    return out, lse if cu_seqlens_q is None else lse.swapaxes(0, 1)
 
 
 _PRECISIONS = ("fp16", "bf16", "fp32")

@@ -200,8 +200,8 @@ class Aule:
 
         ``out`` and ``lse`` are those of `attention_forward_with_lse` with the same options (with ``dropout_p`` also the
         same ``seed``), ``dout`` the gradient of ``out``. ``deterministic=True`` gives the same bits every time, where
-        half precision on matrix units would not. Scratch memory for a few numbers to a row (on a CPU and on matrix
-        units also for sums of dQ) is allocated and given back.
+        dQ would be added up in any order. Scratch memory for a few numbers to a row, and for sums of dQ where there
+        are any, is allocated and given back.
         """
         results = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
         problem, operands = self._problem(q, k, v, results, options, True)

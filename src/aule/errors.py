@@ -61,6 +61,22 @@ class OutOfMemoryError(AuleError):
         self.requested_bytes = requested_bytes
 
 
+class CacheFullError(OutOfMemoryError):
+    """A `KVCache` has fewer free pages than new tokens need; nothing was written.
+
+    Attributes
+    ----------
+    pages_needed, pages_free : int
+        What the call needed, and what there was.
+    """
+
+    def __init__(self, message: str, pages_needed: int, pages_free: int, requested_bytes: int | None = None) -> None:
+        super().__init__(message, requested_bytes)
+        self.code = "AULE_ERROR_CACHE_FULL"
+        self.pages_needed = pages_needed
+        self.pages_free = pages_free
+
+
 class InvalidShapeError(AuleError, ValueError):
     """Shapes, strides or options do not fit together."""
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-ITEMSIZE = {"bool": 1, "u8": 1, "i8": 1, "f16": 2, "bf16": 2, "i32": 4, "u32": 4, "f32": 4, "i64": 8, "f64": 8}
+ITEMSIZE = {
+    "bool": 1, "u8": 1, "i8": 1, "e4m3": 1, "f16": 2, "bf16": 2, "i32": 4, "u32": 4, "f32": 4, "i64": 8, "f64": 8,
+}  # fmt: skip
 """Bytes of an element, by dtype name; also the list of dtypes a view may have."""
 
 
@@ -18,13 +20,14 @@ class TensorView:
     Attributes
     ----------
     dtype : str
-        IR name: ``f32``, ``f16``, ``bf16``, ``f64``, ``bool`` ...
+        IR name: ``f32``, ``f16``, ``bf16``, ``f64``, ``bool`` ..., or ``e4m3``, which kernels know by its bits.
     shape, strides : tuple of int
         Strides count elements, may be 0 (broadcast) or negative (host arrays only).
     device : str
         ``"host"`` or a device name such as ``"cuda:0"``.
     storage : object
-        Host: a NumPy array of exactly this shape and strides (bf16 as uint16). Device: what `Device.launch` takes.
+        Host: a NumPy array of exactly this shape and strides (bf16 as uint16, e4m3 as uint8). Device: what
+        `Device.launch` takes.
     offset : int
         Elements from the start of ``storage`` to element (0, ..., 0); 0 for host arrays.
     """

@@ -218,3 +218,24 @@ def test_which_tensors_take_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AULE_BACKEND")
     monkeypatch.delattr(torch.mps, "compile_shader")  # as before PyTorch 2.7
     assert front_end.route(mps, AttentionOptions()) == "staged"
+
+
+def test_a_cache_is_written_where_it_lies(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aule.frontends import torch_kvcache
+
+    monkeypatch.setattr(torch_kvcache, "route", lambda tensor, options: "mps")
+    monkeypatch.setattr(torch_kvcache, "_launches", {})
+    angles = made(16, 4)
+    options = {"page_size": 4, "layers": 2, "quantize": "int8"}
+    cache = aule.KVCache(6, 2, 8, **options, device="cpu")
+    plain = aule.KVCache(6, 2, 8, **options, backend="numpy")
+    for pool, kind in ((cache, lambda x: x), (plain, lambda x: x.numpy())):
+        seq = pool.allocate()
+        pool.append(seq, kind(made(6, 2, 8)), kind(made(6, 2, 8)), 1, (kind(angles.cos()), kind(angles.sin())))
+        pool.append(pool.fork(seq), kind(made(3, 2, 8)), kind(made(3, 2, 8)), 1)  # copies the page that both have
+    assert Kernel.launched == 3
+    for found, wanted in zip(cache.pool(1), plain.pool(1), strict=True):
+        torch.testing.assert_close(
+            found, torch.from_numpy(wanted), rtol=1e-6, atol=1 if found.dtype == torch.int8 else 0
+        )
+    assert cache.pool(1).k.any()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_forward_compiles import VULKAN_TARGETS, Case, table
+from test_forward_compiles import SIMPLE, VULKAN_TARGETS, Case, table
 
 from aule.ir import KernelIR
 from aule.ops.attention.plan import plan_backward
@@ -27,10 +28,13 @@ CASES = (
 )
 
 
-def kernels(fields: tuple[Any, ...], target: Target) -> list[KernelIR]:
+ADDING = replace(VULKAN_TARGETS["everything"], extensions=(*SIMPLE, "VK_EXT_shader_atomic_float"))
+TARGETS = VULKAN_TARGETS | {"everything": ADDING}
+
+
+def kernels(fields: tuple[Any, ...], target: Target, deterministic: bool) -> list[KernelIR]:
     """The three kernels of the gradients of one of the table's cases."""
-    case = Case(*fields)
-    p = case.problem()
+    p = replace(Case(*fields).problem(), deterministic=deterministic)
     shapes = {
         **dict.fromkeys(("q", "dq"), (p.batch, p.heads_q, p.seq_q, p.head_dim)),
         "k": (p.batch, p.heads_kv, p.seq_kv, p.head_dim),
@@ -49,11 +53,13 @@ def kernels(fields: tuple[Any, ...], target: Target) -> list[KernelIR]:
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas (CUDA toolkit) is not installed")
-@pytest.mark.parametrize("arch", table.SHARED_LIMITS)
-def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "deterministic"), [*((arch, False) for arch in table.SHARED_LIMITS), ("sm_75", True), ("sm_90", True)]
+)
+def test_nvidia_does_not_spill(arch: str, deterministic: bool, tmp_path: Path) -> None:
     target = table.nvidia_target(arch)
     for fields in CASES[:5]:
-        for kernel in kernels(fields, target):
+        for kernel in kernels(fields, target, deterministic):
             artifact = ptx.render(kernel, target)
             assert artifact.shared_bytes <= table.SHARED_LIMITS[arch]
             source = tmp_path / "kernel.ptx"
@@ -65,12 +71,12 @@ def test_nvidia_does_not_spill(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val (Debian: spirv-tools) is not installed")
-@pytest.mark.parametrize("name", VULKAN_TARGETS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
-    target = VULKAN_TARGETS[name]
+    target = TARGETS[name]
     version = f"vulkan{target.language_version // 10}.{target.language_version % 10}"
     for fields in CASES:
-        for kernel in kernels(fields, target):
+        for kernel in kernels(fields, target, deterministic=False):
             path = tmp_path / "kernel.spv"
             path.write_bytes(spirv.render(kernel, target).code)
             command = ["spirv-val", "--target-env", version, "--scalar-block-layout", str(path)]

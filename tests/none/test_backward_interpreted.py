@@ -16,7 +16,7 @@ from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import attention_reference, rounded_to
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
-from aule.ops.attention.tiles import BACKWARD
+from aule.ops.attention.tiles import BACKWARD, SUMS
 from aule.ops.attention.validate import Operands
 from aule.target import Target
 from aule.tile.simt import SimtShape
@@ -24,10 +24,13 @@ from aule.view import TensorView
 
 SHAPES = {
     "square": SimtShape(16, 16, 4, 4, 8, 8, False),
-    "tall": SimtShape(32, 16, 4, 8, 8, 4, False),
+    "tall": SimtShape(32, 16, 4, 8, 8, 4, True),
     "wide": SimtShape(16, 32, 4, 4, 8, 8, False),
 }
-TARGET = Target("vulkan", subgroup_size=8, subgroup_sizes=(8,), max_shared_bytes=1 << 20, int64=True)
+TARGET = Target(
+    "vulkan", subgroup_size=8, subgroup_sizes=(8,), max_shared_bytes=1 << 20, int64=True,
+    extensions=("VK_EXT_shader_atomic_float",),
+)  # fmt: skip
 
 
 def run(
@@ -74,18 +77,26 @@ def run(
     return memory, dout
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+WAYS = [(name, True) for name in SHAPES] + [("tall", False), ("wide", False)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[f"{name}{'' if exactly else '-sums'}" for name, exactly in WAYS])
 @pytest.mark.parametrize("case", grid.forward_grid("small"), ids=str)
-def test_small_grid(case: grid.Case, shape: SimtShape) -> None:
+def test_small_grid(case: grid.Case, way: tuple[str, bool]) -> None:
+    shape = SHAPES[way[0]]
     inputs = grid.make_inputs(case, seed=3)
     problem, operands = grid.case_problem(case, inputs)
+    problem = replace(problem, deterministic=way[1])
     found, dout = run(problem, operands, inputs, shape, index64=case.seq_q % 2 == 0)
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("shape", BACKWARD, ids=lambda s: f"{s.block_q}x{s.block_kv}-{s.threads}")
+TABLE = [entry.shape for entry in (*BACKWARD, *SUMS["nvidia"][1::3])]
+
+
+@pytest.mark.parametrize("shape", TABLE, ids=lambda s: f"{s.block_q}x{s.block_kv}-{s.threads}-{s.resident_q}")
 def test_tiles_of_the_table(shape: SimtShape) -> None:
     case = next(c for c in grid.forward_grid("full") if c.causal and c.seq_q == 200 and c.head_dim <= 64)
     inputs = grid.make_inputs(case, seed=4)

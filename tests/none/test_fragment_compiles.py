@@ -32,7 +32,7 @@ SPILLED = 160
 
 def target(arch: str) -> Target:
     turing = arch == "sm_75"
-    units = ("m16n8k8:f16:f32",) if turing else ("m16n8k16:f16:f32", "m16n8k16:bf16:f32")
+    units = ("m16n8k8:f16:f32",) if turing else ("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32")
     return Target(
         "cuda", arch=arch, vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, int64=True,
         max_shared_bytes=SHARED[arch], matrix_units=units, matrix_layout=NVIDIA_LAYOUT,

@@ -35,7 +35,8 @@ CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "b
 def target(arch: str = "sm_90") -> Target:
     return Target(
         "cuda", arch=arch, subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, max_shared_bytes=1 << 20,
-        int64=True, matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"), matrix_layout=ROW_HALVES,
+        int64=True, matrix_layout=ROW_HALVES,
+        matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32"),
     )  # fmt: skip
 
 

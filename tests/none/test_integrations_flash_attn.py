@@ -170,8 +170,8 @@ def test_refusals() -> None:
         function(q, k, v, 1.1)
     with pytest.raises(aule.AuleError, match="never stored"):
         function(q, k, v, return_attn_probs=True)
-    with pytest.raises(aule.AuleError, match="paged cache"):
-        varlen(rows, rows, rows, at, at, 6, 6, block_table=at)
+    with pytest.raises(aule.AuleError, match="neither dropout nor gradients with block_table"):
+        varlen(rows, rows[:, None], rows[:, None], at, at, 6, 6, 0.5, block_table=at[None])
     with pytest.raises(aule.InvalidArgumentError, match=r"window_size as \(left, right\)"):
         function(q, k, v, window_size=(1,))
     with pytest.raises(aule.InvalidShapeError, match=r"q of \[batch, seq, heads, head_dim\]"):

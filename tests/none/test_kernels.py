@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from grid import view_of
 
+import aule
 from aule import codegen
 from aule.artifact import Artifact
 from aule.codegen import TARGETS, target_for
@@ -17,7 +18,19 @@ from aule.ir import Builder, KernelIR
 from aule.ir.interpret import interpret
 from aule.ir.types import f32, i32
 from aule.ir.verify import verify
-from aule.kernels import AttentionKernel, TileConfig, required_shared_memory, tuned_configs, validate_config
+from aule.kernels import (
+    FLASH_DECODE_CHUNK_SIZE,
+    AttentionKernel,
+    BatchedIncrementalAttentionKernel,
+    FlashDecodingChunkKernel,
+    FlashDecodingReduceKernel,
+    IncrementalAttentionKernel,
+    MultiWarpIncrementalAttentionKernel,
+    TileConfig,
+    required_shared_memory,
+    tuned_configs,
+    validate_config,
+)
 from aule.kernels.tiles import BY_RULE
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
@@ -231,3 +244,65 @@ def test_codegen_of_a_users_kernel(language: str) -> None:
     assert artifact.entry.startswith("double")  # a keyword of some languages gets an underscore
     assert artifact.workgroup == 64
     assert [p.name for p in artifact.params] == ["source", "out", "n"]
+
+
+DECODING = {
+    "incremental_attention": IncrementalAttentionKernel(2048, 64, 8, 2, dtype="bf16"),
+    "multi_warp_incremental_attention": MultiWarpIncrementalAttentionKernel(2048, 64, 8, 8, 4),
+    "batched_incremental_attention": BatchedIncrementalAttentionKernel(4096, 128, 32, 8, 8),
+    "flash_decoding_chunk": FlashDecodingChunkKernel(8192, 128, 32, 8, 8),
+    "flash_decoding_reduce": FlashDecodingReduceKernel(128, 32, 8, num_chunks=16),
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_kernels_emit_every_language(name: str) -> None:
+    kernel = DECODING[name]
+    assert kernel.name == name
+    for language in codegen.TARGETS:
+        artifact = kernel.artifact(language)
+        assert artifact.entry == name and artifact.code
+        buffers = {p.name for p in artifact.buffers}
+        wanted = {"part_ptr", "part_lse_ptr"} if name.startswith("flash") else {"q_ptr", "k_ptr", "v_ptr", "o_ptr"}
+        assert wanted <= buffers
+        if name == "incremental_attention":
+            assert artifact.shared_bytes == 0
+    assert (kernel.shared_memory_bytes == 0) == (name == "incremental_attention")
+    assert kernel.shared_memory_bytes == kernel.artifact("ptx").shared_bytes
+
+
+def test_a_decoding_kernel_decodes() -> None:
+    """The objects' kernels, interpreted: one subgroup, and parts that are added up."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, n, 16)).astype(np.float32) for heads, n in ((4, 1), (2, 1200), (2, 1200)))
+    lens = np.array([1200, 77], np.int32)
+    wanted = aule.decode_attention(q, k, v, context_lens=lens, scale=0.5, backend="numpy")
+    one = IncrementalAttentionKernel(1200, 16, 4, 2, batch_size=2).with_scale(0.5)
+    assert one.is_gqa and one.scale == 0.5 and FlashDecodingChunkKernel(1, 1).chunk_size == FLASH_DECODE_CHUNK_SIZE
+    chunk = FlashDecodingChunkKernel(1200, 16, 4, 2, 2, scale=0.5)
+    reduce = FlashDecodingReduceKernel(16, 4, 2, num_chunks=chunk.num_chunks)
+    for steps in ((one,), (chunk, reduce)):
+        out = np.zeros_like(q)
+        parts = np.full((2, 4, 3, 16), np.nan, np.float32)
+        memory = {"q": q, "k": k, "v": v, "lens": lens, "o": out, "part": parts, "part_lse": parts[..., 0].copy()}
+        for kernel in steps:
+            plan, ir = kernel.plan(), kernel.build()
+            values = {f"{name}_ptr": array for name, array in memory.items()} | dict(plan.scalars)
+            interpret(ir, plan.grid, [values[p.name] for p in ir.params])
+        np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_decoding_kernels_refuse() -> None:
+    for change, error in (
+        ({"head_dim": 257}, InvalidShapeError),
+        ({"max_seq_len": 0}, InvalidShapeError),
+        ({"num_heads": 3, "num_kv_heads": 2}, InvalidShapeError),
+        ({"dtype": "f64"}, InvalidDtypeError),
+        ({"scale": math.inf}, InvalidArgumentError),
+    ):
+        with pytest.raises(error, match=r"\[IncrementalAttentionKernel\] expected"):
+            IncrementalAttentionKernel(**({"max_seq_len": 8, "head_dim": 8} | change))
+    with pytest.raises(InvalidArgumentError, match="take fewer warps"):
+        MultiWarpIncrementalAttentionKernel(64, 64, 8, 8, 64).build("ptx")
+    with pytest.raises(InvalidShapeError, match="num_chunks >= 2"):
+        FlashDecodingReduceKernel(64, num_chunks=1)

@@ -120,9 +120,9 @@ def test_bf16_results_are_rounded_to_nearest_even() -> None:
     values = np.random.default_rng(3).integers(0, 1 << 32, 4096, dtype=np.uint32).view(np.float32)
     ties = (np.arange(-4, 5, dtype=np.float32) + np.float32(256.5)) * np.float32(2)
     for part in (values[~np.isnan(values)], ties):
-        bits = numpy_forward._stored(part, "bf16")
+        bits = numpy_forward.stored(part, "bf16")
         np.testing.assert_array_equal(bits, part.astype(NUMPY_DTYPES["bf16"]).view(np.uint16))
-    assert np.isnan(numpy_forward._stored(values[np.isnan(values)], "bf16").view(NUMPY_DTYPES["bf16"])).all()
+    assert np.isnan(numpy_forward.stored(values[np.isnan(values)], "bf16").view(NUMPY_DTYPES["bf16"])).all()
 
 
 def test_same_bits_again() -> None:

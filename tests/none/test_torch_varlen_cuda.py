@@ -20,7 +20,7 @@ pytest.importorskip("llvmlite", reason="what is compared with needs the CPU engi
 from aule.frontends import torch as front_end  # noqa: E402
 from aule.frontends import torch_varlen  # noqa: E402
 
-NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u32": np.uint32}
+NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u32": np.uint32, "i8": np.int8}
 ROOM = 1 << 15
 """Elements a buffer is taken to have: only those that a kernel asks for are touched."""
 

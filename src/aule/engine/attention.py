@@ -18,11 +18,13 @@ from aule.engine.tuning import tuned_shape
 from aule.errors import AuleError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import ForwardPlan, Step, plan_backward, plan_forward
+from aule.ops.attention.plan import ForwardPlan, Step, StepPlan, plan_backward, plan_forward
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
 from aule.runtime.base import Allocation, Device, Program
+from aule.target import Target
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -59,7 +61,7 @@ def prepare_forward(
 ) -> Launch:
     """Plan a forward pass on a device and build its kernel, or find both in memory."""
     check_device(problem, device, views)
-    if problem.dtype in ("f16", "bf16"):
+    if problem.dtype in ("f16", "bf16") or problem.precision is not None:
         find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
@@ -153,7 +155,7 @@ def forward_on_host(
             out[...] = target
         return out, lse
 
-    with _Arena(device) as arena:
+    with Arena(device) as arena:
         views = named(operands, _result_view(problem))
         check_device(problem, device, views)
         views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
@@ -173,6 +175,8 @@ def forward_on_host(
 
 
 def _forward_on_numpy(problem: AttentionProblem, operands: Operands, out: Array, lse: Array | None) -> None:
+    if problem.precision is not None:
+        raise refused(problem, Target("numpy", "NumPy"))
     if problem.packed is None:
         numpy_forward.forward(problem, operands, out, lse)
         return
@@ -195,8 +199,8 @@ def _forward_on_cpu(
 
 
 @dataclass(frozen=True, eq=False)
-class BackwardLaunch:
-    """The gradients of q, k and v, ready to go: programs with their grids and scalars, and what they share."""
+class StepLaunches:
+    """Several launches in order, ready to go: programs with their grids and scalars, and what they share."""
 
     steps: tuple[tuple[Step, Program], ...]
     workspace: Mapping[str, int]
@@ -208,21 +212,25 @@ def prepare_backward(
     views: dict[str, TensorView],
     device: Device,
     aligned_base: dict[str, bool] | None = None,
-) -> BackwardLaunch:
+) -> StepLaunches:
     """Plan the gradients on a GPU and build their kernels, or find both in memory. ``views`` as for `plan_backward`."""
     check_device(problem, device, views)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
-    plan = plan_backward(problem, views, device.target, aligned_base)
+    return load_steps(plan_backward(problem, views, device.target, aligned_base), device)
+
+
+def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
+    """Build the kernels of a plan, or find them in memory."""
     steps = []
     for step in plan.steps:
         loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
         steps.append((step, loaded))
-    return BackwardLaunch(tuple(steps), plan.workspace)
+    return StepLaunches(tuple(steps), plan.workspace)
 
 
-def backward_on_device(ready: BackwardLaunch, device: Device, memory: dict[str, Any]) -> None:
-    """Compute gradients in memory of the device, by buffer name; asynchronous."""
+def launch_steps(ready: StepLaunches, device: Device, memory: dict[str, Any]) -> None:
+    """Start launches on memory of the device, by buffer name; asynchronous."""
     values = {f"{name}_ptr": buffer for name, buffer in memory.items()}
     for step, loaded in ready.steps:
         arguments = values | dict(step.scalars)
@@ -235,10 +243,10 @@ def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView],
         cpu.backward(problem, views, device, lse)
         return
     ready = prepare_backward(problem, views, device)
-    with _Arena(device) as arena:
+    with Arena(device) as arena:
         memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
         memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
-        backward_on_device(ready, device, memory)
+        launch_steps(ready, device, memory)
 
 
 def backward_on_host(
@@ -293,7 +301,7 @@ def _backward_through_device(
     if ds is not None:
         views["ds"] = host_view("f32", ds)
     check_device(problem, device, views)
-    with _Arena(device) as arena:
+    with Arena(device) as arena:
         views = {name: arena.bring(view) for name, view in views.items()}
         for name, array in grads.items():
             memory = arena.alloc(array.nbytes)
@@ -304,7 +312,7 @@ def _backward_through_device(
         buffers = {name: view.storage for name, view in views.items()}
         buffers["lse"] = arena.bring(host_view("f32", lse[None])).storage
         buffers |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
-        backward_on_device(ready, device, buffers)
+        launch_steps(ready, device, buffers)
         for name, array in grads.items():
             device.download(buffers[f"d{name}"], array)
         if ds is not None:
@@ -322,14 +330,14 @@ def _overlaps(operands: Operands, out: Array) -> bool:
     return any(np.may_share_memory(out, view.storage) for view in inputs)
 
 
-class _Arena:
+class Arena:
     """Device memory of one call, given back at its end whatever happens."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.owned: list[Allocation] = []
 
-    def __enter__(self) -> _Arena:
+    def __enter__(self) -> Arena:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,13 @@ from aule.engine.programs import program
 from aule.ops.attention.cpu.plan import plan_backward, plan_forward
 from aule.ops.attention.plan import Step, StepPlan
 from aule.ops.attention.problem import AttentionProblem
+from aule.ops.decode.cpu.plan import plan_decode
+from aule.ops.decode.problem import DecodeProblem
 from aule.runtime.base import Allocation, Device
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
+_Problem = TypeVar("_Problem", AttentionProblem, DecodeProblem)
 _MAX_SIGNATURES = 1024
 _KEPT_BYTES = 256 << 20
 """The largest workspace that is kept for the next call: fresh memory costs a page fault for every 4 KiB."""
@@ -49,6 +52,11 @@ def backward(problem: AttentionProblem, views: dict[str, TensorView], device: De
     _compute(prepare_backward(problem, views, device), views, device, {"lse": lse})
 
 
+def decode(problem: DecodeProblem, views: dict[str, TensorView], device: Device, lse: Memory | None) -> None:
+    """Compute decoding. ``views`` as for `plan_decode`, ``lse`` as for `forward`."""
+    _compute(prepare_decode(problem, views, device), views, device, {} if lse is None else {"lse": lse})
+
+
 def prepare_forward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> Ready:
     """The forward pass of a signature, planned and loaded once, for `run`. ``views`` as for `forward`."""
     return _ready(problem, views, device, plan_forward)
@@ -59,16 +67,21 @@ def prepare_backward(problem: AttentionProblem, views: dict[str, TensorView], de
     return _ready(problem, views, device, plan_backward)
 
 
-def work_dtype(problem: AttentionProblem) -> Any:
+def prepare_decode(problem: DecodeProblem, views: dict[str, TensorView], device: Device) -> Ready:
+    """Decoding of a signature, planned and loaded once, for `run`. ``views`` as for `decode`."""
+    return _ready(problem, views, device, plan_decode)
+
+
+def work_dtype(problem: AttentionProblem | DecodeProblem) -> Any:
     """NumPy's type for what is computed in, and for the log-sum-exp."""
     return np.float64 if problem.dtype == "f64" else np.float32
 
 
 def _ready(
-    problem: AttentionProblem,
+    problem: _Problem,
     views: dict[str, TensorView],
     device: Device,
-    planner: Callable[[AttentionProblem, dict[str, TensorView], Any], StepPlan],
+    planner: Callable[[_Problem, dict[str, TensorView], Any], StepPlan],
 ) -> Ready:
     known: dict[Any, Ready] = vars(device).setdefault("_ready_attention", {})
     key = (planner, problem, tuple((name, view.strides, view.offset) for name, view in views.items()))
@@ -103,7 +116,7 @@ def run(ready: Ready, device: Device, addresses: dict[str, int]) -> None:
             _give(device, block)
 
 
-def _prepare(plan: StepPlan, problem: AttentionProblem, device: Any) -> Ready:
+def _prepare(plan: StepPlan, problem: AttentionProblem | DecodeProblem, device: Any) -> Ready:
     size = np.dtype(work_dtype(problem)).itemsize
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}

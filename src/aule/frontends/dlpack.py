@@ -8,7 +8,7 @@ import numpy as np
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError
 from aule.frontends import numpy as numpy_front_end
-from aule.options import AttentionOptions
+from aule.options import AttentionOptions, DecodeOptions
 
 _HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 
@@ -42,6 +42,23 @@ def flash_attention_varlen(
     given = (_host(q, "q"), _host(k, "k"), _host(v, "v"), cu_q, cu_k, max_q, max_k)
     result = numpy_front_end.flash_attention_varlen(*given, changed)
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+
+
+def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """Attention over a cache of DLPack arrays; the result comes from the namespace of ``q``."""
+    if options.out is not None:
+        raise InvalidDtypeError(f"[{options.op}] expected no out with DLPack arrays, got one; use the return value")
+    arrays = {name: _host(array, name) for name, array in options.arrays().items()}
+    arrays |= {name: _host(x, name) if accepts(x) else x for name, x in options.indices().items()}
+    result = numpy_front_end.decode(_host(q, "q"), _host(k, "k"), _host(v, "v"), options._replace(**arrays))
+    return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Results over disjoint keys put together, of DLPack arrays."""
+    given = (_host(x, name) for x, name in ((o_a, "o_a"), (lse_a, "lse_a"), (o_b, "o_b"), (lse_b, "lse_b")))
+    out, lse = numpy_front_end.merge_states(*given)
+    return _back(out, o_a), _back(lse, o_a)
 
 
 def to_precision(array: Any, precision: str) -> Any:

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.attention import STORED, forward_on_host, host_device
+from aule.engine.attention import STORED, forward_on_host, host_device, host_device_of
+from aule.engine.decode import decode_on_host
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
 from aule.ops.attention.varlen import varlen_problem
-from aule.options import AttentionOptions
+from aule.ops.decode.merge import merge
+from aule.ops.decode.validate import decode_problem
+from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -29,7 +32,10 @@ _NAMES = {
     "int32": "i32",
     "uint32": "u32",
     "int64": "i64",
+    "float8_e4m3fn": "e4m3",
 }
+_BITS = {"bf16": np.uint16, "e4m3": np.uint8}
+"""What elements are viewed as that NumPy has not by itself."""
 
 
 def accepts(array: object) -> bool:
@@ -37,7 +43,7 @@ def accepts(array: object) -> bool:
 
 
 def view(array: Array, name: str = "array") -> TensorView:
-    """View a NumPy array. bfloat16 (ml_dtypes) is viewed by its bits."""
+    """View a NumPy array. bfloat16 and float8_e4m3fn (ml_dtypes) are viewed by their bits."""
     if not isinstance(array, np.ndarray):
         raise InvalidDtypeError(
             f"[flash_attention] expected {name} to be a NumPy array like q, got {type(array).__name__}; "
@@ -52,17 +58,22 @@ def view(array: Array, name: str = "array") -> TensorView:
     size = array.itemsize
     if any(step % size for step in array.strides):
         array = array.copy()  # a field of a structured array: no element stride describes it
-    bits = array.view(np.uint16) if dtype == "bf16" else array
+    bits = array.view(_BITS[dtype]) if dtype in _BITS else array
     return TensorView(dtype, array.shape, tuple(step // size for step in array.strides), "host", bits)
 
 
 def bfloat16() -> Any:
     """ml_dtypes' bfloat16, which gives NumPy the type; None where the package is missing."""
+    return ml_dtype("bfloat16")
+
+
+def ml_dtype(name: str) -> Any:
+    """A type that NumPy has not by itself; None where ml_dtypes is missing."""
     try:
         import ml_dtypes
     except ImportError:
         return None
-    return ml_dtypes.bfloat16
+    return getattr(ml_dtypes, name)
 
 
 def to_precision(array: Array, precision: str) -> Array:
@@ -133,6 +144,43 @@ def flash_attention_varlen(
     target = checked_out(result, (rows, heads, dim), problem.dtype).transpose(1, 0, 2)[None]
     _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), target)
     return (result, _required(lse)[0]) if options.return_lse else result
+
+
+def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
+    """Attention over a cache of keys and values, of NumPy arrays; the result is finished on return."""
+    arrays = {"q": q, "k": k, "v": v, **options.arrays()}
+    arrays |= {name: _offsets(array) for name, array in options.indices().items()}
+    views: dict[str, Any] = {name: view(array, name) for name, array in arrays.items()}
+    problem, operands = decode_problem(options.op, **views, **options.plain())
+    target = None
+    if options.out is not None:
+        target = operands.lifted(checked_out(options.out, operands.out_shape, problem.dtype))
+    else:
+        made = np.empty(operands.out_shape, STORED[problem.dtype])
+        target = operands.lifted(made)
+    _, lse = decode_on_host(options.op, problem, operands, host_device_of(problem.dtype, options.backend), target)
+    result = options.out if options.out is not None else made.view(q.dtype)
+    return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
+
+
+def merge_states(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Results over disjoint keys put together, of NumPy arrays."""
+    for name, array in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        view(array, name)
+    if not (o_a.shape == o_b.shape and lse_a.shape == lse_b.shape == o_a.shape[:-1]):
+        raise InvalidShapeError(states_message(o_a, lse_a, o_b, lse_b))
+    work = np.float64 if o_a.dtype == np.float64 else np.float32
+    out, lse = merge(o_a.astype(work), lse_a, o_b.astype(work), lse_b)
+    return out.astype(o_a.dtype), lse.astype(lse_a.dtype)
+
+
+def states_message(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> str:
+    """What is wrong with the shapes of two states."""
+    found = ", ".join(str(list(x.shape)) for x in (o_a, lse_a, o_b, lse_b))
+    return (
+        "[merge_states] expected o_a and o_b of one shape, and lse_a and lse_b of that shape without its last axis, "
+        f"got {found}; swap the axes of a packed batch's lse"
+    )
 
 
 def _offsets(array: Any) -> Array:

@@ -27,8 +27,9 @@ from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
+from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
-from aule.options import AttentionOptions
+from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView
 
 _Tensor = torch.Tensor
@@ -63,7 +64,12 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.flash_attention(q, k, v, *options)
-    if options.dropout_p != 0.0 or options.seed is not None or options.deterministic is not False:
+    if (
+        options.dropout_p != 0.0
+        or options.seed is not None
+        or options.deterministic is not False
+        or options.precision is not None
+    ):
         options = _completed("flash_attention", q, options)
     if (
         _dispatch_modes()
@@ -114,11 +120,30 @@ def flash_attention_varlen(
     return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
 
 
+def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """Attention over a cache of keys and values, of torch tensors."""
+    if _read_by_dynamo():
+        from aule.frontends import torch_traced  # which imports the compiler
+
+        return torch_traced.decode(q, k, v, options)
+    from aule.frontends import torch_decode  # which needs this module
+
+    return torch_decode.decode(q, k, v, options)
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Results over disjoint keys put together, of torch tensors."""
+    from aule.frontends import torch_decode  # which needs this module
+
+    return torch_decode.merge_states(o_a, lse_a, o_b, lse_b)
+
+
 def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:
     """The options with a seed on the device of ``q`` where weights are dropped: the given one, or one drawn there from
     PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for the device, and a CUDA graph can hold it; a
     compiled one draws anew each time, since this is traced."""
     exactly = checked_deterministic(op, options.deterministic)
+    checked_precision(op, options.precision)
     p = checked_dropout(op, options.dropout_p)
     number = checked_seed(op, options.seed)
     if p == 0.0:
@@ -363,7 +388,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
     (
         causal, scale, window, softcap, mask, bias, alibi, sinks, cos, sin, interleaved, dropout_p, _, align, want_lse,
-        _, out, backend,
+        _, out, backend, precision,
     ) = options  # fmt: skip
     if scale is not None and isinstance(scale, torch.Tensor):
         return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
@@ -372,7 +397,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         key: Any = (
             q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
             v.dtype, v.get_device(), (qp | kp | vp) & 15, causal, scale, window, softcap, align, want_lse, backend,
-            dropout_p,
+            dropout_p, precision,
         )  # fmt: skip
         if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
             key += tuple(signature(x) for x in (mask, bias, alibi, sinks, out))

@@ -6,6 +6,7 @@ launches, with the tensors' addresses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from aule.view import TensorView
 _MAX_SIGNATURES = 1024
 _BUFFERS = {"alibi_slopes": "alibi", "rope_cos": "cos", "rope_sin": "sin"}
 """Names of buffers that are not those of the options."""
+_BITS = {"bf16": torch.uint16, "e4m3": torch.uint8}
+"""What elements are viewed as that NumPy has not."""
 
 
 def on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
@@ -117,10 +120,12 @@ class _Signature(NamedTuple):
 def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> tuple[Any, Any]:
     """The result, and where it is wanted the log-sum-exp in the type that is computed in."""
     out = options.out
-    if device is None or device.target.backend != "cpu" or (out is not None and _overlaps(out, q, k, v, options)):
-        return _slowly(q, k, v, options, device)
     arrays = options.arrays()
-    key = (_key(q, k, v, options, arrays), None if out is None else _layout(out))
+    if device is None or device.target.backend != "cpu":
+        return _slowly(q, k, v, options, device)
+    if out is not None and shares_memory(out, (q, k, v, *arrays.values())):
+        return _slowly(q, k, v, options, device)
+    key = (_key(q, k, v, options, arrays), None if out is None else layout(out))
     known: dict[Any, _Signature] = vars(device).setdefault("_torch_forward", {})
     found = known.get(key)
     if found is None:
@@ -129,7 +134,7 @@ def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> 
         target = _four_axes(host_view_of(checked_out(given, operands.out_shape, q), "out").storage)
         ready = cpu.prepare_forward(problem, named(operands, host_view(problem.dtype, target)), device)
         found = _Signature(ready, operands.out_shape, operands.lse_shape, ())
-        _keep(known, key, found)
+        remember(known, key, found)
     if out is None:
         out = torch.empty(found.out_shape, dtype=q.dtype)
     addresses = _addresses(q, k, v, out, arrays)
@@ -145,7 +150,7 @@ def _gradients_on_cpu(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, want_scores: bool, device: Any
 ) -> tuple[list[Any], Any]:
     arrays = options.arrays()
-    key = (_key(q, k, v, options, arrays), _layout(out), _layout(dout), want_scores)
+    key = (_key(q, k, v, options, arrays), layout(out), layout(dout), want_scores)
     known: dict[Any, _Signature] = vars(device).setdefault("_torch_backward", {})
     found = known.get(key)
     if found is None:
@@ -159,7 +164,7 @@ def _gradients_on_cpu(
             views["ds"] = TensorView(work, _scores(problem), contiguous_strides(_scores(problem)), "host", None)
         ready = cpu.prepare_backward(problem, views, device)
         found = _Signature(ready, operands.out_shape, operands.lse_shape, _scores(problem))
-        _keep(known, key, found)
+        remember(known, key, found)
     grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
     addresses = _addresses(q, k, v, out, arrays)
     addresses |= {name: x.data_ptr() for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
@@ -179,18 +184,19 @@ def _key(q: Any, k: Any, v: Any, options: AttentionOptions, arrays: dict[str, An
     if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
         plain = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
         plain["scale"] = None if options.scale is None else float(options.scale)
-    key = (_layout(q), _layout(k), _layout(v), *plain.values())
-    return (key, *((name, _layout(x)) for name, x in arrays.items())) if arrays else key
+    key = (layout(q), layout(k), layout(v), *plain.values())
+    return (key, *((name, layout(x)) for name, x in arrays.items())) if arrays else key
 
 
-def _layout(x: Any) -> Any:
+def layout(x: Any) -> Any:
     """All of a tensor but its address, and what says that it is no plain memory of the host."""
     if not isinstance(x, torch.Tensor):
         return type(x)
     return x.shape, x.stride(), x.dtype, x.is_cpu, x.is_neg()
 
 
-def _keep(known: dict[Any, _Signature], key: Any, found: _Signature) -> None:
+def remember(known: dict[Any, Any], key: Any, found: Any) -> None:
+    """Keep what is known of a signature; all of it is forgotten when there is too much."""
     if len(known) >= _MAX_SIGNATURES:
         known.clear()
     known[key] = found
@@ -207,9 +213,9 @@ def _work(q: Any) -> Any:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _overlaps(out: Any, q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
+def shares_memory(out: Any, inputs: Iterable[Any]) -> bool:
     """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way."""
-    tensors = [x for x in (out, q, k, v, *options.arrays().values()) if isinstance(x, torch.Tensor) and x.is_cpu]
+    tensors = [x for x in (out, *inputs) if isinstance(x, torch.Tensor) and x.is_cpu]
     first, *others = (x.untyped_storage().data_ptr() for x in tensors)
     return first in others
 
@@ -247,7 +253,7 @@ def host_view_of(tensor: Any, name: str) -> TensorView:
         )
     dtype = dtype_name(tensor, name)
     plain = tensor.detach()
-    array = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
+    array = (plain.view(_BITS[dtype]) if dtype in _BITS else plain).numpy()
     return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", array)
 
 

@@ -38,6 +38,7 @@ _PLAIN = {
     "causal_align": "str",
     "deterministic": "bool",
     "backend": "str?",
+    "precision": "str?",
 }
 """Options that are not, with their types; these follow."""
 _ADDED = ("mask", "bias", "sinks")

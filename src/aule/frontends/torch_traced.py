@@ -35,4 +35,5 @@ flash_attention = torch.compiler.allow_in_graph(_flash_attention)
 scaled_dot_product_attention = torch.compiler.allow_in_graph(_scaled_dot_product_attention)
 installed = torch.compiler.allow_in_graph(_installed)
 flash_attention_varlen = torch.compiler.disable(front_end.flash_attention_varlen)
-"""Packed batches have no operator: a graph ends before one, and the next begins behind it."""
+decode = torch.compiler.disable(front_end.decode)
+"""Packed batches and decoding have no operator: a graph ends before one, and the next begins behind it."""

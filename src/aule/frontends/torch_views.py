@@ -18,6 +18,7 @@ NAMES = {
     torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float8_e4m3fn: "e4m3",
 }
 
 

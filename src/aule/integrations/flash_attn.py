@@ -1,11 +1,11 @@
 """The functions of flash-attn 2, so that ``import aule.integrations.flash_attn as flash_attn`` serves.
 
 Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read where
-they lie: the layout is a matter of strides. Refused are ``return_attn_probs`` and a paged cache (``block_table``).
-float32 and float64 are served too.
+they lie: the layout is a matter of strides. Refused are ``return_attn_probs`` and, where there are gradients, a paged
+cache (``block_table``). float32 and float64 are served too.
 
-Gradients of q, k and v are there for CPU and CUDA tensors. Where one is needed, the result is copied once, into the
-layout that flash-attn gives it.
+Gradients of q, k and v are there for CPU and CUDA tensors, but not over a cache (`flash_attn_with_kvcache`). Where one
+is needed, the result is copied once, into the layout that flash-attn gives it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aule.api import flash_attention, flash_attention_varlen
+from aule.api import flash_attention, flash_attention_paged, flash_attention_varlen
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends.torch import autocast
 from aule.frontends.torch_sdpa import host_backend
+from aule.integrations._flash_attn_cache import CacheCall, split_pages, with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -27,6 +28,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 
@@ -163,8 +165,9 @@ def flash_attn_varlen_func(
         ``[batch + 1]``: where each sequence begins, and where the last one ends.
     max_seqlen_q, max_seqlen_k : int
         Lengths of the longest sequences; for CPU tensors they are not needed.
-    block_table : None
-        A paged cache is not there yet.
+    block_table : int32 Tensor, optional
+        ``[batch, max_pages]``: k and v are a cache of pages, ``[pages, page, heads_kv, head_dim]``, without gradients
+        and dropout; ``cu_seqlens_k`` says how many keys each sequence has.
 
     Returns
     -------
@@ -178,7 +181,7 @@ def flash_attn_varlen_func(
     )
     op = "flash_attn_varlen_func"
     if block_table is not None:
-        raise _unsupported(op, "block_table=None", "a paged cache", "gather k and v first")
+        return _paged(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, options)
     return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
 
@@ -229,6 +232,76 @@ def flash_attn_varlen_kvpacked_func(
     return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
 
 
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over a cache, into which new keys and values are written first, in place.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[batch, seq_q, heads, head_dim]``.
+    k_cache, v_cache : Tensor
+        ``[batch_cache, max_len, heads_kv, head_dim]``, or with ``block_table`` ``[pages, page, heads_kv, head_dim]``.
+    k, v : Tensor, optional
+        ``[batch, new, heads_kv, head_dim]``, written behind the first ``cache_seqlens`` keys of each sequence. Where
+        these lengths are on a GPU nobody looks at them, and what has no room is dropped.
+    rotary_cos, rotary_sin : Tensor, optional
+        ``[positions, rotary_dim / 2]``: k is rotated by the angles of its place in the cache, and q by those of the
+        places from ``cache_seqlens`` on, or all of it by the first where there is neither ``causal`` nor a window.
+    cache_seqlens : int or int32 Tensor, optional
+        ``[batch]``: keys that each sequence has, without the new ones. None: all.
+    cache_batch_idx : int32 Tensor, optional
+        ``[batch]``: the row of the cache that each sequence has.
+    cache_leftpad : int32 Tensor, optional
+        ``[batch]``: where the keys of each sequence begin in its row. It is read key by key, which is slow.
+    block_table : int32 Tensor, optional
+        ``[batch, max_pages]``.
+    rotary_interleaved : bool
+        Rotate elements 2i and 2i + 1 together, and not i and i + rotary_dim / 2.
+    num_splits : int
+        Without effect: how keys are split follows from the problem.
+    return_softmax_lse : bool
+        Also return the log-sum-exp, float32 ``[batch, heads, seq_q]``.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        ``[batch, seq_q, heads, head_dim]``, contiguous. There are no gradients.
+
+    Other parameters are those of `flash_attn_func`.
+    """
+    op = "flash_attn_with_kvcache"
+    _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k_cache=k_cache, v_cache=v_cache)
+    if k is not None and v is not None:
+        _check(op, 4, "[batch, new, heads_kv, head_dim]", k=k, v=v)
+    plain = _Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, False)
+    call = CacheCall(
+        op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        block_table, rotary_interleaved,
+    )  # fmt: skip
+    out, lse = with_kvcache(call, _decode_keywords(op, plain, q))
+    return (out, lse) if return_softmax_lse else out
+
+
 # -- how ---------------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +337,21 @@ def _packed(op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest: tupl
     return torch.nn.functional.pad(out, (0, 0, 0, 0, first_q, len(q) - end_q))
 
 
+def _paged(
+    op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest_q: int, block_table: Any, options: _Options
+) -> Any:
+    given = _decode_keywords(op, options, q)
+    if options.dropout_p or _needs_gradient(q, k, v):
+        remedy = "gather k and v first"
+        raise _unsupported(op, "neither dropout nor gradients with block_table", "one of them", remedy)
+    _check(op, 3, "[total, heads, head_dim]", q=q)
+    _check(op, 4, "[pages, page, heads_kv, head_dim]", k=k, v=v)
+    k, v, table = split_pages(op, k, v, block_table)
+    return flash_attention_paged(
+        q, k, v, table, at_k.diff().to(torch.int32), cu_seqlens_q=at_q, max_seqlen_q=longest_q, **given
+    )
+
+
 def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
     """The rows at which the first sequence begins and the last one ends."""
     integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
@@ -297,6 +385,12 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
         "dropout_p": options.dropout_p,
         "deterministic": options.deterministic,
     }
+
+
+def _decode_keywords(op: str, options: _Options, q: Any) -> dict[str, Any]:
+    """The options as `aule.decode_attention` takes them."""
+    given = _keywords(op, options) | {"backend": host_backend(q)}
+    return {name: value for name, value in given.items() if name not in ("dropout_p", "deterministic")}
 
 
 def _unsupported(op: str, expected: str, got: str, remedy: str) -> AuleError:

@@ -6,7 +6,8 @@ all, else ``[batch, 1, seq_q, seq_kv]``, broadcast over heads and never repeated
 
 Served are grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks (gpt-oss), position
 biases (T5), additive masks, padding on either side, dynamic and static caches, dropout in training, with gradients of
-all of them. Refused with a clear error: the paged cache of continuous batching.
+all of them. Over an `aule.integrations.transformers_cache.AuleCache` attention reads its pages. Refused with a clear
+error: the paged cache of transformers' own continuous batching.
 """
 
 from __future__ import annotations
@@ -79,11 +80,21 @@ def attention_forward(
         raise _unsupported("no paged cache", "continuous batching", "use 'sdpa' or 'flash_attention_2' for it")
     if kwargs.get("output_attentions"):
         log.warning("output_attentions: aule stores no attention weights; use attn_implementation='eager' for them")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    sinks = None if s_aux is None else s_aux.float()
+    paged = getattr(key, "aule_pages", None)
+    if paged is not None:
+        if position_bias is not None or dropout or not is_causal:
+            expected = "causal attention without dropout and position bias over an AuleCache"
+            raise _unsupported(expected, "another", "use a DynamicCache")
+        cache, layer = paged
+        numbers = {"scale": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
+        return cache.attend(layer, query, key, value, attention_mask, **numbers), None
     seq_q, window, causal = query.shape[2], None, False
     if attention_mask is None:
         # One query is the last one and sees everything; several without a mask start at the first key, also where the
         # rest of a static cache, still empty, lies behind.
-        causal = seq_q > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = seq_q > 1 and bool(is_causal)
         if causal and sliding_window is not None:
             window = (sliding_window - 1, 0)
     options: dict[str, Any] = {
@@ -94,7 +105,7 @@ def attention_forward(
         "softcap": softcap,
         "mask": attention_mask,
         "bias": position_bias,
-        "sinks": None if s_aux is None else s_aux.float(),
+        "sinks": sinks,
         "dropout_p": dropout,
         "backend": host_backend(query),
     }

@@ -195,6 +195,10 @@ def _load(v: Verifier, op: Op) -> None:
               f"{pointer.elem}, or a vector of it, as the result")  # fmt: skip
 
 
+def _prefetch(v: Verifier, op: Op) -> None:
+    v.memory(op, ("global",), reads=True, writes=False)
+
+
 def _store(v: Verifier, op: Op) -> None:
     pointer, type_ = v.memory(op, ("global", "shared", "private"), reads=False, writes=True), op.args[2].type
     v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem,
@@ -343,7 +347,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "store": _store, "atomic": _atomic,
+    "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "if": _if,

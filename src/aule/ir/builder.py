@@ -133,6 +133,10 @@ class Builder:
         type_: ValueType = elem if lanes == 1 else Vector(elem, lanes)
         return self.emit("load", (pointer, self._index(index)), type_, align=lanes if align is None else align)
 
+    def prefetch(self, pointer: Value, index: Any) -> None:
+        """A hint that memory at an index of a buffer will be read soon; see ``ops.OPS["prefetch"]``."""
+        self.emit("prefetch", (pointer, self._index(index)), None)
+
     def store(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
         """Store a scalar, or a vector over consecutive elements."""
         value = self.coerce(value, element(pointer.type))

@@ -138,6 +138,13 @@ OPS: dict[str, OpInfo] = {
     "store": OpInfo(
         "memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load", ("align",), result=False
     ),
+    "prefetch": OpInfo(
+        "memory",
+        2,
+        "pointer (global), index: a hint that what is there, if anything is, will be read soon: a line for the "
+        "second-level cache. Left out by languages that have no such thing",
+        result=False,
+    ),
     "atomic": OpInfo(
         "memory",
         3,

@@ -10,6 +10,26 @@
 from __future__ import annotations
 
 from aule.kernels.attention import AttentionKernel
+from aule.kernels.decode import (
+    FLASH_DECODE_CHUNK_SIZE,
+    BatchedIncrementalAttentionKernel,
+    FlashDecodingChunkKernel,
+    FlashDecodingReduceKernel,
+    IncrementalAttentionKernel,
+    MultiWarpIncrementalAttentionKernel,
+)
 from aule.kernels.tiles import TileConfig, required_shared_memory, tuned_configs, validate_config
 
-__all__ = ["AttentionKernel", "TileConfig", "required_shared_memory", "tuned_configs", "validate_config"]
+__all__ = [
+    "FLASH_DECODE_CHUNK_SIZE",
+    "AttentionKernel",
+    "BatchedIncrementalAttentionKernel",
+    "FlashDecodingChunkKernel",
+    "FlashDecodingReduceKernel",
+    "IncrementalAttentionKernel",
+    "MultiWarpIncrementalAttentionKernel",
+    "TileConfig",
+    "required_shared_memory",
+    "tuned_configs",
+    "validate_config",
+]

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aule.artifact import Artifact
-from aule.backends import registry
-from aule.codegen import generate, target_for
+from aule.codegen import target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
+from aule.kernels.emitted import EmittedKernel
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
 from aule.ops.attention.cpu import forward as cpu_forward
 from aule.ops.attention.cpu.plan import plan_alone
@@ -25,7 +24,7 @@ _DTYPES = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, init=False)
-class AttentionKernel:
+class AttentionKernel(EmittedKernel):
     """FlashAttention's forward kernel for ``[batch_size, num_heads, seq_len, head_dim]``.
 
     Objects are immutable: the ``with_`` methods give changed copies. The kernel's parameters are the buffers ``q_ptr``,
@@ -236,55 +235,6 @@ class AttentionKernel:
         if isinstance(plan, Step):
             return cpu_forward.build_forward(plan.config, resolved, self.name)
         return build_forward(plan.config, resolved, self.name)
-
-    # -- code ------------------------------------------------------------------------------------------------------
-
-    def artifact(self, language: str, target: Target | None = None) -> Artifact:
-        """The kernel in a language, with its parameters, workgroup and shared memory."""
-        expected = registry.by_language(language)
-        resolved = target_for(language) if target is None else target
-        if resolved.backend != expected.name:
-            raise InvalidArgumentError(
-                f"[emit] expected a {expected.name} target for {language}, got one of {resolved.backend}; "
-                "leave the target out, or take the language of its backend"
-            )
-        return generate(self.build(resolved), resolved)
-
-    def emit(self, language: str, target: Target | None = None) -> str | bytes:
-        """Source text, or the binary of SPIR-V.
-
-        Parameters
-        ----------
-        language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
-        target : Target, optional
-            A particular device; default: what nearly every device of the kind can do.
-        """
-        artifact = self.artifact(language, target)
-        return artifact.code if artifact.language == "spirv" else artifact.text
-
-    def emit_ptx(self, target: Target | None = None) -> str:
-        """PTX for NVIDIA's driver."""
-        return self.artifact("ptx", target).text
-
-    def emit_spirv(self, target: Target | None = None) -> bytes:
-        """A SPIR-V module for Vulkan."""
-        return self.artifact("spirv", target).code
-
-    def emit_opencl(self, target: Target | None = None) -> str:
-        """OpenCL C."""
-        return self.artifact("opencl", target).text
-
-    def emit_wgsl(self, target: Target | None = None) -> str:
-        """WGSL for WebGPU."""
-        return self.artifact("wgsl", target).text
-
-    def emit_msl(self, target: Target | None = None) -> str:
-        """The Metal Shading Language."""
-        return self.artifact("msl", target).text
-
-    def emit_llvm(self, target: Target | None = None) -> str:
-        """LLVM IR for a CPU."""
-        return self.artifact("llvm", target).text
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

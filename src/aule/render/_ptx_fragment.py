@@ -3,6 +3,11 @@
 A fragment of use "a" or "b" is four registers of two 16-bit floats each, an accumulator eight of f32. They lie as
 mma.sync wants them: two products of m16n8k16 (on Turing four of m16n8k8) make one of 16 x 16 x 16, and an accumulator's
 components are those of an "a" fragment (`aule.target.NVIDIA_LAYOUT`).
+
+Factors of f32 are eight registers, multiplied as tf32 by four products of m16n8k8: the unit does not look at the last
+13 bits, so whoever wants them rounded does that before. There a lane should hold columns t and t + 4 of a left factor,
+where it holds 2t and 2t + 1 of an accumulator. The order of a sum is free: column t of the instruction is 2t here and
+t + 4 is 2t + 1, in both factors, and components are the accumulator's again.
 """
 
 from __future__ import annotations
@@ -19,9 +24,8 @@ _SIZE = 16
 def registers_of(op: Op, type_: Fragment) -> int:
     """Registers that hold a fragment; refuses those that mma.sync does not have."""
     half = type_.elem.name in ("f16", "bf16") and type_.use != "accumulator"
-    single = type_.elem.name == "f32" and type_.use == "accumulator"
-    if (type_.rows, type_.cols) != (_SIZE, _SIZE) or not (half or single):
-        expected = "16 x 16 of f16 or bf16 as factors and of f32 as accumulator"
+    if (type_.rows, type_.cols) != (_SIZE, _SIZE) or not (half or type_.elem.name == "f32"):
+        expected = "16 x 16 of f16, bf16 or f32 as factors and of f32 as accumulator"
         raise refuse(op, expected, type_, "plan for such fragments")
     return 4 if half else 8
 
@@ -53,8 +57,11 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
     """ldmatrix: every lane names one row of eight elements; which one decides what comes out where."""
     assert op.result is not None
     type_, memory = _type(op.result), addresses.memory(op.args[0])
-    if registers_of(op, type_) != 4 or memory.space != "shared":
+    if type_.use == "accumulator" or memory.space != "shared":
         raise refuse(op, "a factor from shared memory", f"{type_} from {memory.space}", "load the components")
+    if registers_of(op, type_) == 8:
+        _load_words(e, addresses, op)
+        return
     # Blocks of 8 x 8: the lower half of a warp's lanes name blocks 0 and 1, the upper half 2 and 3.
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
     e.uses_subgroups = True
@@ -84,12 +91,56 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
     e.bind(op.result, tuple(out))
 
 
+def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """Elements of 32 bits by plain loads, two at a time where those along the dimension that is summed over are
+    neighbours in memory. The lane has 2t, 2t + 1 and what is eight on along that dimension, and g and g + 8 along the
+    other."""
+    assert op.result is not None
+    type_, memory = _type(op.result), addresses.memory(op.args[0])
+    lane = e.once("%laneid", "mov.u32", "r", "%laneid")
+    e.uses_subgroups = True
+    group = e.once("lane >> 2", "shr.u32", "r", lane, "2")
+    quarter = e.once("lane & 3", "and.b32", "r", lane, "3")
+    pair = e.once("(lane & 3) * 2", "shl.b32", "r", quarter, "1")
+    neighbours = op.attrs["layout"] == ("row" if type_.use == "a" else "column")
+    row, column = (group, pair) if neighbours else (pair, group)
+    stride = e.operands(op.args[2])[0]
+    base, offset = addresses.locate(memory, op.args[1])
+    if not base.startswith("%"):
+        base = addresses.symbol_of(memory)
+
+    def place(line: int, further: int) -> str:
+        """What lies some lines below the lane's first element and some elements on."""
+        start, inside = ("0", line * int(stride)) if not stride.startswith("%") else (str(line), 0)
+        first = e.once(("line", row, start), "add.s32", "r", row, start)
+        own = e.once(("own", first, column, stride), "mad.lo.s32", "r", first, stride, column)
+        bytes_ = e.once(("own words", own), "shl.b32", "r", own, "2")
+        address = e.once(("word", base, bytes_), "add.s32", "r", base, bytes_)
+        return at(address, offset + 4 * (inside + further))
+
+    found: dict[tuple[int, int], tuple[str, str]] = {}
+    for g in range(2):
+        for k in range(2):
+            low, high = found[g, k] = e.new("f"), e.new("f")
+            if neighbours:
+                e.line(f"ld.shared.v2.f32 {{{low}, {high}}}, {place(8 * g, 8 * k)};")
+            else:
+                e.line(f"ld.shared.f32 {low}, {place(8 * k, 8 * g)};")
+                e.line(f"ld.shared.f32 {high}, {place(8 * k + 1, 8 * g)};")
+    # "a" has the order of an accumulator's components, "b" that in which products take them.
+    order = [(0, 0), (1, 0), (0, 1), (1, 1)] if type_.use == "a" else [(0, 0), (0, 1), (1, 0), (1, 1)]
+    e.bind(op.result, tuple(x for which in order for x in found[which]))
+
+
 def _mma(e: Emitter, op: Op) -> None:
     assert op.result is not None
     for value in op.args:
         registers_of(op, _type(value))
     kind = element(op.args[0].type).name
     a, b, c = (e.registers(value) for value in op.args)
+    if kind == "f32":
+        _mma_tf32(e, op, a, b, c)
+        return
     if kind == "bf16" and e.arch.number < 80:
         raise refuse(op, "f16 before sm_80", kind, "convert to f16, or plan without fragments")
     out: list[str] = []
@@ -100,6 +151,24 @@ def _mma(e: Emitter, op: Op) -> None:
         else:
             for k in range(2):
                 total = _multiply(e, "m16n8k8.row.col.f32.f16.f16.f32", a[2 * k : 2 * k + 2], right[k : k + 1], total)
+        out += total
+    e.uses_subgroups = True
+    e.bind(op.result, tuple(out))
+
+
+def _mma_tf32(e: Emitter, op: Op, a: tuple[str, ...], b: tuple[str, ...], c: tuple[str, ...]) -> None:
+    assert op.result is not None
+    if e.arch.number < 80:
+        raise refuse(op, "f16 before sm_80", "f32", "convert to f16, or plan without fragments")
+    # Its operands are words to PTX.
+    left, right = ([e.emit("mov.b32", "r", x) for x in registers] for registers in (a, b))
+    out: list[str] = []
+    for n in range(2):
+        total = c[4 * n : 4 * n + 4]
+        for k in range(2):
+            x, y = left[4 * k : 4 * k + 4], right[4 * n + 2 * k : 4 * n + 2 * k + 2]
+            shape = "m16n8k8.row.col.f32.tf32.tf32.f32"
+            total = _multiply(e, shape, (x[0], x[2], x[1], x[3]), tuple(y), total)
         out += total
     e.uses_subgroups = True
     e.bind(op.result, tuple(out))

@@ -189,6 +189,12 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
 
 
+def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """``prefetch`` of a line into L2."""
+    base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
+    e.line(f"prefetch.global.L2 {at(base, offset)};")
+
+
 def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
     """``cp.async`` of 16 bytes, which bypasses L1."""
     if e.arch.number < 80:

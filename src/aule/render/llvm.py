@@ -207,6 +207,7 @@ class _Body:
             "permute": self._permute,
             "private": self._private,
             "load": self._load,
+            "prefetch": self._prefetch,
             "store": self._store,
             "atomic": self._atomic,
             "var": self._var,
@@ -306,18 +307,25 @@ class _Body:
         align = max(self._align.get(array, elem.bytes), _CACHE_LINE if length >= 16 else elem.bytes)
         self.emitter.bind(array, self.emitter.alloca(f"[{length} x {llvm_type(elem)}]", align, hint))
 
-    def _address(self, op: Op) -> str:
+    def _address(self, op: Op, inside: bool = True) -> str:
         e, (pointer, index) = self.emitter, op.args[:2]
         place = e.operand(index)
         if index.type.bits == 32 and index.constant is None:  # type: ignore[union-attr]
             extend = "sext" if index.type == i32 else "zext"
             place = e.emit(f"{extend} i32 {place} to i64")
-        return e.emit(f"getelementptr inbounds {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
+        kind = "getelementptr inbounds" if inside else "getelementptr"
+        return e.emit(f"{kind} {llvm_type(element(pointer.type))}, {e.typed(pointer)}, i64 {place}")
 
     def _load(self, op: Op) -> None:
         assert op.result is not None
         address = self._address(op)
         self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {address}, align {_bytes(op)}"))
+
+    def _prefetch(self, op: Op) -> None:
+        # Of data, to be read, with locality 2: into the second-level cache. The first has few slots for lines under
+        # way, and filling it from memory is no faster than loads are.
+        address = self._address(op, inside=False)
+        self.emitter.line(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 2, i32 1)")
 
     def _store(self, op: Op) -> None:
         address = self._address(op)

@@ -143,6 +143,7 @@ class _Body:
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
+            "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),
             "async_copy": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
             "var": self._var,
             "get": self._get,

@@ -216,7 +216,7 @@ def read_target(driver: Driver, handle: int) -> Target:
     capability = attribute(CAPABILITY_MAJOR), attribute(CAPABILITY_MINOR)
     matrix_units: tuple[str, ...] = ()
     if capability >= (8, 0):
-        matrix_units = ("m16n8k16:f16:f32", "m16n8k16:bf16:f32")
+        matrix_units = ("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32")
     elif capability >= (7, 5):
         matrix_units = ("m16n8k8:f16:f32",)
     return Target(

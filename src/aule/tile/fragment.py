@@ -16,15 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Fragment, Scalar, Vector, bf16, f32, i32, u32
+from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
 from aule.target import FragmentLayout, Target
+from aule.tile.math import is_finite
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 
 SIZE = 16
 """Rows and columns of a fragment."""
 RUN = 8
-"""16-bit elements that travel together."""
+"""Elements that travel together."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ class FragmentShape:
         k_row, v_row = row_stride(head_dim), row_stride(value_dim)
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
-    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Shared memory of a forward kernel. Q that stays in registers passes through the memory of K and V."""
         q, k, v = self.shared_elements(head_dim, value_dim)
         stages = self.stages * (k + v)
-        return 2 * (max(q, stages) if self.resident_q else q + stages)
+        return itemsize * (max(q, stages) if self.resident_q else q + stages)
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS
@@ -93,14 +94,19 @@ def row_stride(dim: int) -> int:
     return padded(dim, SIZE) + RUN
 
 
+def factor_elem(dtype: str) -> Scalar:
+    """The element type of factors in shared memory: tf32 is f32 with the last bits zero."""
+    return f32 if dtype == "tf32" else SCALARS[dtype]
+
+
 _COMPOSED = {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}
 """What PTX and MSL put fragments of 16 x 16 together from."""
 
 
 def has_units(target: Target, dtype: str) -> bool:
-    """Whether a device multiplies 16 x 16 fragments of a type of 16 bits; the engine has no others."""
+    """Whether a device multiplies 16 x 16 fragments of a type that the engine has."""
     shapes = ("m16n16k16", *_COMPOSED.get(target.backend, ()))
-    return dtype in ("f16", "bf16") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
+    return dtype in ("f16", "bf16", "tf32") and any(f"{shape}:{dtype}:f32" in target.matrix_units for shape in shapes)
 
 
 def multiplies(target: Target, dtype: str) -> bool:
@@ -149,8 +155,10 @@ class FragmentTile:
 class Fragments:
     """The engine: lane coordinates, row reductions, memory and the two products."""
 
-    def __init__(self, b: Builder, target: Target, shape: FragmentShape, elem: Scalar) -> None:
+    def __init__(self, b: Builder, target: Target, shape: FragmentShape, dtype: str) -> None:
+        """``dtype`` is what is multiplied: f16, bf16 or tf32."""
         assert target.matrix_layout is not None
+        elem = factor_elem(dtype)
         self.b, self.shape, self.elem = b, shape, elem
         self.layout: FragmentLayout = target.matrix_layout
         self.converts = target.backend == "cuda"
@@ -209,15 +217,26 @@ class Fragments:
                 parts = [
                     values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self._places
                 ]
-                blocks.append(b.fragment_pack(type_, self._rounded(parts, type_.elem, weights)))
+                blocks.append(b.fragment_pack(type_, self._rounded(parts, type_, weights)))
             result.append(blocks)
         return result
 
-    def _rounded(self, parts: list[Value], elem: Scalar, weights: bool) -> list[Value]:
-        """Converted two at a time, which some devices do in one instruction."""
-        if elem == f32:
-            return parts
+    def incoming(self, values: Value) -> Value:
+        """Elements of a matrix as they are multiplied: rounded where that is another type. NaN and Inf stay."""
         b = self.b
+        if self.elem != f32:
+            return b.cast(values, self.elem)
+        return b.vector([b.select(is_finite(b, x), self._to_tf32(x), x) for x in b.unpack(values)])
+
+    def _to_tf32(self, x: Value) -> Value:
+        """To nearest, ties away from zero: thirteen bits go."""
+        return self.b.bitcast((self.b.bitcast(x, u32) + 0x1000) & 0xFFFFE000, f32)
+
+    def _rounded(self, parts: list[Value], type_: Fragment, weights: bool) -> list[Value]:
+        """Converted two at a time, which some devices do in one instruction."""
+        b, elem = self.b, type_.elem
+        if elem == f32:
+            return parts if type_.use == "accumulator" else [self._to_tf32(x) for x in parts]
         pairs = []
         for x, y in zip(parts[::2], parts[1::2], strict=True):
             if elem == bf16 and weights and not self.converts:
@@ -281,13 +300,15 @@ class Transfer:
 
     ``start`` begins to fetch, ``finish`` makes what was fetched visible to the thread itself; a barrier behind that
     shows it to all. With asynchronous copies the fetched rows go to ``target`` directly, otherwise they wait in
-    registers until ``finish`` stores them.
+    registers until ``finish`` stores them, rounded where the engine multiplies another type.
     """
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
         self.stride = row_stride(source.cols)
-        self.direct = copies and source.aligned and source.col_stride is None
+        # What is rounded passes through registers.
+        copied = copies and source.elem == engine.elem != f32
+        self.direct = copied and source.aligned and source.col_stride is None
         self.cols = source.cols if self.direct else padded(source.cols, SIZE)
         self.runs = rows * self.cols // RUN
         b, threads = self.b, engine.shape.threads
@@ -299,7 +320,7 @@ class Transfer:
         self.col = run * RUN
         self.own = self.row * self.stride + self.col
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        zero = b.splat(b.const(0, engine.elem), RUN)
+        zero = b.splat(b.const(0, source.elem), RUN)
         self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
@@ -326,7 +347,7 @@ class Transfer:
         """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
         them exist; otherwise those past the end are replaced by the last one."""
         b, source = self.b, self.source
-        whole = whole and self.regular and self.direct
+        whole = whole and self.regular and self.direct and source.even
         base = source.base + source.index(b, first) * source.row_stride + self.offset if whole else None
         own = target + self.own
         for i in range(self.count):
@@ -354,7 +375,7 @@ class Transfer:
             b.async_wait(0)
             return
         for i, register in enumerate(self.registers):
-            value = register.value
+            value = self.engine.incoming(register.value)
             self._each(i, lambda row, col: b.store(self.memory, target + row * self.stride + col, value))  # noqa: B023
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
@@ -381,7 +402,7 @@ class Transfer:
             with b.if_(number < self.runs):
                 start = self.source.row_start(b, first + row)
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
-                b.store(self.memory, target + row * self.stride + col, f(run))
+                b.store(self.memory, target + row * self.stride + col, f(self.engine.incoming(run)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         row, col, number = self.place(i)

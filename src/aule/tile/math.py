@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, element, f64, u32
+from aule.ir.types import Scalar, Vector, element, f16, f32, f64, i8, i16, u16, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -47,6 +47,19 @@ def tanh(b: Builder, x: Value) -> Value:
         denominator = (square * 15.0 + 420.0) * square + 945.0
         near = numerator / denominator
     return b.select(size < 0.6, near, b.select(x < 0.0, -far, far))
+
+
+def from_e4m3(b: Builder, x: Value) -> Value:
+    """Bytes (u8) that hold fp8 e4m3, as float32; a scalar or a vector. Exact, subnormal numbers and NaN included."""
+
+    def shaped(elem: Scalar) -> Scalar | Vector:
+        return Vector(elem, x.type.lanes) if isinstance(x.type, Vector) else elem
+
+    # Widened with its sign and shifted, a byte has the sign, four bits of exponent and three of the fraction where fp16
+    # has them; the bias is 7 instead of 15. Conversions of fp16 keep subnormal numbers in every mode of a processor.
+    bits = b.cast(b.cast(b.bitcast(x, shaped(i8)), i16) << 7, u16) & 0xBF80
+    number = b.cast(b.bitcast(bits, shaped(f16)), f32) * 256.0
+    return b.select(b.eq(x & 0x7F, 0x7F), b.const(float("nan"), f32), number)
 
 
 def is_finite(b: Builder, x: Value) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aule.ir import Builder, Value
@@ -42,11 +42,16 @@ class Matrix:
     row_stride: Value
     col_stride: Value | None
     aligned: bool
-    rotary: Rotary | None = None
+    rotary: Rotary | None = field(default=None, kw_only=True)
 
     @property
     def elem(self) -> Scalar:
         return element(self.buffer.type)
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows lie ``row_stride`` apart."""
+        return True
 
     def row_start(self, b: Builder, row: Value) -> Value:
         """Index of a row's first element. A row past the end is replaced by the last one: whoever uses it masks it."""
@@ -95,6 +100,28 @@ class Matrix:
     def _offset(self, b: Builder, col: Value) -> Value:
         index = self.index(b, col)
         return index if self.col_stride is None else index * self.col_stride
+
+
+@dataclass(frozen=True)
+class PlacedMatrix(Matrix):
+    """A matrix whose rows lie anywhere, some of them found beforehand; only ``row_start`` knows of it.
+
+    Attributes
+    ----------
+    places : Value
+        Private array (i64): for the rows from ``first`` on, the index of each one's first element.
+    """
+
+    places: Value
+    first: Value
+
+    @property
+    def even(self) -> bool:
+        return False
+
+    def row_start(self, b: Builder, row: Value) -> Value:
+        """Index of a row's first element, which must be among those found."""
+        return b.load(self.places, self.index(b, row - self.first))
 
 
 def divmod_const(b: Builder, x: Value, n: int) -> tuple[Value, Value]:

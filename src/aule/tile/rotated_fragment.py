@@ -40,7 +40,7 @@ class RotatedTransfer(Transfer):
             self.runs //= 2
             self.count = -(-self.runs // threads) * 2
             if not self.direct and len(self.registers) < self.count:
-                self.registers.append(b.var(b.splat(b.const(0, engine.elem), RUN), "fetched"))
+                self.registers.append(b.var(b.splat(b.const(0, source.elem), RUN), "fetched"))
             self.across = self.cols // (2 * RUN)
             self.pair_row, self.pair = divmod_const(b, engine.thread, self.across)
 
@@ -80,7 +80,7 @@ class RotatedTransfer(Transfer):
 
     def _turn(self, row: Value, at: Value, col: Value) -> None:
         """Rotate a run, or two that are partners, which lie in shared memory from ``at`` on."""
-        b, rotary, elem = self.b, self.rotary, self.engine.elem
+        b, rotary = self.b, self.rotary
         cos, sin = (b.unpack(b.cast(x, f32)) for x in rotary.fetch_angles(b, rotary.angles(b, row), col, RUN))
         places = [at + i * rotary.half for i in range(self.together)]
         runs = [b.unpack(b.cast(b.load(self.memory, place, RUN), f32)) for place in places]
@@ -94,7 +94,7 @@ class RotatedTransfer(Transfer):
         else:
             results = [[pair[i] for pair in turned] for i in range(2)]
         for place, result in zip(places, results, strict=True):
-            b.store(self.memory, place, b.cast(b.vector(result), elem))
+            b.store(self.memory, place, self.engine.incoming(b.vector(result)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         row, col, number = self.place(i)

@@ -118,20 +118,42 @@ class SimtShape:
 
     def shared_bytes(self, head_dim: int, value_dim: int, subgroups: bool) -> int:
         """Shared memory of a kernel with this shape, the flags of the value guard included."""
-        return sum(-(-4 * n // 16) * 16 for n in self.shared_elements(head_dim, value_dim, subgroups).values()) + 16
+        return _bytes(self.shared_elements(head_dim, value_dim, subgroups)) + 16
+
+    def backward_elements(self, dim: int, sums: bool) -> dict[str, int]:
+        """The same for a kernel of gradients, ``dim`` the wider of the head dimensions: no row is reduced, two matrices
+        may be resident, and a kernel that also ``sums`` up puts the scores' gradient there transposed, too."""
+        sizes = self.shared_elements(dim, dim, subgroups=True)
+        if self.resident_q:
+            sizes["own"] = sizes["q"]
+        if sums:
+            sizes["p"] = max(sizes["p"], self.block_q * (self.block_kv + PAD))
+        return sizes
+
+    def backward_bytes(self, dim: int, sums: bool) -> int:
+        """Shared memory of a kernel of gradients."""
+        return _bytes(self.backward_elements(dim, sums))
+
+
+def _bytes(sizes: dict[str, int]) -> int:
+    return sum(-(-4 * n // 16) * 16 for n in sizes.values())
 
 
 class RegisterTile:
     """A tile spread over the registers of a workgroup: each thread holds ``rows`` × ``cols`` variables."""
 
-    def __init__(self, engine: Simt, rows: int, cols: int, strip: int, init: Value) -> None:
+    def __init__(
+        self, engine: Simt, rows: int, cols: int, strip: int, init: Value, row_strip: int | None = None
+    ) -> None:
+        """``strip`` columns and ``row_strip`` rows (the shape's, when None) that follow each other are one thread's."""
         self.engine = engine
         self.strip = strip
+        self.row_strip = engine.shape.row_strip if row_strip is None else row_strip
         self.vars = [[engine.b.var(init) for _ in range(cols)] for _ in range(rows)]
 
     def row(self, r: int) -> Value:
         """Row in the tile of this thread's register row ``r``."""
-        return self.engine.row(r)
+        return self.engine.row(r, self.row_strip)
 
     def col(self, c: int) -> Value:
         """Column in the tile of this thread's register column ``c``."""
@@ -222,15 +244,15 @@ class Chunk:
 
 
 class Simt:
-    """The engine: thread coordinates, row reductions, staging and the two products."""
+    """The engine: thread coordinates, row reductions, staging and the products."""
 
     def __init__(
-        self, b: Builder, target: Target, shape: SimtShape, head_dim: int, value_dim: int, reduces: bool = True
-    ) -> None:
-        """``reduces`` is False for a kernel that never calls `reduce_rows` and needs no memory for it."""
+        self, b: Builder, target: Target, shape: SimtShape, head_dim: int, value_dim: int,
+        sizes: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """``sizes`` are those of the shared arrays, where they are not the forward pass's."""
         self.b = b
         self.shape = shape
-        self.subgroups = uses_subgroups(target, shape) or not reduces
         self.thread = b.thread_id()
         pair, parity = divmod_const(b, self.thread, LANES_PER_COLUMN)
         row_pair, self.tx = divmod_const(b, pair, shape.threads_x)
@@ -239,12 +261,13 @@ class Simt:
         self.head_cols = padded(head_dim, shape.chunk_k)
         self.q_stride = shape.block_q + PAD  # of Q and P both: they have the rows of the block
         self.k_stride = shape.block_kv + PAD
-        sizes = shape.shared_elements(head_dim, value_dim, self.subgroups)
+        sizes = sizes or shape.shared_elements(head_dim, value_dim, uses_subgroups(target, shape))
         self.stage_size = sizes["stage"] // 2
         self.stage = b.shared("stage", f32, sizes["stage"])
         self.p = b.shared("p", f32, sizes["p"])
         self.q = b.shared("q", f32, sizes["q"]) if shape.resident_q else None
-        self.rows_scratch = None if self.subgroups else b.shared("rows", f32, sizes["rows"])
+        self.own = b.shared("own", f32, sizes["own"]) if "own" in sizes else None
+        self.rows_scratch = b.shared("rows", f32, sizes["rows"]) if "rows" in sizes else None
         self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.q_stride, transposed=True)
         k_start = 0 if shape.resident_q else shape.chunk_k * self.q_stride
         self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride, transposed=True)
@@ -257,10 +280,12 @@ class Simt:
 
     # -- tiles -----------------------------------------------------------------------------------------------------
 
-    def row(self, r: int) -> Value:
-        """Row in the block of this thread's ``r``-th row."""
-        strip, within = divmod(r, self.shape.row_strip)
-        return self.ty * self.shape.row_strip + (strip * self.shape.threads_y * self.shape.row_strip + within)
+    def row(self, r: int, strip: int | None = None) -> Value:
+        """Row in the block of this thread's ``r``-th row, of ``strip`` (the shape's, when None) that follow each
+        other."""
+        width = self.shape.row_strip if strip is None else strip
+        number, within = divmod(r, width)
+        return self.ty * width + (number * self.shape.threads_y * width + within)
 
     def score_tile(self, init: Value) -> RegisterTile:
         """S: strips never reach over a part of P."""
@@ -392,9 +417,8 @@ class Simt:
         for e, x in enumerate(self.b.unpack(quad)):
             self.b.store(self.stage, index + e * chunk.stride, x)
 
-    def load_resident_q(self, source: Matrix, row: Value, scale: Value) -> None:
-        """Bring all of a Q block into shared memory, scaled and transposed."""
-        assert self.q is not None
+    def load_resident(self, memory: Value, source: Matrix, row: Value, scale: Value | None = None) -> None:
+        """Bring all of a block of rows into shared memory, scaled and transposed."""
         b, quads = self.b, self.shape.block_q * self.head_cols // QUAD
         with b.loop(0, -(-quads // self.shape.threads), name="quad") as i:
             number = self.thread + i * self.shape.threads
@@ -404,8 +428,9 @@ class Simt:
                 value = b.cast(source.load_quad(b, start, col, self.head_cols), f32)
                 if source.rotary is not None:
                     value = b.vector(self._turned(source, row + r, start, col, b.unpack(value)))
-                for e, x in enumerate(b.unpack(value * scale)):
-                    b.store(self.q, (quad * QUAD + e) * self.q_stride + r, x)
+                quad_values = value if scale is None else value * scale
+                for e, x in enumerate(b.unpack(quad_values)):
+                    b.store(memory, (quad * QUAD + e) * self.q_stride + r, x)
 
     def _turned(self, source: Matrix, row: Value, start: Value, col: Value, x: list[Value]) -> list[Value]:
         """A quad of Q, rotated."""
@@ -431,24 +456,32 @@ class Simt:
                 column = self.b.vector([row[c] for row in values[r : r + strip]])
                 self.b.store(self.p, S.col(c) * self.q_stride + self.row(r), column)
 
+    def store_p_transposed(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
+        """Put all of P there row by row, `k_stride` elements apart: the left factor of ``P^T @ right``."""
+        for r, row in enumerate(values):
+            for c in range(0, len(row), S.strip):
+                self.b.store(self.p, self.row(r) * self.k_stride + S.col(c), self.b.vector(list(row[c : c + S.strip])))
+
     def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
         """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
         start = chunk * (self.shape.chunk_v * self.q_stride)
         self.multiply(O, self.p, start, offset, self.value_cols, self.shape.chunk_v)
 
     def multiply(
-        self, tile: RegisterTile, left: Value, left_start: Value, right_start: Value, right_stride: int, depth: int
-    ) -> None:
-        """``tile += left^T @ right``: both have ``depth`` rows, ``left`` those of Q or P, the stage those of K or V."""
-        b, shape = self.b, self.shape
+        self, tile: RegisterTile, left: Value, left_start: Value, right_start: Value, right_stride: int, depth: int,
+        left_stride: int | None = None,
+    ) -> None:  # fmt: skip
+        """``tile += left^T @ right``: both have ``depth`` rows, ``left`` those of Q or P, which are ``left_stride``
+        (`q_stride`, when None) apart, the stage those of K or V."""
+        b, shape, strip = self.b, self.shape, tile.row_strip
         acc = tile.values()
-        rows, cols = range(0, len(acc), shape.row_strip), range(0, len(acc[0]), tile.strip)
-        left_base = left_start + self.ty * shape.row_strip
+        rows, cols = range(0, len(acc), strip), range(0, len(acc[0]), tile.strip)
+        left_base, stride = left_start + self.ty * strip, self.q_stride if left_stride is None else left_stride
         right_base = right_start + self.tx * tile.strip
         for k in range(depth):
             x: list[Value] = []
             for r in rows:
-                x += b.unpack(b.load(left, left_base + (k * self.q_stride + r * shape.threads_y), shape.row_strip))
+                x += b.unpack(b.load(left, left_base + (k * stride + r * shape.threads_y), strip))
             y: list[Value] = []
             for c in cols:
                 y += b.unpack(b.load(self.stage, right_base + (k * right_stride + c * shape.threads_x), tile.strip))

@@ -20,9 +20,13 @@ from itertools import pairwise
 from typing import Any
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u16, u32
+from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u8, u16, u32
 from aule.target import Target
+from aule.tile.math import from_e4m3
 from aule.tile.matrix import Matrix
+
+_CACHE_LINE = 64
+"""Bytes; where lines are longer some are asked for twice, which costs little."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,18 @@ class Operand:
         i64 index of the first element.
     row, step : int or Value
         Elements from one row to the next (unused for B), and from one step of the summed dimension to the next.
+    places : Value or None
+        For B whose steps lie anywhere: an array (i64) of each step's distance from ``base``, instead of ``step``.
+    ahead : int
+        For B that comes from memory: how many steps ahead it is fetched into the cache.
     """
 
     pointer: Value
     base: Value
     row: int | Value
     step: int | Value
+    places: Value | None = None
+    ahead: int = 0
 
 
 class Vectors:
@@ -116,15 +126,19 @@ class Vectors:
     def index(self, value: Value) -> Value:
         return self.b.cast(value, i64)
 
+    def numbers(self, x: Value) -> Value:
+        """What memory held, as numbers of type ``work``. Bytes (u8) are fp8 e4m3."""
+        return self.b.cast(from_e4m3(self.b, x) if element(x.type) == u8 else x, self.work)
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load(self, pointer: Value, index: Any) -> Value:
         """A vector from anywhere, as numbers of type ``work``."""
-        return self.b.cast(self.b.load(pointer, index, self.lanes, align=1), self.work)
+        return self.numbers(self.b.load(pointer, index, self.lanes, align=1))
 
     def read(self, source: Matrix, start: Value, col: Value | int, count: int) -> Value:
         """Columns ``col .. col + count - 1`` of the row that begins at ``start``; lanes from ``count`` on are zero."""
-        return self.b.cast(self.read_raw(source, start, col, count), self.work)
+        return self.numbers(self.read_raw(source, start, col, count))
 
     def read_raw(self, source: Matrix, start: Value, col: Value | int, count: int) -> Value:
         """The same, as numbers of the matrix's own type."""
@@ -181,19 +195,27 @@ class Vectors:
                 x = self.read(source, start, col, width)
                 b.store(target, base + self.index(row) * stride + col, x if scale is None else x * scale, align=1)
 
+    def line_vectors(self, elem: Scalar) -> int:
+        """Vectors of a cache line's elements."""
+        return max(_CACHE_LINE // elem.bytes // self.lanes, 1)
+
     # -- pairs of bf16 -------------------------------------------------------------------------------------------------
 
     def pairs(self, vector: Value) -> Value:
         """The lanes of a vector as bf16, neighbours paired: half as many u32."""
-        bits = self.b.cast(vector, bf16)
-        return self.b.bitcast(bits, Vector(u32, self.lanes // 2))
+        return self.b.bitcast(self._bf16(vector), Vector(u32, self.lanes // 2))
 
     def pair_up(self, first: Value, second: Value) -> Value:
         """The lanes of two vectors as bf16, each of the first with that of the second."""
         b = self.b
         words = Vector(u16, self.lanes)
-        low, high = (b.cast(b.bitcast(b.cast(x, bf16), words), u32) for x in (first, second))
+        low, high = (b.cast(b.bitcast(self._bf16(x), words), u32) for x in (first, second))
         return low | (high << 16)
+
+    def _bf16(self, vector: Value) -> Value:
+        """As bf16, which every number of 8 bits is exactly."""
+        elem = element(vector.type)
+        return vector if elem == bf16 else self.b.cast(vector if elem.is_float else self.numbers(vector), bf16)
 
     def copy_row_pairs(
         self, source: Matrix, first: Value, count: Value, target: Value, base: Value, stride: int
@@ -277,33 +299,46 @@ class Vectors:
             halves.append(b.splat(b.const(0, u32), lanes // 2))
         return b.permute(halves[0], halves[1], tuple(range(lanes)))
 
-    def dots(self, left: Operand, rows: int, source: Matrix, first: Value) -> list[Value]:
+    def dots(self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int = 0) -> list[Value]:
         """Dot products of ``rows`` rows of A with as many rows of a matrix as there are lanes, from row ``first`` on:
-        one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors.
+        one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors. The
+        matrix has stride 1 along its rows. Those that come ``ahead`` rows later are fetched into the cache. Where A is
+        one of pairs, so is what is read of the matrix, which is bf16.
 
         For few rows this is cheaper than packing: the vectors of partial sums are added up together, as many at a time
         as there are lanes.
         """
         b, lanes = self.b, self.lanes
         span = lanes // rows
+        pairs = element(left.pointer.type) == u32
+        step_cols = 2 * lanes if pairs else lanes
+        together = max(_CACHE_LINE // source.elem.bytes // step_cols, 1) if ahead else 1
         parts = []
         for group in range(rows):
             starts = [source.row_start(b, first + (group * span + i)) for i in range(span)]
+            later = [source.row_start(b, first + (group * span + i + ahead)) for i in range(span if ahead else 0)]
             c = self.accumulators(rows, span)
 
             def step(col: Value, count: int, c: list[list[Var]] = c, starts: list[Value] = starts) -> None:
-                theirs = [self.read(source, start, col, count) for start in starts]
+                read = self._read_pairs if pairs else self.read
+                theirs = [read(source, start, col, count) for start in starts]
                 for i, row in enumerate(c):
-                    mine = self.load(left.pointer, left.base + left.row * i + col)
+                    mine = self._factor(left.pointer, left.base + left.row * i + (col >> 1 if pairs else col), lanes)
                     for variable, x in zip(row, theirs, strict=True):
-                        variable.value = b.fma(mine, x, variable.value)
+                        variable.value = self._accumulate(mine, x, variable.value)
 
-            whole = source.cols // lanes * lanes
+            width = together * step_cols
+            whole = source.cols // width * width
             if whole:
-                with b.loop(b.const(0, i64), whole, lanes, unroll=2, name="col") as col:
-                    step(col, lanes)
-            if source.cols > whole:
-                step(b.const(whole, i64), source.cols - whole)
+                with b.loop(b.const(0, i64), whole, width, unroll=max(2 // together, 1), name="col") as col:
+                    for start in later:
+                        b.prefetch(source.buffer, start + col)
+                    for i in range(together):
+                        step(col + i * step_cols, step_cols)
+            for start in later if source.cols > whole else ():
+                b.prefetch(source.buffer, start + whole)
+            for at in range(whole, source.cols, step_cols):
+                step(b.const(at, i64), min(step_cols, source.cols - at))
             parts.append(self._sums([variable.value for row in c for variable in row]))
         return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
 
@@ -382,13 +417,21 @@ class Vectors:
 
     def _columns(self, c: list[list[Var]], right: Operand, k: Value) -> list[Value]:
         """The vectors of B at a step, as wide as those of C."""
-        at = right.base + k * right.step
+        if right.ahead:
+            later = self._step_start(right, k + right.ahead)
+            for j in range(0, len(c[0]), self.line_vectors(element(right.pointer.type))):
+                self.b.prefetch(right.pointer, later + j * self.lanes)
+        at = self._step_start(right, k)
         return [self._factor(right.pointer, at + j * self.lanes, _lanes(x.ref)) for j, x in enumerate(c[0])]
+
+    def _step_start(self, right: Operand, k: Value) -> Value:
+        """Index of B's first element at a step."""
+        return right.base + (k * right.step if right.places is None else self.b.load(right.places, k))
 
     def _factor(self, pointer: Value, index: Any, lanes: int) -> Value:
         """What a product reads: numbers of type ``work``, or pairs."""
         x = self.b.load(pointer, index, lanes, align=1)
-        return x if element(pointer.type) == u32 else self.b.cast(x, self.work)
+        return x if element(pointer.type) == u32 else self.numbers(x)
 
     def _accumulate(self, a: Value, x: Value, c: Value) -> Value:
         b = self.b
@@ -434,8 +477,9 @@ class Vectors:
         zero = self.const(0.0)
         total = b.var(zero, "wild")
         with b.loop(start, stop, unroll=2, name="k") as k:
+            at = self._step_start(right, k)
             for j in range(vectors):
-                x = self._factor(right.pointer, right.base + k * right.step + j * self.lanes, self.lanes)
+                x = self._factor(right.pointer, at + j * self.lanes, self.lanes)
                 if element(x.type) == u32:
                     numbers = [b.bitcast(half, Vector(f32, self.lanes)) for half in (x << 16, x & 0xFFFF0000)]
                 else:

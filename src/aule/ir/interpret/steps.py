@@ -336,7 +336,7 @@ def _intrinsic(m: Machine, op: Op) -> Step:
     )
 
 
-def _comment(m: Machine, op: Op) -> None:
+def _nothing(m: Machine, op: Op) -> None:
     """Nothing to run."""
 
 
@@ -346,9 +346,9 @@ COMPILERS: dict[str, Compiler] = {
     "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "store": _store, "atomic": _atomic,
+    "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _var, "set": _set, "loop": _loop, "if": _if,
-    "intrinsic": _intrinsic, "comment": _comment,
+    "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """By opcode, or else by category."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir.kernel import KernelIR
 from aule.ir.passes.dead_code import dead_code
+from aule.ir.passes.hints import hints
 from aule.ir.passes.int64 import int64
 from aule.ir.passes.multiply_high import multiply_high
 from aule.ir.passes.narrow_vectors import narrow_vectors
@@ -18,6 +19,7 @@ from aule.ir.types import Scalar, element, i64, u64
 __all__ = [
     "Legal",
     "dead_code",
+    "hints",
     "int64",
     "legalise",
     "multiply_high",
@@ -53,7 +55,7 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
     # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
-    kernel = votes(kernel)
+    kernel = votes(hints(kernel))
     if legal.soft & _elements(kernel):
         kernel = soft_half(kernel, legal.soft, legal.half_to_float)
     if legal.packed & _elements(kernel):

@@ -1,4 +1,4 @@
-"""The backward kernels for GPUs: FlashAttention's gradients over tiles, without atomics.
+"""The backward kernels for GPUs: FlashAttention's gradients over tiles.
 
 One kernel makes dQ: a workgroup has a block of query rows and passes over the keys. Another makes dK and dV: a
 workgroup has a block of keys and passes over the query rows of all heads that share them. Both make the scores again,
@@ -6,26 +6,32 @@ in the base-2 log domain:
 
     P = exp2(S - lse)    dS = P * (dO V^T - delta)    dQ = dS K    dV = P^T dO    dK = dS^T Q
 
-With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor. `build_delta` comes before them.
+With Q' the scaled Q of the forward pass, ``dS^T Q'`` is dK up to a factor. Nothing is added up between workgroups, so
+the results are the same every time. That costs seven products; where it need not be so (``config.sums``), there is the
+second kernel alone, which adds what its keys bring to dQ to sums in memory, and five are enough.
+
+`backward_rows.py` has what comes before and after them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import BackwardConfig, DeltaConfig, ScoreConfig
+from aule.ops.attention.config import BackwardConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import quad_angles, rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
-from aule.tile.matrix import QUAD, Matrix, divmod_const
+from aule.tile.matrix import QUAD, Matrix
 from aule.tile.rotated_simt import turn_back
-from aule.tile.simt import RegisterTile, Simt, Stager, padded, wave_size
+from aule.tile.simt import Chunk, RegisterTile, Simt, Stager, padded, wave_size
+from aule.tile.sums import TileSums
 
 
 def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
@@ -62,9 +68,12 @@ class _Kernel:
         self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = self.task < number("blocks")
         widest = max(config.head_dim, config.value_dim)
-        self.engine = Simt(b, target, self.shape, widest, widest, reduces=False)
+        sizes = self.shape.backward_elements(widest, config.sums)
+        self.engine = Simt(b, target, self.shape, widest, widest, sizes)
         engine, threads = self.engine, self.shape.threads
-        first = engine.q_chunk.per_thread(threads) + engine.k_chunk.per_thread(threads)
+        first = engine.k_chunk.per_thread(threads)
+        if not self.shape.resident_q:
+            first += engine.q_chunk.per_thread(threads)
         chunks = [engine.row_chunk(dim) for dim in (config.head_dim, config.value_dim)]
         quads = max(first, *(chunk.per_thread(threads) for chunk in chunks))
         elem, angles = SCALARS[config.dtype], quad_angles(config)
@@ -88,13 +97,14 @@ class _Kernel:
 
     def outer(
         self, tile: RegisterTile, left: Matrix, row: Value, right: Matrix, column: Value,
-        scales: tuple[Value | None, Value | None] = (None, None),
+        scales: tuple[Value | None, Value | None] = (None, None), resident: Value | None = None,
     ) -> _Phase:  # fmt: skip
-        """``tile += left right^T``, of the rows from ``row`` and the rows from ``column`` on."""
+        """``tile += left right^T``, of the rows from ``row`` and the rows from ``column`` on; ``resident`` is where
+        the left ones are, if they are in shared memory."""
         engine, shape, stager = self.engine, self.shape, self.stager
         cols = padded(left.cols, shape.chunk_k)
-        second = engine.q_chunk.per_thread(shape.threads)
-        left_starts = engine.row_starts(engine.q_chunk, left, row)
+        second = 0 if resident is not None else engine.q_chunk.per_thread(shape.threads)
+        left_starts = [] if resident is not None else engine.row_starts(engine.q_chunk, left, row)
         right_starts = engine.row_starts(engine.k_chunk, right, column)
 
         def fetch(chunk: Value) -> None:
@@ -102,18 +112,27 @@ class _Kernel:
             engine.fetch(stager, second, engine.k_chunk, right, right_starts, chunk * shape.chunk_k, cols)
 
         def commit(chunk: Value) -> None:
-            for first, piece, source, scale in (
-                (0, engine.q_chunk, left, scales[0]),
-                (second, engine.k_chunk, right, scales[1]),
-            ):
+            operands = [(second, engine.k_chunk, right, scales[1])]
+            if resident is None:
+                operands.insert(0, (0, engine.q_chunk, left, scales[0]))
+            for first, piece, source, scale in operands:
                 rotated = None if source.rotary is None else (source.rotary, chunk * shape.chunk_k, cols)
                 engine.commit(stager, first, piece, scale, rotated=rotated)
 
         def multiply(chunk: Value) -> None:
             offset = stager.offset.value
-            engine.multiply(tile, engine.stage, offset, offset + engine.k_chunk.start, engine.k_stride, shape.chunk_k)
+            memory, start = engine.stage, offset
+            if resident is not None:
+                memory, start = resident, chunk * (shape.chunk_k * engine.q_stride)
+            engine.multiply(tile, memory, start, offset + engine.k_chunk.start, engine.k_stride, shape.chunk_k)
 
         return _Phase(cols // shape.chunk_k, fetch, commit, multiply)
+
+    def load_own(self, first: Matrix, second: Matrix, row: Value, scale: Value | None = None) -> None:
+        """Bring in the rows of the block where they stay; the barrier of the first chunk shows them."""
+        if self.engine.q is not None and self.engine.own is not None:
+            self.engine.load_resident(self.engine.q, first, row, scale)
+            self.engine.load_resident(self.engine.own, second, row)
 
     def inner(
         self, tile: RegisterTile, right: Matrix, row: Value, scale: Value | None = None, finite: bool = False
@@ -135,6 +154,27 @@ class _Kernel:
             engine.multiply(tile, engine.p, left, stager.offset.value, piece.cols, shape.chunk_v)
 
         return _Phase(shape.block_kv // shape.chunk_v, fetch, commit, multiply)
+
+    def across(self, tile: RegisterTile, right: Matrix, row: Value, sums: TileSums, part: int) -> _Phase:
+        """``tile += P^T right`` of one part of the columns, P what `Simt.store_p_transposed` left in shared memory, of
+        the rows from ``row`` on. Inf and NaN count as zero, as for `inner`."""
+        engine, shape, stager = self.engine, self.shape, self.stager
+        piece = Chunk(shape.chunk_v, sums.part_cols, 0, sums.part_cols)
+        first, cols = self.b.const(part * sums.part_cols, i32), shape.value_cols(sums.dim)
+
+        def fetch(chunk: Value) -> None:
+            starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
+            engine.fetch(stager, 0, piece, right, starts, first, cols)
+
+        def commit(chunk: Value) -> None:
+            rotated = None if right.rotary is None else (right.rotary, first, cols)
+            engine.commit(stager, 0, piece, finite=True, rotated=rotated)
+
+        def multiply(chunk: Value) -> None:
+            left, stride = chunk * (shape.chunk_v * engine.k_stride), engine.k_stride
+            engine.multiply(tile, engine.p, left, stager.offset.value, piece.cols, shape.chunk_v, stride)
+
+        return _Phase(shape.block_q // shape.chunk_v, fetch, commit, multiply)
 
     def run_phase(self, phase: _Phase, then: Callable[[], None]) -> None:
         """All chunks of a product whose first has been fetched; ``then`` starts to fetch what comes next."""
@@ -287,11 +327,12 @@ class _Queries(_Kernel):
         def products(tile: Value) -> tuple[_Phase, _Phase, _Phase]:
             key0 = tile * width
             return (
-                self.outer(S, self.q, row0, self.k, key0, (self.scale, None)),
-                self.outer(dP, self.do, row0, self.v, key0),
+                self.outer(S, self.q, row0, self.k, key0, (self.scale, None), engine.q),
+                self.outer(dP, self.do, row0, self.v, key0, resident=engine.own),
                 self.inner(dQ, self.k, key0, finite=True),
             )
 
+        self.load_own(self.q, self.do, row0, self.scale)
         with b.if_(first < last):
             products(first)[0].fetch(first_chunk)
         with b.loop(first, last, name="tile") as tile:
@@ -360,6 +401,7 @@ class _Keys(_Kernel):
         end = b.min(key0 + shape.block_q, scores.seq_kv)
         low, high = scores.rows_reaching(key0, end)
         first, last = low // width, (high + (width - 1)) // width
+        self.load_own(self.k, self.v, key0)
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, S, dP, dK, dV)
         self.store(dV, self.dv, key0, self.p.number("keep_scale", f32) if self.config.dropout else None)
@@ -378,8 +420,8 @@ class _Keys(_Kernel):
         def products(tile: Value) -> tuple[_Phase, _Phase, _Phase, _Phase]:
             row0 = tile * width
             return (
-                self.outer(S, self.k, key0, q, row0, (None, self.scale)),
-                self.outer(dP, self.v, key0, do, row0),
+                self.outer(S, self.k, key0, q, row0, (None, self.scale), engine.q),
+                self.outer(dP, self.v, key0, do, row0, resident=engine.own),
                 self.inner(dV, do, row0),
                 self.inner(dK, q, row0, self.scale),
             )
@@ -390,7 +432,9 @@ class _Keys(_Kernel):
             score, weight, values, keys = products(tile)
             row0 = tile * width
             reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
-            partial = (key0 < reach.full_first) | (end > reach.full_end)
+            # Keys past the end are in nobody's way until they are added up.
+            past = key0 + shape.block_q if self.config.sums else end
+            partial = (key0 < reach.full_first) | (past > reach.full_end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S.fill(zero)
             self.run_phase(score, lambda: weight.fetch(first_chunk))
@@ -414,45 +458,33 @@ class _Keys(_Kernel):
             b.comment("dK = dK + dS^T Q")
             b.barrier()  # everyone has read P
             engine.store_p(S, dP.values())
-            self.run_phase(keys, lambda: products(tile + 1)[0].fetch(first_chunk))
 
+            def next_tile() -> None:
+                products(tile + 1)[0].fetch(first_chunk)
 
-def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
-    """Trace the kernel of delta: some lanes of a subgroup, or one thread, for each row."""
-    b = Builder("attention_delta", config.threads)
-    index: Scalar = i64 if config.index64 else i32
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
-    heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
-    thread = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
-    number, lane = divmod_const(b, thread, config.lanes)
-    inside = b.min(number, rows - 1)  # all lanes take part in a shuffle
-    head_number, row = inside // seq_q, inside % seq_q
-    batch, head = head_number // heads, head_number % heads
-    names = zip(("o", "do"), config.unit, config.aligned, strict=True)
-    o, do = (
-        p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
-    )
-    cols = padded(config.value_dim, QUAD)
-    starts = o.row_start(b, row), do.row_start(b, row)
-    partial = b.var(b.const(0.0, f32), "delta")
-    with b.loop(lane * QUAD, cols, config.lanes * QUAD, name="col") as col:
-        x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
-        y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
-        for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
-            partial.value = b.fma(a, c, partial.value)
-    result = partial.value
-    step = 1
-    while step < config.lanes:
-        result = result + b.shuffle_xor(result, step)
-        step *= 2
-    with b.if_((number < rows) & b.eq(lane, 0)):
-        b.store(p.buffer("delta", f32, "write"), number, result)
-    if config.clear:
-        total = p.number("clear", index)
-        first = b.cast(thread, index)
-        threads = b.cast(b.group_count(0) * b.group_count(1) * config.threads, index)
-        with b.loop(first, total, threads, name="at") as at:
-            b.store(p.buffer("dq_sum", f32, "write"), at, b.const(0.0, f32))
-    # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree.
-    b.barrier()
-    return b.finish()
+            if self.config.sums:
+                self._add_to_sums(head, tile, dP, keys, next_tile)
+            else:
+                self.run_phase(keys, next_tile)
+
+    def _add_to_sums(
+        self, head: Value, tile: Value, dP: RegisterTile, before: _Phase, then: Callable[[], None]
+    ) -> None:
+        """Finish the product ``before`` and add ``dS K`` of the block's keys to dQ's sums, part by part."""
+        b, engine = self.b, self.engine
+        sums = TileSums(self.shape, self.config.head_dim)
+        memory = self.p.buffer("dq_sum", f32, "readwrite")
+        number = (self.scores.batch * self.heads + head) * self.p.number("row_tiles") + tile
+        start = sums.start(engine, number, self.index)
+        dQ = sums.tile(engine, b.const(0.0, f32))
+        phases = [self.across(dQ, self.k, self.key0, sums, part) for part in range(sums.parts)]
+        first_chunk = b.const(0, i32)
+        self.run_phase(before, lambda: phases[0].fetch(first_chunk))
+        b.comment("dQ = dQ + dS K")
+        b.barrier()  # everyone has read dS^T
+        engine.store_p_transposed(dP, dP.values())
+        nexts: list[Callable[[], None]] = [functools.partial(phase.fetch, first_chunk) for phase in phases[1:]]
+        for part, (phase, following) in enumerate(zip(phases, [*nexts, then], strict=True)):
+            dQ.fill(b.const(0.0, f32))
+            self.run_phase(phase, following)
+            sums.add(engine, dQ, part, memory, start)

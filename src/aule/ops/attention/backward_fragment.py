@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, bf16, f32, i32, i64, u16, u32
+from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import FragmentBackwardConfig, RoundConfig, ScoreConfig
+from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.rotating import rotary_of, rotating
+from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
-from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, place_of, row_stride
+from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, Transfer, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.rotated_fragment import exchange_bytes, transfer_of, turned_back
@@ -39,43 +39,6 @@ def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> K
     kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
-    return b.finish()
-
-
-def build_round(config: RoundConfig, target: Target) -> KernelIR:
-    """Trace the kernel that makes dQ of its sums: one thread for two neighbouring elements of a row."""
-    assert target.matrix_layout is not None
-    b = Builder("attention_round", config.threads)
-    index: Scalar = i64 if config.index64 else i32
-    elem, dim = SCALARS[config.dtype], config.head_dim
-    scores = ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim, rope=config.rope, rope_unit=config.rope_unit)
-    p = Parameters(b, scores, index)
-    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
-    factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
-    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
-    line, pair = divmod_const(b, number, dim // 2)
-    with b.if_(line < p.number("rows")):
-        head_number, row = line // seq_q, line % seq_q
-        col = pair * 2
-        layout = target.matrix_layout
-
-        def block_of(col: Value) -> Value:
-            block = (head_number * p.number("row_blocks") + (row >> 4)) * -(-dim // SIZE) + (col >> 4)
-            return b.cast(block, index) * (SIZE * SIZE)
-
-        def read(start: Value, col: Value) -> Value:
-            lane, part = place_of(b, layout, row & 15, col & 15)
-            return b.load(sums, start + b.cast(part * target.subgroup_size + lane, index)) * factor
-
-        start = block_of(col)
-        values = [read(start, col + i) for i in range(2)]
-        if config.rope is not None:
-            rotary = rotary_of(p, "dq", head_number // p.number("heads_q"), p.number("shift"))
-            others = [] if rotary.interleaved else [rotary.partner(b, col + i) for i in range(2)]
-            partners = [read(block_of(other), other) for other in others]
-            angles = rotary.fetch_angles(b, rotary.angles(b, row), col, 2)
-            values = rotary.turn(b, values, partners, angles, col, dim, back=True)
-        b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
     return b.finish()
 
 
@@ -97,7 +60,7 @@ class _Kernel:
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = self.task < number("blocks")
-        self.engine = Fragments(b, target, self.shape, SCALARS[config.dtype])
+        self.engine = Fragments(b, target, self.shape, config.dtype)
         # The subgroup's first row, and which of the columns it has where it shares its rows.
         down, self.part = divmod_const(b, self.engine.subgroup, self.shape.columns)
         self.subgroup_row = down * self.shape.rows
@@ -565,7 +528,7 @@ class _Keys(_Kernel):
         # Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts
         # them. Rows past the end have their place there, too, and add nothing.
         sums, size = self.p.buffer("dq_sum", f32, "readwrite"), self.shape.lanes
-        above = (scores.batch * self.heads + head) * self.p.number("row_blocks") + (row0 + row) // SIZE
+        above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + (row0 + row) // SIZE
         block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
         start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
         for i, variables in enumerate(tile.vars):

@@ -15,6 +15,9 @@ from aule.tile.simt import SimtShape
 Columns = Literal["unit", "same", "any"]
 """How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""
 
+Paging = Literal["none", "shift", "divide"]
+"""Keys one behind the other; in pages whose size is a power of two; in pages of any other size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreConfig:
@@ -28,6 +31,10 @@ class ScoreConfig:
         Element type.
     packed : bool
         Sequences of different lengths lie one behind the other; where each begins is in buffers.
+    lens : bool
+        The number of keys of each sequence is in a buffer, and keys are not packed: decoding.
+    paging : {"none", "shift", "divide"}
+        How keys lie; pages go with ``lens``.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
     rope : Rope or None
@@ -49,6 +56,8 @@ class ScoreConfig:
     lse: bool = False
     dropout: bool = False
     packed: bool = False
+    lens: bool = False
+    paging: Paging = "none"
     unit: tuple[bool, ...] = (True, True, True, True)
     rope: Rope | None = None
     rope_unit: bool = True
@@ -89,12 +98,15 @@ class FragmentConfig(ScoreConfig):
         Element indices need 64 bits.
     folded : bool
         The scale is part of the exponent. It must be positive, and nothing may be added to scores.
+    factor : str or None
+        Type to which Q, K and V are rounded on their way in; None: they have it already.
     """
 
     shape: FragmentShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
     folded: bool = False
+    factor: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +117,16 @@ class BackwardConfig(ScoreConfig):
     ----------
     of : {"queries", "keys"}
         dQ, or dK and dV.
+    sums : bool
+        The kernel of dK and dV also adds what its keys bring to dQ to sums in fp32. Which workgroup comes first is
+        chance, so the last bits of dQ may differ from run to run.
     unit, aligned : tuple of bool
         For q, k, v and the gradient of o, as in `ForwardConfig`. The gradients that are made are contiguous.
     """
 
     of: Literal["queries", "keys"]
     shape: SimtShape
+    sums: bool = False
     scores: bool = False
     """The kernel of dQ also stores dS, the gradient of what is added to the scores."""
     aligned: tuple[bool, ...] = (True, True, True, True)
@@ -128,8 +144,7 @@ class FragmentBackwardConfig(ScoreConfig):
     shape : FragmentShape
         ``block_q`` are the rows that a workgroup owns, ``block_kv`` those of a tile that it passes over.
     sums : bool
-        The kernel of dK and dV also adds what its keys bring to dQ to sums in fp32. Which workgroup comes first is
-        chance, so the last bits of dQ may differ from run to run.
+        As in `BackwardConfig`.
     unit, aligned, folded
         As in `FragmentConfig`, for q, k, v and the gradient of o.
     """
@@ -167,12 +182,24 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class RoundConfig:
-    """The kernel that brings dQ's sums, scaled, into the type of the result, for GPUs."""
+    """The kernel that brings dQ's sums, scaled, into the type of the result, for GPUs.
+
+    Attributes
+    ----------
+    shape : SimtShape or None
+        Of the kernel that has added them up; None for one on matrix units, whose sums lie as fragments do.
+    """
 
     dtype: str
     head_dim: int
     threads: int
     index64: bool
+    shape: SimtShape | None
     rope: Rope | None = None
     """dQ is rotated back."""
     rope_unit: bool = True
+
+    @property
+    def run(self) -> int:
+        """Neighbouring elements that one thread brings."""
+        return 2 if self.head_dim % 2 == 0 else 1

@@ -107,7 +107,7 @@ class _Stream:
         self.stager = engine.stager(block.k.elem, quad_angles(config))
         self.flags = b.shared("value_flags", i32, 2)
         if engine.q is not None:
-            engine.load_resident_q(block.q, block.row0, block.scale)
+            engine.load_resident(engine.q, block.q, block.row0, block.scale)
         with b.if_(b.eq(engine.thread, 0)):
             b.store(self.flags, 0, 0)
             b.store(self.flags, 1, 0)

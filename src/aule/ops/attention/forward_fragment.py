@@ -14,14 +14,16 @@ the kernel for plain arithmetic:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, Vector, bf16, f32, i32, i64, u16, u32
+from aule.ir.types import SCALARS, Scalar, Vector, bf16, element, f16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.dropout import Dropout
+from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
@@ -31,6 +33,9 @@ from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
 from aule.tile.matrix import Matrix
 from aule.tile.rotated_fragment import transfer_of
 from aule.tile.simt import padded
+
+_EXPONENTS = {f16: 0x7C00, bf16: 0x7F80, f32: 0x7F800000}
+"""The bits of an exponent, all of which are set in Inf and NaN."""
 
 LAG = 8.0
 """How far, in powers of two, the maximum that is subtracted may lag behind."""
@@ -75,10 +80,16 @@ class _Forward:
         scores = self.scores = Scores(p, batch)
         if config.packed:
             self.exists = self.exists & (self.row0 < scores.seq_q)
+        if config.packed and config.lens:  # sequences of few rows are left to the kernels of decoding
+            self.exists = self.exists & (scores.seq_q > p.number("few_tokens"))
         self.scale = p.number("scale", f32)
 
         def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
             unit, aligned = config.unit[number], config.aligned[number]
+            if config.paging != "none" and name != "q":
+                pool = p.matrix(name, b.const(0, i32), head, rows, cols, unit, aligned=aligned)
+                fields = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
+                return PagedMatrix(**fields, pages=Pages(p, batch), page_stride=p.number(f"{name}_stride0", self.index))
             first = scores.extent.first(name)
             return p.matrix(name, batch, head, rows, cols, unit, aligned=aligned, first=first)
 
@@ -90,7 +101,7 @@ class _Forward:
         self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))
 
         self.dropout = scores.dropout()
-        self.engine = engine = Fragments(b, target, shape, SCALARS[config.dtype])
+        self.engine = engine = Fragments(b, target, shape, config.factor or config.dtype)
         self.subgroup_row = engine.subgroup * shape.rows
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
         self.memory = b.shared("tiles", engine.elem, shape.shared_bytes(config.head_dim, config.value_dim) // 2)
@@ -363,17 +374,19 @@ class _Forward:
         if whole:
             b.barrier()
             return None
-        exponent = 0x7F80 if self.engine.elem == bf16 else 0x7C00
+        bits = self.engine.elem.bits
+        each = 0x10001 if bits == 16 else 1  # two elements to a word, or one
+        exponent = _EXPONENTS[self.engine.elem]
         lowest = exponent & -exponent
         found = b.var(b.const(0, u32), "found")
 
         def check(run: Value) -> None:
             # An exponent of ones carries into the bit of the sign, which the mask has cleared.
-            for word in b.unpack(b.bitcast(run, Vector(u32, RUN // 2))):
-                found.value = found.value | ((word & exponent * 0x10001) + lowest * 0x10001)
+            for word in b.unpack(b.bitcast(run, Vector(u32, RUN * bits // 32))):
+                found.value = found.value | ((word & exponent * each) + lowest * each)
 
         self.values.own_runs(v_at, check)
-        return b.workgroup_any(b.ne(found.value & 0x80008000, 0))
+        return b.workgroup_any(b.ne(found.value & (each << (bits - 1)), 0))
 
     # -- products with V -------------------------------------------------------------------------------------------
 
@@ -390,11 +403,11 @@ class _Forward:
         """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
         values first, then what is infinite in either direction, as ones. NaN counts for both, and Inf - Inf is NaN."""
         b, engine = self.b, self.engine
-        exponent, one = (0x7F80, 0x3F80) if engine.elem == bf16 else (0x7C00, 0x3C00)
+        word = u16 if engine.elem.bits == 16 else u32
         with b.loop(0, 3, name="kind") as kind:
 
             def rewritten(run: Value, kind: Value = kind) -> Value:
-                return b.vector([b.bitcast(self._sorted(b.bitcast(x, u16), kind, exponent, one), engine.elem)
+                return b.vector([b.bitcast(self._sorted(b.bitcast(x, word), kind), engine.elem)
                                  for x in b.unpack(run)])  # fmt: skip
 
             b.barrier()
@@ -418,12 +431,14 @@ class _Forward:
             parts.append(b.fragment_get(o, c) + added)
         return b.fragment_pack(engine.accumulator, parts)
 
-    def _sorted(self, bits: Value, kind: Value, exponent: int, one: int) -> Value:
+    def _sorted(self, bits: Value, kind: Value) -> Value:
         """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""
-        b = self.b
+        b, elem = self.b, self.engine.elem
+        exponent, sign = _EXPONENTS[elem], elem.bits - 1
+        one = (exponent >> 1) & exponent  # all bits of the exponent but its highest
         word = b.cast(bits, u32)
-        size = word & 0x7FFF
+        size = word & ((1 << sign) - 1)
         finite, nan = size < exponent, size > exponent
-        wanted = nan | b.eq(word >> 15, b.cast(kind - 1, u32))
+        wanted = nan | b.eq(word >> sign, b.cast(kind - 1, u32))
         bad = b.select(~finite & wanted, b.const(one, u32), b.const(0, u32))
-        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), u16)
+        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), element(bits.type))

@@ -73,7 +73,7 @@ class _Forward:
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
 
         self.seed = None if operands.seed is None else operands.seed.storage.view(np.uint32)
-        self.tables = [_as_float(x.storage, x.dtype) for x in (operands.cos, operands.sin) if x is not None]
+        self.tables = [as_float(x.storage, x.dtype) for x in (operands.cos, operands.sin) if x is not None]
 
         # Query heads that share K and V are rows of one product. Small heads are batched until a tile is full.
         self.rows = max(1, min(problem.seq_q, _TILE_ROWS // problem.group))
@@ -105,7 +105,7 @@ class _Forward:
             acc, m, total = self._rows(b, h, rows, k, v, first)
             shape = (*acc.shape[:2], p.group, rows.stop - rows.start)
             acc /= np.where(total == 0, 1, total)
-            self.out[b, h, :, rows] = _stored(acc.reshape(*shape, p.value_dim), p.dtype)
+            self.out[b, h, :, rows] = stored(acc.reshape(*shape, p.value_dim), p.dtype)
             if self.lse is not None:
                 self.lse[b, h, :, rows] = (m + np.log(total)).reshape(shape)
 
@@ -121,7 +121,7 @@ class _Forward:
         """Unnormalised output, running maximum and running sum of one block of query rows."""
         p = self.problem
         count = rows.stop - rows.start
-        q = self._rotated(_as_float(self.q[b, h, :, rows], p.dtype), b, rows.start + p.rope_starts[0])
+        q = self._rotated(as_float(self.q[b, h, :, rows], p.dtype), b, rows.start + p.rope_starts[0])
         q = q * self.work(p.scale / p.softcap if p.softcap else p.scale)
         q = q.reshape(*q.shape[:2], p.group * count, p.head_dim)
         head = (*q.shape[:2], p.group * count)
@@ -268,7 +268,7 @@ class _ScoreOperand:
         sizes = self.array.shape
         wanted = (b, h, slice(None), rows, keys)
         part = self.array[tuple(slice(None) if n == 1 else w for n, w in zip(sizes, wanted, strict=True))]
-        return part if self.dtype == "bool" else _as_float(part, self.dtype)
+        return part if self.dtype == "bool" else as_float(part, self.dtype)
 
 
 def _score_operand(view: TensorView | None, problem: AttentionProblem) -> _ScoreOperand | None:
@@ -302,7 +302,7 @@ def _split_heads(array: Array, problem: AttentionProblem) -> Array:
     return np.lib.stride_tricks.as_strided(array, shape, strides)
 
 
-def _as_float(array: Array, dtype: str) -> Array:
+def as_float(array: Array, dtype: str) -> Array:
     """Values that NumPy can calculate with: fp16 and bf16 as float32, the rest as they are."""
     if dtype == "bf16":
         bits: Array = array.astype(np.uint32) << np.uint32(16)
@@ -311,18 +311,18 @@ def _as_float(array: Array, dtype: str) -> Array:
 
 
 def _readable(array: Array, dtype: str) -> Array:
-    """`_as_float` with rows that BLAS can read in place."""
-    array = _as_float(array, dtype)
+    """`as_float` with rows that BLAS can read in place."""
+    array = as_float(array, dtype)
     row, element = array.strides[-2:]
     width = array.shape[-1] * array.itemsize
     return array if element == array.itemsize and row >= width else np.ascontiguousarray(array)
 
 
-def _stored(values: Array, dtype: str) -> Array:
+def stored(values: Array, dtype: str) -> Array:
     """float32 values as bf16 bits where that is the dtype, to nearest with ties to even; else unchanged."""
     if dtype != "bf16":
         return values
     bits = values.view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    stored: Array = np.where(np.isnan(values), np.uint32(0x7FC0), nearest)
-    return stored.astype(np.uint16)
+    result: Array = np.where(np.isnan(values), np.uint32(0x7FC0), nearest)
+    return result.astype(np.uint16)

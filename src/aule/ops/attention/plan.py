@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from aule.errors import InvalidShapeError
+from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.attention.backward import build_backward, build_delta
-from aule.ops.attention.backward_fragment import build_backward_fragment, build_round
+from aule.ops.attention.backward import build_backward
+from aule.ops.attention.backward_fragment import build_backward_fragment
+from aule.ops.attention.backward_rows import build_delta, build_round
 from aule.ops.attention.config import (
     BackwardConfig,
     DeltaConfig,
@@ -20,6 +21,7 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
     choose_backward_fragments,
@@ -33,6 +35,7 @@ from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.rotated_fragment import exchange_bytes
 from aule.tile.simt import SimtShape
+from aule.tile.sums import TileSums
 from aule.view import TensorView
 
 FAR = 1 << 30
@@ -103,12 +106,23 @@ def plan_forward(
     base_ok = aligned_base or {}
 
     def aligned(run: int) -> tuple[bool, ...]:
-        return tuple(_aligned(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+        return tuple(aligned_rows(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
 
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
     strided = not all(aligned(RUN if isinstance(preferred, FragmentShape) else QUAD)[:3])
-    if not strided and problem.modifiers == 0:
+    if problem.precision is not None:
+        # Rows are rounded in registers, as strided ones are put together there; the tiles of tf32 reckon with that.
+        in_registers = problem.precision != "tf32" or not all(aligned(RUN)[:3])
+        shape = shape or choose_fragments(target, problem.precision, *dims, masked, in_registers)
+        if shape is None:
+            raise refused(problem, target)
+        if not rotates_runs(problem):
+            raise InvalidArgumentError(
+                f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
+                f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
+            )
+    elif not strided and problem.modifiers == 0:
         shape = shape or preferred
     if shape is None and rotates_runs(problem):
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
@@ -121,13 +135,14 @@ def plan_forward(
     }
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
-        config = FragmentConfig(**score_options(problem), **memory, shape=shape, folded=_folded(problem))
+        options = score_options(problem)
+        config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
-    return ForwardPlan(config, _grid(blocks, target), scalars)
+    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars)
 
 
 _DELTA_THREADS = 64
@@ -163,7 +178,7 @@ def plan_backward(
     names = ("q", "k", "v", "do")
 
     def aligned(run: int, of: tuple[str, ...]) -> tuple[bool, ...]:
-        return tuple(_aligned(views[n], run) and base_ok.get(n, True) for n in of)
+        return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in of)
 
     unit = {n: views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in (*names, "o")}
     index64 = any(_extent(view) > 2**31 - 1 for view in views.values())
@@ -175,49 +190,55 @@ def plan_backward(
         "dk_factor": problem.softcap if problem.softcap > 0 else LN2,
     }  # fmt: skip
     units = (unit["o"], unit["do"])
-    keys_shape = shapes[1] if shapes else _backward_fragments(problem, target, "keys")
-    sums = "ds" not in views and not problem.deterministic and _can_sum(problem, target, keys_shape)
-    width = keys_shape.block_kv if keys_shape else SIZE  # tiles of query rows are whole in the sums
-    row_blocks, depth = -(-problem.seq_q // width) * width // SIZE, -(-problem.head_dim // SIZE)
-    clear = problem.batch * problem.heads_q * row_blocks * depth * SIZE * SIZE
-    index64 = index64 or (sums and clear > 2**31 - 1)  # padded to whole tiles, they may be longer than dQ
+    adds = "ds" not in views and _can_add(problem, target)
+    keys_shape = shapes[1] if shapes else None
+    keys_shape = keys_shape or _backward_fragments(problem, target, "keys")
+    keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
+    row_tiles, tile_size = _sums_of_head(problem, keys_shape)
+    clear = problem.batch * problem.heads_q * row_tiles * tile_size
+    sums = adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys_shape)
+    index64 = index64 or (sums and clear > 2**31 - 1)  # they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     delta = DeltaConfig(
         problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, sums
     )
     blocks = -(-rows * lanes // _DELTA_THREADS)
-    numbers |= {"row_blocks": row_blocks, "clear": clear}
-    steps = [Step(delta, build_delta, _grid(blocks, target), numbers | row_scalars(problem))]
+    numbers |= {"row_tiles": row_tiles, "clear": clear}
+    steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
     of: Literal["queries", "keys"]
-    for of, number, heads, length in (
-        ("queries", 0, problem.batch * problem.heads_q, problem.seq_q),
-        ("keys", 1, problem.batch * problem.heads_kv, problem.seq_kv),
+    for of, heads, length in (
+        ("queries", problem.batch * problem.heads_q, problem.seq_q),
+        ("keys", problem.batch * problem.heads_kv, problem.seq_kv),
     ):
         if sums and of == "queries":
             continue
         store_scores = of == "queries" and "ds" in views
-        shape: SimtShape | FragmentShape | None = shapes[number] if shapes else None
+        shape = keys_shape if of == "keys" else shapes[0] if shapes else None
         if shape is None and not store_scores:
             shape = _backward_fragments(problem, target, of)
-        shape = shape or choose_backward_shape(target, max(dims), dims[:1] if of == "queries" else dims)
+        shape = shape or choose_backward_shape(target, max(dims), dims[:1])
         common = score_options(problem) | {
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
         } | rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD, aligned_base)  # fmt: skip
         each = -(-length // shape.block_q)
-        grid, scalars = _grid(each * heads, target), numbers | {"blocks_each": each, "blocks": each * heads}
+        grid, scalars = (
+            grid_of("flash_attention", each * heads, target),
+            numbers | {"blocks_each": each, "blocks": each * heads},
+        )
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
-            config = FragmentBackwardConfig(**common, aligned=wide, folded=_folded(problem), sums=sums)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
             steps.append(Step(config, build_backward_fragment, grid, scalars))
         else:
-            plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores)
+            plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
         return StepPlan(tuple(steps), {"delta": rows})
+    added_by = None if isinstance(keys_shape, FragmentShape) else keys_shape
     unit_tables = rope_options(views)["rope_unit"]
-    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, problem.rope, unit_tables)
-    pairs = rows * problem.head_dim // 2
-    steps.append(Step(finish, build_round, _grid(-(-pairs // _ROUND_THREADS), target), numbers))
+    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, added_by, problem.rope, unit_tables)
+    grid = grid_of("flash_attention", -(-rows * problem.head_dim // finish.run // _ROUND_THREADS), target)
+    steps.append(Step(finish, build_round, grid, numbers))
     return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
 
 
@@ -230,17 +251,31 @@ def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> F
     return shape if rotates_runs(problem) and fits else None
 
 
-def _can_sum(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape | None) -> bool:
-    """Whether dQ can be added up by the kernel of dK and dV."""
-    adds = target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
-    if not isinstance(shape, FragmentShape) or not adds or problem.head_dim % 2 or problem.packed is not None:
+def _can_add(problem: AttentionProblem, target: Target) -> bool:
+    """Whether dQ may be added up by the kernel of dK and dV, and the device can."""
+    if problem.deterministic or problem.packed is not None:
         return False
-    if math.prod(problem.out_shape[:3]) * problem.head_dim // 2 > 2**31 - 1:  # threads of `build_round`
-        return False
-    return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
+    if math.prod(problem.out_shape[:3]) * problem.head_dim // (2 - problem.head_dim % 2) > 2**31 - 1:
+        return False  # threads of `build_round` are counted in 32 bits
+    return target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
 
 
-def _folded(problem: AttentionProblem) -> bool:
+def _sums_of_head(problem: AttentionProblem, shape: SimtShape | FragmentShape) -> tuple[int, int]:
+    """How many tiles the sums of one head's dQ are, and the elements of each. The last may reach past the end."""
+    tiles = -(-problem.seq_q // shape.block_kv)
+    if isinstance(shape, FragmentShape):
+        return tiles * shape.block_kv // SIZE, -(-problem.head_dim // SIZE) * SIZE * SIZE
+    return tiles, TileSums(shape, problem.head_dim).tile_size
+
+
+def _fits_sums(problem: AttentionProblem, target: Target, shape: SimtShape | FragmentShape) -> bool:
+    """Whether a kernel of dK and dV with these tiles can add up dQ."""
+    if isinstance(shape, FragmentShape):
+        return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
+    return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
+
+
+def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
     return problem.scale > 0 and not added
@@ -284,7 +319,7 @@ def rope_options(
     base_ok = aligned_base or {}
     return {
         "rope_unit": all(view.strides[3] == 1 or view.shape[3] == 1 for view in tables.values()),
-        "rope_aligned": bool(tables) and all(_aligned(v, run) and base_ok.get(n, True) for n, v in tables.items()),
+        "rope_aligned": bool(tables) and all(aligned_rows(v, run) and base_ok.get(n, True) for n, v in tables.items()),
     }
 
 
@@ -331,7 +366,7 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
     return scalars
 
 
-def _aligned(view: TensorView, run: int = QUAD) -> bool:
+def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
     """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
     return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
@@ -342,14 +377,15 @@ def _extent(view: TensorView) -> int:
     return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
 
 
-def _grid(blocks: int, target: Target) -> tuple[int, int, int]:
+def grid_of(op: str, blocks: int, target: Target) -> tuple[int, int, int]:
+    """Workgroups along x and then y: a driver may allow no more than 65535 along one axis."""
     if blocks == 0:
         return (0, 0, 0)
     x = min(blocks, target.max_grid[0])
     y = math.ceil(blocks / x)
     if y > target.max_grid[1]:
         raise InvalidShapeError(
-            f"[flash_attention] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
+            f"[{op}] expected at most {target.max_grid[0] * target.max_grid[1]} blocks of rows on "
             f"{target.name}, got {blocks}; split the batch"
         )
     return (x, y, 1)

@@ -74,6 +74,8 @@ class AttentionProblem:
     """Gradients are the same bits every time. Without it dQ may be added up in any order where that is faster."""
     dropout_p: float = 0.0
     """Chance of a weight to be dropped after softmax (`dropout.py`); the seed is an operand."""
+    precision: str | None = None
+    """Type to which fp32 inputs are rounded for matrix units, on which the forward pass then is; None: they are not."""
     packed: tuple[int, int] | None = None
     """Sequences of different lengths one behind the other (`varlen.py`): how many query rows and keys there are in all.
     ``batch`` then counts sequences, and ``seq_q`` and ``seq_kv`` are the longest; which is how long is an operand."""

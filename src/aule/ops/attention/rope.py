@@ -81,8 +81,8 @@ def rope_operands(
             )
     if any(cos.shape[-2] < length for length in lengths):
         raise InvalidShapeError(
-            f"[{op}] expected cos and sin of rope for at least {max(lengths)} positions, the longer of the sequences of "
-            f"q and k, got {cos.shape[-2]}; precompute more"
+            f"[{op}] expected cos and sin of rope for at least {max(lengths)} positions, the longer of the sequences "
+            f"of q and k, got {cos.shape[-2]}; precompute more"
         )
     half = _pairs(op, cos.shape[-1], head_dim, bool(interleaved))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aule.ir import Value
+from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import Columns
@@ -24,6 +24,21 @@ class Reach:
     full_first: Value
     full_end: Value
 
+    @staticmethod
+    def of(
+        b: Builder, seq_kv: Value, left: Value | None, right: Value | None, nearest: Value, furthest: Value
+    ) -> Reach:
+        """Of rows that stand at positions ``nearest .. furthest`` of ``seq_kv`` keys, within a band."""
+        zero = b.const(0, i32)
+        first, full_first, end, full_end = zero, zero, seq_kv, seq_kv
+        if right is not None:
+            end = b.max(b.min(end, furthest + right + 1), zero)
+            full_end = b.max(b.min(full_end, nearest + right + 1), zero)
+        if left is not None:
+            first = b.max(nearest - left, zero)
+            full_first = b.max(furthest - left, zero)
+        return Reach(first, end, full_first, full_end)
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -38,14 +53,21 @@ class Extent:
 
     @staticmethod
     def of(p: Parameters, batch: Value) -> Extent:
-        b, number = p.b, p.number
-        if not p.config.packed:
+        b, number, config = p.b, p.number, p.config
+        if not config.packed and not config.lens:
             return Extent(number("seq_q"), number("seq_kv"), number("shift"), None, None)
         at = b.min(batch, number("batches") - 1)  # there may be more workgroups than work
-        first_q, end_q, first_kv, end_kv = (
-            b.load(p.buffer(name, i32), p.strided(name, at + i)) for name in ("cu_q", "cu_k") for i in (0, 1)
-        )
-        seq_q, seq_kv = end_q - first_q, end_kv - first_kv
+        seq_q, first_q = number("seq_q"), None
+        if config.packed:
+            first_q, end_q = (b.load(p.buffer("cu_q", i32), p.strided("cu_q", at + i)) for i in (0, 1))
+            seq_q = end_q - first_q
+        if config.lens:
+            length = b.load(p.buffer("lens", i32), p.strided("lens", at))
+            # Nothing outside of the cache is read, whatever they say.
+            seq_kv = b.min(b.max(length, 0), number("seq_kv"))
+            return Extent(seq_q, seq_kv, seq_kv - seq_q, first_q, None)
+        first_kv, end_kv = (b.load(p.buffer("cu_k", i32), p.strided("cu_k", at + i)) for i in (0, 1))
+        seq_kv = end_kv - first_kv
         return Extent(seq_q, seq_kv, (seq_kv - seq_q) * number("bottom_right"), first_q, first_kv)
 
     def first(self, name: str) -> Value | None:
@@ -65,25 +87,17 @@ class Extent:
 class Scores:
     """What happens to scores between the product and softmax, for one batch."""
 
-    def __init__(self, parameters: Parameters, batch: Value) -> None:
+    def __init__(self, parameters: Parameters, batch: Value, extent: Extent | None = None) -> None:
         self.p, self.b, self.config, self.batch = parameters, parameters.b, parameters.config, batch
         number = parameters.number
-        self.extent = Extent.of(parameters, batch)
+        self.extent = extent or Extent.of(parameters, batch)
         self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
         self.left = number("left") if self.config.left else None
         self.right = number("right") if self.config.right else None
 
     def reach(self, nearest: Value, furthest: Value) -> Reach:
         """Keys of rows that stand at positions ``nearest .. furthest``."""
-        b, zero = self.b, self.b.const(0, i32)
-        first, full_first, end, full_end = zero, zero, self.seq_kv, self.seq_kv
-        if self.right is not None:
-            end = b.max(b.min(end, furthest + self.right + 1), zero)
-            full_end = b.max(b.min(full_end, nearest + self.right + 1), zero)
-        if self.left is not None:
-            first = b.max(nearest - self.left, zero)
-            full_first = b.max(furthest - self.left, zero)
-        return Reach(first, end, full_first, full_end)
+        return Reach.of(self.b, self.seq_kv, self.left, self.right, nearest, furthest)
 
     def rows_reaching(self, first: Value, end: Value) -> tuple[Value, Value]:
         """Query rows, from the first up to but not including the last, that may keep a key of ``first .. end - 1``."""

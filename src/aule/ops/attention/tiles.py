@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
 from aule.target import Target
-from aule.tile.fragment import SIZE, FragmentShape, multiplies
+from aule.tile.fragment import SIZE, FragmentShape, factor_elem, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 
@@ -169,6 +169,15 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 }
 """Tiles on matrix units by backend; the first that is wide enough and fits is taken."""
 
+TF32: tuple[FragmentEntry, ...] = (
+    # By what ptxas keeps in registers (sm_90), not measured yet: factors are twice as long as in half precision.
+    _entry(64, (128, 32, 4, 2, 0), (64, 32, 4, 2, 0), (64, 32, 4, 2, 0)),
+    _entry(128, (128, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+    _entry(128, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 32, 4, 1, 0)),
+    _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
+)
+"""The same for fp32 multiplied as tf32, through CUDA."""
+
 
 def choose_fragments(
     target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool, strided: bool
@@ -176,11 +185,12 @@ def choose_fragments(
     """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix."""
     if not multiplies(target, dtype):
         return None
-    for entry in FRAGMENTS.get(target.backend, ()):
+    itemsize = factor_elem(dtype).bits // 8
+    for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.backend, ()):
         shape = entry.strided if strided else entry.masked if masked else entry.plain
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
-        if shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes:
+        if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
             return shape
     return None
 
@@ -251,34 +261,68 @@ def choose_backward_fragments(
     return None
 
 
-BACKWARD: tuple[SimtShape, ...] = (
-    SimtShape(64, 64, 16, 8, 16, 16, False),
-    SimtShape(32, 64, 16, 8, 16, 16, False),
-    SimtShape(32, 64, 16, 8, 16, 8, False),
-    SimtShape(32, 32, 16, 8, 16, 8, False),
-    SimtShape(16, 64, 16, 8, 16, 8, False),
-    SimtShape(16, 32, 16, 8, 8, 4, False),
-    SimtShape(32, 32, 8, 8, 16, 8, False),
-    SimtShape(32, 32, 8, 8, 8, 4, False),
-    SimtShape(16, 16, 8, 8, 8, 4, False),
+@dataclass(frozen=True)
+class BackwardEntry:
+    """A shape of the plain backward kernels.
+
+    Attributes
+    ----------
+    accumulators : tuple of int
+        The most registers of S, dP and the gradients (dQ's sums apart) that one thread may hold before the kernel
+        spills: without modifiers, and with any.
+    """
+
+    shape: SimtShape
+    accumulators: tuple[int, int] = (136, 136)
+
+
+BACKWARD: tuple[BackwardEntry, ...] = (
+    BackwardEntry(SimtShape(64, 64, 16, 8, 16, 16, False)),
+    BackwardEntry(SimtShape(32, 64, 16, 8, 16, 16, False)),
+    BackwardEntry(SimtShape(32, 64, 16, 8, 16, 8, False)),
+    BackwardEntry(SimtShape(32, 32, 16, 8, 16, 8, False)),
+    BackwardEntry(SimtShape(16, 64, 16, 8, 16, 8, False)),
+    BackwardEntry(SimtShape(16, 32, 16, 8, 8, 4, False)),
+    BackwardEntry(SimtShape(32, 32, 8, 8, 16, 8, False)),
+    BackwardEntry(SimtShape(32, 32, 8, 8, 8, 4, False)),
+    BackwardEntry(SimtShape(16, 16, 8, 8, 8, 4, False)),
 )
 """Tiles of the backward kernels; the first that fits a device and its registers is taken. The first was measured on an
 H200 (S 2048, full, fp32, TFLOPS of the kernel's own products), the others follow by rule. d64: dQ 39.4 through PTX and
 33.6 through Vulkan, dK and dV 39.8 and 35.0; beat 256 threads (35.4, 36.1), 128x64 (37.2, 37.7) and keys by 32 (35.6).
 d128: dQ 40.4 and 33.6; beat 256 threads (36.9) and 32x64 (34.7). 64x128 makes dQ at d64 2 to 4% faster and spills."""
 
-OWN_BACKWARD: dict[str, tuple[SimtShape, ...]] = {
+OWN_BACKWARD: dict[str, tuple[BackwardEntry, ...]] = {
     # H200, d128, dK and dV: 37.9 through PTX; beat 32x64 (34.3), 64x64 over 256 threads (35.6). Through Vulkan with
     # chunks of 8 31.6; beat 32x64 (29.2).
-    "nvidia": (BACKWARD[0], SimtShape(32, 128, 16, 8, 16, 16, False)),
+    "nvidia": (BACKWARD[0], BackwardEntry(SimtShape(32, 128, 16, 8, 16, 16, False))),
 }
 """What goes before `BACKWARD` on a vendor's devices."""
 
-_BACKWARD_ACCUMULATORS = 136
-"""Registers of S, dP and the gradients that one thread may hold."""
+SUMS: dict[str, tuple[BackwardEntry, ...]] = {
+    # H200, S 2048, full, fp32, TFLOPS of five products. d64: 40.2; not resident 39.5, 128x64 38.0, chunks of 8 38.3,
+    # 64x128 35.6. d128: 40.5; chunks of 16 41.1 (all 255 registers), of 8 37.8, 64x128 over 256 threads 38.9. Through
+    # Vulkan, where 48 KiB hold no resident rows: d64 35.3; chunks of 8 30.8. d128: 35.1; 64x64 35.3 (all registers).
+    # The others by what ptxas keeps in registers (sm_90: 240 at d256, no spills).
+    "nvidia": (
+        BackwardEntry(SimtShape(64, 64, 16, 8, 16, 16, True), (128, 128)),
+        BackwardEntry(SimtShape(64, 64, 16, 8, 16, 8, True), (192, 160)),
+        BackwardEntry(SimtShape(64, 64, 16, 8, 16, 16, False), (128, 128)),
+        BackwardEntry(SimtShape(32, 128, 16, 8, 16, 16, False), (128, 80)),
+        BackwardEntry(SimtShape(64, 64, 16, 16, 16, 16, True), (160, 160)),
+        BackwardEntry(SimtShape(64, 64, 16, 16, 16, 16, False), (160, 160)),
+        BackwardEntry(SimtShape(64, 64, 16, 16, 8, 8, False), (160, 160)),
+    ),
+}
+"""What goes before `BACKWARD` on a vendor's devices where dQ is added up."""
+
+_BUSY = 256
+"""Threads that a multiprocessor should have: a shape with resident rows is taken only where so many fit."""
 
 
-def choose_backward_shape(target: Target, inner: int, results: tuple[int, ...]) -> SimtShape:
+def choose_backward_shape(
+    target: Target, inner: int, results: tuple[int, ...], sums: bool = False, modifiers: int = 0
+) -> SimtShape:
     """Tiles of a backward kernel.
 
     Parameters
@@ -287,13 +331,20 @@ def choose_backward_shape(target: Target, inner: int, results: tuple[int, ...]) 
         The wider of the head dimensions.
     results : tuple of int
         Columns of each gradient that the kernel makes.
+    sums : bool
+        It adds up dQ, too.
+    modifiers : int
+        Steps between scores and softmax.
     """
+    own = SUMS if sums else OWN_BACKWARD
     small = target.software and target.backend in ("opencl", "webgpu")
-    for entry in BACKWARD[6:] if small else (*OWN_BACKWARD.get(target.vendor, ()), *BACKWARD):
-        shape = _narrowed(entry, inner)
+    for entry in BACKWARD[6:] if small else (*own.get(target.vendor, ()), *BACKWARD):
+        shape = _narrowed(entry.shape, inner)
         held = shape.rows * (2 * shape.block_kv + sum(shape.value_cols(dim) for dim in results)) // shape.threads_x
-        fits = shape.threads <= target.max_threads and shape.shared_bytes(inner, inner, True) <= target.max_shared_bytes
-        if fits and (held <= _BACKWARD_ACCUMULATORS or entry is BACKWARD[-1]):
+        workgroups = max(_BUSY // shape.threads, 1) if shape.resident_q else 1
+        fits = workgroups * shape.backward_bytes(inner, sums) <= target.max_shared_bytes
+        fits = fits and shape.threads <= target.max_threads
+        if fits and (held <= entry.accumulators[bool(modifiers)] or entry is BACKWARD[-1]):
             return shape
     raise KernelError(
         f"[flash_attention] expected a device with workgroups of 64 and 16 KiB of shared memory for gradients, got "

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, cast
 import numpy as np
 
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.rope import rope_operands
 from aule.view import TensorView, restride
@@ -101,6 +102,7 @@ def attention_problem(
     causal_align: str = "bottom-right",
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str | None = None,
     op: str = "flash_attention",
 ) -> tuple[AttentionProblem, Operands]:
     """Check one attention call and bring its operands into normal form.
@@ -109,7 +111,7 @@ def attention_problem(
     ----------
     q, k, v : TensorView
         ``[seq, dim]``, ``[heads, seq, dim]`` or ``[batch, heads, seq, dim]``, all three alike.
-    causal, scale, window, softcap, dropout_p, causal_align, return_lse, deterministic
+    causal, scale, window, softcap, dropout_p, causal_align, return_lse, deterministic, precision
         As in `aule.flash_attention`.
     mask, bias : TensorView, optional
         2-D to 4-D, broadcastable to ``[batch, heads_q, seq_q, seq_kv]``.
@@ -170,6 +172,7 @@ def attention_problem(
         deterministic=checked_deterministic(op, deterministic),
         dropout_p=dropout_p,
         rope=rope,
+        precision=factor_type(op, precision, q.dtype),
     )
     operands = Operands(
         q=q4,

@@ -72,9 +72,11 @@ def varlen_problem(
     batch = _check_offsets(op, cu_q, cu_k)
     slopes: TensorView | None = options.pop("alibi_slopes", None)
     tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
-    problem, operands = attention_problem(_turned(q), _turned(k), _turned(v), op=op, **options)
+    problem, operands = attention_problem(turned(q), turned(k), turned(v), op=op, **options)
     alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
-    longest = _longest(op, "q", cu_q, q.shape[0], max_q), _longest(op, "k", cu_k, k.shape[0], max_k)
+    longest = (
+        longest_sequence(op, "q", cu_q, q.shape[0], max_q), longest_sequence(op, "k", cu_k, k.shape[0], max_k),
+    )  # fmt: skip
     rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), longest)
     problem = replace(
         problem,
@@ -88,7 +90,7 @@ def varlen_problem(
     return problem, replace(operands, alibi=alibi, cos=cos, sin=sin, cu_q=cu_q, cu_k=cu_k)
 
 
-def _turned(view: TensorView) -> TensorView:
+def turned(view: TensorView) -> TensorView:
     """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
     rows, heads, dim = view.shape
     storage = view.storage.transpose(1, 0, 2)[None] if view.is_host else view.storage
@@ -110,7 +112,7 @@ def _check_offsets(op: str, cu_q: TensorView, cu_k: TensorView) -> int:
     return cu_q.shape[0] - 1
 
 
-def _longest(op: str, name: str, offsets: TensorView, total: int, given: int | None) -> int:
+def longest_sequence(op: str, name: str, offsets: TensorView, total: int, given: int | None) -> int:
     """The length of the longest sequence: as given, and checked against the offsets where these can be read."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 0):
         raise InvalidArgumentError(f"[{op}] expected max_seqlen_{name} as an int >= 0 or None, got {given!r}")

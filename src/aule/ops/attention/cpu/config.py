@@ -102,8 +102,11 @@ class CpuConfig(CpuScoreConfig):
         are multiplied with K as it is.
     values : {"direct", "workspace", "scratch"}
         Where V is read: in place, or converted and padded beforehand, or by each task for itself.
+    key_pairs : bool
+        Where K is not packed: its products with Q are of pairs of bf16, both as they are. Those of P and V are not.
     """
 
+    key_pairs: bool = False
     grouped: bool = False
     split: bool = False
     panels: Literal["workspace", "scratch", "none"] = "workspace"

@@ -31,6 +31,7 @@ from aule.ops.attention.plan import (
     score_options,
     view_scalars,
 )
+from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
 from aule.tile.math import LN2
@@ -49,6 +50,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     views : dict
         As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
     """
+    if problem.precision is not None:
+        raise refused(problem, target)
     if math.prod(problem.out_shape[:3]) == 0:
         return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
@@ -63,11 +66,12 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     if grouped:
         # Read once or a few times, V is converted as it is read.
         values = "direct" if unit_strides[2] and problem.value_dim % unit.lanes == 0 else "scratch"
-        shape = _grouped_shape(problem, unit)
+        shape = grouped_shape(problem.group * problem.seq_q, unit)
         splits, split_keys = _splits(problem, shape, threads)
     else:
-        shape = _shape(problem, unit, threads)
+        shape = block_shape(problem.seq_q, problem.batch * problem.heads_q, problem.head_dim, unit, threads)
         splits, split_keys = 1, problem.seq_kv
+    in_rows = dotted(shape, unit_strides) and problem.rope is None  # one that is rotated is copied anyway
     config = CpuConfig(
         **score_options(problem),
         **rope_options(views),
@@ -75,9 +79,10 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         shape=shape,
         grouped=grouped,
         split=splits > 1,
-        panels=("none" if _dotted(problem, shape, unit_strides) else "scratch") if grouped else "workspace",
+        panels=("none" if in_rows else "scratch") if grouped else "workspace",
         values=values,
         pairs=pairs,
+        key_pairs=grouped and in_rows and has_pairs(target, SCALARS[problem.dtype]),
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
@@ -190,15 +195,14 @@ def _columns(view: TensorView | None) -> Columns:
     return "unit" if view.strides[3] == 1 else "any"
 
 
-def _shape(problem: AttentionProblem, unit: VectorUnit, threads: int) -> CpuShape:
-    """Many rows. Twelve rows by two vectors fill 27 of 32 registers, six by two 15 of 16."""
+def block_shape(count: int, heads: int, head_dim: int, unit: VectorUnit, threads: int) -> CpuShape:
+    """Many rows, ``count`` to a head. Twelve rows by two vectors fill 27 of 32 registers, six by two 15 of 16."""
     rows = 12 if unit.registers >= 32 else 6
     panel = 2 * unit.lanes
-    block_kv = panel * max(1, (256 if problem.head_dim <= 128 else 128) // panel)
+    block_kv = panel * max(1, (256 if head_dim <= 128 else 128) // panel)
     # Few tasks: smaller blocks, so that no thread waits long for the last.
-    heads = problem.batch * problem.heads_q
-    least = {192: 32, 96: 8, 48: 8} if problem.head_dim <= 128 else {96: 8, 48: 8}
-    block_q = next((n for n in least if heads * -(-problem.seq_q // n) >= least[n] * threads), 24)
+    least = {192: 32, 96: 8, 48: 8} if head_dim <= 128 else {96: 8, 48: 8}
+    block_q = next((n for n in least if heads * -(-count // n) >= least[n] * threads), 24)
     return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
@@ -218,11 +222,15 @@ def _backward_shape(problem: AttentionProblem, unit: VectorUnit, threads: int, p
     return CpuShape(unit, rows, panel, block_q, block_kv)
 
 
-def _grouped_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
+def most_dotted(unit: VectorUnit) -> int:
+    """Up to so many rows K is better not packed."""
+    return min(8, unit.lanes // 2)
+
+
+def grouped_shape(count: int, unit: VectorUnit) -> CpuShape:
     """Few rows: as many vectors of keys at a time as registers allow."""
-    count = problem.group * problem.seq_q
     most = 12 if unit.registers >= 32 else 6
-    if count <= min(8, unit.lanes // 2):
+    if count <= most_dotted(unit):
         rows = 1 << (count - 1).bit_length()
         return CpuShape(unit, rows, unit.lanes, rows, 256)
     groups = -(-count // most)
@@ -232,9 +240,9 @@ def _grouped_shape(problem: AttentionProblem, unit: VectorUnit) -> CpuShape:
     return CpuShape(unit, rows, panel, groups * rows, max(panel, 64))
 
 
-def _dotted(problem: AttentionProblem, shape: CpuShape, unit_strides: tuple[bool, ...]) -> bool:
-    """So few rows that K is better not packed; one that is rotated is copied anyway."""
-    return shape.panel == shape.lanes and unit_strides[1] and problem.rope is None
+def dotted(shape: CpuShape, unit_strides: tuple[bool, ...]) -> bool:
+    """So few rows that K is better not packed."""
+    return shape.panel == shape.lanes and unit_strides[1]
 
 
 def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[int, int]:

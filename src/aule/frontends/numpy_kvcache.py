@@ -1,0 +1,58 @@
+"""Caches of keys and values in NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.engine.attention import STORED
+from aule.engine.kvcache import append_on_host, copy_on_host, writer
+from aule.errors import InvalidDtypeError
+from aule.frontends.numpy import ml_dtype, view
+from aule.ops.kvcache.problem import append_problem
+
+Array = npt.NDArray[Any]
+
+
+def accepts(array: object) -> bool:
+    return isinstance(array, np.ndarray)
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: None) -> Array:
+    """An array of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3. Its memory is taken when it is first written to."""
+    kind: Any = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}.get(dtype)
+    if kind is not None:
+        found = ml_dtype(kind)
+        if found is None:
+            raise InvalidDtypeError(
+                f"[KVCache] expected ml_dtypes for {kind}, which NumPy has not by itself, got no such package; "
+                "pip install ml_dtypes, or use float16 or float32"
+            )
+        return np.zeros(shape, found)
+    return np.zeros(shape, {"i8": np.int8}.get(dtype) or STORED[dtype])
+
+
+def new(array: Array) -> Array:
+    """An array of the same shape and type, contiguous, with anything in it."""
+    return np.empty(array.shape, array.dtype)
+
+
+def integers(array: npt.NDArray[np.int32], device: None) -> Array:
+    """Integers made on the host, where the cache is; not to be written to."""
+    array.flags.writeable = False
+    return array
+
+
+def write(op: str, arrays: Mapping[str, Array], *, interleaved: bool = False, backend: str | None = None) -> None:
+    """Write new rows into caches. ``arrays`` as for `append_problem`."""
+    views = {name: view(array, name) for name, array in arrays.items()}
+    append_on_host(append_problem(op, views, interleaved=interleaved), views, writer(backend))
+
+
+def copy_pages(arrays: Mapping[str, Array], pairs: npt.NDArray[np.int32], *, backend: str | None = None) -> None:
+    """Copy pages of arrays ``[layers, pages, ...]`` of the cache."""
+    flat = {name: array.reshape(*array.shape[:2], -1) for name, array in arrays.items()}
+    copy_on_host(pairs, flat, writer(backend))

@@ -1,0 +1,221 @@
+"""Decoding with PyTorch tensors. CUDA tensors are used in place on the current stream.
+
+The first call of a signature plans and builds; every further one goes from one dictionary look-up to the launches.
+Nothing waits for the device, so a CUDA graph can hold a call: lengths and block tables on the device are read there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from aule import settings
+from aule.backends import registry
+from aule.engine.decode import prepare_decode
+from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
+from aule.frontends.numpy import states_message
+from aule.frontends.torch import device_view, raw_stream, signature
+from aule.frontends.torch_decode_host import integers, on_host, staged
+from aule.frontends.torch_host import host_view_of
+from aule.frontends.torch_views import checked_out, require_tensor
+from aule.ops.decode.plan import decode_views
+from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
+from aule.options import DecodeOptions
+from aule.view import TensorView
+
+_CUDA_BUILD = torch.version.cuda is not None
+_grad_enabled = torch.is_grad_enabled
+_empty_like = torch.empty_like
+_MAX_SIGNATURES = 4096
+
+
+def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """As `aule.decode_attention` and `aule.flash_attention_paged`."""
+    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise AuleError(
+            "AULE_ERROR_NO_GRADIENT",
+            f"[{options.op}] expected tensors that need no gradient, got requires_grad=True; call it under "
+            "torch.no_grad(), or use aule.flash_attention, which has gradients",
+        )
+    if _driven(q, options.backend):
+        return _on_cuda(q, k, v, options)
+    if q.is_cpu:
+        return on_host(q, k, v, options)
+    return staged(q, k, v, options)
+
+
+def _driven(q: Any, backend: str | None) -> bool:
+    """Whether a tensor is computed on in place by the CUDA driver."""
+    return q.is_cuda and _CUDA_BUILD and (backend is None or backend.startswith("cuda"))
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------------
+
+
+class _Ready:
+    """One signature planned and built: the launches, each with the names of its buffers, and the elements of the parts
+    that they share and of the log-sum-exps behind these."""
+
+    __slots__ = ("launches", "like_q", "lse_shape", "out_shape", "parts", "workspace")
+
+    def __init__(self, operands: DecodeOperands, launches: Any, parts: int, workspace: int, like_q: bool) -> None:
+        self.launches = launches
+        self.parts, self.workspace = parts, workspace
+        self.like_q = like_q
+        self.out_shape, self.lse_shape = operands.out_shape, operands.lse_shape
+
+
+_known: dict[Any, _Ready] = {}
+
+
+def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """From one dictionary look-up to the launches: what stands here is the cost of a repeated call."""
+    (
+        lens, tables, cu_q, max_q, k_scale, v_scale, layout, causal, scale, window, softcap, alibi, sinks, want_lse,
+        out, backend,
+    ) = options  # fmt: skip
+    if scale is not None and isinstance(scale, torch.Tensor):
+        return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
+    if cu_q is not None and max_q is None and isinstance(cu_q, torch.Tensor) and len(cu_q) > 1:
+        max_q = int(cu_q.diff().max())
+        options = options._replace(max_seqlen_q=max_q)
+    try:
+        index = q.get_device()
+        pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
+        key: Any = (
+            q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
+            v.dtype, v.get_device(), (pointers["q"] | pointers["k"] | pointers["v"]) & 15, layout, causal, scale,
+            window, softcap, want_lse, backend, max_q,
+        )  # fmt: skip
+        for name, x in (("lens", lens), ("tables", tables), ("cu_q", cu_q)):
+            if x is not None:
+                if x.dtype is not torch.int32 or x.get_device() != index:
+                    return _on_cuda(q, k, v, _brought(q, k, v, options))
+                pointers[name] = x.data_ptr()
+                key += (x.shape, x.stride())
+        if not (k_scale is None and alibi is None and sinks is None and out is None):
+            for name, x in (
+                ("k_scale", k_scale), ("v_scale", v_scale), ("alibi", alibi), ("sinks", sinks), ("o", out),
+            ):  # fmt: skip
+                key += (signature(x),)
+                if x is not None:
+                    pointers[name] = x.data_ptr()
+        found = _known.get(key)
+    except (AttributeError, TypeError):
+        _explain(q, k, v, options)
+        if isinstance(window, list):
+            return _on_cuda(q, k, v, options._replace(window=tuple(window)))
+        raise
+    if found is None:
+        if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
+            return staged(q, k, v, options)
+        found = _prepare(q, k, v, options)
+        if len(_known) >= _MAX_SIGNATURES:
+            _known.clear()
+        _known[key] = found
+    if out is None:
+        if cu_q is not None:  # rows that no sequence has are zero
+            out = q.new_zeros(found.out_shape)
+        else:
+            out = _empty_like(q) if found.like_q else q.new_empty(found.out_shape)
+        pointers["o"] = out.data_ptr()
+    lse = None
+    if want_lse:
+        lse = q.new_empty(found.lse_shape, dtype=torch.float32)
+        if cu_q is not None or not found.launches:
+            lse.fill_(-torch.inf)
+        pointers["lse"] = lse.data_ptr()
+    if found.workspace:
+        memory = torch.empty(found.workspace, dtype=torch.float32, device=q.device)
+        pointers["part"] = memory.data_ptr()
+        pointers["part_lse"] = pointers["part"] + 4 * found.parts
+    stream = raw_stream(index)
+    for launch, buffers in found.launches:
+        launch([pointers[name] for name in buffers], stream)
+    return (out, lse) if want_lse else out
+
+
+def _explain(q: Any, k: Any, v: Any, options: DecodeOptions) -> None:
+    """Raise what is wrong with a call whose arrays are not all tensors."""
+    for name, x in {"k": k, "v": v, **options.arrays()}.items():
+        require_tensor(x, name)
+    for name, x in options.indices().items():
+        integers(options.op, name, x)
+
+
+def _brought(q: Any, k: Any, v: Any, options: DecodeOptions) -> DecodeOptions:
+    """The options with lengths and tables as int32 on the device of ``q``; those from the host are checked first."""
+    op = options.op
+    moved = {name: integers(op, name, x) for name, x in options.indices().items()}
+    host = {name: host_view_of(x, name) for name, x in moved.items() if x.device.type == "cpu"}
+    if "context_lens" in host:
+        problem, _ = decode_problem(op, **_views(q, k, v, options._replace(**moved)), **options.plain())
+        check_contents(op, problem, host["context_lens"], host.get("block_tables"))
+    there = {name: x.to(q.device, non_blocking=True) for name, x in moved.items()}
+    return options._replace(**there)
+
+
+def _views(q: Any, k: Any, v: Any, options: DecodeOptions) -> dict[str, Any]:
+    tensors = {"q": q, "k": k, "v": v, **options.arrays(), **options.indices()}
+    return {name: device_view(tensor, name, q) for name, tensor in tensors.items()}
+
+
+def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
+    """Validate, plan and build; what a signature needs once."""
+    op = options.op
+    device: Any = registry.find(options.backend or f"cuda:{q.device.index}")
+    if device is None or device.index != q.device.index:
+        raise DeviceMismatchError(
+            f"[{op}] expected tensors on {options.backend}, got {q.device}; move them or drop backend="
+        )
+    problem, operands = decode_problem(op, **_views(q, k, v, options), **options.plain())
+    if options.out is None:
+        strides = torch.empty(operands.out_shape, device="meta").stride()
+        out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
+    else:
+        out = device_view(checked_out(options.out, operands.out_shape, q), "out", q)
+    views = decode_views(operands, _lifted(out, operands.form))
+    aligned = {
+        name: x.data_ptr() % 16 == 0 for name, x in (("q", q), ("k", k), ("v", v), ("o", options.out)) if x is not None
+    }
+    ready = prepare_decode(op, problem, views, device, aligned)
+    launches = []
+    for step, loaded in ready.steps:
+        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
+        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
+    like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
+    parts, workspace = ready.workspace.get("part", 0), sum(ready.workspace.values())
+    return _Ready(operands, tuple(launches), parts, workspace, like_q)
+
+
+def _lifted(view: TensorView, form: str) -> TensorView:
+    """A view of the caller's shape with the four axes of the normal form."""
+    shape, strides = view.shape, view.strides
+    if form == "packed":
+        return replace(view, shape=(1, shape[1], shape[0], shape[2]), strides=(0, strides[1], strides[0], strides[2]))
+    if form == "token":
+        return replace(view, shape=(*shape[:2], 1, shape[2]), strides=(*strides[:2], 0, strides[2]))
+    return view
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """As `aule.merge_states`; of tensors on any device, by PyTorch's own operators."""
+    for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        require_tensor(tensor, name)
+    if not (o_a.shape == o_b.shape and lse_a.shape == lse_b.shape == o_a.shape[:-1]):
+        raise InvalidShapeError(states_message(o_a, lse_a, o_b, lse_b))
+    lse = torch.logaddexp(lse_a, lse_b)
+    level = torch.where(lse == -torch.inf, 0, lse)  # nothing on either side: exp(-inf + inf) would be NaN
+    work = torch.float64 if o_a.dtype == torch.float64 else torch.float32
+    parts = []
+    for o, own in ((o_a, lse_a), (o_b, lse_b)):
+        weight = torch.exp(own - level).to(work)[..., None]
+        # Selected, not multiplied by 0: a side without keys may hold anything.
+        parts.append(torch.where(weight != 0, o.to(work) * weight, 0))
+    return (parts[0] + parts[1]).to(o_a.dtype), lse

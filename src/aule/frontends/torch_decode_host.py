@@ -1,0 +1,133 @@
+"""Decoding with PyTorch tensors in host memory, and with those of devices that go through it.
+
+On the CPU engine a signature is validated and planned once; every further call checks what lengths and tables hold and
+goes to the launches, with the tensors' addresses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from aule.engine import cpu
+from aule.engine.attention import host_device_of, host_view
+from aule.engine.decode import decode_on_host
+from aule.errors import DeviceMismatchError, InvalidDtypeError
+from aule.frontends.torch_host import host_view_of, layout, remember, shares_memory
+from aule.frontends.torch_views import NAMES, checked_out, require_tensor
+from aule.ops.decode.plan import decode_views
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
+from aule.options import DecodeOptions
+
+_BUFFERS = {"context_lens": "lens", "block_tables": "tables", "cu_seqlens_q": "cu_q", "alibi_slopes": "alibi"}
+"""Names of buffers that are not those of the options."""
+
+
+def integers(op: str, name: str, array: Any) -> Any:
+    """Lengths, tables and offsets as int32."""
+    if not isinstance(array, torch.Tensor) or array.dtype not in (torch.int32, torch.int64):
+        got = array.dtype if isinstance(array, torch.Tensor) else type(array).__name__
+        raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor, got {got}; convert it")
+    return array.to(torch.int32)
+
+
+def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """Decoding on CPU tensors."""
+    device: Any = host_device_of(NAMES.get(q.dtype, ""), options.backend)
+    if device is not None and device.target.backend == "cpu" and options.cu_seqlens_q is None:
+        given = {"q": q, "k": k, "v": v, **options.arrays(), **options.indices()}
+        if options.out is None or not shares_memory(options.out, given.values()):
+            return _on_engine(given, options, device)
+    problem, operands = _problem(q, k, v, options)
+    out = options.out
+    if out is None:
+        out = torch.empty(operands.out_shape, dtype=q.dtype)
+    else:
+        checked_out(out, operands.out_shape, q)
+    target = operands.lifted(host_view_of(out, "out").storage)
+    _, lse = decode_on_host(options.op, problem, operands, device, target)
+    return (out, torch.from_numpy(lse).reshape(operands.lse_shape)) if options.return_lse else out
+
+
+def _problem(q: Any, k: Any, v: Any, options: DecodeOptions) -> tuple[DecodeProblem, DecodeOperands]:
+    tensors = {"q": q, "k": k, "v": v, **options.arrays()}
+    tensors |= {name: integers(options.op, name, array) for name, array in options.indices().items()}
+    views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
+    return decode_problem(options.op, **views, **options.plain())
+
+
+# -- by signature, on the CPU engine -----------------------------------------------------------------------------------
+
+
+class _Signature(NamedTuple):
+    """What is known of a call once it was validated and planned."""
+
+    ready: cpu.Ready
+    problem: DecodeProblem
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+
+def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any) -> Any:
+    """Of sequences that are not packed: with their offsets the problem would change."""
+    lens, tables = options.context_lens, options.block_tables
+    for name, x in (("context_lens", lens), ("block_tables", tables)):
+        if x is not None and getattr(x, "dtype", None) is not torch.int32:
+            given[name] = integers(options.op, name, x)
+    plain = options.plain()
+    if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
+        plain["window"] = tuple(options.window) if isinstance(options.window, list) else options.window
+        plain["scale"] = None if options.scale is None else float(options.scale)
+    out = options.out
+    key = (*plain.values(), *((name, layout(x)) for name, x in given.items()), None if out is None else layout(out))
+    known: dict[Any, _Signature] = vars(device).setdefault("_torch_decode", {})
+    found = known.get(key)
+    if found is None:
+        found = _prepared(given, options, device)
+        remember(known, key, found)
+    elif lens is not None:
+        contents = (host_view_of(given[name], name) if x is not None else None for name, x in
+                    (("context_lens", lens), ("block_tables", tables)))  # fmt: skip
+        check_contents(options.op, found.problem, *contents)
+    dtype = given["q"].dtype
+    if out is None:
+        out = torch.empty(found.out_shape, dtype=dtype)
+    addresses = {_BUFFERS.get(name, name): x.data_ptr() for name, x in given.items()}
+    addresses["o"] = out.data_ptr()
+    lse = None
+    if options.return_lse:
+        lse = torch.empty(found.lse_shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        addresses["lse"] = lse.data_ptr()
+    cpu.run(found.ready, device, addresses)
+    return out if lse is None else (out, lse.float())
+
+
+def _prepared(given: dict[str, Any], options: DecodeOptions, device: Any) -> _Signature:
+    q, k, v = (given[name] for name in "qkv")
+    problem, operands = _problem(q, k, v, options)
+    out = torch.empty(operands.out_shape, dtype=q.dtype) if options.out is None else options.out
+    target = operands.lifted(host_view_of(checked_out(out, operands.out_shape, q), "out").storage)
+    ready = cpu.prepare_decode(problem, decode_views(operands, host_view(problem.dtype, target)), device)
+    return _Signature(ready, problem, operands.out_shape, operands.lse_shape)
+
+
+# -- through the host --------------------------------------------------------------------------------------------------
+
+
+def staged(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
+    """Tensors on a device that aule does not drive directly go through the host and come back."""
+    for name, tensor in {"k": k, "v": v, **options.arrays()}.items():
+        require_tensor(tensor, name)
+        if tensor.device != q.device:
+            raise DeviceMismatchError(
+                f"[{options.op}] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
+            )
+    moved = {name: array.cpu() for name, array in (options.arrays() | options.indices()).items()}
+    result = on_host(q.cpu(), k.cpu(), v.cpu(), options._replace(out=None, **moved))
+    out, lse = result if options.return_lse else (result, None)
+    if options.out is not None:
+        out = checked_out(options.out, tuple(out.shape), q).copy_(out)
+    out = out.to(q.device)
+    return out if lse is None else (out, lse.to(q.device))

@@ -1,0 +1,20 @@
+"""Hints, where a language cannot give them."""
+
+from __future__ import annotations
+
+from aule.ir.kernel import KernelIR, Op
+from aule.ir.passes.rewrite import Rewriter
+
+
+def hints(kernel: KernelIR) -> KernelIR:
+    """Leave out every ``prefetch``."""
+    return _Hints(kernel).run() if any(op.opcode == "prefetch" for op in kernel.walk()) else kernel
+
+
+class _Hints(Rewriter):
+    def __init__(self, kernel: KernelIR) -> None:
+        super().__init__(kernel)
+        self.hooks["prefetch"] = self._nothing
+
+    def _nothing(self, op: Op) -> None:
+        """Whoever reads the memory waits for it."""

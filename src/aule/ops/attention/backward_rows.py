@@ -1,0 +1,101 @@
+"""Kernels of the backward pass that go over rows, for GPUs: what comes before the products, and after them."""
+
+from __future__ import annotations
+
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import SCALARS, Scalar, f32, i32, i64
+from aule.ops.attention.config import DeltaConfig, RoundConfig, ScoreConfig
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotary_of
+from aule.target import Target
+from aule.tile.fragment import SIZE, place_of
+from aule.tile.matrix import QUAD, divmod_const
+from aule.tile.simt import padded
+from aule.tile.sums import TileSums
+
+
+def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
+    """Trace the kernel of delta: some lanes of a subgroup, or one thread, for each row."""
+    b = Builder("attention_delta", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
+    heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
+    thread = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    number, lane = divmod_const(b, thread, config.lanes)
+    inside = b.min(number, rows - 1)  # all lanes take part in a shuffle
+    head_number, row = inside // seq_q, inside % seq_q
+    batch, head = head_number // heads, head_number % heads
+    names = zip(("o", "do"), config.unit, config.aligned, strict=True)
+    o, do = (
+        p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
+    )
+    cols = padded(config.value_dim, QUAD)
+    starts = o.row_start(b, row), do.row_start(b, row)
+    partial = b.var(b.const(0.0, f32), "delta")
+    with b.loop(lane * QUAD, cols, config.lanes * QUAD, name="col") as col:
+        x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
+        y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
+        for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
+            partial.value = b.fma(a, c, partial.value)
+    result = partial.value
+    step = 1
+    while step < config.lanes:
+        result = result + b.shuffle_xor(result, step)
+        step *= 2
+    with b.if_((number < rows) & b.eq(lane, 0)):
+        b.store(p.buffer("delta", f32, "write"), number, result)
+    if config.clear:
+        total = p.number("clear", index)
+        first = b.cast(thread, index)
+        threads = b.cast(b.group_count(0) * b.group_count(1) * config.threads, index)
+        with b.loop(first, total, threads, name="at") as at:
+            b.store(p.buffer("dq_sum", f32, "write"), at, b.const(0.0, f32))
+    # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree.
+    b.barrier()
+    return b.finish()
+
+
+def build_round(config: RoundConfig, target: Target) -> KernelIR:
+    """Trace the kernel that makes dQ of its sums: one thread for two neighbouring elements of a row, or for one where a
+    row has an odd number of them."""
+    b = Builder("attention_round", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    elem, dim, run = SCALARS[config.dtype], config.head_dim, config.run
+    scores = ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim, rope=config.rope, rope_unit=config.rope_unit)
+    p = Parameters(b, scores, index)
+    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
+    factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
+    number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
+    line, strip = divmod_const(b, number, dim // run)
+    with b.if_(line < p.number("rows")):
+        head_number, row = line // seq_q, line % seq_q
+        col = strip * run
+        above = head_number * p.number("row_tiles")
+
+        def read(columns: list[Value]) -> list[Value]:
+            places = [_place_in_sums(b, config, target, above, row, column) for column in columns]
+            return [b.load(sums, place) * factor for place in places]
+
+        values = read([col + i for i in range(run)])
+        if config.rope is not None:
+            rotary = rotary_of(p, "dq", head_number // p.number("heads_q"), p.number("shift"))
+            apart = not rotary.interleaved or run == 1
+            partners = read([rotary.partner(b, col + i) for i in range(run)]) if apart else []
+            angles = rotary.fetch_angles(b, rotary.angles(b, row), col, run)
+            values = rotary.turn(b, values, partners, angles, col, dim, back=True)
+        b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
+    return b.finish()
+
+
+def _place_in_sums(b: Builder, config: RoundConfig, target: Target, above: Value, row: Value, col: Value) -> Value:
+    """Where the kernel of dK and dV has added up an element of dQ; ``above`` tiles of rows are other heads'."""
+    index: Scalar = i64 if config.index64 else i32
+    if config.shape is not None:
+        layout = TileSums(config.shape, config.head_dim)
+        tile, within = divmod_const(b, row, config.shape.block_kv)
+        place = layout.place(b, within, col)
+        return b.cast(above + tile, index) * layout.tile_size + b.cast(place, index)
+    assert target.matrix_layout is not None
+    block = (above + (row >> 4)) * -(-config.head_dim // SIZE) + (col >> 4)
+    lane, part = place_of(b, target.matrix_layout, row & 15, col & 15)
+    return b.cast(block, index) * (SIZE * SIZE) + b.cast(part * target.subgroup_size + lane, index)

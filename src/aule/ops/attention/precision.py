@@ -1,0 +1,50 @@
+"""fp32 inputs on matrix units: never unless asked for, and then rounded on their way into shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.ops.attention.problem import AttentionProblem
+from aule.target import Target
+from aule.tile.fragment import multiplies
+
+PRECISIONS = {"fp16": "f16", "bf16": "bf16", "tf32": "tf32"}
+"""What ``precision`` may be, and the type that is multiplied then."""
+
+
+def checked_precision(op: str, precision: Any) -> str | None:
+    """The option as the user gave it, or a clear error."""
+    if precision is None or (isinstance(precision, str) and precision in PRECISIONS):
+        return precision
+    names = ", ".join(map(repr, PRECISIONS))
+    raise InvalidArgumentError(f"[{op}] expected precision None or one of {names}, got {precision!r}; None is fp32")
+
+
+def factor_type(op: str, precision: Any, dtype: str) -> str | None:
+    """The type in which fp32 inputs are multiplied; None for their own."""
+    name = checked_precision(op, precision)
+    if name is None:
+        return None
+    if dtype != "f32":
+        raise InvalidDtypeError(
+            f"[{op}] expected q, k and v of float32 with precision={name!r}, got {dtype}; leave precision away, or "
+            "convert them to float32"
+        )
+    return PRECISIONS[name]
+
+
+def refused(problem: AttentionProblem, target: Target) -> InvalidArgumentError:
+    """The error for a device that cannot do what was asked for; nothing else is done in its place."""
+    asked = next(name for name, type_ in PRECISIONS.items() if type_ == problem.precision)
+    if multiplies(target, PRECISIONS[asked]):
+        return InvalidArgumentError(
+            f"[flash_attention] expected a smaller head_dim for precision={asked!r} on {target.name} "
+            f"({target.backend}), got {max(problem.head_dim, problem.value_dim)}; precision=None computes in fp32"
+        )
+    offered = [repr(name) for name, type_ in PRECISIONS.items() if multiplies(target, type_)]
+    others = f"only {', '.join(offered)}" if offered else "none"
+    return InvalidArgumentError(
+        f"[flash_attention] expected a device with matrix units for precision={asked!r}, got {target.name} "
+        f"({target.backend}), which offers {others}; precision=None computes in fp32, backend= chooses another device"
+    )

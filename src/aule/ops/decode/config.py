@@ -1,0 +1,143 @@
+"""What is fixed about a decoding kernel while it is traced; lengths, strides, pages and splits are parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ops.attention.config import ScoreConfig
+from aule.ops.decode.problem import QUANTISED
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How a workgroup is laid over query rows and keys.
+
+    A *team* of lanes holds one key, each lane a few of its elements. A subgroup has several teams, a workgroup several
+    subgroups, and each step of a team takes several keys.
+
+    Attributes
+    ----------
+    rows : int
+        Query rows of a workgroup (all of one key head): a power of two.
+    lanes : int
+        Lanes of a team: a power of two, at most a subgroup.
+    run : int
+        Elements that a lane reads at once; 1 where rows are not aligned.
+    keys : int
+        Keys of a team in one step: a power of two.
+    subgroup : int
+        Lanes of a subgroup; 0 when the device has none, and teams exchange through shared memory.
+    subgroups : int
+        Subgroups of a workgroup, or teams where there are no subgroups.
+    registers : int
+        Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
+    """
+
+    rows: int
+    lanes: int
+    run: int
+    keys: int
+    subgroup: int
+    subgroups: int
+    registers: int = 0
+
+    @property
+    def threads(self) -> int:
+        return (self.subgroup or self.lanes) * self.subgroups
+
+    @property
+    def teams(self) -> int:
+        """Teams of a subgroup; of the workgroup, where there are no subgroups."""
+        return self.subgroup // self.lanes if self.subgroup else self.subgroups
+
+    @property
+    def stretch(self) -> int:
+        """Consecutive keys of a subgroup's step; of the workgroup's, where there are no subgroups."""
+        return self.teams * self.keys
+
+    @property
+    def step(self) -> int:
+        """Keys of a workgroup's step."""
+        return self.stretch * (self.subgroups if self.subgroup else 1)
+
+    @property
+    def parts(self) -> int:
+        """Partial results of a workgroup that are added up in shared memory."""
+        return self.subgroups
+
+    def pieces(self, dim: int) -> int:
+        """Runs of a lane that cover a row of ``dim`` elements."""
+        return -(-dim // (self.lanes * self.run))
+
+    def shared_bytes(self, value_dim: int) -> int:
+        """Shared memory of a workgroup."""
+        columns = self.pieces(value_dim) * self.lanes * self.run
+        sums = 4 * self.parts * self.rows * (columns + 2) if self.parts > 1 else 0
+        exchanged = 0 if self.subgroup or self.lanes == 1 else 4 * self.threads * self.rows * self.keys
+        return sums + exchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(ScoreConfig):
+    """A kernel of a few query rows against a part of the cache, or all of it.
+
+    Attributes
+    ----------
+    cache : str
+        Element type of keys and values.
+    split : bool
+        The keys of a sequence are divided among workgroups, which leave partial results for the kernel that adds them.
+    whole : bool
+        The consecutive keys of a subgroup's step lie in one page.
+    unit : tuple of bool
+        For q, k, v, o: the head dimension has stride 1.
+    aligned : tuple of bool
+        For q and o, rows can be read or written as vectors of four; for k and v, as runs.
+    """
+
+    cache: str
+    shape: DecodeShape
+    split: bool = False
+    whole: bool = False
+    aligned: tuple[bool, ...] = (True, True, True, True)
+    index64: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.cache in QUANTISED
+
+    @property
+    def stored(self) -> str:
+        """Element type of the cache's buffers."""
+        if self.words:
+            return "u32"
+        return {"e4m3": "u8"}.get(self.cache, self.cache)
+
+    @property
+    def words(self) -> bool:
+        """Bytes of a quantised cache are read as words of four, which take a quarter of the registers."""
+        return self.quantised and self.shape.run % 4 == 0 and all(self.aligned[1:3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceConfig(ScoreConfig):
+    """The kernel that adds up what workgroups made of the parts of a sequence's keys.
+
+    Attributes
+    ----------
+    quads : int
+        Threads along a row, four columns each.
+    slots : int
+        Threads that share the parts of a row.
+    aligned : bool
+        Rows of o can be written as vectors of four.
+    """
+
+    quads: int
+    slots: int
+    aligned: bool
+    index64: bool
+
+    @property
+    def threads(self) -> int:
+        return self.quads * self.slots

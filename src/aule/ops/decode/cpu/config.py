@@ -1,0 +1,59 @@
+"""Configurations of the CPU kernels for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir.types import SCALARS, Scalar, u8
+from aule.ops.attention.cpu.config import CpuConfig, CpuShape
+from aule.ops.decode.problem import QUANTISED
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuDecodeConfig(CpuConfig):
+    """A kernel of some query rows of each sequence against its cache.
+
+    Attributes
+    ----------
+    cache : str
+        Element type of keys and values.
+    group : int
+        Query heads that share a key head.
+    page : int
+        Keys of a page; 0 when the cache is contiguous.
+    ragged : bool
+        Sequences have their own numbers of query rows, one behind the other.
+    """
+
+    cache: str
+    group: int
+    page: int = 0
+    ragged: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.cache in QUANTISED
+
+    @property
+    def stored(self) -> Scalar:
+        """The type of a cache's elements in memory; fp8 is bytes."""
+        return u8 if self.cache == "e4m3" else SCALARS[self.cache]
+
+
+@dataclass(frozen=True)
+class CpuDecodeCombineConfig:
+    """The kernel that puts the parts of a sequence's keys together.
+
+    Attributes
+    ----------
+    unit : bool
+        The head dimension of o has stride 1.
+    """
+
+    dtype: str
+    value_dim: int
+    shape: CpuShape
+    group: int
+    ragged: bool
+    lse: bool
+    unit: bool

@@ -1,0 +1,197 @@
+"""The decoding kernel for CPUs: the forward kernel over keys that are found in pages, and may be quantised.
+
+One task has a block of the rows that share a key head of a sequence, and a part of the keys. Before it works on a block
+of keys it looks up where each of them lies; from there on pages are no different from a contiguous cache, and pages of
+any size cost about the same. Up to eight rows multiply K as it lies there, more of them pack it. Either way a key is
+brought once for all rows of a block, so that gathering pages beforehand would save nothing.
+
+The scales of a quantised cache never meet its elements: those of K are multiplied with the scores, those of V with P.
+"""
+
+from __future__ import annotations
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, f32, i32, i64
+from aule.ops.attention.config import ScoreConfig
+from aule.ops.attention.cpu.combine import combine_parts
+from aule.ops.attention.cpu.forward import Forward, store_row
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Reach, Scores
+from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
+from aule.ops.decode.cpu.rows import Rows
+from aule.target import Target
+from aule.tile.matrix import Matrix, PlacedMatrix, divmod_const
+from aule.tile.vector import Operand, Vectors, work_type
+
+KERNEL_NAME = "decode_attention_cpu"
+COMBINE_NAME = "decode_combine_cpu"
+_RUN = 8
+"""Places that are stored at once: pages of so many keys, or of a larger power of two, are looked up as a whole."""
+
+
+def build_decode(config: CpuDecodeConfig, target: Target) -> KernelIR:
+    """Trace the kernel of a configuration."""
+    b = Builder(KERNEL_NAME, workgroup=1)
+    decode = _Decode(b, config)
+    with b.if_(decode.count > 0):
+        decode.run()
+    return b.finish()
+
+
+class _Decode(Forward):
+    config: CpuDecodeConfig
+
+    # -- place ---------------------------------------------------------------------------------------------------------
+
+    def find_place(self) -> None:
+        b, config, p, shape = self.b, self.config, self.p, self.shape
+        self.heads = p.number("heads_q")
+        self.task = b.group_id(0)
+        splits = p.number("splits")
+        self.split = self.task % splits
+        self.rows = Rows.of(p, self.task // splits, config.group, shape.block_q, config.ragged)
+        self.batch, self.kv_head, self.count = self.rows.batch, self.rows.kv_head, self.rows.count
+        seq_kv = p.number("seq_kv")
+        if config.lens:
+            found = b.load(p.buffer("lens", i32), p.strided("lens", self.batch))
+            seq_kv = b.max(b.min(found, seq_kv), 0)
+        self.scores = Scores(p, self.batch, self.rows.extent(seq_kv))
+        self.part_rows = b.const(shape.block_q, i32)
+        self.split_first, self.split_end = b.const(0, i32), seq_kv
+        if config.split:
+            # Each sequence's own keys are shared out, and only those that any of the rows keeps.
+            mine = self.reach(b.const(0, i32), shape.block_q)
+            first = mine.first // shape.block_kv
+            blocks = b.max((mine.end + (shape.block_kv - 1)) // shape.block_kv - first, 0)
+            each = (blocks + splits - 1) // splits
+            self.split_first = (first + self.split * each) * shape.block_kv
+            self.split_end = b.min(seq_kv, self.split_first + each * shape.block_kv)
+        self.k = self.v = None
+        self.found = shape.block_kv + -(-self.ahead // shape.panel) * shape.panel
+        if config.page:
+            self.places = {name: b.private(f"{name}_places", i64, self.found) for name in "kv"}
+        else:
+            self.k, self.v = self._matrix("k"), self._matrix("v")
+        if config.quantised:
+            self.scales = {name: b.private(f"{name}_scales", config.work, self.found) for name in "kv"}
+
+    def place(self, row: Value) -> tuple[Value, Value]:
+        return self.rows.place(row)
+
+    def reach(self, row: Value, rows: int) -> Reach:
+        b, shift, group = self.b, self.scores.shift, self.config.group
+        first = self.rows.row0 + row
+        last = b.min(first + rows, self.rows.seq_q * group) - 1
+        return self.scores.reach(first // group + shift, last // group + shift)
+
+    # -- keys ----------------------------------------------------------------------------------------------------------
+
+    def _matrix(self, name: str, key0: Value | None = None) -> Matrix:
+        """This task's head of K or V; in pages, once the keys from ``key0`` on were found."""
+        config, p = self.config, self.p
+        buffer, seq_kv = p.buffer(name, config.stored), self.scores.seq_kv
+        cols, unit = (config.head_dim, config.unit[1]) if name == "k" else (config.value_dim, config.unit[2])
+        row_stride = p.number(f"{name}_row_stride", i64)
+        col_stride = None if unit else p.number(f"{name}_col_stride", i64)
+        if key0 is None:
+            base = p.strided(name, self.batch, self.kv_head)
+            return Matrix(buffer, base, seq_kv, cols, row_stride, col_stride, False)
+        zero = self.b.const(0, i64)
+        return PlacedMatrix(buffer, zero, seq_kv, cols, row_stride, col_stride, False, self.places[name], key0)
+
+    def bring(self, key0: Value) -> tuple[Operand | None, Operand]:
+        if self.config.page or self.config.quantised:
+            self._find_keys(key0)
+        if self.config.page:
+            self.k, self.v = self._matrix("k", key0), self._matrix("v", key0)
+        return super().bring(key0)
+
+    def values_in_place(self, v: Matrix, key0: Value) -> Operand:
+        if isinstance(v, PlacedMatrix):
+            return Operand(v.buffer, v.base, 0, 0, v.places, self.ahead)
+        return super().values_in_place(v, key0)
+
+    def _find_keys(self, key0: Value) -> None:
+        """Where the keys of a block lie, and their scales, up to a whole panel and what is fetched ahead; those past
+        the end are others."""
+        b, shape, page = self.b, self.shape, self.config.page
+        seq_kv = self.scores.seq_kv
+        count = b.min(shape.block_kv, seq_kv - key0)
+        whole = (count + (shape.panel - 1)) // shape.panel * shape.panel + (self.found - shape.block_kv)
+        if page < _RUN or page & (page - 1):
+            with b.loop(b.const(0, i32), whole, name="key") as i:
+                key = b.min(key0 + i, seq_kv - 1)
+                number, slot = divmod_const(b, key, page) if page else (key, key)
+                self._note(i, 1, self._page(number) if page else self.batch, slot)
+            return
+        run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
+        last = (seq_kv - 1) // run * run
+        with b.loop(b.const(0, i32), whole, run, name="key") as i:
+            number, slot = divmod_const(b, b.min(key0 + i, last), page)
+            self._note(i, run, self._page(number), slot)
+
+    def _page(self, number: Value) -> Value:
+        """A page of this sequence; never one that the pool has not."""
+        b, p = self.b, self.p
+        page = b.load(p.buffer("tables", i32), p.strided("tables", self.batch, number))
+        return b.max(b.min(page, p.number("pages") - 1), 0)
+
+    def _note(self, to: Value, count: int, page: Value, slot: Value) -> None:
+        """Note place and scale of ``count`` keys of a page, a whole number of runs or one."""
+        b, p, index = self.b, self.p, self.engine.index
+        for name in "kv":
+            if self.config.page:
+                stride = p.number(f"{name}_row_stride", i64)
+                start = p.strided(name, page, self.kv_head) + index(slot) * stride
+                if count == 1:
+                    b.store(self.places[name], index(to), start)
+                else:
+                    steps = b.vector([b.const(i, i64) for i in range(_RUN)]) * stride
+                    with b.loop(b.const(0, i64), count, _RUN, unroll=2, name="i") as i:
+                        b.store(self.places[name], index(to) + i, steps + (start + i * stride))
+            if self.config.quantised:
+                scale, stride = p.buffer(f"{name}_scale", f32), p.number(f"{name}_scale_row_stride", i64)
+                start = p.strided(f"{name}_scale", page, self.kv_head) + index(slot) * stride
+                with b.loop(b.const(0, i64), count, name="i") as i:
+                    x = b.load(scale, start + i * stride)
+                    b.store(self.scales[name], index(to) + i, b.cast(x, self.config.work))
+
+    # -- scales --------------------------------------------------------------------------------------------------------
+
+    def scale_scores(self, c: list[list[Var]], panel: Value) -> None:
+        super().scale_scores(c, panel)
+        if not self.config.quantised:
+            return
+        b, lanes = self.b, self.shape.lanes
+        for j in range(self.shape.panel_vectors):
+            scale = b.load(self.scales["k"], self.engine.index(panel) + j * lanes, lanes)
+            for variables in c:
+                variables[j].value = variables[j].value * scale
+
+    def weigh(self, p: Value, row: Value, key: Value) -> Value:
+        if not self.config.quantised:
+            return p
+        scale = self.b.load(self.scales["v"], key, self.shape.lanes)
+        # A dropped key weighs nothing, whatever its scale is.
+        return self.b.select(self.b.eq(p, 0.0), p, p * scale)
+
+
+def build_combine(config: CpuDecodeCombineConfig, target: Target) -> KernelIR:
+    """Trace the kernel that puts parts together: one task for each block of rows that shares a key head."""
+    b = Builder(COMBINE_NAME, workgroup=1)
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim))
+    engine = Vectors(b, work_type(SCALARS[config.dtype]), config.shape.lanes)
+    heads, splits, number, block_q = p.number("heads_q"), p.number("splits"), b.group_id(0), config.shape.block_q
+    rows = Rows.of(p, number, config.group, block_q, config.ragged)
+    with b.loop(b.const(0, i32), rows.count, name="row") as row:
+        first = engine.index(number * splits) * block_q + engine.index(row)
+        columns, m, l = combine_parts(p, engine, first, b.const(block_q, i64), splits, config.value_dim)
+        head, token = rows.place(row)
+        o = p.matrix(
+            "o", rows.batch, head, rows.seq_q, config.value_dim, config.unit, access="write", first=rows.first_q
+        )
+        lse = store_row(b, engine, o, token, columns, m, l)
+        if config.lse:
+            base = rows.extent(b.const(0, i32)).row_base(p, rows.batch * heads + head, head)
+            b.store(p.buffer("lse", engine.work, "write"), base + engine.index(token), lse)
+    return b.finish()

@@ -1,0 +1,130 @@
+"""From a decoding problem to the launches that compute it on a CPU. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from aule.ir.types import SCALARS
+from aule.ops.attention.cpu.config import CpuShape
+from aule.ops.attention.cpu.plan import GROUPED_ROWS, block_shape, dotted, grouped_shape, most_dotted
+from aule.ops.attention.plan import FAR, Step, StepPlan, view_scalars
+from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
+from aule.ops.decode.cpu.kernel import build_combine, build_decode
+from aule.ops.decode.problem import DecodeProblem
+from aule.target import Target
+from aule.tile.math import LOG2E
+from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type
+from aule.view import TensorView
+
+
+def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
+    """Plan decoding over host arrays.
+
+    Parameters
+    ----------
+    views : dict
+        From `decode_views`. The log-sum-exp is the buffer ``lse``.
+    """
+    if math.prod(problem.out_shape) == 0:
+        return StepPlan(())
+    unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
+    numbers = _scalars(problem) | view_scalars(views)
+    steps: list[Step] = []
+    partial = 0
+    for least, most in _served(problem, unit):
+        launches, parts = _launches(problem, views, target, most, numbers | {"least": least, "most": most})
+        steps += launches
+        partial = max(partial, parts)
+    return StepPlan(tuple(steps), {"partial": partial} if partial else {})
+
+
+def _served(problem: DecodeProblem, unit: VectorUnit) -> list[tuple[int, int]]:
+    """Sequences of how many tokens, at least and at most, are served by one launch. A batch that mixes prompts with
+    sequences that are decoded takes two, since a single token goes fastest without packing K."""
+    mixed = problem.total_q is not None and problem.seq_q > 1 and problem.group <= most_dotted(unit)
+    return [(1, 1), (2, problem.seq_q)] if mixed else [(1, problem.seq_q)]
+
+
+def _launches(
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    tokens: int,
+    numbers: dict[str, int | float],
+) -> tuple[list[Step], int]:
+    """The launches for sequences of up to so many tokens, and the elements of their partial results."""
+    unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
+    count, threads = problem.group * tokens, max(target.compute_units, 1)
+    heads = problem.batch * problem.heads_kv
+    few = count <= 8 * GROUPED_ROWS
+    shape = grouped_shape(count, unit) if few else block_shape(count, heads, problem.head_dim, unit, threads)
+    unit_strides = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
+    dots = dotted(shape, unit_strides)
+    pairs = not dots and has_pairs(target, SCALARS[problem.dtype])
+    # Read by a few groups of rows, V is converted as it is read.
+    in_place = unit_strides[2] and problem.value_dim % unit.lanes == 0 and count <= _MOST_IN_PLACE and not pairs
+    blocks_q = -(-count // shape.block_q)
+    splits = _splits(problem.seq_kv, heads * blocks_q, shape, threads)
+    left, right = problem.limits
+    config = CpuDecodeConfig(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        left=left != UNBOUNDED and problem.seq_kv - 1 - left > 0,
+        right=right != UNBOUNDED and tokens - 1 - right > 0,
+        softcap=problem.softcap > 0,
+        alibi=problem.alibi,
+        sinks=problem.sinks,
+        lse=problem.return_lse,
+        unit=unit_strides,
+        shape=shape,
+        pairs=pairs,
+        key_pairs=dots and problem.cache == "bf16" and has_pairs(target, SCALARS[problem.dtype]),
+        split=splits > 1,
+        panels="none" if dots else "scratch",
+        values="direct" if in_place else "scratch",
+        cache=problem.cache,
+        group=problem.group,
+        page=problem.page,
+        lens=problem.lens,
+        ragged=problem.total_q is not None,
+    )
+    blocks, numbers = heads * blocks_q, numbers | {"splits": splits, "blocks_q": blocks_q}
+    steps = [Step(config, build_decode, (blocks * splits, 1, 1), numbers)]
+    if splits == 1:
+        return steps, 0
+    combine = CpuDecodeCombineConfig(
+        problem.dtype, problem.value_dim, shape, problem.group, config.ragged, problem.return_lse, unit_strides[3]
+    )
+    steps.append(Step(combine, build_combine, (blocks, 1, 1), numbers))
+    return steps, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes)
+
+
+_MOST_IN_PLACE = 48
+"""Rows up to which V is read where it lies, and converted again by every group of rows."""
+
+
+def _splits(seq_kv: int, blocks: int, shape: CpuShape, threads: int) -> int:
+    """Into how many parts the keys of each sequence go: so many that every thread has work, and that the last to finish
+    has little left, if there are keys enough for it."""
+    wanted = 1 if blocks >= 4 * threads or threads == 1 else -(-4 * threads // blocks)
+    return min(wanted, max(1, seq_kv // shape.block_kv // 4))
+
+
+def _scalars(problem: DecodeProblem) -> dict[str, int | float]:
+    """Scalar parameters that the problem alone decides."""
+    left, right = problem.limits
+    return {
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "left": min(left, FAR),
+        "right": min(right, FAR),
+        # As in attention: in the log2 domain at once, or, with a softcap, after tanh.
+        "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
+        "softcap": problem.softcap * LOG2E,
+        "total_q": problem.total_q or 0,
+        "pages": problem.pages,
+    }

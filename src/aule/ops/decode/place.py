@@ -1,0 +1,121 @@
+"""Where a workgroup of decoding stands: its query rows, and its part of the keys that they may keep."""
+
+from __future__ import annotations
+
+from aule.ir import Value
+from aule.ir.types import SCALARS, f32, i32
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.pages import Pages
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Extent, Reach
+from aule.ops.decode.config import DecodeConfig
+from aule.tile.math import LOG2E
+from aule.tile.matrix import Matrix
+
+
+class Place:
+    """The place of one workgroup.
+
+    Rows are the query heads of a key head, and the query tokens: row ``token * group + head`` of them. The workgroup
+    has those from ``row0`` on, and keys ``first .. end - 1``; every row keeps all of ``full_first .. full_end - 1``.
+
+    Parameters
+    ----------
+    rows : int
+        Query rows of a workgroup.
+    stretch : int
+        Keys to a multiple of which a workgroup's first one is brought; a power of two.
+    step : int
+        Keys that a workgroup takes at a time: parts of a sequence are whole steps.
+    """
+
+    def __init__(self, parameters: Parameters, config: DecodeConfig, rows: int, stretch: int, step: int) -> None:
+        self.p, self.b, self.config, self.index = parameters, parameters.b, config, parameters.index
+        b, number = self.b, parameters.number
+        block = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = block < number("blocks")
+        # Blocks of rows that read the same keys come one after the other, then heads, whose keys may be neighbours.
+        rest, row_block = self._split(block, "row_blocks")
+        rest, self.kv_head = self._split(rest, "heads_kv")
+        self.part = b.const(0, i32)
+        if config.split:
+            rest, self.part = self._split(rest, "splits")
+        self.batch = b.min(rest, number("batches") - 1)  # there may be more workgroups than work
+        self.group = number("group")
+        self.q, self.k, self.v = (self.matrix(name) for name in "qkv")
+        self.extent = Extent.of(parameters, self.batch)
+        self.first_q = b.const(0, i32) if self.extent.first_q is None else self.extent.first_q
+        self.pages = None if config.paging == "none" else Pages(parameters, self.batch)
+        self.row0 = row_block * rows
+        self.rows = self.extent.seq_q * self.group
+        """Of the sequence."""
+        self.exists = self.exists & (self.row0 < self.rows)
+        if config.packed:  # sequences of many rows are left to the kernel for matrix units
+            self.exists = self.exists & (self.extent.seq_q <= number("tokens"))
+        self.left = number("left") if config.left else None
+        self.right = number("right") if config.right else None
+        self._reach(b.min(self.row0 + rows, self.rows) - 1, stretch, step)
+
+    def _split(self, value: Value, name: str) -> tuple[Value, Value]:
+        """Quotient and remainder by a parameter."""
+        by = self.p.number(name)
+        quotient = value // by
+        return quotient, value - quotient * by
+
+    def _reach(self, last_row: Value, stretch: int, step: int) -> None:
+        b, number, shift = self.b, self.p.number, self.extent.shift
+        nearest, furthest = shift + self.row0 // self.group, shift + last_row // self.group
+        reach = Reach.of(b, self.extent.seq_kv, self.left, self.right, nearest, furthest)
+        self.first = reach.first - (reach.first & (stretch - 1)) if self.config.left else reach.first
+        self.end = b.max(reach.end, self.first)
+        if self.config.split:
+            # Whole steps, as evenly as they go; a sequence that is short has fewer parts, and the others are empty.
+            steps = (self.end - self.first + (step - 1)) // step
+            parts = b.min(b.max(steps // number("least_steps"), 1), number("splits"))
+            begin, finish = (b.min(self.part + i, parts) * steps // parts * step for i in (0, 1))
+            self.first, self.end = self.first + begin, b.min(self.first + finish, self.end)
+        self.full_first, self.full_end = reach.full_first, b.min(reach.full_end, self.end)
+
+    def matrix(self, name: str) -> Matrix:
+        """An operand: of q and o all heads of the sequence, of k and v this workgroup's; of pages, from page 0."""
+        b, p, config = self.b, self.p, self.config
+        column, zero = "qkvo".index(name), b.const(0, i32)
+        if name in "qo":
+            elem, base = config.dtype, p.strided(name, zero if config.packed else self.batch)
+        else:
+            elem, base = config.stored, p.strided(name, zero if config.paging != "none" else self.batch, self.kv_head)
+        return Matrix(
+            p.buffer(name, SCALARS[elem], "write" if name == "o" else "read"),
+            base,
+            zero,
+            config.head_dim if name in "qk" else config.value_dim,
+            p.number(f"{name}_row_stride", self.index),
+            None if config.unit[column] else p.number(f"{name}_col_stride", self.index),
+            config.aligned[column],
+        )
+
+    def token(self, row: Value) -> tuple[Value, Value]:
+        """The query token of a row, and its head."""
+        token = row // self.group
+        return token, self.kv_head * self.group + (row - token * self.group)
+
+    def existing(self, row: Value) -> tuple[Value, Value]:
+        """The same of the ``row``-th of this workgroup, or of the sequence's last one where there is none."""
+        return self.token(self.b.min(self.row0 + row, self.rows - 1))
+
+    def row_start(self, name: str, whole: Matrix, token: Value, head: Value) -> Value:
+        """Where a query row begins in q or o."""
+        b, index = self.b, self.index
+        start = whole.base + b.cast(head, index) * self.p.number(f"{name}_stride1", index)
+        return start + b.cast(self.first_q + token, index) * whole.row_stride
+
+    def modifiers(self, head: Value) -> list[mod.Modifier]:
+        """What happens to the scores of a query head."""
+        b, p, config = self.b, self.p, self.config
+        found = []
+        if config.softcap:
+            found.append(mod.softcap(p.number("softcap", f32)))
+        if config.alibi:
+            slope = b.load(p.buffer("alibi", f32), p.strided("alibi", self.batch, head))
+            found.append(mod.alibi(slope * LOG2E))
+        return [*found, mod.band(self.end, self.left, self.right)]

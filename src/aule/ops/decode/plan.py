@@ -1,0 +1,167 @@
+"""From a decoding problem and a target to a plan: which kernels, which grids, which numbers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from aule.ops.attention.config import Paging
+from aule.ops.attention.plan import Step, StepPlan, aligned_rows, grid_of, problem_scalars, view_scalars
+from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.decode.config import DecodeConfig, DecodeShape, ReduceConfig
+from aule.ops.decode.kernel import build_decode
+from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.reduce import build_reduce
+from aule.ops.decode.shapes import LEAST_KEYS, choose_decode_shape, choose_splits
+from aule.ops.decode.validate import DecodeOperands
+from aule.target import Target
+from aule.tile.matrix import QUAD
+from aule.view import TensorView
+
+_REDUCE_THREADS = 256
+_REGISTERS = 1 << 16
+"""Of a multiprocessor: NVIDIA's number, and that of others by order of magnitude."""
+
+
+def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
+    """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
+    views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
+    for name in ("k_scale", "v_scale"):
+        view = getattr(operands, name)
+        if view is not None:  # as rows of one element
+            storage = view.storage[..., None] if view.is_host else view.storage
+            views[name] = replace(view, shape=(*view.shape, 1), strides=(*view.strides, 1), storage=storage)
+    for name in ("tables", "lens", "cu_q", "alibi", "sinks"):
+        view = getattr(operands, name)
+        if view is not None:
+            views[name] = view
+    return views
+
+
+def plan_decode(
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None = None,
+    shape: DecodeShape | None = None,
+    splits: int | None = None,
+) -> StepPlan:
+    """Plan decoding on a GPU.
+
+    Parameters
+    ----------
+    views : dict
+        From `decode_views`, with device strides and offsets.
+    aligned_base : dict, optional
+        For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
+    shape : DecodeShape, optional
+        The shape of a workgroup to use instead of the table's.
+    splits : int, optional
+        Parts of each sequence's keys, instead of the table's.
+    """
+    if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
+        return StepPlan(())
+    base_ok = aligned_base or {}
+
+    def aligned(name: str, run: int) -> bool:
+        return aligned_rows(views[name], run) and base_ok.get(name, True)
+
+    paging: Paging = "none"
+    if problem.page:
+        paging = "shift" if problem.page & (problem.page - 1) == 0 else "divide"
+    index64 = max(_extent(view) for view in views.values()) > 2**31 - 1
+    many = plan_prefill(problem, views, target, paging, base_ok, index64)
+    if many is not None and problem.total_q is None:
+        return StepPlan((many,))
+    few = _plan_few(problem, views, target, paging, aligned, shape, splits, many is not None)
+    return few if many is None else replace(few, steps=(*few.steps, many))
+
+
+def _plan_few(
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    paging: Paging,
+    aligned: Callable[[str, int], bool],
+    shape: DecodeShape | None,
+    splits: int | None,
+    shared: bool,
+) -> StepPlan:
+    """The launches of decoding; ``shared`` when another one takes the sequences of many rows."""
+    tokens = min(problem.seq_q, few_tokens(problem)) if shared else problem.seq_q
+    run = 16
+    while run > 1 and not (aligned("k", run) and aligned("v", run)):
+        run //= 2
+    shape = shape or choose_decode_shape(replace(problem, seq_q=tokens), target, run)
+    row_blocks = -(-problem.group * tokens // shape.rows)
+    blocks = row_blocks * problem.heads_kv * problem.batch
+    least = LEAST_KEYS
+    if splits is None:
+        splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
+    left, right = problem.limits
+    rows = problem.batch * problem.heads_q * tokens
+    unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
+    largest = max(rows * splits * problem.value_dim, *(_extent(view) for view in views.values()))
+    config = DecodeConfig(
+        dtype=problem.dtype,
+        cache=problem.cache,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        left=left != UNBOUNDED,
+        # A single query stands at the last key: nothing is to its right.
+        right=right != UNBOUNDED and (problem.total_q is not None or problem.seq_q > 1 or right < 0),
+        softcap=problem.softcap > 0,
+        alibi=problem.alibi,
+        sinks=problem.sinks,
+        lse=problem.return_lse,
+        packed=problem.total_q is not None,
+        lens=problem.lens,
+        paging=paging,
+        unit=unit,
+        aligned=(aligned("q", QUAD), aligned("k", shape.run), aligned("v", shape.run), aligned("o", QUAD)),
+        shape=shape,
+        split=splits > 1,
+        whole=problem.page > 0 and problem.page % shape.stretch == 0,
+        index64=largest > 2**31 - 1,
+    )
+    attention = replace(problem.alone(problem.seq_q, problem.seq_kv), batch=problem.batch)
+    scalars = problem_scalars(attention) | view_scalars(views) | page_scalars(problem) | {
+        "blocks": blocks * splits,
+        "row_blocks": row_blocks,
+        "splits": splits,
+        "least_steps": -(-least // shape.step),
+        "tokens": tokens,
+        "total_q": problem.total_q or 0,
+    }  # fmt: skip
+    first = Step(config, build_decode, grid_of("decode_attention", blocks * splits, target), scalars)
+    if splits == 1:
+        return StepPlan((first,))
+    quads = min(-(-problem.value_dim // QUAD), target.max_threads)
+    reduce = ReduceConfig(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        quads=quads,
+        slots=max(1, min(_REDUCE_THREADS, target.max_threads) // quads),
+        sinks=problem.sinks,
+        lse=problem.return_lse,
+        packed=config.packed,
+        lens=problem.lens,
+        unit=unit,
+        aligned=config.aligned[3],
+        index64=config.index64,
+    )
+    second = Step(reduce, build_reduce, grid_of("decode_attention", rows, target), {**scalars, "blocks": rows})
+    return StepPlan((first, second), {"part": rows * splits * problem.value_dim, "part_lse": rows * splits})
+
+
+def _extent(view: TensorView) -> int:
+    """Elements up to and including the last: no kernel here goes beyond."""
+    return view.offset + 1 + sum((n - 1) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+
+
+def _resident(shape: DecodeShape) -> int:
+    """Workgroups that a multiprocessor is reckoned to run at a time, by the registers that it has."""
+    return max(1, _REGISTERS // (shape.threads * (shape.registers or 255)))

@@ -1,0 +1,70 @@
+"""Queries of many rows against a cache: attention's own kernel for matrix units, which then reads the cache's pages.
+
+The kernels of decoding read every key once for a few rows; with many rows the products are what takes time, and a tile
+of rows is the better way. In a packed batch each kernel takes the sequences that suit it, so that prefill and decoding
+share a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from aule.ops.attention.config import FragmentConfig, Paging
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import Step, aligned_rows, folded, grid_of, problem_scalars, score_options, view_scalars
+from aule.ops.attention.tiles import choose_fragments
+from aule.ops.decode.problem import DecodeProblem
+from aule.target import Target
+from aule.tile.fragment import RUN
+from aule.view import TensorView
+
+FEW_ROWS = 64
+"""Rows of a key head, its query heads times query tokens, up to which the kernels of decoding serve. Not measured."""
+
+
+def few_tokens(problem: DecodeProblem) -> int:
+    """Query tokens of a sequence up to which the kernels of decoding are used."""
+    return max(FEW_ROWS // max(problem.group, 1), 1)
+
+
+def plan_prefill(
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    paging: Paging,
+    base_ok: dict[str, bool],
+    index64: bool,
+) -> Step | None:
+    """The launch for sequences of many rows; None where there are none, or no kernel for them but those of decoding."""
+    if problem.seq_q <= few_tokens(problem) or problem.quantised:
+        return None
+    aligned = tuple(aligned_rows(views[n], RUN) and base_ok.get(n, True) for n in "qkvo")
+    dims = problem.head_dim, problem.value_dim
+    shape = choose_fragments(target, problem.dtype, *dims, False, not all(aligned[:3]))
+    if shape is None:
+        return None
+    attention = problem.alone(problem.seq_q, problem.seq_kv)
+    attention = replace(attention, batch=problem.batch, packed=(problem.total_q or 0, 0))
+    options: dict[str, Any] = score_options(attention) | {"packed": problem.total_q is not None}
+    config = FragmentConfig(
+        **options,
+        lens=problem.lens,
+        paging=paging,
+        unit=tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo"),
+        aligned=aligned,
+        shape=shape,
+        index64=index64,
+        folded=folded(attention),
+    )
+    blocks_q = -(-problem.seq_q // shape.block_q)
+    blocks = blocks_q * problem.batch * problem.heads_q
+    scalars = problem_scalars(attention) | view_scalars(views) | page_scalars(problem)
+    scalars |= {"blocks_q": blocks_q, "blocks": blocks, "few_tokens": few_tokens(problem)}
+    return Step(config, build_forward, grid_of("flash_attention_paged", blocks, target), scalars)
+
+
+def page_scalars(problem: DecodeProblem) -> dict[str, int | float]:
+    """Scalar parameters of kernels that read pages."""
+    shift = problem.page.bit_length() - 1 if problem.page else 0
+    return {"page": problem.page, "page_shift": shift, "pages": problem.pages}

@@ -1,0 +1,107 @@
+"""DecodeProblem: attention of a few query rows over a cache of keys and values; framework-free and hashable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+
+QUANTISED = ("i8", "e4m3")
+"""Element types of a cache that come with a scale for each token and head; e4m3 is fp8 without infinities."""
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """What is to be computed. Shapes and options are valid by construction (`validate.py` makes it from views).
+
+    Sequence ``n`` has ``lens[n]`` keys (all ``seq_kv`` where there are no lengths) and its own number of query rows, at
+    most ``seq_q``. Row ``i`` of ``rows`` stands at key ``lens[n] - rows + i``: the last query is the last key. From
+    there on it is attention as `AttentionProblem` defines it, with ``causal_align`` "bottom-right".
+
+    Attributes
+    ----------
+    seq_q : int
+        Query rows of a sequence; of the longest where they are packed.
+    seq_kv : int
+        Keys that a sequence can have at most: the length of a contiguous cache, or of all its pages.
+    cache : str
+        Element type of keys and values: ``dtype``, or one of `QUANTISED`.
+    page : int
+        Keys of a page; 0 when the cache is contiguous.
+    pages : int
+        Pages of the pool; 0 when the cache is contiguous.
+    total_q : int or None
+        Query rows of all sequences, where they are packed one behind the other.
+    lens : bool
+        The number of keys of each sequence is an operand.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_kv: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    cache: str
+    scale: float
+    causal: bool = True
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    return_lse: bool = False
+    lens: bool = True
+    page: int = 0
+    pages: int = 0
+    total_q: int | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys and values come with scales."""
+        return self.cache in QUANTISED
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // max(self.heads_kv, 1)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The band of kept keys around a row's own: causal and window folded into one (left, right)."""
+        return self.alone(self.seq_q, self.seq_kv).limits
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """``[batch, heads_q, seq_q, value_dim]``, or ``[1, heads_q, total_q, value_dim]``."""
+        if self.total_q is not None:
+            return 1, self.heads_q, self.total_q, self.value_dim
+        return self.batch, self.heads_q, self.seq_q, self.value_dim
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that are read when every sequence is as long as it can be."""
+        size = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}.get(self.cache, 1)
+        row = (self.head_dim + self.value_dim) * size + (8 if self.quantised else 0)
+        return self.batch * self.heads_kv * self.seq_kv * row
+
+    def alone(self, seq_q: int, seq_kv: int, dtype: str | None = None) -> AttentionProblem:
+        """One sequence by itself, as a problem of attention, in its own or another element type."""
+        return AttentionProblem(
+            batch=1,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            dtype=dtype or self.dtype,
+            scale=self.scale,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            alibi=self.alibi,
+            sinks=self.sinks,
+            return_lse=self.return_lse,
+        )

@@ -1,0 +1,157 @@
+"""The sequences of a decoding call one by one, gathered from their pages: what NumPy and the reference compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.ops.attention import numpy_forward
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.reference import Expected, attention_reference, attention_twin, to_f64
+from aule.ops.attention.validate import Operands
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.validate import DecodeOperands
+from aule.view import TensorView
+
+Array = npt.NDArray[Any]
+
+
+def _e4m3() -> npt.NDArray[np.float32]:
+    bits = np.arange(256)
+    exponent, fraction = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+    size[(bits & 0x7F) == 0x7F] = np.nan
+    return np.where(bits & 0x80, -size, size).astype(np.float32)
+
+
+E4M3 = _e4m3()
+"""The number that each byte is in fp8 e4m3."""
+
+
+def dequantised(array: Array, scale: Array, dtype: str, work: type[np.floating[Any]]) -> Array:
+    """The numbers of a quantised array (`QUANTISED`, e4m3 as uint8 bits) in a wider type.
+
+    Parameters
+    ----------
+    scale : ndarray
+        One for each row: the array's shape without its last axis.
+    """
+    numbers = E4M3[array] if dtype == "e4m3" else array
+    result: Array = numbers.astype(work) * scale[..., None].astype(work)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One sequence by itself: its place in the result, its queries and keys ``[1, heads, rows, dim]``, its number.
+
+    Keys and values of a quantised cache are still as they are stored; ``scales`` then holds theirs.
+    """
+
+    number: int
+    where: tuple[slice, slice, slice]
+    q: Array
+    k: Array
+    v: Array
+    scales: tuple[Array, Array] | None
+
+
+def sequences(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[Sequence]:
+    """The sequences of a call whose arrays are in host memory."""
+    lens = None if operands.lens is None else np.clip(operands.lens.storage, 0, problem.seq_kv)
+    starts = None if operands.cu_q is None else operands.cu_q.storage.tolist()
+    every = slice(None)
+    for n in range(problem.batch):
+        length = problem.seq_kv if lens is None else int(lens[n])
+        where = (slice(n, n + 1), every, every) if starts is None else (every, every, slice(starts[n], starts[n + 1]))
+        pages = None
+        if operands.tables is not None:
+            pages = operands.tables.storage[n, : -(-length // problem.page)]
+
+        def keys(view: TensorView, pages: Array | None = pages, n: int = n, length: int = length) -> Array:
+            if pages is None:
+                return np.asarray(view.storage[n : n + 1, :, :length])
+            found = view.storage[np.clip(pages, 0, problem.pages - 1)].swapaxes(0, 1)  # [heads, pages, page, ...]
+            return np.asarray(found.reshape(1, found.shape[0], -1, *found.shape[3:])[:, :, :length])
+
+        scales = None
+        if operands.k_scale is not None and operands.v_scale is not None:
+            scales = keys(operands.k_scale), keys(operands.v_scale)
+        yield Sequence(n, where, operands.q.storage[where], keys(operands.k), keys(operands.v), scales)
+
+
+# -- NumPy -------------------------------------------------------------------------------------------------------------
+
+
+def decode(problem: DecodeProblem, operands: DecodeOperands, out: Array, lse: Array | None) -> None:
+    """Compute with NumPy into given arrays: ``problem.out_shape`` of any strides, bf16 as uint16 bits, and ``lse``
+    without the last axis."""
+    work, name = (np.float64, "f64") if problem.dtype == "f64" else (np.float32, "f32")
+    out[...] = 0  # rows that no sequence has
+    if lse is not None:
+        lse[...] = -np.inf
+    for one in sequences(problem, operands):
+        q, k, v = one.q, one.k, one.v
+        dtype = problem.dtype
+        if one.scales is not None:
+            q, dtype = numpy_forward.as_float(q, dtype), name
+            k, v = (dequantised(x, s, problem.cache, work) for x, s in zip((k, v), one.scales, strict=True))
+        alone = problem.alone(q.shape[2], k.shape[2], dtype)
+        given = Operands(
+            q=_view(dtype, q), k=_view(dtype, k), v=_view(dtype, v), alibi=_slopes(operands, one), sinks=operands.sinks
+        )
+        own_lse = None if lse is None else lse[one.where]
+        if one.scales is None:
+            numpy_forward.forward(alone, given, out[one.where], own_lse)
+            continue
+        found = np.zeros(alone.out_shape, work)
+        numpy_forward.forward(alone, given, found, own_lse)
+        out[one.where] = numpy_forward.stored(found, problem.dtype)
+
+
+def _view(dtype: str, array: Array) -> TensorView:
+    return TensorView(dtype, array.shape, tuple(step // array.itemsize for step in array.strides), "host", array)
+
+
+def _slopes(operands: DecodeOperands, one: Sequence) -> TensorView | None:
+    return None if operands.alibi is None else _view("f32", operands.alibi.storage[one.number : one.number + 1])
+
+
+# -- reference ---------------------------------------------------------------------------------------------------------
+
+
+def expect_decode(problem: DecodeProblem, operands: DecodeOperands) -> tuple[AttentionProblem, Expected]:
+    """What a backend must come close to: `aule.ops.attention.reference.expect`, sequence by sequence.
+
+    Keys and values of a quantised cache are the numbers that they stand for; the twin rounds these to q's type, as
+    whoever dequantises before attention does.
+
+    Returns
+    -------
+    judged : AttentionProblem
+        With which `aule.ops.attention.reference.compare` judges.
+    expected : Expected
+    """
+    out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)
+    half = problem.dtype in ("f16", "bf16")
+    twin = np.zeros(problem.out_shape) if half else None
+    sinks = None if operands.sinks is None else operands.sinks.storage
+    for one in sequences(problem, operands):
+        q = to_f64(one.q, problem.dtype)
+        if one.scales is None:
+            k, v = to_f64(one.k, problem.cache), to_f64(one.v, problem.cache)
+        else:
+            k, v = (
+                dequantised(x, s, problem.cache, np.float64) for x, s in zip((one.k, one.v), one.scales, strict=True)
+            )
+        slopes = _slopes(operands, one)
+        alibi = None if slopes is None else slopes.storage
+        alone = problem.alone(q.shape[2], k.shape[2])
+        out[one.where], lse[one.where] = attention_reference(alone, q, k, v, alibi=alibi, sinks=sinks)
+        if twin is not None:
+            twin[one.where] = attention_twin(alone, q, k, v, alibi=alibi, sinks=sinks)
+    return problem.alone(problem.seq_q, problem.seq_kv), Expected(out, lse, twin)

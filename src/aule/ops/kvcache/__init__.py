@@ -1,0 +1,1 @@
+"""Paged caches of keys and values: the table of pages, and the kernels that write into them."""

@@ -1,0 +1,88 @@
+"""Writing into a cache with NumPy, where no kernel can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aule.ops.attention.numpy_forward import as_float, stored
+from aule.ops.kvcache.problem import QUANTISED, TINY, AppendProblem
+from aule.view import TensorView
+
+Array = npt.NDArray[Any]
+
+
+def append(problem: AppendProblem, views: Mapping[str, TensorView]) -> None:
+    """Write new rows into the caches, as `AppendProblem` says. ``views`` of host arrays, as for `append_problem`."""
+    pages, page = views["k_cache"].shape[:2]
+    slots, positions = views["places"].storage
+    kept = (slots >= 0) & (slots < pages * page)
+    slots, positions = slots[kept], positions[kept]
+    for name in ("k", "v") if problem.value_dim else ("k",):
+        view = views[name]
+        rows: Array = view.storage.reshape(problem.tokens, *view.shape[2:])[kept]
+        to = slots // page, slots % page
+        cache: Array = views[f"{name}_cache"].storage
+        rotated = name == "k" and problem.rotary_dim
+        if not rotated and problem.quantize is None:
+            cache[to] = rows
+            continue
+        values = np.ascontiguousarray(as_float(rows, problem.dtype), np.float32)
+        if rotated:
+            cos, sin = (as_float(views[angle].storage, views[angle].dtype) for angle in ("cos", "sin"))
+            at = np.clip(positions, 0, len(cos) - 1)
+            values = _rotated(problem, values, cos[at][:, None], sin[at][:, None])
+        if problem.quantize is None:
+            cache[to] = stored(values, problem.dtype)
+        else:
+            cache[to], views[f"{name}_scale"].storage[to] = quantised(values, problem.quantize)
+
+
+def quantised(values: Array, quantize: str) -> tuple[Array, Array]:
+    """Rows as int8 or as bits of fp8 e4m3, and their scales."""
+    elem, limit = QUANTISED[quantize]
+    with np.errstate(all="ignore"):
+        largest = np.abs(values).max(-1, initial=0)
+        wild, tiny = ~np.isfinite(largest), largest < TINY
+        scaled = values * (np.float32(limit) / largest)[..., None]
+        scaled[wild | tiny] = 0
+        scales = np.where(tiny, 0, largest / np.float32(limit)).astype(np.float32)
+    scales[wild] = np.nan
+    if elem == "i8":
+        return np.clip(np.floor(scaled + np.float32(0.5)), -127, 127).astype(np.int8), scales
+    return _e4m3(scaled), scales
+
+
+def _e4m3(values: Array) -> Array:
+    """Numbers within ±448 as bits of fp8 e4m3, to nearest with ties to even."""
+    bits = values.view(np.uint32)
+    size, magnitude = bits & np.uint32(0x7FFFFFFF), np.abs(values)
+    # As in `append.py`, where it is explained.
+    normal = (size + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1)) >> np.uint32(20)) - np.uint32(960)
+    small = (magnitude + np.float32(16384)).view(np.uint32) - np.uint32(0x46800000)
+    code: Array = np.where(magnitude < 2.0**-6, small, np.minimum(normal, 0x7E)) | (bits >> np.uint32(24)) & np.uint32(
+        0x80
+    )
+    return code.astype(np.uint8)
+
+
+def _rotated(problem: AppendProblem, values: Array, cos: Array, sin: Array) -> Array:
+    """Rows ``[tokens, heads, dim]`` turned by the angles of ``[tokens, 1, rotary_dim / 2]``."""
+    result, half = values.copy(), problem.rotary_dim // 2
+    if problem.interleaved:
+        first, second = slice(0, problem.rotary_dim, 2), slice(1, problem.rotary_dim, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    x, y = values[..., first], values[..., second]
+    result[..., first] = x * cos - y * sin
+    result[..., second] = y * cos + x * sin
+    return result
+
+
+def copy_pages(pairs: Array, arrays: Mapping[str, Array]) -> None:
+    """Copy pages of arrays of ``[layers, pages, ...]``; ``pairs`` as for `plan_copy`."""
+    for array in arrays.values():
+        array[:, pairs[:, 1]] = array[:, pairs[:, 0]]

@@ -1,0 +1,124 @@
+"""AppendProblem: what is written into a cache by one call, and its operands in one normal form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.view import TensorView
+
+FLOATS = ("f32", "f16", "bf16")
+QUANTISED = {"int8": ("i8", 127.0), "fp8": ("e4m3", 448.0)}
+"""Ways to store a row in bytes: their element type, and the largest number that it has."""
+TINY = 1e-35
+"""A row in which nothing is larger is stored as zeros: the inverse of its scale would be infinite."""
+
+
+@dataclass(frozen=True)
+class AppendProblem:
+    """Rows of new tokens that go to their slots.
+
+    Row ``[token, head]`` of k (and of v, where ``value_dim`` is not 0) is stored at ``[slot // page, slot % page,
+    head]`` of its cache, ``slot`` being the token's. A slot outside of the cache, such as -1, drops the token. Before,
+    the first ``rotary_dim`` elements of a row of k are rotated by the angles of the token's position, in fp32:
+    element ``i`` with ``i + rotary_dim / 2``, or 2i with 2i + 1 where ``interleaved``.
+
+    Quantised, a row is stored as whole numbers (int8) or fp8 e4m3 and a scale of its own, ``max |x|`` over the largest
+    number of the type, to multiply them by. A row with Inf or NaN gets NaN for a scale.
+    """
+
+    tokens: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    quantize: str | None = None
+    rotary_dim: int = 0
+    interleaved: bool = False
+
+    @property
+    def stored(self) -> str:
+        """Element type of the caches."""
+        return self.dtype if self.quantize is None else QUANTISED[self.quantize][0]
+
+
+def append_problem(op: str, views: Mapping[str, TensorView], *, interleaved: bool = False) -> AppendProblem:
+    """Validate what is appended.
+
+    Parameters
+    ----------
+    op : str
+        Who asks, for messages.
+    views : mapping
+        ``k``, ``v``: the new rows, ``[batch, tokens of each, heads, dim]``; ``k_cache``, ``v_cache``: ``[pages, page,
+        heads, dim]``; ``k_scale``, ``v_scale`` of a quantised cache: the same without the last axis; ``cos``, ``sin``
+        where k is rotated: ``[positions, rotary_dim / 2]``, rows contiguous; ``places``: int32 ``[2, tokens]``,
+        contiguous: slots and positions.
+        Without ``v`` there is k alone.
+    """
+    k, k_cache = views["k"], views["k_cache"]
+    batch, each, heads, head_dim = k.shape
+    quantize = next((name for name, (elem, _) in QUANTISED.items() if elem == k_cache.dtype), None)
+    for name in ("k", "v") if "v" in views else ("k",):
+        rows, cache = views[name], views[f"{name}_cache"]
+        if rows.dtype not in FLOATS:
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} of float32, float16 or bfloat16, got {rows.dtype}; convert it first"
+            )
+        if rows.dtype != k.dtype or (cache.dtype != rows.dtype if quantize is None else cache.dtype != k_cache.dtype):
+            raise InvalidDtypeError(
+                f"[{op}] expected k and v of one dtype, that of the cache unless it is quantised, got {k.dtype}, "
+                f"{rows.dtype} and a cache of {cache.dtype}; convert them first"
+            )
+        wanted = (batch, each, heads, rows.shape[3])
+        if rows.shape != wanted or cache.shape[:2] != k_cache.shape[:2] or cache.shape[2:] != (heads, rows.shape[3]):
+            raise InvalidShapeError(
+                f"[{op}] expected {name} with {cache.shape[2]} heads of {cache.shape[3]} and as many tokens as k, got "
+                f"{heads} heads of {rows.shape[3]} and {rows.shape[:2]} tokens; append to a cache of that shape"
+            )
+    rotary = 0
+    if "cos" in views:
+        rotary = _rotary(op, views["cos"], views["sin"], head_dim)
+    if k_cache.shape[0] * k_cache.shape[1] >= 1 << 31:
+        raise InvalidShapeError(f"[{op}] expected a cache of less than 2**31 tokens, got {k_cache.shape[:2]}; split it")
+    places = views["places"]
+    if places.dtype != "i32" or places.shape != (2, batch * each):
+        raise InvalidShapeError(
+            f"[{op}] expected a slot and a position for each of {batch * each} tokens, got {places.shape}; give lengths"
+        )
+    for name, view in views.items():
+        if view.device != k.device:
+            raise DeviceMismatchError(
+                f"[{op}] expected {name} on {k.device} like k, got {view.device}; keep the cache where k and v are"
+            )
+    value_dim = views["v"].shape[3] if "v" in views else 0
+    return AppendProblem(batch * each, heads, head_dim, value_dim, k.dtype, quantize, rotary, interleaved)
+
+
+def _rotary(op: str, cos: TensorView, sin: TensorView, head_dim: int) -> int:
+    rotary = 2 * cos.shape[-1]
+    if len(cos.shape) != 2 or cos.shape != sin.shape or not 0 < rotary <= head_dim or cos.shape[0] == 0:
+        raise InvalidShapeError(
+            f"[{op}] expected cos and sin of [positions, at most {head_dim // 2}], got {cos.shape} and {sin.shape}; "
+            "give one angle for each pair of elements"
+        )
+    if any(view.shape[1] > 1 and view.strides[1] != 1 for view in (cos, sin)):
+        raise InvalidShapeError(
+            f"[{op}] expected cos and sin with contiguous rows, got strides {cos.strides} and {sin.strides}; copy them"
+        )
+    if cos.dtype not in FLOATS or sin.dtype != cos.dtype:
+        raise InvalidDtypeError(
+            f"[{op}] expected cos and sin of one float dtype, got {cos.dtype} and {sin.dtype}; convert them first"
+        )
+    return rotary
+
+
+def strides_of(views: Mapping[str, TensorView]) -> dict[str, Any]:
+    """The scalars ``<name>_offset`` and ``<name>_stride<axis>`` of kernels."""
+    scalars: dict[str, Any] = {}
+    for name, view in views.items():
+        scalars[f"{name}_offset"] = view.offset
+        scalars |= {f"{name}_stride{axis}": step for axis, step in enumerate(view.strides)}
+    return scalars

@@ -1,0 +1,107 @@
+"""The decoding kernels go through ptxas for every architecture and through spirv-val. No GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_forward_compiles import ARCHS, VULKAN_TARGETS, table
+
+from aule.codegen import TARGETS, generate
+from aule.engine.attention import contiguous_strides
+from aule.ops.attention.plan import StepPlan
+from aule.ops.decode.plan import plan_decode
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.shapes import choose_splits
+from aule.target import NVIDIA_LAYOUT, Target
+from aule.view import TensorView
+
+CASES = {
+    "contiguous": {"batch": 32},
+    "long": {"keys": 65536},
+    "pages": {"batch": 32, "page": 16},
+    "int8": {"page": 16, "cache": "i8"},
+    "fp8": {"page": 16, "cache": "e4m3"},
+    "prefill": {"page": 16, "rows": 512},
+}
+UNSPILLED = ("contiguous", "long")
+"""Those whose registers are counted on: 128, so that two workgroups share a multiprocessor."""
+
+
+def plan_of(
+    target: Target, batch: int = 1, keys: int = 4096, page: int = 0, cache: str = "f16", rows: int = 1
+) -> StepPlan:
+    """A plan for 32 query and 8 key heads of 128, the pool as [pages, page, heads, dim]."""
+
+    def view(dtype: str, *shape: int) -> TensorView:
+        return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
+
+    def turned(view: TensorView) -> TensorView:
+        shape, strides = view.shape, view.strides
+        return replace(
+            view, shape=(shape[0], shape[2], shape[1], shape[3]), strides=(strides[0], strides[2], strides[1], 1)
+        )
+
+    pages = batch * keys // page if page else 0
+    problem = DecodeProblem(batch, 32, 8, rows, keys, 128, 128, "f16", cache, 128**-0.5, page=page, pages=pages)
+    queries = view("f16", batch, 32, rows, 128)
+    pool = turned(view(cache, pages, page, 8, 128)) if page else view(cache, batch, 8, keys, 128)
+    views = {"q": queries, "k": pool, "v": pool, "o": queries, "lens": view("i32", batch)}
+    if page:
+        views["tables"] = view("i32", batch, keys // page)
+    if problem.quantised:
+        views["k_scale"] = views["v_scale"] = turned(view("f32", pages, page, 8, 1))
+    return plan_decode(problem, views, target)
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas (CUDA toolkit) is not installed")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvidia(arch: str, tmp_path: Path) -> None:
+    target = replace(table.nvidia_target(arch), compute_units=132)
+    if arch == "sm_90":
+        target = replace(target, matrix_units=TARGETS["ptx"].matrix_units, matrix_layout=NVIDIA_LAYOUT)
+    for name in CASES if arch == "sm_90" else UNSPILLED:
+        for step in plan_of(target, **CASES[name]).steps:  # type: ignore[arg-type]
+            path = tmp_path / "kernel.ptx"
+            path.write_bytes(generate(step.build(step.config, target), target).code)
+            command = ["ptxas", f"-arch={arch}", "-v", str(path), "-o", str(tmp_path / "kernel.cubin")]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, (name, done.stderr)
+            spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+            assert name not in UNSPILLED or max(spilled) <= 16, (name, done.stderr)
+
+
+@pytest.mark.skipif(shutil.which("spirv-val") is None, reason="spirv-val (Debian: spirv-tools) is not installed")
+@pytest.mark.parametrize("name", ["everything", "no storage16", "no subgroups", "waves of 64"])
+def test_spirv_is_valid(name: str, tmp_path: Path) -> None:
+    target = VULKAN_TARGETS[name]
+    version = f"vulkan{target.language_version // 10}.{target.language_version % 10}"
+    for case in ("long", "pages", "fp8"):
+        for step in plan_of(target, **CASES[case]).steps:  # type: ignore[arg-type]
+            path = tmp_path / "kernel.spv"
+            path.write_bytes(generate(step.build(step.config, target), target).code)
+            command = ["spirv-val", "--target-env", version, "--scalar-block-layout", str(path)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, (case, done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "keys", "parts"),
+    [
+        (256, 4096, 1),  # batch 32, 8 key heads: full
+        (8, 65536, 33),  # batch 1: as many as run at a time
+        (8, 512, 1),
+        (8, 1024, 2),
+        (32, 32768, 8),
+        (100, 65536, 5),  # two waves, well filled, instead of one that is not
+        (256, 131072, 8),  # for one long sequence among short ones
+        (0, 4096, 1),
+    ],
+)
+def test_parts_of_a_sequence(blocks: int, keys: int, parts: int) -> None:
+    target = replace(TARGETS["ptx"], compute_units=132)
+    assert choose_splits(blocks, keys, 2, target, uneven=True)[0] == parts

@@ -1,0 +1,79 @@
+"""The decoding kernels for CPUs on the interpreter with the sanitizer on, for vectors of several widths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import decode_cases
+import numpy as np
+import pytest
+from decode_cases import Case
+from test_cpu_interpreted import TARGETS
+
+from aule.engine.attention import STORED, contiguous_strides
+from aule.ir.interpret import interpret
+from aule.ir.verify import verify
+from aule.ops.attention.reference import compare
+from aule.ops.decode.cpu.plan import plan_decode
+from aule.ops.decode.plan import decode_views
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.sequences import expect_decode
+from aule.ops.decode.validate import DecodeOperands
+from aule.target import Target
+from aule.view import TensorView
+
+CASES = [
+    Case("contiguous", (70, 1, 0), options={"sinks": True}),
+    Case("pages", (17, 0, 33), heads=(4, 1), dims=(32, 16), dtype="f16", page=16, shared=1),
+    Case("tokens", (37, 4), 5, (4, 1), (16, 16), page=3, options={"window": 20, "softcap": 2.0}),
+    Case("fp8", (20, 9), 1, (2, 2), (16, 16), "bf16", "e4m3", page=8, layout="HND"),
+    Case("ragged-int8", (30, 5, 12), (9, 1, 0), (2, 1), (16, 16), "bf16", "i8", page=256),
+    Case("parts", (2100, 3), heads=(2, 1), dims=(8, 8), page=16, options={"window": 1500}),
+]
+
+
+def run(problem: DecodeProblem, operands: DecodeOperands, target: Target) -> tuple[Any, Any]:
+    """Plan and interpret; result and log-sum-exp."""
+    result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
+    views, memory = decode_views(operands, result), {}
+    for name, view in views.items():
+        if name != "o":
+            packed = np.ascontiguousarray(view.storage)
+            views[name] = replace(view, strides=contiguous_strides(packed.shape), storage=packed)
+            memory[name] = packed.reshape(-1)
+    memory["o"] = np.zeros(problem.out_shape, STORED[problem.dtype]).reshape(-1)
+    memory["lse"] = np.zeros(problem.out_shape[:3], np.float32).reshape(-1)
+    plan = plan_decode(problem, views, target)
+    memory |= {name: np.full(count, np.nan, np.float32) for name, count in plan.workspace.items()}
+    for step in plan.steps:
+        kernel = step.build(step.config, target)
+        verify(kernel)
+        values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
+        interpret(kernel, step.grid, [values[p.name] for p in kernel.params])
+    return memory["o"].reshape(problem.out_shape), memory["lse"].reshape(problem.out_shape[:3])
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case: Case, target: Target) -> None:
+    if target is TARGETS["pairs"] and case.dtype != "bf16":
+        pytest.skip("the same kernels as avx512")
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    out, lse = run(problem, operands, target)
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
+def test_entries_outside_of_the_pool_read_inside_of_it() -> None:
+    """Whoever checks them, the kernel reads nothing else: the sanitizer would see it."""
+    case = CASES[1]
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    assert operands.tables is not None and operands.lens is not None
+    tables = np.where(operands.tables.storage < 1, 10**9, -(10**9)).astype(np.int32)
+    lens = np.array([10**9, -5, 33], np.int32)
+    operands = replace(
+        operands, tables=replace(operands.tables, storage=tables), lens=replace(operands.lens, storage=lens)
+    )
+    run(problem, operands, TARGETS["baseline"])

@@ -1,0 +1,105 @@
+"""`AuleCache` in transformers' own generation against their attention and their cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import aule
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("llvmlite", reason="the models beside this file need the CPU engine")
+
+from test_integrations_transformers import DECODERS, IDS, LEFT, pair  # noqa: E402
+
+from aule.integrations import transformers as integration  # noqa: E402
+from aule.integrations.transformers_cache import AuleCache  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])  # plain, windows, softcap, sinks
+def test_generate_with_padding(name: str) -> None:
+    ours, theirs = pair(*DECODERS[name])
+    given = {"attention_mask": LEFT, "max_new_tokens": 8, "do_sample": False}
+    cache = AuleCache(ours.config, 32, page_size=4)
+    found = ours.generate(IDS, past_key_values=cache, **given)
+    assert torch.equal(found, theirs.generate(IDS, **given))
+    assert cache.pool is not None
+    # 9 tokens, of which the second row pads 3, and 7 of the 8 new ones: padding is not in the pages.
+    assert [cache.pool.length(seq, layer) for layer in (0, 1) for seq in cache.sequences] == [16, 13] * 2
+    assert cache.get_seq_length() == 16
+    cache.reset()
+    assert cache.pool.pages_in_use == 0
+
+
+def test_beams_share_pages() -> None:
+    ours, theirs = pair(*DECODERS["llama"])
+    given = {"attention_mask": LEFT, "max_new_tokens": 8, "do_sample": False, "num_beams": 4, "num_return_sequences": 2}
+    cache = AuleCache(ours.config, 64, page_size=4)
+    found = ours.generate(IDS, past_key_values=cache, **given)
+    assert torch.equal(found, theirs.generate(IDS, **given))
+    assert cache.pool is not None and len(cache.sequences) == 8
+    apart = sum(-(-cache.pool.length(seq) // 4) for seq in cache.sequences)
+    assert cache.pool.pages_in_use < apart  # beams have most of their pages in common
+
+
+def test_crop_and_select() -> None:
+    ours, theirs = pair(*DECODERS["llama"])
+    ids = IDS[:, :6]
+    cache, plain = AuleCache(ours.config, 32, page_size=4), transformers.DynamicCache(config=theirs.config)
+    with torch.no_grad():
+        for model, kept in ((ours, cache), (theirs, plain)):
+            model(ids, past_key_values=kept)
+            kept.crop(-2)
+            kept.batch_repeat_interleave(2)
+            kept.batch_select_indices(torch.tensor([3, 0, 1]))
+            assert kept.get_seq_length() == 4
+        next_ids = IDS[:1, 6:8].expand(3, 2)
+        found, wanted = ours(next_ids, past_key_values=cache).logits, theirs(next_ids, past_key_values=plain).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(aule.InvalidArgumentError, match="below 0"):
+        cache.crop(3)
+
+
+def test_packed_steps_over_one_pool() -> None:
+    """Prompts and single tokens of several sequences in one row, as a scheduler puts them together."""
+    ours, theirs = pair(*DECODERS["qwen3"])
+    pool = aule.KVCache(32, 2, 8, page_size=4, layers=2, device="cpu")
+    prompts = [IDS[0, :7], IDS[1, :3]]
+    seqs = [pool.allocate() for _ in prompts]
+    with torch.no_grad():
+        for step in ([7, 0], [1, 3], [1, 1]):
+            starts = [pool.length(seq) for seq in seqs]
+            rows = [IDS[i, start : start + n] for i, (start, n) in enumerate(zip(starts, step, strict=True))]
+            places = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, step, strict=True)])
+            cache = AuleCache.over(pool, seqs, step)
+            logits = ours(torch.cat(rows)[None], position_ids=places[None], past_key_values=cache).logits[0]
+            done = 0
+            for i, n in enumerate(step):
+                if n:
+                    wanted = theirs(IDS[i : i + 1, : starts[i] + n]).logits[0, -n:]
+                    torch.testing.assert_close(logits[done : done + n], wanted, rtol=1e-4, atol=1e-4)
+                done += n
+    assert [pool.length(seq) for seq in seqs] == [9, 4]
+
+
+def test_refusals() -> None:
+    ours, theirs = pair(*DECODERS["llama"])
+    given: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    with pytest.raises(aule.AuleError, match="attn_implementation='aule'"):
+        theirs.generate(IDS, past_key_values=AuleCache(theirs.config, 32), **given)
+    right = LEFT.flip(1)
+    with pytest.raises(aule.AuleError, match="padding on the left"), torch.no_grad():
+        ours(IDS, attention_mask=right, past_key_values=AuleCache(ours.config, 32))
+    with pytest.raises(aule.AuleError, match="no gradient"):
+        ours(IDS, past_key_values=AuleCache(ours.config, 32))
+    with pytest.raises(aule.CacheFullError):
+        ours.generate(IDS, past_key_values=AuleCache(ours.config, 2, page_size=4), **given)
+    with pytest.raises(aule.InvalidArgumentError, match="a length for each"):
+        AuleCache.over(aule.KVCache(2, 2, 8, layers=2, device="cpu"), [0], [1, 2])
