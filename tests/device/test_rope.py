@@ -4,14 +4,8 @@ cases; a GPU runs all of them."""
 from __future__ import annotations
 
 import devices
-import numpy as np
 import pytest
-import rope_cases
-from rope_cases import Case
-
-from aule.engine.attention import backward_on_host, forward_on_host, host_view
-from aule.ops.attention.reference import compare, expect
-from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
+from rope_cases import Case, judge
 
 CASES = (
     Case("f32", (16, 16), 16, (30, 41)),
@@ -25,15 +19,5 @@ CASES = (
 def test_forward_and_gradients(backend: str, case: Case) -> None:
     device = devices.need(backend)
     devices.spare(device, CASES.index(case))
-    inputs = rope_cases.make_inputs(case)
-    problem, operands = rope_cases.case_problem(case, inputs)
-    arrays = rope_cases.reference_arrays(inputs, operands)
-    out, lse = forward_on_host(problem, operands, device, exact_lse=True)
-    verdict = compare(problem, out, lse, expect(problem, **arrays))
-    assert verdict, verdict.message
-    dout = np.random.default_rng(1).standard_normal(problem.out_shape).astype(inputs["q"].dtype)
-    stored = host_view(problem.dtype, dout.view(out.dtype))
-    assert lse is not None
-    found = dict(zip(("dq", "dk", "dv"), backward_on_host(problem, operands, device, out, lse, stored), strict=True))
-    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    wrong = judge(case, device)
     assert not wrong, wrong

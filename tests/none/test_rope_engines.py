@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from test_cpu_interpreted import TARGETS as CPUS
 from test_cpu_interpreted import brought, run_plan
 from test_forward_interpreted import SMALL_SHAPES, run
 from test_forward_interpreted import target as simt_target
+from test_fragment_compiles import SPILLED, assemble
+from test_fragment_compiles import target as ptx_target
+from test_fragment_compiles import views as ptx_views
 from test_fragment_interpreted import BACKWARD, WAYS
 from test_fragment_interpreted import SHAPES as FRAGMENTS
 from test_fragment_interpreted import target as fragment_target
@@ -24,7 +29,8 @@ from aule.engine.attention import STORED, contiguous_strides
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
 from aule.ops.attention.cpu import plan as cpu_plan
-from aule.ops.attention.plan import plan_forward
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import plan_backward, plan_forward
 from aule.ops.attention.reference import attention_reference, compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.tile.fragment import FragmentShape
@@ -88,15 +94,15 @@ def test_numpy(case: Case) -> None:
     assert verdict, verdict.message
 
 
-SIMT_TILES = (("resident", "tall"), ("two-rows", "wide"))
-SIMT_RUNS = [(case, *SIMT_TILES[i % 2]) for i, case in enumerate(CASES.values())]
-"""Each case with tiles of its forward and of its backward pass, which take turns."""
+SIMT_WAYS = (("resident", "tall", False), ("two-rows", "wide", True))
+SIMT_RUNS = [(case, *SIMT_WAYS[i % 2]) for i, case in enumerate(CASES.values())]
+"""Each case with tiles of its forward and of its backward pass, and whether dQ has a kernel of its own; in turns."""
 
 
-@pytest.mark.parametrize(("case", "shape", "backward_shape"), SIMT_RUNS, ids=str)
-def test_simt(case: Case, shape: str, backward_shape: str) -> None:
+@pytest.mark.parametrize(("case", "shape", "backward_shape", "deterministic"), SIMT_RUNS, ids=str)
+def test_simt(case: Case, shape: str, backward_shape: str, deterministic: bool) -> None:
     inputs = rope_cases.make_inputs(case)
-    problem, operands = rope_cases.case_problem(case, inputs)
+    problem, operands = rope_cases.case_problem(case, inputs, deterministic=deterministic)
     arrays = rope_cases.reference_arrays(inputs, operands)
     out, lse = run(problem, operands, SMALL_SHAPES[shape], simt_target(8))
     verdict = compare(problem, out, lse, expect(problem, **arrays))
@@ -144,6 +150,20 @@ def test_columns_that_are_no_whole_runs_have_no_matrix_units() -> None:
 
 CPU_RUNS = [(case, ("avx512", "baseline")[i % 2]) for i, case in enumerate(CASES.values())]
 CPU_RUNS += [(case, "pairs") for case in CASES.values() if case.dtype == "bf16"]
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+def test_ptx(tmp_path: Path) -> None:
+    """On matrix units rows still come by asynchronous copies, and nothing is spilt that was not before."""
+    case, device = Case("bf16", (128, 128), 128, (2048, 2048)), ptx_target("sm_90")
+    problem, operands = rope_cases.case_problem(case, rope_cases.make_inputs(case))
+    tables = {"cos": operands.cos, "sin": operands.sin}
+    views: dict[str, Any] = ptx_views(replace(problem, heads_kv=problem.heads_q)) | tables
+    kernels = [build_forward(plan_forward(problem, views, device).config, device)]
+    kernels += [step.build(step.config, device) for step in plan_backward(problem, views, device).steps[1:2]]
+    for kernel in kernels:
+        text, spilled = assemble(kernel, device, tmp_path)
+        assert text.count("mma.sync") > 100 and "cp.async" in text and spilled <= SPILLED
 
 
 @pytest.mark.parametrize(("case", "target"), CPU_RUNS, ids=str)
