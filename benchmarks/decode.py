@@ -9,8 +9,9 @@ Vulkan, of timestamps around each kernel; "host" is the time of a call, launches
 queued one after the other. GB/s counts the bytes of K and V (and scales) once. Every result is checked
 against float64 first.
 
-An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` with ``-`` for what the plan chooses, and may name
-the rows and the run behind it: ``4:8:128:-:4:8``.
+An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
+what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
+the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aule
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, load_steps
+from aule.engine.probe import find_layout
 from aule.errors import AuleError
+from aule.ops.decode.config import FragmentDecodeShape
 from aule.ops.decode.plan import decode_views, plan_decode
+from aule.ops.decode.shapes import choose_decode_shape
 from aule.ops.decode.validate import decode_problem
 from aule.view import TensorView
 
@@ -221,6 +225,7 @@ class Engine:
     def __init__(self, inputs: Inputs, backend: str) -> None:
         self.inputs, self.device = inputs, registry.find(backend)
         assert self.device is not None
+        find_layout(self.device)
         op = "flash_attention_paged" if inputs.case.page else "decode_attention"
         tensors = {"q": inputs.q, "k": inputs.stored[0], "v": inputs.stored[1], **inputs.arguments}
         views: dict[str, Any] = {}
@@ -305,26 +310,36 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     return row
 
 
+PLAIN = ("keys", "subgroups", "registers", "splits", "rows", "run")
+FRAGMENT = ("blocks", "subgroups", "registers", "splits")
+
+
+def alternative(text: str, problem: Any, target: Any) -> tuple[Any, int | None]:
+    """The shape and the number of parts that an alternative means."""
+    fragment = text.startswith("m:")
+    fields = zip(FRAGMENT if fragment else PLAIN, text.removeprefix("m:").split(":"), strict=False)
+    given = {field: int(value) for field, value in fields if value != "-"}
+    splits = given.pop("splits", None)
+    if fragment:
+        rows = 8 if problem.group * problem.seq_q <= 8 else 16
+        return replace(FragmentDecodeShape(rows, 1, 4), **given), splits
+    shape = replace(choose_decode_shape(problem, target, 16), **given)
+    if "run" in given:
+        shape = replace(shape, lanes=min(max(DIM // given["run"], 1), shape.subgroup))
+    return shape, splits
+
+
 def tune(names: str, alternatives: list[str], backend: str) -> None:
     for name in names.split(","):
         inputs = Inputs(CASES[name])
         engine = Engine(inputs, backend)
-        default = plan_decode(engine.problem, engine.views, engine.device.target)
-        usual = default.steps[0].config.shape
-        for text in ["-", *alternatives]:
-            fields = dict(
-                zip(("keys", "subgroups", "registers", "splits", "rows", "run"), text.split(":"), strict=False)
-            )
-            given = {field: int(value) for field, value in fields.items() if value != "-"}
-            splits = given.pop("splits", None)
-            shape = replace(usual, **given)
-            if "run" in given:
-                shape = replace(shape, lanes=min(max(DIM // given["run"], 1), shape.subgroup))
+        for text in ["", *alternatives]:
+            shape, splits = alternative(text, engine.problem, engine.device.target) if text else (None, None)
             try:
                 seconds, error, planned = engine.run(shape, splits)
                 print(
-                    f"{name} {backend} {text}: {1e6 * seconds:.1f} us, {inputs.case.bytes / seconds / 1e9:.0f} GB/s, "
-                    f"error {error:.1e}; {planned}",
+                    f"{name} {backend} {text or 'plan'}: {1e6 * seconds:.1f} us, "
+                    f"{inputs.case.bytes / seconds / 1e9:.0f} GB/s, error {error:.1e}; {planned}",
                     flush=True,
                 )
             except AuleError as problem:

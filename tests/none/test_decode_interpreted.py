@@ -92,7 +92,7 @@ def test_prefill_on_matrix_units() -> None:
     case = next(case for case in CASES if case.id == "prefill")
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
     plan = plan_decode(problem, decode_views(operands, operands.q), fragments.target())
-    assert [type(step.config).__name__ for step in plan.steps] == ["DecodeConfig", "FragmentConfig"]
+    assert [type(step.config).__name__ for step in plan.steps] == ["FragmentDecodeConfig", "FragmentConfig"]
     check(case, fragments.target())
     check(replace(case, rows=70, page=3, options={"sinks": True}), fragments.target())
     check(replace(case, rows=70, page=0, dims=(40, 24), options={"causal": False}), fragments.target())

@@ -21,7 +21,6 @@ from aule.engine.probe import find_layout
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.decode import sequences
 from aule.ops.decode.plan import decode_views, plan_decode
-from aule.ops.decode.prefill import few_tokens
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
 from aule.runtime.base import Device
@@ -39,7 +38,7 @@ def prepare_decode(
 ) -> StepLaunches:
     """Plan decoding on a GPU and build its kernels, or find both in memory. ``views`` as for `plan_decode`."""
     _check_device(op, problem, views, device)
-    if problem.dtype in ("f16", "bf16") and problem.seq_q > few_tokens(problem):
+    if problem.dtype in ("f16", "bf16"):
         find_layout(device)
     return load_steps(plan_decode(problem, views, device.target, aligned_base), device)
 

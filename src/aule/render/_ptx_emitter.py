@@ -67,6 +67,8 @@ class Emitter:
         self.uses_subgroups = False
         self.pairs: dict[tuple[str, str], str] = {}
         """Registers of 32 bits by the halves they were split into."""
+        self.masked: dict[str, tuple[str, str]] = {}
+        """Registers and constants whose common bits a register is."""
         self._lanes: dict[Value, tuple[str, ...]] = {}
         self._sums: dict[Value, Sum] = {}
         self._counts = dict.fromkeys(DECLARED, 0)

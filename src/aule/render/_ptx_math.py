@@ -2,8 +2,8 @@
 
 Accuracy of f32: add, sub, mul, fma and sqrt round correctly; div is within 2 ulp, rcp 1, rsqrt 2, exp2 2 (results below
 2**-126 become 0), log2 within 2**-22 (absolute between 0.5 and 2, relative elsewhere), sin and cos 2 ulp for
-|x| <= 1e6. f16 adds and multiplies natively, everything else in f16 and all of bf16 is computed in f32 and rounded
-once more. f64 has no exp2, log2, sin and cos.
+|x| <= 1e6. f16 adds and multiplies natively, vectors of it two lanes at a time; everything else in f16 and all of bf16
+is computed in f32 and rounded once more. f64 has no exp2, log2, sin and cos.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from collections.abc import Callable
 
 from aule.ir.kernel import Op
 from aule.ir.types import SCALARS, Scalar, element, f32
-from aule.render._ptx_convert import extend_byte, from_f32, integer_type, to_f32
+from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split, to_f32
 from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class, wrap
 
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
+_PAIRED = {"add", "sub", "mul", "fma"}
+"""What one instruction does to two fp16 numbers."""
+_LOGIC = {"or": "0xEA", "xor": "0x6A"}
+"""lop3's table of what these do to a first operand that is masked by a second, and a third."""
 _OVERFLOWING = {"add", "sub", "mul", "div", "neg", "abs", "not", "shl"}
 """What can leave the range of an 8-bit integer that is computed in 16 bits."""
 
@@ -74,16 +78,39 @@ def lanewise(e: Emitter, op: Op) -> None:
     if elem.is_int and lane_count(op.result) == 1 and _known(e, op, elem):
         return
     instruction = _INSTRUCTIONS.get((op.opcode, elem.name))
+    if elem.name == "f16" and op.opcode in _PAIRED and lane_count(op.result) > 1:
+        e.bind(op.result, _in_pairs(e, f"{op.opcode}.rn.f16x2", [e.registers(x) for x in op.args]))
+        return
     if instruction is not None and elem.bits != 8:
         cls = "p" if op.opcode in _COMPARE else register_class(elem)
         lanes = zip(*[e.operands(x) for x in op.args], strict=True)
         if elem.is_int:  # indices are traced again and again; equal ones must meet to share their addresses
-            e.bind(op.result, tuple([e.once((instruction, *lane), instruction, cls, *lane) for lane in lanes]))
+            e.bind(op.result, tuple([_shared(e, op.opcode, instruction, cls, *lane) for lane in lanes]))
         else:
             e.bind(op.result, tuple([e.emit(instruction, cls, *lane) for lane in lanes]))
         return
     lanes = zip(*[e.operands(x) for x in op.args], strict=True)
     e.bind(op.result, tuple([compute(e, op, elem, *lane) for lane in lanes]))
+
+
+def _shared(e: Emitter, opcode: str, instruction: str, cls: str, *x: str) -> str:
+    """An instruction on integers, once for the same operands."""
+    if opcode in _LOGIC and cls == "r" and x[1][0] != "%":
+        masked = e.masked.get(x[0])
+        if masked is not None:  # one instruction, which ptxas does not make of two with different constants
+            return e.once((opcode, *masked, x[1]), "lop3.b32", cls, *masked, x[1], _LOGIC[opcode])
+    result = e.once((instruction, *x), instruction, cls, *x)
+    if opcode == "and" and cls == "r" and x[0][0] == "%" and x[1][0] != "%":
+        e.masked[result] = (x[0], x[1])
+    return result
+
+
+def _in_pairs(e: Emitter, instruction: str, operands: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The lanes of fp16 vectors two by two."""
+    out: list[str] = []
+    for i in range(0, len(operands[0]), 2):
+        out += split(e, e.emit(instruction, "r", *(e.joined(*x[i : i + 2]) for x in operands)), 32, 16)
+    return tuple(out)
 
 
 def compute(e: Emitter, op: Op, elem: Scalar, *x: str) -> str:

@@ -152,32 +152,70 @@ class FragmentTile:
         self.assign([[f(x, r, c) for c, x in enumerate(row)] for r, row in enumerate(self.values())])
 
 
-class Fragments:
+class Components:
+    """Fragments as a lane sees them: which elements its components are, and fragments out of such elements."""
+
+    def __init__(self, b: Builder, target: Target, elem: Scalar) -> None:
+        assert target.matrix_layout is not None
+        self.b, self.elem = b, elem
+        self.layout: FragmentLayout = target.matrix_layout
+        self.converts = target.backend == "cuda"
+        self.accumulator = Fragment(f32, SIZE, SIZE, "accumulator")
+        self.left, self.right = Fragment(elem, SIZE, SIZE, "a"), Fragment(elem, SIZE, SIZE, "b")
+        self.thread, self.subgroup, self.lane = b.thread_id(), b.subgroup_id(), b.lane_id()
+        self.lane_row = weigh_bits(b, self.lane, self.layout.lane_rows)
+        self.lane_col = weigh_bits(b, self.lane, self.layout.lane_cols)
+        count = 1 << len(self.layout.part_rows)
+        self.places = [
+            (_sum_bits(part, self.layout.part_rows), _sum_bits(part, self.layout.part_cols)) for part in range(count)
+        ]
+        """Row and column of each component, from those of the lane."""
+        self.part_rows = sorted({row for row, _ in self.places})
+        self.part_cols = sorted({col for _, col in self.places})
+        self.run = 2 if self.part_cols[1:2] == [1] else 1
+        """Neighbouring columns that a lane holds."""
+
+    def component(self, row: int, col: int) -> int:
+        """The component that holds a lane's element of a part's row and column."""
+        return self.places.index((row, col))
+
+    def rounded(self, parts: list[Value], type_: Fragment, weights: bool) -> list[Value]:
+        """Converted two at a time, which some devices do in one instruction."""
+        b, elem = self.b, type_.elem
+        if elem == f32:
+            return parts if type_.use == "accumulator" else [self._to_tf32(x) for x in parts]
+        pairs = []
+        for x, y in zip(parts[::2], parts[1::2], strict=True):
+            if elem == bf16 and weights and not self.converts:
+                # Half a unit upwards: right but for ties, and for NVIDIA's NaN, all ones, which becomes -0.
+                low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
+                pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
+            else:
+                pairs.append(b.cast(b.vector([x, y]), elem))
+        return [half for pair in pairs for half in b.unpack(pair)]
+
+    def _to_tf32(self, x: Value) -> Value:
+        """To nearest, ties away from zero: thirteen bits go."""
+        return self.b.bitcast((self.b.bitcast(x, u32) + 0x1000) & 0xFFFFE000, f32)
+
+    def load_right(
+        self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
+    ) -> Value:
+        """16 x 16 of a matrix in shared memory, as a right factor; or of its transpose, whose element (i, j) lies in
+        row ``col + j``, column ``row + i``."""
+        if transposed:
+            return self.b.fragment_load(self.right, memory, start + (col * stride + row), stride, "column")
+        return self.b.fragment_load(self.right, memory, start + (row * stride + col), stride, "row")
+
+
+class Fragments(Components):
     """The engine: lane coordinates, row reductions, memory and the two products."""
 
     def __init__(self, b: Builder, target: Target, shape: FragmentShape, dtype: str) -> None:
         """``dtype`` is what is multiplied: f16, bf16 or tf32."""
-        assert target.matrix_layout is not None
-        elem = factor_elem(dtype)
-        self.b, self.shape, self.elem = b, shape, elem
-        self.layout: FragmentLayout = target.matrix_layout
-        self.converts = target.backend == "cuda"
+        super().__init__(b, target, factor_elem(dtype))
+        self.shape = shape
         self.copies = target.backend == "cuda" and target.arch != "sm_75"
-        self.accumulator = Fragment(f32, SIZE, SIZE, "accumulator")
-        self.left, self.right = Fragment(elem, SIZE, SIZE, "a"), Fragment(elem, SIZE, SIZE, "b")
-        self.thread, self.subgroup = b.thread_id(), b.subgroup_id()
-        lane = b.lane_id()
-        self.lane_row = weigh_bits(b, lane, self.layout.lane_rows)
-        self.lane_col = weigh_bits(b, lane, self.layout.lane_cols)
-        count = 1 << len(self.layout.part_rows)
-        self._places = [
-            tuple(_sum_bits(part, weights) for weights in (self.layout.part_rows, self.layout.part_cols))
-            for part in range(count)
-        ]
-        self.part_rows = sorted({row for row, _ in self._places})
-        self.part_cols = sorted({col for _, col in self._places})
-        self.run = 2 if self.part_cols[1:2] == [1] else 1
-        """Neighbouring columns that a lane holds."""
         # Lanes that share their rows differ in these bits.
         self._across = [1 << i for i, weight in enumerate(self.layout.lane_rows) if weight == 0]
 
@@ -185,10 +223,6 @@ class Fragments:
     def rows_held(self) -> int:
         """Rows of a tile that this lane works on."""
         return self.shape.rows // SIZE * len(self.part_rows)
-
-    def component(self, row: int, col: int) -> int:
-        """The component that holds a lane's element of a part's row and column."""
-        return self._places.index((row, col))
 
     # -- tiles ---------------------------------------------------------------------------------------------------------
 
@@ -215,9 +249,9 @@ class Fragments:
             blocks = []
             for c in range(0, len(values[0]), widths):
                 parts = [
-                    values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self._places
+                    values[r + self.part_rows.index(row)][c + self.part_cols.index(col)] for row, col in self.places
                 ]
-                blocks.append(b.fragment_pack(type_, self._rounded(parts, type_, weights)))
+                blocks.append(b.fragment_pack(type_, self.rounded(parts, type_, weights)))
             result.append(blocks)
         return result
 
@@ -228,25 +262,6 @@ class Fragments:
             return b.cast(values, self.elem)
         return b.vector([b.select(is_finite(b, x), self._to_tf32(x), x) for x in b.unpack(values)])
 
-    def _to_tf32(self, x: Value) -> Value:
-        """To nearest, ties away from zero: thirteen bits go."""
-        return self.b.bitcast((self.b.bitcast(x, u32) + 0x1000) & 0xFFFFE000, f32)
-
-    def _rounded(self, parts: list[Value], type_: Fragment, weights: bool) -> list[Value]:
-        """Converted two at a time, which some devices do in one instruction."""
-        b, elem = self.b, type_.elem
-        if elem == f32:
-            return parts if type_.use == "accumulator" else [self._to_tf32(x) for x in parts]
-        pairs = []
-        for x, y in zip(parts[::2], parts[1::2], strict=True):
-            if elem == bf16 and weights and not self.converts:
-                # Half a unit upwards: right but for ties, and for NVIDIA's NaN, all ones, which becomes -0.
-                low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
-                pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
-            else:
-                pairs.append(b.cast(b.vector([x, y]), elem))
-        return [half for pair in pairs for half in b.unpack(pair)]
-
     # -- products ------------------------------------------------------------------------------------------------------
 
     def load_left(
@@ -256,15 +271,6 @@ class Fragments:
         if transposed:
             return self.b.fragment_load(self.left, memory, start + (col * stride + row), stride, "column")
         return self.b.fragment_load(self.left, memory, start + (row * stride + col), stride, "row")
-
-    def load_right(
-        self, memory: Value, start: Value, stride: int, row: int, col: int, transposed: bool = False
-    ) -> Value:
-        """16 x 16 of a matrix in shared memory, as a right factor; or of its transpose, whose element (i, j) lies in
-        row ``col + j``, column ``row + i``."""
-        if transposed:
-            return self.b.fragment_load(self.right, memory, start + (col * stride + row), stride, "column")
-        return self.b.fragment_load(self.right, memory, start + (row * stride + col), stride, "row")
 
     def multiply(
         self,

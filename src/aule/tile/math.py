@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, Vector, element, f16, f32, f64, i8, i16, u16, u32
+from aule.ir.types import Scalar, Vector, bf16, element, f16, f32, f64, i8, i16, u16, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LOWEST = -3.4028234663852886e38
 """The lowest finite float32."""
 NEG_INF = float("-inf")
+EXPONENTS = {f16: 0x7C00, bf16: 0x7F80, f32: 0x7F800000}
+"""The bits of an exponent, all of which are set in Inf and NaN."""
 
 
 def lowest(elem: Scalar) -> float:
@@ -65,3 +67,11 @@ def from_e4m3(b: Builder, x: Value) -> Value:
 def is_finite(b: Builder, x: Value) -> Value:
     """False for Inf and NaN, by the bits: drivers may assume that floats are finite."""
     return (b.bitcast(x, u32) & 0x7F800000) < 0x7F800000
+
+
+def overflowing(b: Builder, word: Value, elem: Scalar) -> Value:
+    """Other than 0 where the fp32 number of a word, or one of its two of 16 bits, is Inf or NaN."""
+    each = 0x10001 if elem.bits == 16 else 1
+    exponent = EXPONENTS[elem]
+    # An exponent of ones carries into the bit of the sign, which the mask has cleared.
+    return ((word & exponent * each) + (exponent & -exponent) * each) & (each << (elem.bits - 1))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, Vector, bf16, element, f16, f32, i32, i64, u16, u32
+from aule.ir.types import SCALARS, Scalar, Vector, element, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.dropout import Dropout
@@ -29,13 +29,10 @@ from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.fragment import RUN, SIZE, Fragments, FragmentTile, row_stride
-from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold
+from aule.tile.math import EXPONENTS, LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
 from aule.tile.rotated_fragment import transfer_of
 from aule.tile.simt import padded
-
-_EXPONENTS = {f16: 0x7C00, bf16: 0x7F80, f32: 0x7F800000}
-"""The bits of an exponent, all of which are set in Inf and NaN."""
 
 LAG = 8.0
 """How far, in powers of two, the maximum that is subtracted may lag behind."""
@@ -374,19 +371,14 @@ class _Forward:
         if whole:
             b.barrier()
             return None
-        bits = self.engine.elem.bits
-        each = 0x10001 if bits == 16 else 1  # two elements to a word, or one
-        exponent = _EXPONENTS[self.engine.elem]
-        lowest = exponent & -exponent
         found = b.var(b.const(0, u32), "found")
 
         def check(run: Value) -> None:
-            # An exponent of ones carries into the bit of the sign, which the mask has cleared.
-            for word in b.unpack(b.bitcast(run, Vector(u32, RUN * bits // 32))):
-                found.value = found.value | ((word & exponent * each) + lowest * each)
+            for word in b.unpack(b.bitcast(run, Vector(u32, RUN * self.engine.elem.bits // 32))):
+                found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
-        return b.workgroup_any(b.ne(found.value & (each << (bits - 1)), 0))
+        return b.workgroup_any(b.ne(found.value, 0))
 
     # -- products with V -------------------------------------------------------------------------------------------
 
@@ -434,7 +426,7 @@ class _Forward:
     def _sorted(self, bits: Value, kind: Value) -> Value:
         """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""
         b, elem = self.b, self.engine.elem
-        exponent, sign = _EXPONENTS[elem], elem.bits - 1
+        exponent, sign = EXPONENTS[elem], elem.bits - 1
         one = (exponent >> 1) & exponent  # all bits of the exponent but its highest
         word = b.cast(bits, u32)
         size = word & ((1 << sign) - 1)

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
+from aule.tile.fragment import SIZE, row_stride
+from aule.tile.simt import padded
+
+WIDEST = 128
+"""Columns to a multiple of which rows are padded on matrix units, at most: 16 bytes for each of eight lanes."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,55 @@ class DecodeShape:
         return sums + exchanged
 
 
+@dataclass(frozen=True)
+class FragmentDecodeShape:
+    """How a workgroup of the kernel for matrix units is laid over query rows and keys.
+
+    Attributes
+    ----------
+    rows : int
+        Query rows of a workgroup: 8, where the rest of a fragment is left out, or 16.
+    blocks : int
+        Blocks of 16 keys that a subgroup takes in one step: a power of two.
+    subgroups : int
+        Subgroups of a workgroup, each with its own keys: a power of two, at most 16.
+    registers : int
+        Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
+    lanes : int
+        Lanes of a subgroup.
+    """
+
+    rows: int
+    blocks: int
+    subgroups: int
+    registers: int = 0
+    lanes: int = 32
+
+    @property
+    def threads(self) -> int:
+        return self.subgroups * self.lanes
+
+    @property
+    def stretch(self) -> int:
+        """Consecutive keys of a subgroup's step."""
+        return self.blocks * SIZE
+
+    @property
+    def step(self) -> int:
+        """Keys of a workgroup's step."""
+        return self.stretch * self.subgroups
+
+    def shared_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of a workgroup, for head dimensions as padded as they can be: the subgroups' results, queries
+        with a factor each, and weights on their way from one product to the next."""
+        sums = 4 * self.subgroups * self.rows * (padded(value_dim, WIDEST) + 2)
+        queries = 2 * SIZE * row_stride(padded(head_dim, WIDEST)) + 4 * SIZE
+        return sums + queries + 2 * self.step * row_stride(SIZE)
+
+
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(ScoreConfig):
-    """A kernel of a few query rows against a part of the cache, or all of it.
+class CacheConfig(ScoreConfig):
+    """What kernels of a few query rows against a part of the cache, or all of it, have in common.
 
     Attributes
     ----------
@@ -88,7 +139,7 @@ class DecodeConfig(ScoreConfig):
     split : bool
         The keys of a sequence are divided among workgroups, which leave partial results for the kernel that adds them.
     whole : bool
-        The consecutive keys of a subgroup's step lie in one page.
+        Keys that are looked up together lie in one page: those of a subgroup's step, or, on matrix units, of a block.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
     aligned : tuple of bool
@@ -96,7 +147,6 @@ class DecodeConfig(ScoreConfig):
     """
 
     cache: str
-    shape: DecodeShape
     split: bool = False
     whole: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
@@ -109,6 +159,17 @@ class DecodeConfig(ScoreConfig):
     @property
     def stored(self) -> str:
         """Element type of the cache's buffers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(CacheConfig):
+    """The kernel for plain arithmetic."""
+
+    shape: DecodeShape
+
+    @property
+    def stored(self) -> str:
         if self.words:
             return "u32"
         return {"e4m3": "u8"}.get(self.cache, self.cache)
@@ -117,6 +178,17 @@ class DecodeConfig(ScoreConfig):
     def words(self) -> bool:
         """Bytes of a quantised cache are read as words of four, which take a quarter of the registers."""
         return self.quantised and self.shape.run % 4 == 0 and all(self.aligned[1:3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentDecodeConfig(CacheConfig):
+    """The kernel for matrix units."""
+
+    shape: FragmentDecodeShape
+
+    @property
+    def stored(self) -> str:
+        return "u32"
 
 
 @dataclass(frozen=True, kw_only=True)

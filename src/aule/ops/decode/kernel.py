@@ -15,15 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import Scalar, f32, i32, i64, u32
+from aule.ir.types import Scalar, f32, i32, i64
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.parameters import Parameters
 from aule.ops.decode.config import DecodeConfig
+from aule.ops.decode.join import Join
 from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
-from aule.tile.math import LOWEST, NEG_INF, fold
+from aule.tile.math import LOWEST, NEG_INF, fold, from_e4m3
 from aule.tile.matrix import QUAD, Matrix
+from aule.tile.quantised import E4M3_HALF, floats
 from aule.tile.team import Team
 
 KERNEL_NAME = "decode_attention"
@@ -59,6 +61,7 @@ class _Decode:
 
     def __init__(self, b: Builder, config: DecodeConfig, target: Target) -> None:
         self.b, self.config, self.shape = b, config, config.shape
+        self.halves = config.cache == "e4m3" and config.words and target.f16
         shape = config.shape
         self.index: Scalar = i64 if config.index64 else i32
         self.p = Parameters(b, config, self.index)
@@ -87,29 +90,14 @@ class _Decode:
         keys = self._keys(start)
         if self.config.whole:
             keys = [b.min(start + self.subgroup * self.shape.stretch, self.place.end - 1)]
-        assert self.place.pages is not None
-        return [self.place.pages.number(self.place.pages.split(key)[0]) for key in keys]
-
-    def _places(self, name: str, keys: list[Value], pages: list[Value]) -> list[Value]:
-        """Where rows of keys begin in an operand, from its base."""
-        b, p, index = self.b, self.p, self.index
-        row_stride = p.number(f"{name}_row_stride", index)
-        if not pages:
-            return [b.cast(key, index) * row_stride for key in keys]
-        assert self.place.pages is not None
-        pages = pages * len(keys) if self.config.whole else pages
-        stride = p.number(f"{name}_stride0", index)
-        return [
-            b.cast(page, index) * stride + b.cast(self.place.pages.split(key)[1], index) * row_stride
-            for key, page in zip(keys, pages, strict=True)
-        ]
+        return self.place.page_numbers(keys)
 
     def _fetch(self, matrix: Matrix, name: str, keys: list[Value], pages: list[Value]) -> list[Value]:
         """The runs that this lane holds of a step's keys or values, key by key."""
         b, shape = self.b, self.shape
         pieces = shape.pieces(matrix.cols)
         padded = pieces * shape.lanes * shape.run
-        starts = [matrix.base + place for place in self._places(name, keys, pages)]
+        starts = [matrix.base + place for place in self.place.key_starts(name, keys, pages)]
         if self.config.words:  # the same with everything divided by four
             matrix, padded = replace(matrix, cols=matrix.cols // 4), padded // 4
             starts = [start >> 2 for start in starts]
@@ -121,25 +109,11 @@ class _Decode:
         return (self.team.lane + piece * self.shape.lanes) * self.shape.run
 
     def _numbers(self, run: Value) -> list[Value]:
-        """The elements of a run of the cache as fp32, without their scale."""
+        """The elements of a run of the cache as fp32, without their scale; of e4m3 by way of fp16 times `E4M3_HALF`."""
         b, cache = self.b, self.config.cache
-        elements = b.unpack(run)
-        if self.config.words and cache == "i8":
-            signed = [b.bitcast(word, i32) for word in elements]
-            return [b.cast((word << (24 - shift)) >> 24, f32) for word in signed for shift in (0, 8, 16, 24)]
-        if cache != "e4m3":
-            return [b.cast(x, f32) for x in elements] if cache == "i8" else b.unpack(b.cast(run, f32))
         if self.config.words:
-            elements = [(word >> shift) & 0xFF for word in elements for shift in (0, 8, 16, 24)]
-        found = []
-        for bits in elements:
-            word = b.cast(bits, u32)
-            # The exponent's bias is 7, not 127. Without a leading one (exponent 0) it would be twice the distance to
-            # 2^-7; no subnormal fp32 is made on the way, which devices may take for 0.
-            size = b.bitcast(((word & 0x7F) << 20) + (120 << 23), f32)
-            size = b.select((word & 0x78) < 0x08, b.fma(size, 2.0, -(2.0**-6)), size)
-            found.append(b.bitcast(b.bitcast(size, u32) | ((word & 0x80) << 24), f32))
-        return found
+            return [x for word in b.unpack(run) for x in floats(b, word, cache, self.halves)]
+        return b.unpack(from_e4m3(b, run) if cache == "e4m3" else b.cast(run, f32))
 
     # -- the passage -----------------------------------------------------------------------------------------------
 
@@ -210,17 +184,9 @@ class _Decode:
 
     def _scales(self, start: Value, pages: list[Value]) -> list[tuple[Value, Value]]:
         """Scales of keys and values, for the scores that this lane owns."""
-        b, p = self.b, self.p
-        keys = [b.min(key, self.place.end - 1) for key in self._own_keys(start)]
-        if pages and not self.config.whole:
-            assert self.place.pages is not None
-            pages = [self.place.pages.number(self.place.pages.split(key)[0]) for key in keys]
-        found = []
-        for name in ("k_scale", "v_scale"):
-            buffer = p.buffer(name, f32)
-            base = p.strided(name, b.const(0, i32) if pages else self.place.batch, self.place.kv_head)
-            found.append([b.load(buffer, base + place) for place in self._places(name, keys, pages)])
-        return list(zip(*found, strict=True))
+        keys = [self.b.min(key, self.place.end - 1) for key in self._own_keys(start)]
+        found = self.place.scales(keys, pages if self.config.whole else self.place.page_numbers(keys))
+        return [(k * (1.0 / E4M3_HALF), v * (1.0 / E4M3_HALF)) for k, v in found] if self.halves else found
 
     def _step(
         self, q: list[list[Value]], k: list[Value], v: list[Value], scales: list[tuple[Value, Value]], rows: list[_Row],
@@ -339,8 +305,7 @@ class _Decode:
         pieces = shape.pieces(self.config.value_dim)
         columns = pieces * shape.lanes * shape.run
         part = self.subgroup if shape.subgroup else self.member
-        memory = b.shared("parts", f32, shape.parts * shape.rows * columns)
-        maxima, sums = (b.shared(name, f32, shape.parts * shape.rows) for name in ("maxima", "sums"))
+        join = Join(self.result, shape.parts, shape.rows, columns)
         first = team.owned(shape.rows)
         # Teams of a subgroup all have its sums by now; teams that are no subgroup's, their own.
         with b.if_(b.eq(self.member, 0) if shape.subgroup else self.member >= 0):
@@ -348,33 +313,12 @@ class _Decode:
             sharing = max(shape.lanes // shape.rows, 1)
             with b.if_(b.eq(team.lane & (sharing - 1), 0)):
                 for i, (base, total) in enumerate(zip(bases, totals, strict=True)):
-                    b.store(maxima, part * shape.rows + first + i, base)
-                    b.store(sums, part * shape.rows + first + i, total)
+                    join.leave(part, first + i, base, total)
             for row, variables in enumerate(acc):
                 for piece in range(pieces):
-                    at = (part * shape.rows + row) * columns + self._column(piece)
-                    for i in range(0, shape.run, QUAD):
-                        values = [x.value for x in variables[piece * shape.run + i :][: min(QUAD, shape.run)]]
-                        b.store(memory, at + i, b.vector(values))
-        b.barrier()
-
-        width = min(QUAD, shape.run)
-        with b.loop(team.thread, shape.rows * columns // width, shape.threads, name="place") as place:
-            r, column = place * width // columns, place * width % columns
-            highest = fold(b, "max", [b.load(maxima, i * shape.rows + r) for i in range(shape.parts)])
-            factors = [b.exp2(b.load(maxima, i * shape.rows + r) - highest) for i in range(shape.parts)]
-            total, values = b.const(0.0, f32), [b.const(0.0, f32)] * width
-            for i, factor in enumerate(factors):
-                total = b.fma(factor, b.load(sums, i * shape.rows + r), total)
-                at = (r + i * shape.rows) * columns + column
-                found = b.unpack(b.load(memory, at, width))
-                values = [b.fma(factor, x, y) for x, y in zip(found, values, strict=True)]
-            factor, lse = self.result.normal(r, highest, total)
-            with b.if_(self.place.row0 + r < self.place.rows):
-                self.result.store(r, column, [x * factor for x in values], columns)
-                self.result.store_lse(r, lse, b.eq(column, 0))
-        # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
-        b.barrier()
+                    values = _values(variables[piece * shape.run : (piece + 1) * shape.run])
+                    join.leave_sums(part, row, self._column(piece), values)
+        join.finish(team.thread, shape.threads, min(QUAD, shape.run))
 
 
 def _dot(b: Builder, x: list[Value], y: list[Value]) -> Value:

@@ -8,7 +8,7 @@ from aule.ops.attention import modifiers as mod
 from aule.ops.attention.pages import Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Extent, Reach
-from aule.ops.decode.config import DecodeConfig
+from aule.ops.decode.config import CacheConfig
 from aule.tile.math import LOG2E
 from aule.tile.matrix import Matrix
 
@@ -17,7 +17,8 @@ class Place:
     """The place of one workgroup.
 
     Rows are the query heads of a key head, and the query tokens: row ``token * group + head`` of them. The workgroup
-    has those from ``row0`` on, and keys ``first .. end - 1``; every row keeps all of ``full_first .. full_end - 1``.
+    has those from ``row0`` on, and keys ``first .. end - 1``; every row keeps all of ``full_first .. full_end - 1``,
+    and none keeps any before ``kept``.
 
     Parameters
     ----------
@@ -29,7 +30,7 @@ class Place:
         Keys that a workgroup takes at a time: parts of a sequence are whole steps.
     """
 
-    def __init__(self, parameters: Parameters, config: DecodeConfig, rows: int, stretch: int, step: int) -> None:
+    def __init__(self, parameters: Parameters, config: CacheConfig, rows: int, stretch: int, step: int) -> None:
         self.p, self.b, self.config, self.index = parameters, parameters.b, config, parameters.index
         b, number = self.b, parameters.number
         block = b.group_id(0) + b.group_id(1) * b.group_count(0)
@@ -66,6 +67,7 @@ class Place:
         b, number, shift = self.b, self.p.number, self.extent.shift
         nearest, furthest = shift + self.row0 // self.group, shift + last_row // self.group
         reach = Reach.of(b, self.extent.seq_kv, self.left, self.right, nearest, furthest)
+        self.kept = reach.first
         self.first = reach.first - (reach.first & (stretch - 1)) if self.config.left else reach.first
         self.end = b.max(reach.end, self.first)
         if self.config.split:
@@ -108,6 +110,34 @@ class Place:
         b, index = self.b, self.index
         start = whole.base + b.cast(head, index) * self.p.number(f"{name}_stride1", index)
         return start + b.cast(self.first_q + token, index) * whole.row_stride
+
+    def key_starts(self, name: str, keys: list[Value], pages: list[Value]) -> list[Value]:
+        """Where rows of keys begin in an operand, from its base; ``pages`` are the numbers of each one's page, or of
+        the one that they all lie in."""
+        b, p, index = self.b, self.p, self.index
+        row_stride = p.number(f"{name}_row_stride", index)
+        if self.pages is None:
+            return [b.cast(key, index) * row_stride for key in keys]
+        stride = p.number(f"{name}_stride0", index)
+        pages = pages * len(keys) if len(pages) == 1 else pages
+        return [
+            b.cast(page, index) * stride + b.cast(self.pages.split(key)[1], index) * row_stride
+            for key, page in zip(keys, pages, strict=True)
+        ]
+
+    def page_numbers(self, keys: list[Value]) -> list[Value]:
+        """Of the pages that hold keys; none where there are no pages."""
+        return [] if self.pages is None else [self.pages.number(self.pages.split(key)[0]) for key in keys]
+
+    def scales(self, keys: list[Value], pages: list[Value]) -> list[tuple[Value, Value]]:
+        """Scales of quantised keys and of their values; ``pages`` as for `key_starts`."""
+        b, p = self.b, self.p
+        found = []
+        for name in ("k_scale", "v_scale"):
+            base = p.strided(name, b.const(0, i32) if pages else self.batch, self.kv_head)
+            starts = self.key_starts(name, keys, pages)
+            found.append([b.load(p.buffer(name, f32), base + start) for start in starts])
+        return list(zip(*found, strict=True))
 
     def modifiers(self, head: Value) -> list[mod.Modifier]:
         """What happens to the scores of a query head."""

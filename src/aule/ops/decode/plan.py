@@ -5,18 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from aule.ir import KernelIR
 from aule.ops.attention.config import Paging
 from aule.ops.attention.plan import Step, StepPlan, aligned_rows, grid_of, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
-from aule.ops.decode.config import DecodeConfig, DecodeShape, ReduceConfig
+from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape, ReduceConfig
 from aule.ops.decode.kernel import build_decode
+from aule.ops.decode.kernel_fragment import build_decode_fragment
 from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.reduce import build_reduce
-from aule.ops.decode.shapes import LEAST_KEYS, choose_decode_shape, choose_splits
+from aule.ops.decode.shapes import (
+    LEAST_KEYS,
+    choose_decode_fragments,
+    choose_decode_shape,
+    choose_splits,
+    fragment_runs,
+    is_short,
+)
 from aule.ops.decode.validate import DecodeOperands
 from aule.target import Target
+from aule.tile.fragment import SIZE
 from aule.tile.matrix import QUAD
 from aule.view import TensorView
 
@@ -45,7 +56,7 @@ def plan_decode(
     views: dict[str, TensorView],
     target: Target,
     aligned_base: dict[str, bool] | None = None,
-    shape: DecodeShape | None = None,
+    shape: DecodeShape | FragmentDecodeShape | None = None,
     splits: int | None = None,
 ) -> StepPlan:
     """Plan decoding on a GPU.
@@ -56,7 +67,7 @@ def plan_decode(
         From `decode_views`, with device strides and offsets.
     aligned_base : dict, optional
         For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
-    shape : DecodeShape, optional
+    shape : DecodeShape or FragmentDecodeShape, optional
         The shape of a workgroup to use instead of the table's.
     splits : int, optional
         Parts of each sequence's keys, instead of the table's.
@@ -85,7 +96,7 @@ def _plan_few(
     target: Target,
     paging: Paging,
     aligned: Callable[[str, int], bool],
-    shape: DecodeShape | None,
+    shape: DecodeShape | FragmentDecodeShape | None,
     splits: int | None,
     shared: bool,
 ) -> StepPlan:
@@ -94,38 +105,56 @@ def _plan_few(
     run = 16
     while run > 1 and not (aligned("k", run) and aligned("v", run)):
         run //= 2
-    shape = shape or choose_decode_shape(replace(problem, seq_q=tokens), target, run)
+    limited = replace(problem, seq_q=tokens)
+    shape = shape or choose_decode_fragments(limited, target)
+    if isinstance(shape, FragmentDecodeShape):
+        runs = fragment_runs(problem, target)
+        if not (aligned("k", runs[0]) and aligned("v", runs[1])):
+            shape = None
+    shape = shape or choose_decode_shape(limited, target, run)
     row_blocks = -(-problem.group * tokens // shape.rows)
     blocks = row_blocks * problem.heads_kv * problem.batch
     least = LEAST_KEYS
     if splits is None:
-        splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
+        if isinstance(shape, FragmentDecodeShape) and is_short(problem, target):
+            splits = 1
+        else:
+            splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
     largest = max(rows * splits * problem.value_dim, *(_extent(view) for view in views.values()))
-    config = DecodeConfig(
-        dtype=problem.dtype,
-        cache=problem.cache,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
-        left=left != UNBOUNDED,
+    options: dict[str, Any] = {
+        "dtype": problem.dtype,
+        "cache": problem.cache,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "left": left != UNBOUNDED,
         # A single query stands at the last key: nothing is to its right.
-        right=right != UNBOUNDED and (problem.total_q is not None or problem.seq_q > 1 or right < 0),
-        softcap=problem.softcap > 0,
-        alibi=problem.alibi,
-        sinks=problem.sinks,
-        lse=problem.return_lse,
-        packed=problem.total_q is not None,
-        lens=problem.lens,
-        paging=paging,
-        unit=unit,
-        aligned=(aligned("q", QUAD), aligned("k", shape.run), aligned("v", shape.run), aligned("o", QUAD)),
-        shape=shape,
-        split=splits > 1,
-        whole=problem.page > 0 and problem.page % shape.stretch == 0,
-        index64=largest > 2**31 - 1,
-    )
+        "right": right != UNBOUNDED and (problem.total_q is not None or problem.seq_q > 1 or right < 0),
+        "softcap": problem.softcap > 0,
+        "alibi": problem.alibi,
+        "sinks": problem.sinks,
+        "lse": problem.return_lse,
+        "packed": problem.total_q is not None,
+        "lens": problem.lens,
+        "paging": paging,
+        "unit": unit,
+        "split": splits > 1,
+        "index64": largest > 2**31 - 1,
+    }
+    config: DecodeConfig | FragmentDecodeConfig
+    build: Callable[..., KernelIR]
+    if isinstance(shape, FragmentDecodeShape):
+        whole = problem.page > 0 and problem.page % SIZE == 0
+        rows_ok = (aligned("q", QUAD), True, True, aligned("o", QUAD))
+        config = FragmentDecodeConfig(**options, shape=shape, whole=whole, aligned=rows_ok)
+        build = build_decode_fragment
+    else:
+        whole = problem.page > 0 and problem.page % shape.stretch == 0
+        rows_ok = (aligned("q", QUAD), aligned("k", shape.run), aligned("v", shape.run), aligned("o", QUAD))
+        config = DecodeConfig(**options, shape=shape, whole=whole, aligned=rows_ok)
+        build = build_decode
     attention = replace(problem.alone(problem.seq_q, problem.seq_kv), batch=problem.batch)
     scalars = problem_scalars(attention) | view_scalars(views) | page_scalars(problem) | {
         "blocks": blocks * splits,
@@ -135,7 +164,7 @@ def _plan_few(
         "tokens": tokens,
         "total_q": problem.total_q or 0,
     }  # fmt: skip
-    first = Step(config, build_decode, grid_of("decode_attention", blocks * splits, target), scalars)
+    first = Step(config, build, grid_of("decode_attention", blocks * splits, target), scalars)
     if splits == 1:
         return StepPlan((first,))
     quads = min(-(-problem.value_dim // QUAD), target.max_threads)
@@ -162,6 +191,8 @@ def _extent(view: TensorView) -> int:
     return view.offset + 1 + sum((n - 1) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
 
 
-def _resident(shape: DecodeShape) -> int:
-    """Workgroups that a multiprocessor is reckoned to run at a time, by the registers that it has."""
-    return max(1, _REGISTERS // (shape.threads * (shape.registers or 255)))
+def _resident(shape: DecodeShape | FragmentDecodeShape) -> int:
+    """Workgroups that a multiprocessor is reckoned to run at a time, by the registers that it has. Eight subgroups on
+    matrix units have 64 KiB under way, more than its share of the memory's speed needs."""
+    held = max(1, _REGISTERS // (shape.threads * (shape.registers or 255)))
+    return min(held, max(1, 8 // shape.subgroups)) if isinstance(shape, FragmentDecodeShape) else held

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from aule.ops.decode.config import DecodeShape
+from aule.ops.decode.config import DecodeShape, FragmentDecodeShape
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
+from aule.tile.direct import choose_run, holds_pairs
+from aule.tile.fragment import SIZE, multiplies
 from aule.view import ITEMSIZE
 
 _RUN_BYTES = 16
 _MAX_ROWS = 8
 CHUNK_SIZE = 512
 """Keys below which a part of a sequence costs more than it brings: a second launch takes as long as reading them."""
+_SHORT = 1024
+"""Keys that are not divided among workgroups of matrix units. By estimate: a multiprocessor reads them in the time of a
+second launch."""
 _USUAL_UNITS = 64
 """Multiprocessors of a device that does not say how many it has."""
 _MAX_SPLITS = 128
@@ -53,6 +58,84 @@ def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> Dec
     while shape.subgroups > 1 and shape.shared_bytes(problem.value_dim) > target.max_shared_bytes:
         shape = replace(shape, subgroups=shape.subgroups // 2)
     return shape
+
+
+@dataclass(frozen=True)
+class FragmentEntry:
+    """When matrix units are used, and how, for heads of up to ``dim``.
+
+    Attributes
+    ----------
+    fewest : int
+        Query rows of a key head from which on they are, for caches of 16 bits. Those of 8 bits always take them.
+    few, many : FragmentDecodeShape
+        For up to eight rows, and for more; blocks of keys are doubled for caches of 8 bits.
+    """
+
+    dim: int
+    fewest: int
+    few: FragmentDecodeShape
+    many: FragmentDecodeShape
+
+
+FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
+    # H200, bf16, d128, 32 query and 8 key heads, us of single launches; d64 by rule.
+    # Batch 32 of 4k keys 134; plain arithmetic 135, eight subgroups in 128 registers 156, keys by 32 147. Batch 4, 32k:
+    # 143; 151, 158, 155. In int8 92; plain 132, keys by 16 over eight subgroups 97. In fp8 94; 133, 99. Four tokens of
+    # batch 32: 140; eight subgroups 144, plain 326 to 823.
+    "cuda": (
+        FragmentEntry(64, 1, FragmentDecodeShape(8, 2, 4), FragmentDecodeShape(16, 2, 4)),
+        FragmentEntry(128, 1, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 1, 4)),
+    ),
+    # One sequence of 32k keys 52; plain arithmetic 76. Batch 4 in int8 103; plain 210, keys by 16 129. Four tokens 142;
+    # keys by 16 150, plain 523.
+    "vulkan": (
+        FragmentEntry(64, 1, FragmentDecodeShape(8, 2, 4), FragmentDecodeShape(16, 2, 4)),
+        FragmentEntry(128, 1, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 2, 4)),
+    ),
+}
+"""By backend."""
+
+
+def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentDecodeShape | None:
+    """The shape of a workgroup on matrix units; None where there are none for it, or plain arithmetic is as good."""
+    dims, rows = (problem.head_dim, problem.value_dim), problem.group * max(problem.seq_q, 1)
+    if problem.dtype not in ("f16", "bf16") or not multiplies(target, "f16" if problem.quantised else problem.dtype):
+        return None
+    assert target.matrix_layout is not None
+    if not holds_pairs(target.matrix_layout) or (problem.quantised and not target.f16):
+        return None
+    for entry in FRAGMENTS.get(target.backend, ()):
+        if max(dims) > entry.dim or (rows < entry.fewest and not problem.quantised):
+            continue
+        shape = entry.few if rows <= entry.few.rows else entry.many
+        if problem.quantised:
+            shape = replace(shape, blocks=2 * shape.blocks)
+        if is_short(problem, target) and rows <= shape.rows < SIZE:
+            # One launch, and everything under way at once. 512 keys, H200: 11.0 us; 16 subgroups in 128 registers 13.0,
+            # four 13.7.
+            shape = replace(shape, blocks=1, subgroups=min(8, target.max_threads // shape.lanes))
+        while shape.subgroups > 1 and shape.shared_bytes(*dims) > target.max_shared_bytes:
+            shape = replace(shape, subgroups=shape.subgroups // 2)
+        fits = shape.threads <= target.max_threads and shape.shared_bytes(*dims) <= target.max_shared_bytes
+        if fits and shape.lanes == target.subgroup_size:
+            return shape
+    return None
+
+
+def is_short(problem: DecodeProblem, target: Target) -> bool:
+    """Whether few and short sequences are best read by one workgroup of matrix units for each key head."""
+    blocks = problem.batch * problem.heads_kv
+    return problem.seq_kv <= _SHORT and blocks <= (target.compute_units or _USUAL_UNITS)
+
+
+def fragment_runs(problem: DecodeProblem, target: Target) -> tuple[int, int]:
+    """Elements of K and of V that the kernel for matrix units reads at once."""
+    assert target.matrix_layout is not None
+    return (
+        choose_run(target.matrix_layout, problem.head_dim, problem.cache, "columns"),
+        choose_run(target.matrix_layout, problem.value_dim, problem.cache, "rows"),
+    )
 
 
 def subgroup_size(target: Target) -> int:

@@ -17,6 +17,9 @@ from aule.tile.math import LOG2E
 from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type
 from aule.view import TensorView
 
+_MOST_IN_PLACE = 48
+"""Rows up to which V is read where it lies, and converted again by every group of rows."""
+
 
 def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
     """Plan decoding over host arrays.
@@ -99,10 +102,6 @@ def _launches(
     )
     steps.append(Step(combine, build_combine, (blocks, 1, 1), numbers))
     return steps, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes)
-
-
-_MOST_IN_PLACE = 48
-"""Rows up to which V is read where it lies, and converted again by every group of rows."""
 
 
 def _splits(seq_kv: int, blocks: int, shape: CpuShape, threads: int) -> int:

@@ -1,0 +1,482 @@
+"""The decoding kernel for matrix units: up to 16 query rows of one key head against a sequence's keys.
+
+Both products are made transposed, ``S^T = K Q^T`` and ``O^T = V^T P^T``, so that what comes from memory, K and V, is
+always the left factor, whose elements lanes hold in a known way: they read them in runs of 16 bytes and multiply
+(`aule.tile.direct`). Nothing of the cache passes through shared memory, and converting bytes is all the arithmetic
+that there is for each element. Q is a right factor that stays in registers; P, 16 keys by 16 rows at a time, becomes
+one by way of a few hundred bytes of shared memory. With at most eight rows the other half of every fragment is dead:
+PTX's compiler leaves its products out.
+
+As in `kernel.py`, each subgroup has its own keys; K of the next step, V of this one and page numbers of the one after
+are under way at the same time.
+
+Bytes of quantised caches become fp16 whatever the type of Q. Rows of a bf16 Q are brought into the range of fp16 by
+powers of two. A key's scale is multiplied into its scores and a value's into its weights, and the maximum that is
+subtracted is that of both, so that the weights of fp16 neither overflow nor vanish.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, Scalar, f16, f32, i32, i64, u32
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.parameters import Parameters
+from aule.ops.decode.config import FragmentDecodeConfig
+from aule.ops.decode.join import Join
+from aule.ops.decode.kernel import KERNEL_NAME
+from aule.ops.decode.place import Place
+from aule.ops.decode.result import Result
+from aule.target import Target
+from aule.tile.direct import Direct
+from aule.tile.fragment import SIZE, Components, row_stride
+from aule.tile.math import LOWEST, fold, overflowing
+from aule.tile.matrix import QUAD, Matrix
+from aule.tile.quantised import E4M3_HALF
+
+LAG = 8.0
+"""How far, in powers of two, the maximum that is subtracted may lag behind."""
+ROOM = 6.0
+"""How far above 1, in powers of two, the weights of fp16 begin: those far below the largest do not vanish so soon."""
+_FAINT = -64
+"""Exponent of the smallest scale of a value that the maximum takes into account: sums of weights stay finite."""
+
+
+def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
+    """Trace the kernel of a configuration for a target with matrix units."""
+    shape = config.shape
+    b = Builder(name, shape.threads, shape.lanes, shape.registers)
+    kernel = _Decode(b, config, target)
+    with b.if_(kernel.place.exists):
+        kernel.run()
+    return b.finish()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A query row of which this lane has scores: its place along a fragment's columns beside the lane's, what its
+    scores are multiplied by and what else happens to them, and its maximum and sum so far."""
+
+    column: int
+    number: Value
+    factor: Value
+    modifiers: list[mod.Modifier]
+    head: Value
+    position: Value
+    base: Var
+    total: Var
+
+
+Scores = list[list[list[Var]]]
+"""By block, key and row, of those that a lane holds."""
+
+
+class _Decode:
+    """The passage of one workgroup over its keys."""
+
+    def __init__(self, b: Builder, config: FragmentDecodeConfig, target: Target) -> None:
+        self.b, self.config, self.shape = b, config, config.shape
+        shape = config.shape
+        self.index: Scalar = i64 if config.index64 else i32
+        self.p = Parameters(b, config, self.index)
+        self.place = Place(self.p, config, shape.rows, shape.stretch, shape.step)
+        self.result = Result(self.place)
+        self.engine = engine = Components(b, target, f16 if config.quantised else SCALARS[config.dtype])
+        self.keys = Direct(engine, config.head_dim, config.cache, "columns")
+        self.values = Direct(engine, config.value_dim, config.cache, "rows")
+        self.room = ROOM if config.quantised else 0.0
+        # Lanes that have scores of the same rows, of other keys, differ in these bits.
+        self._down = [1 << i for i, weight in enumerate(engine.layout.lane_rows) if weight]
+        self.weights = b.shared("weights", engine.elem, shape.step * row_stride(SIZE))
+
+    # -- where keys lie --------------------------------------------------------------------------------------------
+
+    def _at(self, start: Value) -> Value:
+        """This subgroup's first key of a step."""
+        return start + self.engine.subgroup * self.shape.stretch
+
+    def _wanted(self, start: Value, lane: Value, parts: list[int]) -> list[list[Value]]:
+        """Keys of this lane in the step at ``start``, by block; they may be past the end."""
+        first = self._at(start) + lane
+        return [[first + (i * SIZE + part) for part in parts] for i in range(self.shape.blocks)]
+
+    def _read(self, keys: list[list[Value]], end: Value | None = None) -> list[list[Value]]:
+        """The same, the last one instead of those past the end."""
+        last = (self.place.end if end is None else end) - 1
+        return [[self.b.min(key, last) for key in block] for block in keys]
+
+    def _down_keys(self, start: Value) -> list[list[Value]]:
+        """Keys of which this lane holds K, and scores."""
+        return self._wanted(start, self.engine.lane_row, self.engine.part_rows)
+
+    def _across_keys(self, start: Value) -> list[list[Value]]:
+        """Keys of which this lane holds V."""
+        return self._wanted(start, self.engine.lane_col, self.engine.part_cols)
+
+    def _pages(self, start: Value, end: Value | None = None) -> list[Value]:
+        """Numbers of the pages of a step's keys, one for each block where that lies in one page."""
+        if self.config.whole:
+            first = self._at(start)
+            wanted = [[first + i * SIZE for i in range(self.shape.blocks)]]
+        else:
+            wanted = [*self._down_keys(start), *self._across_keys(start)]
+        return [number for block in self._read(wanted, end) for number in self.place.page_numbers(block)]
+
+    def _down_pages(self, pages: list[Value]) -> list[list[Value]]:
+        """Pages of K by block."""
+        return self._by_block(pages, 0, len(self.engine.part_rows))
+
+    def _across_pages(self, pages: list[Value]) -> list[list[Value]]:
+        """Pages of V by block."""
+        return self._by_block(pages, len(self.engine.part_rows) * self.shape.blocks, len(self.engine.part_cols))
+
+    def _by_block(self, pages: list[Value], first: int, each: int) -> list[list[Value]]:
+        blocks = self.shape.blocks
+        if not pages:
+            return [[]] * blocks
+        if self.config.whole:
+            return [[page] for page in pages]
+        return [pages[first + i * each : first + (i + 1) * each] for i in range(blocks)]
+
+    # -- loads -----------------------------------------------------------------------------------------------------
+
+    def _fetch(
+        self, way: Direct, name: str, matrix: Matrix, keys: list[list[Value]], pages: list[list[Value]]
+    ) -> list[Value]:
+        """The runs that this lane holds of K or V of keys that exist, by block, key and piece."""
+        found = []
+        for block, numbers in zip(keys, pages, strict=True):
+            for start in self.place.key_starts(name, block, numbers):
+                found += way.load(matrix, matrix.base + start)
+        return found
+
+    def _fetch_keys(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
+        keys = self._read(self._down_keys(start), end)
+        return self._fetch(self.keys, "k", self.place.k, keys, self._down_pages(pages))
+
+    def _fetch_values(self, start: Value, pages: list[Value]) -> list[Value]:
+        keys = self._read(self._across_keys(start))
+        return self._fetch(self.values, "v", self.place.v, keys, self._across_pages(pages))
+
+    def _scales(self, start: Value, pages: list[Value]) -> list[list[tuple[Value, Value]]]:
+        """Scales of K and V, for the keys of which this lane has scores."""
+        if not self.config.quantised:
+            return []
+        keys = self._read(self._down_keys(start))
+        by_block = zip(keys, self._down_pages(pages), strict=True)
+        return [self.place.scales(block, numbers) for block, numbers in by_block]
+
+    # -- the passage -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        b, shape, place = self.b, self.shape, self.place
+        empty = b.splat(b.const(0, u32), self.keys.words)
+        runs = shape.blocks * len(self.engine.part_rows) * self.keys.pieces
+        k = [b.var(empty, "k") for _ in range(runs)]
+        each = 1 if self.config.whole else len(self.engine.part_rows) + len(self.engine.part_cols)
+        lookups = 0 if self.config.paging == "none" else shape.blocks * each
+        here, ahead = ([b.var(b.const(0, i32), "page") for _ in range(lookups)] for _ in range(2))
+        # Where it is known which keys come first, they do not wait for the sequence's length: others do no harm.
+        known = not self.config.split and not self.config.left
+        end = self.p.number("seq_kv") if known else place.end
+        with b.if_(place.first < end):
+            _assign(here, self._pages(place.first, end))
+            _assign(k, self._fetch_keys(place.first, _values(here), end))
+        with b.if_(place.first < place.end):
+            _assign(ahead, self._pages(place.first + shape.step))
+        q, rows = self._queries()
+        zero = b.fragment_fill(self.engine.accumulator, 0.0)
+        O = [b.var(zero, "o") for _ in range(self.values.fragments)]
+
+        with b.loop(place.first, place.end, shape.step, name="key") as start:
+            pages = _values(here)
+            v = [b.var(run, "v") for run in self._fetch_values(start, pages)]
+            scales = self._scales(start, pages)
+            current = _values(k)
+            _assign(k, self._fetch_keys(start + shape.step, _values(ahead)))
+            if lookups:
+                _assign(here, _values(ahead))
+                _assign(ahead, self._pages(start + 2 * shape.step))
+            self._step(q, current, v, scales, rows, O, start)
+        self._finish(rows, O)
+
+    def _queries(self) -> tuple[list[Value], list[_Row]]:
+        """Q as right factors, along columns in the order in which lanes hold those of K; and this lane's rows."""
+        b, engine, shape = self.b, self.engine, self.shape
+        stride = row_stride(self.keys.padded)
+        memory = b.shared("queries", engine.elem, SIZE * stride)
+        narrow = self.config.quantised and self.config.dtype == "bf16"
+        factors = b.shared("factors", f32, shape.rows) if narrow else None
+        for first in range(0, shape.rows, shape.subgroups):
+            row = engine.subgroup + first
+            if shape.subgroups <= shape.rows:
+                self._bring_query(row, memory, stride, factors)
+            else:
+                with b.if_(row < shape.rows):
+                    self._bring_query(row, memory, stride, factors)
+        if shape.rows < SIZE:  # the others are multiplied, too
+            nothing = b.splat(b.const(0, engine.elem), QUAD)
+            for array, begin, size in (
+                (memory, shape.rows * stride, (SIZE - shape.rows) * stride),
+                (self.weights, 0, shape.step * row_stride(SIZE)),
+            ):
+                with b.loop(engine.thread * QUAD, size, shape.threads * QUAD, name="zero") as at:
+                    b.store(array, at + begin, nothing)
+        b.barrier()
+        depth = range(self.keys.fragments)
+        start = b.const(0, i32)
+        q = [engine.load_right(memory, start, stride, k * SIZE, 0, transposed=True) for k in depth]
+        # Those that no lane has are left out.
+        return q, [self._row(part, factors) for part in engine.part_cols if part < shape.rows]
+
+    def _bring_query(self, row: Value, memory: Value, stride: int, factors: Value | None) -> None:
+        """One row of Q into shared memory, by the subgroup."""
+        b, engine, place, dim, lanes = self.b, self.engine, self.place, self.keys.padded, self.shape.lanes
+        start = place.row_start("q", place.q, *place.existing(row))
+        columns = [engine.lane + i for i in range(0, dim, lanes)]
+        sources = [self.keys.source(b.min(column, dim - 1) if dim % lanes else column) for column in columns]
+        found = [place.q.load_quad(b, start, column, dim, 1) for column in sources]
+        if factors is not None:
+            found, factor = self._narrowed([b.cast(x, f32) for x in found])
+            with b.if_(b.eq(engine.lane, 0)):
+                b.store(factors, row, factor)
+        for i, (column, x) in enumerate(zip(columns, found, strict=True)):
+            if (i + 1) * lanes <= dim:
+                b.store(memory, row * stride + column, x)
+            else:
+                with b.if_(column < dim):
+                    b.store(memory, row * stride + column, x)
+
+    def _row(self, part: int, factors: Value | None) -> _Row:
+        b, place = self.b, self.place
+        number = self.engine.lane_col + part
+        scale = self.p.number("scale", f32)
+        if self.config.cache == "e4m3":
+            scale = scale * (1.0 / E4M3_HALF)
+        if factors is not None:
+            scale = scale * b.load(factors, b.min(number, self.shape.rows - 1))
+        token, head = place.existing(number)
+        base, total = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
+        return _Row(part, number, scale, place.modifiers(head), head, place.extent.shift + token, base, total)
+
+    def _narrowed(self, found: list[Value]) -> tuple[list[Value], Value]:
+        """A row of Q, of which this subgroup holds the elements, as fp16 below 2; and the power of two to be made up
+        for. What is lost is less than 2^-24 of its largest element."""
+        b = self.b
+        largest = b.subgroup_reduce("max", fold(b, "max", [b.abs(x) for x in found]))
+        exponent = b.min(b.max(b.bitcast(largest, u32) >> 23, 1), 253)
+        down = b.bitcast((254 - exponent) << 23, f32)
+        return [b.cast(x * down, f16) for x in found], b.bitcast(exponent << 23, f32)
+
+    def _step(
+        self, q: list[Value], k: list[Value], v: list[Var], scales: list[list[tuple[Value, Value]]], rows: list[_Row],
+        O: list[Var], start: Value,
+    ) -> None:  # fmt: skip
+        """One step: S^T = K Q^T, softmax, O^T = O^T + V^T P^T."""
+        b, shape, place = self.b, self.shape, self.place
+        at = self._at(start)
+        edge = (at < place.full_first) | (at + shape.stretch > place.full_end)
+        S = self._scores(q, k, scales, rows)
+        keys = self._down_keys(start)
+        self._modify(S, rows, keys, everywhere=True)
+        with b.if_(edge):
+            self._modify(S, rows, keys, everywhere=False)
+        self._follow_maximum(S, scales, rows, O)
+        P = self._weigh(S, scales, rows)
+        if self.config.quantised:  # whose values are all finite
+            self._add_values(O, P, _values(v))
+            return
+        wild = b.var(b.const(0, i32), "wild")
+        with b.if_(edge):
+            found = self._clear_dropped(v, start)
+            if self.config.left or self.config.right:  # of which some rows may drop what others keep
+                wild.value = b.select(found, b.const(1, i32), b.const(0, i32))
+        with b.if_(b.ne(wild.value, 0)):
+            self._add_row_by_row(O, P, v, rows, start)
+        with b.else_():
+            self._add_values(O, P, _values(v))
+
+    def _scores(
+        self, q: list[Value], k: list[Value], scales: list[list[tuple[Value, Value]]], rows: list[_Row]
+    ) -> Scores:
+        b, engine, way = self.b, self.engine, self.keys
+        b.comment("S^T = K Q^T")
+        held = len(engine.part_rows)
+        S = []
+        for i in range(self.shape.blocks):
+            runs = [k[(i * held + a) * way.pieces : (i * held + a + 1) * way.pieces] for a in range(held)]
+            words = [way.row_words(x) for x in runs]
+            total = b.fragment_fill(engine.accumulator, 0.0)
+            for number, factor in enumerate(q):
+                total = b.fragment_mma(way.rows_factor(words, number), factor, total)
+            block = []
+            for a, part in enumerate(engine.part_rows):
+                found = [b.fragment_get(total, engine.component(part, row.column)) for row in rows]
+                if scales:
+                    found = [x * scales[i][a][0] for x in found]
+                block.append([b.var(x * row.factor, "s") for x, row in zip(found, rows, strict=True)])
+            S.append(block)
+        return S
+
+    def _modify(self, S: Scores, rows: list[_Row], keys: list[list[Value]], everywhere: bool) -> None:
+        """Apply the modifiers that every score needs, or those that only keys at an edge do."""
+        for block, numbers in zip(S, keys, strict=True):
+            for scores, key in zip(block, numbers, strict=True):
+                for score, row in zip(scores, rows, strict=True):
+                    site = mod.Site(self.place.batch, row.head, row.position, key, row.position)
+                    for modifier in row.modifiers:
+                        if modifier.everywhere == everywhere:
+                            score.value = modifier.apply(self.b, score.value, site)
+
+    def _follow_maximum(
+        self, S: Scores, scales: list[list[tuple[Value, Value]]], rows: list[_Row], O: list[Var]
+    ) -> None:
+        """Where the largest weight of a row has grown by too much, the base follows it, and what was summed up
+        shrinks."""
+        b, engine = self.b, self.engine
+        # Powers of two are near enough, and 0 and subnormals count as the smallest.
+        sizes = [
+            [b.cast(b.max(b.cast(b.bitcast(v, u32) >> 23, i32) - 127, _FAINT), f32) for _, v in block]
+            for block in scales
+        ]
+        highest = []  # of this lane's keys alone until it matters
+        for r in range(len(rows)):
+            found = [
+                scores[r].value + sizes[i][a] if sizes else scores[r].value
+                for i, block in enumerate(S)
+                for a, scores in enumerate(block)
+            ]
+            highest.append(fold(b, "max", found) - self.room)
+        grown = [high > row.base.value + LAG for high, row in zip(highest, rows, strict=True)]
+        with b.if_(b.subgroup_any(fold(b, "or", grown))):
+            for mask in self._down:
+                highest = [b.max(x, b.shuffle_xor(x, mask)) for x in highest]
+            factors = {}
+            for high, row in zip(highest, rows, strict=True):
+                new = b.max(row.base.value, high)
+                factors[row.column] = b.exp2(row.base.value - new)
+                row.base.value = new
+                row.total.value = row.total.value * factors[row.column]
+            for o in O:
+                parts = [b.fragment_get(o.value, i) for i in range(len(engine.places))]
+                scaled = [
+                    x * factors[col] if col in factors else x for x, (_, col) in zip(parts, engine.places, strict=True)
+                ]
+                o.value = b.fragment_pack(engine.accumulator, scaled)
+
+    def _weigh(self, S: Scores, scales: list[list[tuple[Value, Value]]], rows: list[_Row]) -> list[Value]:
+        """P^T as right factors, one for each block; the sums of its rows go into their totals."""
+        b, engine, blocks = self.b, self.engine, self.shape.blocks
+        stride = row_stride(SIZE)
+        own = engine.subgroup * (self.shape.stretch * stride)
+        b.subgroup_barrier()  # what was there has been read
+        sums: list[list[Value]] = [[] for _ in rows]
+        for i, block in enumerate(S):
+            for a, (part, scores) in enumerate(zip(engine.part_rows, block, strict=True)):
+                at = own + (engine.lane_row + (i * SIZE + part)) * stride + engine.lane_col
+                weights = []
+                for s, row, found in zip(scores, rows, sums, strict=True):
+                    weight = b.exp2(s.value - row.base.value)
+                    found.append(weight)
+                    if scales:  # what belongs to dropped keys may be NaN
+                        weight = b.select(s.value < LOWEST, b.const(0.0, f32), weight * scales[i][a][1])
+                    weights.append(weight)
+                rounded = engine.rounded(weights, engine.right, weights=True)
+                for r in range(0, len(rows), 2):  # `holds_pairs`
+                    b.store(self.weights, at + rows[r].column, b.vector(rounded[r : r + 2]))
+        for row, found in zip(rows, sums, strict=True):
+            row.total.value = row.total.value + fold(b, "add", found)
+        b.subgroup_barrier()
+        return [engine.load_right(self.weights, own, stride, i * SIZE, 0) for i in range(blocks)]
+
+    # -- the product with V ----------------------------------------------------------------------------------------
+
+    def _pairs(self, v: list[Value]) -> list[list[list[Value]]]:
+        """V of two keys each, by block."""
+        held, pieces = len(self.engine.part_cols), self.values.pieces
+        runs = [v[i * pieces : (i + 1) * pieces] for i in range(len(v) // pieces)]
+        pairs = [self.values.pair_words(x, y) for x, y in zip(runs[::2], runs[1::2], strict=True)]
+        return [pairs[i * held // 2 : (i + 1) * held // 2] for i in range(self.shape.blocks)]
+
+    def _products(self, start: list[Value], P: list[Value], v: list[Value]) -> list[Value]:
+        b = self.b
+        sums = list(start)
+        for factor, pairs in zip(P, self._pairs(v), strict=True):
+            for u in range(len(sums)):
+                sums[u] = b.fragment_mma(self.values.columns_factor(pairs, u), factor, sums[u])
+        return sums
+
+    def _add_values(self, O: list[Var], P: list[Value], v: list[Value]) -> None:
+        self.b.comment("O^T = O^T + V^T P^T")
+        _assign(O, self._products(_values(O), P, v))
+
+    def _clear_dropped(self, v: list[Var], start: Value) -> Value:
+        """Zeros in place of V of keys that no row keeps, which may be anything; returns whether the rest has Inf or
+        NaN in some lane."""
+        b, place, pieces = self.b, self.place, self.values.pieces
+        keys = [key for block in self._across_keys(start) for key in block]
+        nothing = b.splat(b.const(0, u32), self.values.words)
+        found = []
+        for i, run in enumerate(v):
+            key = keys[i // pieces]
+            run.value = b.select((key >= place.kept) & (key < place.end), run.value, nothing)
+            found += [overflowing(b, word, self.engine.elem) for word in b.unpack(run.value)]
+        return b.subgroup_any(b.ne(fold(b, "or", found), 0))
+
+    def _add_row_by_row(self, O: list[Var], P: list[Value], v: list[Var], rows: list[_Row], start: Value) -> None:
+        """The same where V has Inf or NaN that some rows keep and others do not: 0 times either is NaN, so each row has
+        a product of its own, of the keys that it keeps. Slow."""
+        b, engine, place, pieces = self.b, self.engine, self.place, self.values.pieces
+        keys = [key for block in self._across_keys(start) for key in block]
+        nothing = b.splat(b.const(0, u32), self.values.words)
+        zero = b.fragment_fill(engine.accumulator, 0.0)
+        with b.loop(0, self.shape.rows, name="row") as number:
+            position = place.extent.shift + place.existing(number)[0]
+            kept = []
+            for i, run in enumerate(v):
+                key = keys[i // pieces]
+                keep = key < place.end
+                keep = keep if place.right is None else keep & (key <= position + place.right)
+                keep = keep if place.left is None else keep & (key >= position - place.left)
+                kept.append(b.select(keep, run.value, nothing))
+            for o, product in zip(O, self._products([zero] * len(O), P, kept), strict=True):
+                parts = []
+                for i, (_, col) in enumerate(engine.places):
+                    mine = b.eq(engine.lane_col + col, number)
+                    parts.append(
+                        b.fragment_get(o.value, i) + b.select(mine, b.fragment_get(product, i), b.const(0.0, f32))
+                    )
+                o.value = b.fragment_pack(engine.accumulator, parts)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, rows: list[_Row], O: list[Var]) -> None:
+        b, engine, shape, way = self.b, self.engine, self.shape, self.values
+        totals = [row.total.value for row in rows]
+        for mask in self._down:
+            totals = [x + b.shuffle_xor(x, mask) for x in totals]
+        join = Join(self.result, shape.subgroups, shape.rows, way.padded)
+        unit = 1.0 / E4M3_HALF if self.config.cache == "e4m3" else 1.0
+        fragments = _values(O)
+        for row, total in zip(rows, totals, strict=True):
+            sums = []
+            for fragment in fragments:
+                parts = [b.fragment_get(fragment, engine.component(part, row.column)) for part in engine.part_rows]
+                sums += parts if unit == 1.0 else [x * unit for x in parts]
+            with b.if_(row.number < shape.rows):  # where a layout's lanes go beyond
+                with b.if_(b.eq(engine.lane_row, 0)):
+                    join.leave(engine.subgroup, row.number, row.base.value, total)
+                for piece in range(way.pieces):
+                    part = sums[piece * way.run : (piece + 1) * way.run]
+                    join.leave_sums(engine.subgroup, row.number, way.column(piece), part)
+        join.finish(engine.thread, shape.threads, QUAD)
+
+
+def _values(variables: list[Var]) -> list[Value]:
+    return [x.value for x in variables]
+
+
+def _assign(variables: list[Var], values: list[Value]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.value = value

@@ -1,0 +1,178 @@
+"""Left factors straight from memory: every lane reads the elements that it holds of a fragment, in runs of 16 bytes.
+
+A product does not care in which order the elements along its inner dimension come, nor does it matter which row of a
+result is which column of a matrix, as long as everybody agrees. So a lane need not hold the columns that a fragment's
+layout gives it: it takes as many neighbouring ones, and nothing passes through shared memory. `Direct.source` says
+which column of a matrix stands where, for the other factor.
+
+Rows are `u32` words in memory, whatever they hold: two elements of 16 bits or four of 8, which become fp16 here
+(`aule.tile.quantised`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from aule.ir import Builder, Value
+from aule.ir.types import Vector, element, u16, u32
+from aule.target import FragmentLayout
+from aule.tile.fragment import SIZE, Components, weigh_bits
+from aule.tile.matrix import Matrix
+from aule.tile.quantised import half_pairs
+from aule.view import ITEMSIZE
+
+Along = Literal["columns", "rows"]
+
+
+def holds_pairs(layout: FragmentLayout) -> bool:
+    """Whether a lane's components come in pairs of neighbouring columns, which then are words."""
+    return (layout.part_rows[0], layout.part_cols[0]) == (0, 1)
+
+
+class Direct:
+    """One matrix that is read row by row, as factors of 16 of its rows, or of their transpose.
+
+    Parameters
+    ----------
+    engine : Components
+        Of the elements that are multiplied: fp16 for `cache` of 8 bits.
+    dim : int
+        Columns of the matrix.
+    cache : str
+        Element type in memory.
+    along : {"columns", "rows"}
+        Where the matrix's columns lie in a factor: along its columns, when the matrix's rows are the factor's; along
+        its rows, when they are its columns.
+    """
+
+    def __init__(self, engine: Components, dim: int, cache: str, along: Along) -> None:
+        self.engine, self.b, self.dim, self.cache = engine, engine.b, dim, cache
+        weights, parts = _weights(engine.layout, along)
+        self._lane_weights, self._part_weights = [x for x in weights if x], sorted(x for x in parts if x)
+        self._held = 1 << len(self._part_weights)
+        self.lanes = 1 << len(self._lane_weights)
+        """That share a row."""
+        self.size = ITEMSIZE[cache]
+        self.run = choose_run(engine.layout, dim, cache, along)
+        self.pieces = -(-dim // (self.lanes * self.run))
+        self.padded = self.pieces * self.lanes * self.run
+        self.fragments = self.padded // SIZE
+        """That the columns fill."""
+        ranks, rank = [], 1
+        for weight in weights:
+            ranks.append(rank if weight else 0)
+            rank *= 2 if weight else 1
+        self._rank = weigh_bits(self.b, engine.lane, ranks)
+
+    @property
+    def words(self) -> int:
+        """Words of a run."""
+        return self.run * self.size // 4
+
+    def column(self, piece: int) -> Value:
+        """The first column of a lane's run."""
+        return (self._rank + piece * self.lanes) * self.run
+
+    def load(self, matrix: Matrix, start: Value) -> list[Value]:
+        """The runs that this lane holds of the row that begins at an element."""
+        b, shift = self.b, 1 if self.size == 2 else 2
+        words = replace(matrix, cols=self.dim >> shift)
+        return [
+            words.load_quad(b, start >> shift, self.column(piece) >> shift, self.padded >> shift, self.words)
+            for piece in range(self.pieces)
+        ]
+
+    def source(self, place: Value) -> Value:
+        """The matrix's column that stands at a place along the fragments, counted over all of them."""
+        held = self._held.bit_length() - 1
+        run, lanes = self.run.bit_length() - 1, self.lanes.bit_length() - 1
+
+        def weight_of(bit: int) -> int:
+            """Of a bit of the number of an element in its lane."""
+            if self.size == 1 and bit < 2:  # bytes 0 and 2 are a pair
+                return 2 >> bit
+            return 1 << (bit if bit < run else bit + lanes)
+
+        weights = []
+        for bit in range((self.padded - 1).bit_length()):
+            if bit >= SIZE.bit_length() - 1:
+                weights.append(weight_of(bit - (SIZE.bit_length() - 1) + held))
+            elif 1 << bit in self._part_weights:
+                weights.append(weight_of(self._part_weights.index(1 << bit)))
+            else:
+                weights.append(1 << (run + self._lane_weights.index(1 << bit)))
+        return weigh_bits(self.b, place, weights)
+
+    def row_words(self, runs: Sequence[Value]) -> list[Value]:
+        """A row's elements two by two."""
+        words = _unpack(self.b, runs)
+        if self.size == 2:
+            return words
+        return [pair for word in words for pair in half_pairs(self.b, word, self.cache)]
+
+    def pair_words(self, runs: Sequence[Value], others: Sequence[Value]) -> list[Value]:
+        """Two rows' elements of each column."""
+        b = self.b
+        words = []
+        for x, y in zip(_unpack(b, runs), _unpack(b, others), strict=True):
+            both = interleaved(b, x, y)
+            if self.size == 2:
+                words += both
+            else:
+                words += [pair for word in both for pair in half_pairs(b, word, self.cache)]
+        return words
+
+    def rows_factor(self, rows: Sequence[Sequence[Value]], number: int) -> Value:
+        """The ``number``-th fragment of 16 rows, from `row_words` of those that this lane holds."""
+        engine, held = self.engine, self._held
+        return _packed(
+            engine,
+            [
+                rows[engine.part_rows.index(row)][(number * held + engine.part_cols.index(col)) // 2]
+                for row, col in engine.places[::2]
+            ],
+        )
+
+    def columns_factor(self, pairs: Sequence[Sequence[Value]], number: int) -> Value:
+        """The ``number``-th fragment of the transpose of 16 rows, from `pair_words` of those that this lane holds."""
+        engine, held = self.engine, self._held
+        return _packed(
+            engine,
+            [
+                pairs[engine.part_cols.index(col) // 2][number * held + engine.part_rows.index(row)]
+                for row, col in engine.places[::2]
+            ],
+        )
+
+
+def choose_run(layout: FragmentLayout, dim: int, cache: str, along: Along) -> int:
+    """Elements that a lane reads at once: 16 bytes, or 8 where otherwise columns would be padded; at least as many as
+    it holds of a fragment's row or column."""
+    weights, parts = _weights(layout, along)
+    lanes, held = (1 << sum(x > 0 for x in table) for table in (weights, parts))
+    wide, narrow = 16 // ITEMSIZE[cache], 8 // ITEMSIZE[cache]
+    return wide if dim % (lanes * wide) == 0 or narrow < held else narrow
+
+
+def _weights(layout: FragmentLayout, along: Along) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What bits of the lane and of the component add to a column or row."""
+    return (layout.lane_cols, layout.part_cols) if along == "columns" else (layout.lane_rows, layout.part_rows)
+
+
+def interleaved(b: Builder, x: Value, y: Value) -> list[Value]:
+    """Two words' lower halves as a word, and their upper ones."""
+    halves = zip(*(b.unpack(b.bitcast(word, Vector(u16, 2))) for word in (x, y)), strict=True)
+    return [b.bitcast(b.vector(both), u32) for both in halves]
+
+
+def _unpack(b: Builder, runs: Sequence[Value]) -> list[Value]:
+    assert all(element(run.type) == u32 for run in runs)
+    return [word for run in runs for word in b.unpack(run)]
+
+
+def _packed(engine: Components, words: list[Value]) -> Value:
+    b = engine.b
+    halves = [half for word in words for half in b.unpack(b.bitcast(word, Vector(engine.elem, 2)))]
+    return b.fragment_pack(engine.left, halves)

@@ -1,0 +1,165 @@
+"""Decoding on matrix units, on the interpreter with the sanitizer on, in its own layout of fragments and NVIDIA's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import decode_cases
+import ml_dtypes
+import numpy as np
+import pytest
+import test_decode_interpreted as plain
+import test_fragment_interpreted as fragments
+
+from aule import codegen
+from aule.ir import Builder
+from aule.ir.interpret import collective, interpret
+from aule.ir.interpret.machine import Machine, Step
+from aule.ir.kernel import Op
+from aule.ir.types import Vector, f16, f32, u32
+from aule.ops.attention.reference import compare
+from aule.ops.decode.config import FragmentDecodeConfig
+from aule.ops.decode.plan import decode_views, plan_decode
+from aule.ops.decode.sequences import E4M3, expect_decode
+from aule.target import NVIDIA_LAYOUT, Target
+from aule.tile.quantised import E4M3_HALF, floats, half_pairs
+
+ROW_HALVES = replace(fragments.target(), f16=True)
+NVIDIA = replace(ROW_HALVES, matrix_layout=NVIDIA_LAYOUT)
+VULKAN = replace(
+    NVIDIA, backend="vulkan", arch="", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"), bf16=False
+)
+
+
+def narrow(case: decode_cases.Case) -> decode_cases.Case:
+    """The same in a type that matrix units multiply."""
+    return replace(case, dtype="bf16") if case.dtype == "f32" else case
+
+
+CASES = [narrow(case) for case in decode_cases.cases() if case.id not in ("odd", "prefill")]
+
+
+def check(case: decode_cases.Case, target: Target, splits: int | None = None, **given: Any) -> None:
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case) | given)
+    config = plan_decode(problem, decode_views(operands, operands.q), target).steps[0].config
+    assert isinstance(config, FragmentDecodeConfig) == (target.backend == "cuda" or problem.quantised)
+    out, lse = plain.run(problem, operands, target, splits, subgroups=2)
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
+@pytest.fixture
+def nvidia_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes hold what mma.sync gives them, and not what the interpreter does."""
+    lanes, parts = np.arange(32)[:, None], np.arange(8)
+    row, col = (
+        sum((x >> i & 1) * w for x, weights in ((lanes, lane), (parts, part)) for i, w in enumerate(weights))
+        for lane, part in (
+            (NVIDIA_LAYOUT.lane_rows, NVIDIA_LAYOUT.part_rows), (NVIDIA_LAYOUT.lane_cols, NVIDIA_LAYOUT.part_cols),
+        )
+    )  # fmt: skip
+
+    def get(m: Machine, op: Op) -> Step:
+        at = row[:, op.attrs["component"]], col[:, op.attrs["component"]]
+        return collective._collective(m, op, m.apply(op, lambda x: x[:, at[0], at[1]].reshape(-1)))
+
+    def pack(m: Machine, op: Op) -> Step:
+        def together(*parts: Any) -> Any:
+            whole = np.zeros((len(m.lanes.first), 16, 16), parts[0].dtype)
+            whole[:, row, col] = np.stack(parts, axis=1).reshape(-1, 32, 8)
+            return whole
+
+        return collective._collective(m, op, m.apply(op, together))
+
+    for name, compiler in (("fragment_get", get), ("fragment_pack", pack)):
+        monkeypatch.setitem(interpret.__globals__["_COMPILERS"], name, compiler)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case: decode_cases.Case) -> None:
+    check(case, ROW_HALVES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parts_in_nvidias_layout(case: decode_cases.Case, nvidia_layout: None) -> None:
+    check(case, NVIDIA, 3)
+
+
+@pytest.mark.parametrize("cache", ["i8", "e4m3"])
+def test_as_for_vulkan(cache: str, nvidia_layout: None) -> None:
+    check(decode_cases.Case(cache, (40, 17), 2, (4, 1), (64, 64), "bf16", cache, 16), VULKAN)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_scales_of_any_size(dtype: str) -> None:
+    """Weights are fp16: those of values with tiny scales do not vanish, nor do those of large ones overflow."""
+    case = decode_cases.Case("scales", (70, 33), 1, (4, 1), (64, 64), dtype, "i8", 16)
+    rng = np.random.default_rng(5)
+    for low, high in ((-30, -10), (-16, 8), (0, 0)):
+        given = decode_cases.make(case)
+        factor = np.exp2(rng.uniform(low, high, given["v_scale"].shape)).astype(np.float32)
+        check(case, ROW_HALVES, v_scale=given["v_scale"] * factor)
+    zeros = decode_cases.make(case)["v_scale"] * 0
+    check(case, ROW_HALVES, v_scale=zeros)
+
+
+def test_queries_of_any_size() -> None:
+    """Rows of bf16 are brought into the range of fp16, each by its own power of two."""
+    case = decode_cases.Case("queries", (40, 12), 2, (4, 1), (64, 64), "bf16", "i8", 16)
+    given = decode_cases.make(case)
+    size = np.exp2(np.linspace(-100, 3, 16)).reshape(2, 4, 2, 1)
+    check(case, ROW_HALVES, q=(given["q"].astype(np.float64) * size).astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_some_rows_drop_does_not_leak(bad: float, nvidia_layout: None) -> None:
+    """Key 20 is seen by the last two of four tokens, whose results it makes infinite or NaN in one column."""
+    case = decode_cases.Case("wild", (22,), 4, (2, 1), (32, 32), "f16")
+    given = decode_cases.make(case)
+    given["v"][0, 0, 20, 3] = bad
+    problem, operands = decode_cases.problem_of(case, given)
+    out, lse = plain.run(problem, operands, NVIDIA, subgroups=1)
+    assert np.isfinite(lse).all() and np.isfinite(out[:, :, :2]).all()
+    assert np.isfinite(np.delete(out, 3, axis=3)).all()
+    np.testing.assert_array_equal(out[0, :, 2:, 3], np.full((2, 2), bad, np.float16))
+
+
+def test_the_maximum_may_grow_far() -> None:
+    """Scores that rise by hundreds along the keys: sums are rescaled on the way."""
+    case = decode_cases.Case("rising", (90, 40), heads=(2, 1), dtype="f16")
+    given = decode_cases.make(case)
+    rise = np.linspace(0, 60, given["k"].shape[2])[:, None]
+    check(case, ROW_HALVES, k=(np.abs(given["k"]) * rise).astype(np.float16), q=np.abs(given["q"]))
+
+
+@pytest.mark.parametrize("cache", ["i8", "e4m3"])
+def test_bytes_become_their_numbers(cache: str) -> None:
+    """All 256 of them, as fp16 and as fp32."""
+    b = Builder("bytes", 64)
+    words, out = b.buffer("words", u32), b.buffer("out", f32, "write")
+    t = b.thread_id()
+    word = b.load(words, t)
+    even, odd = (b.unpack(b.cast(b.bitcast(x, Vector(f16, 2)), f32)) for x in half_pairs(b, word, cache))
+    found = [even[0], odd[0], even[1], odd[1], *floats(b, word, cache), *floats(b, word, cache, halves=True)]
+    for i, x in enumerate(found):
+        b.store(out, t * 12 + i, x)
+    got = np.zeros((64, 3, 4), np.float32)
+    interpret(b.finish(), (1, 1, 1), [np.arange(256, dtype=np.uint8).view(np.uint32), got])
+    codes = np.arange(256, dtype=np.uint8)
+    wanted = codes.view(np.int8).astype(np.float32) if cache == "i8" else E4M3[codes].astype(np.float32)
+    unit = np.array([1, 1, 1] if cache == "i8" else [E4M3_HALF, 1, E4M3_HALF], np.float32)
+    numbers = np.isfinite(wanted)  # codes 127 and 255 of e4m3 are none
+    found = got.transpose(1, 0, 2).reshape(3, 256)
+    np.testing.assert_array_equal(found[:, numbers], (unit[:, None] * wanted)[:, numbers])
+
+
+def test_ptx_takes_bytes_two_at_a_time() -> None:
+    """A mask and a sign in one instruction, and fp16 in pairs."""
+    b = Builder("bytes", 32)
+    words, out = b.buffer("words", u32), b.buffer("out", u32, "write")
+    for i, pair in enumerate(half_pairs(b, b.load(words, b.thread_id()), "i8")):
+        b.store(out, b.thread_id() * 2 + i, pair)
+    text = codegen.generate(b.finish(), "ptx").text
+    assert text.count("lop3.b32") == 2 and text.count("sub.rn.f16x2") == 2
