@@ -17,8 +17,10 @@ from aule.api import (
     decode_attention,
     flash_attention,
     flash_attention_paged,
+    flash_attention_rope,
     flash_attention_varlen,
     merge_states,
+    precompute_rope_frequencies,
 )
 from aule.context import Aule, Tensor
 from aule.errors import (
@@ -98,6 +100,7 @@ __all__ = [
     "dispatch_stats",
     "flash_attention",
     "flash_attention_paged",
+    "flash_attention_rope",
     "flash_attention_varlen",
     "geglu",
     "get_available_backends",
@@ -109,6 +112,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_linear",
     "merge_states",
+    "precompute_rope_frequencies",
     "print_backend_info",
     "register_flash_attention_impl",
     "reset_dispatch_stats",

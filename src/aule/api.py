@@ -7,7 +7,8 @@ from typing import Any
 
 from aule.context import Aule
 from aule.errors import InvalidArgumentError, InvalidDtypeError
-from aule.frontends import by_type, front_end
+from aule.frontends import by_type, front_end, maker
+from aule.ops.attention.rope import frequencies, rope_tables
 from aule.options import AttentionOptions, DecodeOptions
 
 
@@ -24,6 +25,8 @@ def flash_attention(
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    rope: tuple[Any, Any] | None = None,
+    rope_interleaved: bool = False,
     dropout_p: float = 0.0,
     seed: int | None = None,
     causal_align: str = "bottom-right",
@@ -59,6 +62,16 @@ def flash_attention(
         ``[heads_q]`` or ``[batch, heads_q]``: ``-slope * |i - j|`` is added.
     sinks : float32 array, optional
         ``[heads_q]``: one further logit per head that takes part in softmax and has no value.
+    rope : (cos, sin), optional
+        Rotate the rows of q and k by their positions, inside the kernel (rotary position embedding); float32 or the
+        dtype of q, ``[positions, rotary_dim // 2]`` or ``[batch, positions, rotary_dim // 2]``. The first
+        ``rotary_dim`` columns are rotated. Tables of more than ``head_dim // 2`` columns are taken for transformers'
+        ``[..., rotary_dim]``, whose second half repeats the first. Key ``j`` has row ``j`` of the tables, and a query
+        that of the key it stands at by ``causal_align``, causal or not: the last query that of the last key
+        (``"bottom-right"``), or query ``i`` row ``i`` (``"top-left"``). With more queries than keys, bottom-right,
+        the queries begin at row 0. So ``max(seq_q, seq_kv)`` positions are needed. No gradient for cos and sin.
+    rope_interleaved : bool
+        Columns ``2 i`` and ``2 i + 1`` are a pair (GPT-J); otherwise ``i`` and ``i + rotary_dim // 2`` (Llama).
     dropout_p : float
         Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
     seed : int, optional
@@ -89,9 +102,10 @@ def flash_attention(
         The kind, dtype and device of ``q``. A row with nothing to attend to is zero, its log-sum-exp -inf. Host arrays
         come back finished; on a GPU the result is ordered after the call like any other work on the stream.
     """
+    cos, sin = (None, None) if rope is None else rope_tables("flash_attention", rope)
     options = AttentionOptions(
-        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
-        deterministic, out, backend, precision,
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, cos, sin, rope_interleaved, dropout_p, seed,
+        causal_align, return_lse, deterministic, out, backend, precision,
     )  # fmt: skip
     found = by_type.get(type(q))  # a call saved, where every repeated one passes
     return (front_end(q) if found is None else found).flash_attention(q, k, v, options)
@@ -143,6 +157,8 @@ def flash_attention_varlen(
     bias: None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    rope: tuple[Any, Any] | None = None,
+    rope_interleaved: bool = False,
     dropout_p: float = 0.0,
     seed: int | None = None,
     causal_align: str = "bottom-right",
@@ -170,20 +186,84 @@ def flash_attention_varlen(
         Not for packed batches.
     alibi_slopes : float32 array, optional
         ``[heads_q]`` or ``[batch, heads_q]``.
-    causal, scale, window, softcap, sinks, dropout_p, seed, causal_align, return_lse, deterministic, out, backend
-        As in `flash_attention`. Positions count within each sequence; for dropout sequence ``i`` is batch ``i``.
+    causal, scale, window, softcap, sinks, rope, rope_interleaved, dropout_p, seed, causal_align, return_lse, \
+    deterministic, out, backend
+        As in `flash_attention`. Positions count within each sequence; for dropout and rope sequence ``i`` is batch
+        ``i``.
 
     Returns
     -------
     array or (array, array)
         ``[total_q, heads_q, value_dim]`` and, with ``return_lse``, float32 ``[heads_q, total_q]``.
     """
+    cos, sin = (None, None) if rope is None else rope_tables("flash_attention_varlen", rope)
     options = AttentionOptions(
-        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, dropout_p, seed, causal_align, return_lse,
-        deterministic, out, backend,
+        causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, cos, sin, rope_interleaved, dropout_p, seed,
+        causal_align, return_lse, deterministic, out, backend,
     )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return front_end(q).flash_attention_varlen(q, k, v, *offsets, options)
+
+
+def flash_attention_rope(
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, causal: bool = True, scale: float | None = None, **options: Any
+) -> Any:
+    """Attention with rotary position embeddings of q and k.
+
+    It is ``flash_attention(rope=(cos, sin))``.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for `flash_attention`.
+    cos, sin : array
+        ``[positions, rotary_dim // 2]``, as `precompute_rope_frequencies` gives them; more in `flash_attention`.
+    causal : bool
+        Row ``i`` attends to keys up to its own position.
+    scale : float, optional
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    **options
+        Every other option of `flash_attention`.
+
+    Returns
+    -------
+    array or (array, array)
+        As `flash_attention` returns it.
+    """
+    return flash_attention(q, k, v, causal=causal, scale=scale, rope=(cos, sin), **options)
+
+
+def precompute_rope_frequencies(
+    seq_len: int, head_dim: int, base: float = 10000.0, device: Any = None, dtype: Any = None
+) -> tuple[Any, Any]:
+    """Cosines and sines of rotary position embeddings.
+
+    Parameters
+    ----------
+    seq_len : int
+        Positions, from 0 on.
+    head_dim : int
+        Columns to rotate; even.
+    base : float
+        Pair ``i`` turns by ``base ** (-2 i / head_dim)`` with each position.
+    device : torch.device or str, optional
+        Give torch tensors there; otherwise, unless ``dtype`` is one of torch, NumPy arrays.
+    dtype : dtype, optional
+        Default float32. They are computed in float64 and rounded once.
+
+    Returns
+    -------
+    cos, sin : array
+        ``[seq_len, head_dim // 2]``.
+    """
+    if head_dim < 2 or head_dim % 2 or seq_len < 0:
+        raise InvalidArgumentError(
+            f"[precompute_rope_frequencies] expected an even head_dim >= 2 and seq_len >= 0, got {head_dim} and "
+            f"{seq_len}; pass the number of columns to rotate"
+        )
+    cos, sin = frequencies(seq_len, head_dim, base)
+    end = maker(device, dtype)
+    return end.make(cos, device, dtype), end.make(sin, device, dtype)
 
 
 def decode_attention(

@@ -26,11 +26,12 @@ from aule.errors import (
 )
 from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.rope import rope_tables
 from aule.ops.attention.validate import Operands, attention_problem, checked_dropout, checked_seed
 from aule.runtime.base import Allocation, Device
 from aule.view import ITEMSIZE, TensorView, contiguous_strides
 
-_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks")
+_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "rope_cos", "rope_sin")
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "bool"}
 
 
@@ -171,7 +172,8 @@ class Aule:
     def attention_gpu(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **options: Any) -> None:
         """Attention from tensors into a tensor: no host copy, no allocation, asynchronous.
 
-        Options are those of `aule.flash_attention`; ``mask``, ``bias``, ``alibi_slopes`` and ``sinks`` are tensors.
+        Options are those of `aule.flash_attention`; ``mask``, ``bias``, ``alibi_slopes``, ``sinks`` and the two of
+        ``rope`` are tensors.
         ``causal`` is False by default. With ``dropout_p`` a few bytes are allocated for the seed, and given back.
         """
         self._attention(q, k, v, out, None, options)
@@ -238,6 +240,7 @@ class Aule:
     ) -> tuple[AttentionProblem, Operands]:
         """Validate a call on tensors of this context."""
         device = self._open()
+        options["rope_cos"], options["rope_sin"] = rope_tables("attention_gpu", options.pop("rope", None))
         arrays = {name: options.pop(name) for name in _ARRAYS if options.get(name) is not None}
         given: dict[str, Tensor] = {"q": q, "k": k, "v": v, **arrays}
         for name, tensor in (given | results).items():

@@ -17,6 +17,9 @@ class AttentionOptions(NamedTuple):
     bias: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
+    rope_cos: Any = None
+    rope_sin: Any = None
+    rope_interleaved: bool = False
     dropout_p: float = 0.0
     seed: Any = None
     causal_align: str = "bottom-right"
@@ -33,6 +36,7 @@ class AttentionOptions(NamedTuple):
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,
+            "rope_interleaved": self.rope_interleaved,
             "dropout_p": self.dropout_p,
             "causal_align": self.causal_align,
             "return_lse": self.return_lse,
@@ -43,6 +47,7 @@ class AttentionOptions(NamedTuple):
     def arrays(self) -> dict[str, Any]:
         """The options that are arrays and were given, as `attention_problem` names them; a seed once it is one."""
         given = {"mask": self.mask, "bias": self.bias, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        given |= {"rope_cos": self.rope_cos, "rope_sin": self.rope_sin}
         given["seed"] = None if isinstance(self.seed, int) else self.seed
         return {name: array for name, array in given.items() if array is not None}
 

@@ -67,16 +67,17 @@ def broadcast(view: TensorView, shape: tuple[int, ...], axes: tuple[int | None, 
         0 if axis is None or (view.shape[axis] == 1 and n != 1) else view.strides[axis]
         for n, axis in zip(shape, axes, strict=True)
     )
-    return _over(view, shape, strides)
+    return restride(view, shape, strides)
 
 
 def every_nth(view: TensorView, step: int, count: int | None = None) -> TensorView:
     """Every ``step``-th column, at most ``count`` of them."""
     columns = -(-view.shape[-1] // step) if count is None else count
-    return _over(view, (*view.shape[:-1], columns), (*view.strides[:-1], view.strides[-1] * step))
+    return restride(view, (*view.shape[:-1], columns), (*view.strides[:-1], view.strides[-1] * step))
 
 
-def _over(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+def restride(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+    """The same memory with another shape and other strides; read-only in host memory, since axes may overlap."""
     storage = view.storage
     if isinstance(storage, np.ndarray):
         steps = tuple(stride * storage.itemsize for stride in strides)

@@ -15,6 +15,7 @@ import ml_dtypes
 import msl_shim
 import numpy as np
 import pytest
+import rope_cases
 
 from aule.engine import probe
 from aule.engine.attention import backward_on_host, forward_on_host, host_view
@@ -107,6 +108,14 @@ def judge(device: Device, arrays: dict[str, Any], problem: AttentionProblem, ope
 def test_forward_and_gradients(device: Device, dtype: str, dim: int, options: dict[str, Any]) -> None:
     """Odd lengths, two query heads to a key head."""
     judge(device, *made(dtype, (1, 4, 75, dim), (1, 2, 83, dim), (1, 2, 83, dim), **options))
+
+
+def test_rope(device: Device) -> None:
+    """Rows are rotated where they lie in memory of 16 bits, and gradients back through it."""
+    case = rope_cases.Case("bf16", (64, 64), 48, (40, 51), tables="batch")
+    inputs = rope_cases.make_inputs(case)
+    problem, operands = rope_cases.case_problem(case, inputs)
+    judge(device, rope_cases.reference_arrays(inputs, operands), problem, operands)
 
 
 CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "bf16")]

@@ -68,7 +68,7 @@ def prepare_forward(
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
     """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
     views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
-    for name in ("mask", "bias", "alibi", "sinks", "seed", "cu_q", "cu_k"):
+    for name in ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin", "cu_q", "cu_k"):
         view = getattr(operands, name)
         if view is not None:
             views[name] = view

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from aule.errors import InvalidDtypeError
 
@@ -50,6 +51,11 @@ def front_end(array: object, op: str = "flash_attention") -> ModuleType:
     if found is None:
         found = by_type[type(array)] = _find(array, op)
     return found
+
+
+def maker(device: Any, dtype: Any) -> ModuleType:
+    """The front end of new arrays: PyTorch's where a device or a dtype of it is named, else NumPy's."""
+    return _numpy() if device is None and type(dtype).__module__ != "torch" else _torch()
 
 
 def _find(array: object, op: str) -> ModuleType:

@@ -96,6 +96,11 @@ def to_precision(array: Array, precision: str) -> Array:
         return array.astype(dtype, copy=False)
 
 
+def make(array: Array, device: None, dtype: Any) -> Array:
+    """A result of float64 in a dtype, by default float32."""
+    return array.astype(dtype or np.float32)
+
+
 def seeded(options: AttentionOptions) -> AttentionOptions:
     """The options with the words of a seed where weights are dropped: the given one, or a new one."""
     if isinstance(options.seed, np.ndarray):

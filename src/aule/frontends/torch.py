@@ -231,6 +231,11 @@ def to_precision(tensor: Any, precision: str) -> Any:
     return tensor.to(_PRECISIONS[precision])
 
 
+def make(array: Any, device: Any, dtype: Any) -> Any:
+    """A NumPy array of float64 as a tensor on a device, by default the CPU, in a dtype, by default float32."""
+    return torch.from_numpy(array).to(dtype or torch.float32).to(device or "cpu")
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,14 +244,19 @@ def needs_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> bool:
     if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
         return True
     mask, bias, slopes, sinks, out = options.mask, options.bias, options.alibi_slopes, options.sinks, options.out
-    if mask is None and bias is None and slopes is None and sinks is None and out is None:
+    cos = options.rope_cos
+    if mask is None and bias is None and slopes is None and sinks is None and cos is None and out is None:
         return False
-    return any(getattr(x, "requires_grad", False) for x in (mask, bias, slopes, sinks, out))
+    return any(getattr(x, "requires_grad", False) for x in (mask, bias, slopes, sinks, cos, options.rope_sin, out))
+
+
+CONSTANT = ("alibi_slopes", "rope_cos", "rope_sin")
+"""Options that are tensors of floats and have no gradient."""
 
 
 def check_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
     """Refuse what has no gradient but wants one."""
-    for name in ("alibi_slopes", "out"):
+    for name in (*CONSTANT, "out"):
         if getattr(getattr(options, name), "requires_grad", False):
             raise no_gradient(name, f"detach {name}, which has no gradient here")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -341,8 +351,10 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, options: AttentionOptions) -> Any:
         out, lse = with_lse(q, k, v, options, training=True)
-        ctx.options = options._replace(mask=None, bias=None, sinks=None, seed=None)  # kept as saved tensors
-        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks, options.seed)
+        # Tensors are kept as such.
+        ctx.options = options._replace(mask=None, bias=None, sinks=None, rope_cos=None, rope_sin=None, seed=None)
+        tables = options.rope_cos, options.rope_sin
+        ctx.save_for_backward(q, k, v, out, lse, mask, bias, sinks, *tables, options.seed)
         shown = lse.to(torch.float32)
         ctx.mark_non_differentiable(shown)
         return out, shown
@@ -350,8 +362,8 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
         # Raises when one of them was changed in place since.
-        q, k, v, out, lse, mask, bias, sinks, seed = ctx.saved_tensors
-        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, seed=seed)
+        q, k, v, out, lse, mask, bias, sinks, cos, sin, seed = ctx.saved_tensors
+        options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, rope_cos=cos, rope_sin=sin, seed=seed)
         with torch.no_grad():
             found = gradients(q, k, v, out, lse, dout, options, ctx.needs_input_grad[3:6])
         return (*last(found, dout, *ctx.saved_tensors), None)
@@ -402,8 +414,8 @@ class PreparedLaunch:
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
     (
-        causal, scale, window, softcap, mask, bias, alibi, sinks, dropout_p, _, align, want_lse, _, out, backend,
-        precision,
+        causal, scale, window, softcap, mask, bias, alibi, sinks, cos, sin, interleaved, dropout_p, _, align, want_lse,
+        _, out, backend, precision,
     ) = options  # fmt: skip
     if scale is not None and isinstance(scale, torch.Tensor):
         return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
@@ -416,6 +428,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         )  # fmt: skip
         if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
             key += tuple(signature(x) for x in (mask, bias, alibi, sinks, out))
+        if cos is not None or sin is not None:
+            key += (signature(cos), signature(sin), interleaved)
         found = _launches.get(key)
     except AttributeError:
         require_tensor(k, "k")
@@ -482,18 +496,26 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
         aligned["o"] = options.out.data_ptr() % 16 == 0
+    aligned |= tables_aligned(options)
     launch = prepare_forward(problem, memory, device, aligned)
     start = None
     if launch.plan.grid[0]:
         scalars = launch.arguments(dict.fromkeys((*memory, "lse")))
         start = device.prepare(launch.program, launch.plan.grid, scalars).launch
     fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
+    fields |= {"cos": "rope_cos", "sin": "rope_sin"}
     extra = tuple(fields[name] for name in launch.buffers if name in fields)
     # `_on_cuda` puts pointers together without looking at names.
     ends = ("lse",) if options.return_lse else ()
     assert launch.buffers == ("q", "k", "v", "o", *(n for n in launch.buffers if n in fields), *ends), launch.buffers
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
+
+
+def tables_aligned(options: AttentionOptions) -> dict[str, bool]:
+    """Whether the tables of rope start at multiples of 16 bytes, by the names of their buffers."""
+    tables = {"cos": options.rope_cos, "sin": options.rope_sin}
+    return {name: x.data_ptr() % 16 == 0 for name, x in tables.items() if x is not None}
 
 
 _gradient_launches: dict[Any, Any] = {}
@@ -523,7 +545,7 @@ def device_gradients(
     key = (
         *(signature(x) for x in (*given.values(), *arrays.values())), *arrays, options.causal, options.scale,
         options.window, options.softcap, options.causal_align, options.backend, want_scores, options.dropout_p,
-        options.deterministic,
+        options.deterministic, options.rope_interleaved,
     )  # fmt: skip
     ready = _gradient_launches.get(key)
     if ready is None:
@@ -538,7 +560,7 @@ def device_gradients(
         return [grad.zero_() for grad in grads], ds
     memory = given | arrays | {"lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
     memory |= {name: torch.empty(count, dtype=torch.float32, device=q.device) for name, count in workspace.items()}
-    memory["alibi"], memory["ds"] = options.alibi_slopes, ds
+    memory |= {"alibi": options.alibi_slopes, "cos": options.rope_cos, "sin": options.rope_sin, "ds": ds}
     for launch, buffers in launches:
         run(launch, [memory[name] for name in buffers])
     return grads, ds
@@ -557,7 +579,7 @@ def _prepare_gradients(
     score_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
     if want_scores:
         memory["ds"] = TensorView("f32", score_shape, contiguous_strides(score_shape), "cuda", None)
-    aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()}
+    aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()} | tables_aligned(options)
     ready = prepare_backward(problem, memory, device, aligned)
     launches = []
     for step, loaded in ready.steps:

@@ -29,7 +29,7 @@ from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
 
 _MAX_SIGNATURES = 1024
-_BUFFERS = {"alibi_slopes": "alibi"}
+_BUFFERS = {"alibi_slopes": "alibi", "rope_cos": "cos", "rope_sin": "sin"}
 """Names of buffers that are not those of the options."""
 _BITS = {"bf16": torch.uint16, "e4m3": torch.uint8}
 """What elements are viewed as that NumPy has not."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from aule.errors import AuleError
-from aule.frontends.torch import autocast, check_gradients, gradients, no_second_derivative, with_lse
+from aule.frontends.torch import CONSTANT, autocast, check_gradients, gradients, no_second_derivative, with_lse
 from aule.frontends.torch_host import no_gradient
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import Mapped, one_by_one
@@ -26,13 +26,14 @@ from aule.ops.attention.validate import Operands, attention_problem, window_side
 from aule.options import AttentionOptions
 from aule.view import TensorView
 
-_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "seed")
+_ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "rope_cos", "rope_sin", "seed")
 """Options that are tensors, in the order of the operators' arguments."""
 _PLAIN = {
     "causal": "bool",
     "scale": "float?",
     "window": "int[]",
     "softcap": "float",
+    "rope_interleaved": "bool",
     "dropout_p": "float",
     "causal_align": "str",
     "deterministic": "bool",
@@ -132,8 +133,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 
 def _backward(call: Any, ctx: Any, dout: Any) -> tuple[Any, ...]:
     needs = dict(zip(_ARRAYS, ctx.needs_input_grad[3:], strict=False))
-    if needs["alibi_slopes"]:
-        raise no_gradient("alibi_slopes", "detach alibi_slopes, which has no gradient here")
+    for name in CONSTANT:
+        if needs[name]:
+            raise no_gradient(name, f"detach {name}, which has no gradient here")
     *tensors, out, lse = ctx.saved_tensors
     wanted = [needs[name] for name in _ADDED]
     dq, dk, dv, *added = call(dout, out, lse, *tensors, *ctx.plain, wanted)
@@ -234,13 +236,14 @@ def _mapped(info: Any, dims: Sequence[Any], arguments: Sequence[Any]) -> Mapped 
     _checked(single["q"], single["k"], single["v"], options)
     if options.dropout_p > 0:
         return None
-    folds = ("q", "k", "v", "mask", "bias", "alibi_slopes")
+    folds = ("q", "k", "v", "mask", "bias", *CONSTANT)
     return mapped if all(name in folds or dim is None for name, (_, dim) in tensors.items()) else None
 
 
 def _folded(mapped: Mapped, dims: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     result = [mapped.fold(x, dim) for x, dim in zip(arguments[:3], dims[:3], strict=True)]
     folds = {"mask": mapped.fold_scores, "bias": mapped.fold_scores, "alibi_slopes": mapped.fold_slopes}
+    folds |= {"rope_cos": mapped.fold_table, "rope_sin": mapped.fold_table}
     for name, x, dim in zip(_ARRAYS, arguments[3:], dims[3:], strict=False):
         result.append(folds[name](x, dim) if x is not None and name in folds else x)
     return [*result, *arguments[_TENSORS:]]

@@ -23,7 +23,18 @@ from aule.engine.attention import (
 )
 from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
-from aule.frontends.torch import autocast, device_view, dispatches, last, needs_gradient, raw_stream, route, signature
+from aule.frontends.torch import (
+    CONSTANT,
+    autocast,
+    device_view,
+    dispatches,
+    last,
+    needs_gradient,
+    raw_stream,
+    route,
+    signature,
+    tables_aligned,
+)
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_views import checked_out, refuse_tracing, require_tensor
 from aule.ops.attention.problem import AttentionProblem
@@ -48,7 +59,7 @@ def flash_attention_varlen(
     call = _Call(_offsets("cu_seqlens_q", cu_q, q), _offsets("cu_seqlens_k", cu_k, q), max_q, max_k, options)
     wants_gradient = torch.is_grad_enabled() and needs_gradient(q, k, v, options)
     if wants_gradient:
-        for name in ("alibi_slopes", "out"):
+        for name in (*CONSTANT, "out"):
             if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
                 raise _no_gradient(f"{name}=", f"detach {name}, or leave it away")
     drives = route(q, options) == "cuda" and not _elsewhere(options)
@@ -190,6 +201,7 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
     ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
     memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
+    memory |= {"cos": options.rope_cos, "sin": options.rope_sin}
     _launch(ready, memory, q)
 
     def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
@@ -242,7 +254,7 @@ def _plan_forward(
     if device is None or device.index != q.device.index:
         raise DeviceMismatchError(f"[{OP}] expected tensors on {backend}, got {q.device}; move them or drop backend=")
     layout = named(operands, _turned_view(out, q))
-    aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))}
+    aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))} | tables_aligned(call.options)
     launch = prepare_forward(problem, layout, device, aligned)
     launches: tuple[tuple[Any, tuple[str, ...]], ...] = ()
     if launch.plan.grid[0]:
@@ -257,7 +269,8 @@ def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str,
     for name in ("dq", "dk", "dv"):
         shape = (1, *memory[name].shape)
         views[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), str(q.device), None)
-    aligned = {name: memory[name].data_ptr() % 16 == 0 for name in ("q", "k", "v", "o", "do")}
+    names = ("q", "k", "v", "o", "do", *(("cos", "sin") if problem.rope is not None else ()))
+    aligned = {name: memory[name].data_ptr() % 16 == 0 for name in names}
     ready = prepare_backward(problem, views, device, aligned)
     launches = []
     for step, loaded in ready.steps:

@@ -53,6 +53,10 @@ class Mapped:
         """Slopes of ALiBi, for each head or for each head of each batch."""
         return self.fold(x, dim, 2) if isinstance(dim, int) or x.dim() == 2 else x
 
+    def fold_table(self, x: Any, dim: Any) -> Any:
+        """Cosines or sines of positions, for all or for each batch."""
+        return self.fold(x, dim, 3) if isinstance(dim, int) or x.dim() == 3 else x
+
     def unfold(self, x: Any) -> Any:
         """A result with the mapped axis first."""
         return x.reshape(self.size, *(self.batch, *x.shape[1:])[_ROWS - self.rank :])

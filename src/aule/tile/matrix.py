@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, element, i32
+
+if TYPE_CHECKING:
+    from aule.tile.rotary import Rotary
 
 QUAD = 4
 """Elements that travel together from global memory."""
@@ -27,6 +31,8 @@ class Matrix:
         In elements; a column stride of None means 1.
     aligned : bool
         Every quad of a row starts at a multiple of four elements, so it can travel as one vector.
+    rotary : Rotary or None
+        Rows are to be rotated by whoever brings them in.
     """
 
     buffer: Value
@@ -36,6 +42,7 @@ class Matrix:
     row_stride: Value
     col_stride: Value | None
     aligned: bool
+    rotary: Rotary | None = field(default=None, kw_only=True)
 
     @property
     def elem(self) -> Scalar:
@@ -59,9 +66,10 @@ class Matrix:
             inside = b.min(col, self.cols - width)
             vector = b.load(self.buffer, start + self.index(b, inside), width)
             return b.select(col < self.cols, vector, b.splat(b.const(0, self.elem), width))
-        return b.vector([self._load(b, start, col + i, cols_padded) for i in range(width)])
+        return b.vector([self.load(b, start, col + i, cols_padded) for i in range(width)])
 
-    def _load(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
+    def load(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
+        """One element, likewise."""
         if cols_padded == self.cols:
             return b.load(self.buffer, start + self._offset(b, col))
         value = b.load(self.buffer, start + self._offset(b, b.min(col, self.cols - 1)))

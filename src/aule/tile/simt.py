@@ -29,6 +29,7 @@ from aule.ir.types import Scalar, f32, i32
 from aule.target import Target
 from aule.tile.math import is_finite
 from aule.tile.matrix import QUAD, Matrix, divmod_const
+from aule.tile.rotary import Angles, Rotary
 
 PAD = 4
 LANES_PER_COLUMN = 2
@@ -183,10 +184,25 @@ class Stager:
     barrier that follows its last readers.
     """
 
-    def __init__(self, engine: Simt, elem: Scalar, quads: int, stage: Value, stage_size: int) -> None:
+    def __init__(
+        self,
+        engine: Simt,
+        elem: Scalar,
+        quads: int,
+        stage: Value,
+        stage_size: int,
+        angles: tuple[Scalar, int] | None = None,
+    ) -> None:
+        """``angles``, where quads are rotated on their way: the type of the tables, and how many angles a quad has."""
         b = engine.b
         zero = b.splat(b.const(0, elem), QUAD)
         self.registers: list[Var] = [b.var(zero, "fetched") for _ in range(quads)]
+        # What it takes to rotate each quad: cosines, sines and, where they are not in it, the partners.
+        self.turns: list[list[Var]] = [[] for _ in range(quads)]
+        if angles is not None:
+            angle = b.splat(b.const(0, angles[0]), angles[1])
+            kinds = [angle, angle, zero] if angles[1] == QUAD else [angle, angle]
+            self.turns = [[b.var(kind, "turn") for kind in kinds] for _ in range(quads)]
         self.stage = stage
         self.stage_size = stage_size
         self.step = b.var(b.const(0, i32), "step")
@@ -197,6 +213,14 @@ class Stager:
         step = self.step.value + 1
         self.step.value = step
         self.offset.value = (step & 1) * self.stage_size
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a row begins in memory, and its angles where it is rotated."""
+
+    start: Value
+    angles: Angles | None = None
 
 
 @dataclass(frozen=True)
@@ -304,13 +328,13 @@ class Simt:
 
     # -- staging ---------------------------------------------------------------------------------------------------
 
-    def stager(self, elem: Scalar) -> Stager:
+    def stager(self, elem: Scalar, angles: tuple[Scalar, int] | None = None) -> Stager:
         """The pipeline through which Q, K and V come in."""
         first = self.k_chunk.per_thread(self.shape.threads)
         if not self.shape.resident_q:
             first += self.q_chunk.per_thread(self.shape.threads)
         quads = max(first, self.v_chunk.per_thread(self.shape.threads))
-        return Stager(self, elem, quads, self.stage, self.stage_size)
+        return Stager(self, elem, quads, self.stage, self.stage_size, angles)
 
     def _place(self, chunk: Chunk, i: int) -> tuple[Value, Value, Value]:
         """Which row and column of a chunk this thread's ``i``-th quad is, and its number. Neighbouring lanes go along a
@@ -320,36 +344,56 @@ class Simt:
         row, quad = divmod_const(self.b, number, chunk.cols // QUAD)
         return row, quad * QUAD, number
 
-    def row_starts(self, chunk: Chunk, source: Matrix, row: Value) -> list[Value]:
+    def row_starts(self, chunk: Chunk, source: Matrix, row: Value) -> list[Row]:
         """Where the rows that this thread fetches of a chunk begin in memory; to be kept while only columns change."""
-        starts = []
+        b, starts = self.b, []
         for i in range(chunk.per_thread(self.shape.threads)):
             r, _, _ = self._place(chunk, i)
             if chunk.quads % self.shape.threads:
-                r = self.b.min(r, chunk.rows - 1)
-            starts.append(source.row_start(self.b, row + r))
+                r = b.min(r, chunk.rows - 1)
+            rotary = source.rotary
+            angles = None if rotary is None else rotary.angles(b, row + r)
+            starts.append(Row(source.row_start(b, row + r), angles))
         return starts
 
     def fetch(
-        self, stager: Stager, first: int, chunk: Chunk, source: Matrix, starts: list[Value], col: Value, cols: int
+        self, stager: Stager, first: int, chunk: Chunk, source: Matrix, starts: list[Row], col: Value, cols: int
     ) -> None:
         """Start loading the chunk whose rows begin at ``starts``, from column ``col`` on, into the stager's registers
         from number ``first`` on."""
-        for i, start in enumerate(starts):
+        b = self.b
+        for i, row in enumerate(starts):
             _, c, _ = self._place(chunk, i)
-            stager.registers[first + i].value = source.load_quad(self.b, start, col + c, cols)
+            stager.registers[first + i].value = source.load_quad(b, row.start, col + c, cols)
+            if source.rotary is not None and row.angles is not None:
+                found = [*source.rotary.fetch_angles(b, row.angles, col + c, QUAD)]
+                partners = source.rotary.fetch_partners(b, source, row.start, col + c, cols, QUAD)
+                found += [] if partners is None else [partners]
+                for variable, value in zip(stager.turns[first + i], found, strict=True):
+                    variable.value = value
 
     def commit(
-        self, stager: Stager, first: int, chunk: Chunk, scale: Value | None = None, finite: bool = False
+        self,
+        stager: Stager,
+        first: int,
+        chunk: Chunk,
+        scale: Value | None = None,
+        finite: bool = False,
+        rotated: tuple[Rotary, Value, int] | None = None,
     ) -> list[tuple[Value, Value | None]]:
         """Write a fetched chunk into the current stage, as fp32 and scaled, and with zeros for Inf and NaN where
         ``finite`` asks for it. Returns the quads, each with the condition under which it belongs to the chunk (None:
-        always)."""
+        always). ``rotated`` says how, from which column on it was fetched, and how many there are with padding."""
         b = self.b
         written: list[tuple[Value, Value | None]] = []
         for i in range(chunk.per_thread(self.shape.threads)):
             r, c, number = self._place(chunk, i)
             quad = b.cast(stager.registers[first + i].value, f32)
+            if rotated is not None:
+                rotary, col, cols = rotated
+                cos, sin, *others = (variable.value for variable in stager.turns[first + i])
+                partners = [x for other in others for x in b.unpack(b.cast(other, f32))]
+                quad = b.vector(rotary.turn(b, b.unpack(quad), partners, (cos, sin), col + c, cols))
             if scale is not None:
                 quad = quad * scale
             if finite:
@@ -380,10 +424,22 @@ class Simt:
             number = self.thread + i * self.shape.threads
             r, quad = divmod_const(b, number, self.head_cols // QUAD)
             with b.if_(number < quads):
-                value = source.load_quad(b, source.row_start(b, row + r), quad * QUAD, self.head_cols)
-                quad_values = b.cast(value, f32) if scale is None else b.cast(value, f32) * scale
+                start, col = source.row_start(b, row + r), quad * QUAD
+                value = b.cast(source.load_quad(b, start, col, self.head_cols), f32)
+                if source.rotary is not None:
+                    value = b.vector(self._turned(source, row + r, start, col, b.unpack(value)))
+                quad_values = value if scale is None else value * scale
                 for e, x in enumerate(b.unpack(quad_values)):
                     b.store(memory, (quad * QUAD + e) * self.q_stride + r, x)
+
+    def _turned(self, source: Matrix, row: Value, start: Value, col: Value, x: list[Value]) -> list[Value]:
+        """A quad of Q, rotated."""
+        b, rotary = self.b, source.rotary
+        assert rotary is not None
+        angles = rotary.fetch_angles(b, rotary.angles(b, row), col, QUAD)
+        other = rotary.fetch_partners(b, source, start, col, self.head_cols, QUAD)
+        partners = [] if other is None else b.unpack(b.cast(other, f32))
+        return rotary.turn(b, x, partners, angles, col, self.head_cols)
 
     # -- products --------------------------------------------------------------------------------------------------
 

@@ -24,10 +24,12 @@ from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import BackwardConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import quad_angles, rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
 from aule.tile.matrix import QUAD, Matrix
+from aule.tile.rotated_simt import turn_back
 from aule.tile.simt import Chunk, RegisterTile, Simt, Stager, padded, wave_size
 from aule.tile.sums import TileSums
 
@@ -48,7 +50,7 @@ class _Phase:
 
     chunks: int
     fetch: Callable[[Value], None]
-    commit: Callable[[], None]
+    commit: Callable[[Value], None]
     multiply: Callable[[Value], None]
 
 
@@ -74,18 +76,20 @@ class _Kernel:
             first += engine.q_chunk.per_thread(threads)
         chunks = [engine.row_chunk(dim) for dim in (config.head_dim, config.value_dim)]
         quads = max(first, *(chunk.per_thread(threads) for chunk in chunks))
-        self.stager = Stager(engine, SCALARS[config.dtype], quads, engine.stage, engine.stage_size)
+        elem, angles = SCALARS[config.dtype], quad_angles(config)
+        self.stager = Stager(engine, elem, quads, engine.stage, engine.stage_size, angles)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, first = self.config, self.scores.extent.first(name)
-        return self.p.matrix(
-            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
-        )
+        config, scores = self.config, self.scores
+        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
+        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        aligned = cols % QUAD == 0
-        first = self.scores.extent.first(name)
-        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        aligned, scores = cols % QUAD == 0, self.scores
+        first = scores.extent.first(name)
+        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     scores: Scores
 
@@ -107,10 +111,13 @@ class _Kernel:
             engine.fetch(stager, 0, engine.q_chunk, left, left_starts, chunk * shape.chunk_k, cols)
             engine.fetch(stager, second, engine.k_chunk, right, right_starts, chunk * shape.chunk_k, cols)
 
-        def commit() -> None:
+        def commit(chunk: Value) -> None:
+            operands = [(second, engine.k_chunk, right, scales[1])]
             if resident is None:
-                engine.commit(stager, 0, engine.q_chunk, scales[0])
-            engine.commit(stager, second, engine.k_chunk, scales[1])
+                operands.insert(0, (0, engine.q_chunk, left, scales[0]))
+            for first, piece, source, scale in operands:
+                rotated = None if source.rotary is None else (source.rotary, chunk * shape.chunk_k, cols)
+                engine.commit(stager, first, piece, scale, rotated=rotated)
 
         def multiply(chunk: Value) -> None:
             offset = stager.offset.value
@@ -138,8 +145,9 @@ class _Kernel:
             starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
             engine.fetch(stager, 0, piece, right, starts, self.b.const(0, i32), piece.cols)
 
-        def commit() -> None:
-            engine.commit(stager, 0, piece, scale, finite)
+        def commit(chunk: Value) -> None:
+            rotated = None if right.rotary is None else (right.rotary, self.b.const(0, i32), piece.cols)
+            engine.commit(stager, 0, piece, scale, finite, rotated)
 
         def multiply(chunk: Value) -> None:
             left = chunk * (shape.chunk_v * engine.q_stride)
@@ -158,8 +166,9 @@ class _Kernel:
             starts = engine.row_starts(piece, right, row + chunk * shape.chunk_v)
             engine.fetch(stager, 0, piece, right, starts, first, cols)
 
-        def commit() -> None:
-            engine.commit(stager, 0, piece, finite=True)
+        def commit(chunk: Value) -> None:
+            rotated = None if right.rotary is None else (right.rotary, first, cols)
+            engine.commit(stager, 0, piece, finite=True, rotated=rotated)
 
         def multiply(chunk: Value) -> None:
             left, stride = chunk * (shape.chunk_v * engine.k_stride), engine.k_stride
@@ -171,7 +180,7 @@ class _Kernel:
         """All chunks of a product whose first has been fetched; ``then`` starts to fetch what comes next."""
         b = self.b
         with b.loop(0, phase.chunks, name="chunk") as chunk:
-            phase.commit()
+            phase.commit(chunk)
             b.barrier()
             with b.if_(chunk + 1 < phase.chunks):
                 phase.fetch(chunk + 1)
@@ -269,6 +278,8 @@ class _Kernel:
 
     def store(self, tile: RegisterTile, out: Matrix, row0: Value, factor: Value | None) -> None:
         b = self.b
+        if out.rotary is not None:
+            turn_back(self.engine, tile, out, row0, self.shape.value_cols(out.cols))
         for r, row in enumerate(tile.values()):
             at = row0 + tile.row(r)
             with b.if_(at < out.rows):

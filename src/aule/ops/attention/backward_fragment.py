@@ -22,12 +22,14 @@ from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE, number_in_block
 from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer, row_stride
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
+from aule.tile.rotated_fragment import exchange_bytes, transfer_of, turned_back
 from aule.tile.simt import padded
 
 
@@ -75,28 +77,33 @@ class _Kernel:
         self.kept_stride = row_stride(width)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
         self.p_start = self.ds_start + rows * self.kept_stride
-        self.memory = b.shared("tiles", self.engine.elem, self.shape.backward_elements(*dims, config.sums))
+        size = self.shape.backward_elements(*dims, config.sums)
+        if config.rope is not None:
+            size = max(size, exchange_bytes(rows, config.head_dim) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, size)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, first = self.config, self.scores.extent.first(name)
-        return self.p.matrix(
-            name, self.scores.batch, head, rows, cols, config.unit[number], aligned=config.aligned[number], first=first
-        )
+        config, scores = self.config, self.scores
+        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
+        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        first, aligned = self.scores.extent.first(name), cols % RUN == 0
-        return self.p.matrix(name, self.scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        scores = self.scores
+        first, aligned = scores.extent.first(name), cols % RUN == 0
+        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """The way of the others' rows. With one stage they must wait in registers until everyone is done."""
-        return self.engine.transfer(matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
+        return transfer_of(self.engine, matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def load_own(self) -> None:
         """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
         for matrix, start in zip(self.own, self.own_start, strict=True):
-            transfer = self.engine.transfer(matrix, self.shape.block_q, self.memory)
+            transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
             transfer.clear_padding(start, 1)
             transfer.start(self.row0, start)
             transfer.finish(start)
@@ -250,7 +257,11 @@ class _Kernel:
     def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
         b, run = self.b, self.engine.run
         first = self.part * self.result_width(which)
-        for r, row in enumerate(tile.values()):
+        if out.rotary is None:
+            values = tile.values()
+        else:
+            values = turned_back(self.engine, self.memory, tile, out, (self.row0, self.subgroup_row, first))
+        for r, row in enumerate(values):
             at = self.row0 + self.subgroup_row + tile.row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):

@@ -6,6 +6,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.config import DeltaConfig, RoundConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotary_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange, place_in_block
 from aule.tile.matrix import QUAD, divmod_const
@@ -60,7 +61,8 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     b = Builder("attention_round", config.threads)
     index: Scalar = i64 if config.index64 else i32
     elem, dim, run = SCALARS[config.dtype], config.head_dim, config.run
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
+    scores = ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim, rope=config.rope, rope_unit=config.rope_unit)
+    p = Parameters(b, scores, index)
     sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
     factor, seq_q = p.number("dq_factor", f32), p.number("seq_q")
     number = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * config.threads + b.thread_id()
@@ -69,9 +71,19 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
         head_number, row = line // seq_q, line % seq_q
         col = strip * run
         above = head_number * p.number("row_tiles")
-        places = [_place_in_sums(b, config, target, above, row, col + i) for i in range(run)]
-        values = b.vector([b.load(sums, place) * factor for place in places])
-        b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(values, elem))
+
+        def read(columns: list[Value]) -> list[Value]:
+            places = [_place_in_sums(b, config, target, above, row, column) for column in columns]
+            return [b.load(sums, place) * factor for place in places]
+
+        values = read([col + i for i in range(run)])
+        if config.rope is not None:
+            rotary = rotary_of(p, "dq", head_number // p.number("heads_q"), p.number("shift"))
+            apart = not rotary.interleaved or run == 1
+            partners = read([rotary.partner(b, col + i) for i in range(run)]) if apart else []
+            angles = rotary.fetch_angles(b, rotary.angles(b, row), col, run)
+            values = rotary.turn(b, values, partners, angles, col, dim, back=True)
+        b.store(out, b.cast(line, index) * dim + b.cast(col, index), b.cast(b.vector(values), elem))
     return b.finish()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from aule.ops.attention.problem import Rope
 from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
 
@@ -36,6 +37,10 @@ class ScoreConfig:
         How keys lie; pages go with ``lens``.
     unit : tuple of bool
         For q, k, v, o: the head dimension has stride 1.
+    rope : Rope or None
+        q and k are rotated, and the gradients rotated back.
+    rope_unit, rope_aligned : bool
+        Rows of the tables have stride 1, and can be read as vectors as long as those of q, k, v.
     """
 
     dtype: str
@@ -54,6 +59,9 @@ class ScoreConfig:
     lens: bool = False
     paging: Paging = "none"
     unit: tuple[bool, ...] = (True, True, True, True)
+    rope: Rope | None = None
+    rope_unit: bool = True
+    rope_aligned: bool = False
 
     @property
     def everywhere(self) -> bool:
@@ -187,6 +195,9 @@ class RoundConfig:
     threads: int
     index64: bool
     shape: SimtShape | None
+    rope: Rope | None = None
+    """dQ is rotated back."""
+    rope_unit: bool = True
 
     @property
     def run(self) -> int:

@@ -15,11 +15,13 @@ from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.forward_fragment import build_forward_fragment
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
 from aule.ops.attention.scores import Extent
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
 from aule.tile.matrix import Matrix
-from aule.tile.simt import RegisterTile, Simt, wave_size
+from aule.tile.rotary import Rotary
+from aule.tile.simt import RegisterTile, Row, Simt, wave_size
 
 KERNEL_NAME = "flash_attention"
 
@@ -102,7 +104,7 @@ class _Stream:
 
     def __init__(self, b: Builder, config: ForwardConfig, engine: Simt, block: _Block) -> None:
         self.b, self.config, self.engine, self.block = b, config, engine, block
-        self.stager = engine.stager(block.k.elem)
+        self.stager = engine.stager(block.k.elem, quad_angles(config))
         self.flags = b.shared("value_flags", i32, 2)
         if engine.q is not None:
             engine.load_resident(engine.q, block.q, block.row0, block.scale)
@@ -126,9 +128,10 @@ class _Stream:
         with b.loop(0, chunks, name="chunk") as chunk:
             first = 0
             if engine.q is None:
-                engine.commit(self.stager, 0, engine.q_chunk, self.block.scale)
+                rotated = self._rotated(self.block.q, chunk)
+                engine.commit(self.stager, 0, engine.q_chunk, self.block.scale, rotated=rotated)
                 first = engine.q_chunk.per_thread(shape.threads)
-            engine.commit(self.stager, first, engine.k_chunk)
+            engine.commit(self.stager, first, engine.k_chunk, rotated=self._rotated(self.block.k, chunk))
             b.barrier()
             with b.if_(chunk + 1 < chunks):
                 self._fetch_k(k_starts, chunk + 1)
@@ -196,10 +199,15 @@ class _Stream:
         with b.if_(_fold(b, "or", bad)):
             b.atomic("max", self.flags, step & 1, step + 1)
 
-    def _k_starts(self, tile: Value) -> list[Value]:
+    def _rotated(self, source: Matrix, chunk: Value) -> tuple[Rotary, Value, int] | None:
+        if source.rotary is None:
+            return None
+        return source.rotary, chunk * self.config.shape.chunk_k, self.engine.head_cols
+
+    def _k_starts(self, tile: Value) -> list[Row]:
         return self.engine.row_starts(self.engine.k_chunk, self.block.k, tile * self.config.shape.block_kv)
 
-    def _fetch_k(self, k_starts: list[Value], chunk: Value) -> None:
+    def _fetch_k(self, k_starts: list[Row], chunk: Value) -> None:
         engine, block, shape = self.engine, self.block, self.config.shape
         col, first = chunk * shape.chunk_k, 0
         if engine.q is None:
@@ -217,7 +225,8 @@ class _Stream:
 class _Block:
     """The parameters of the kernel, and the place of this workgroup's block in the problem.
 
-    Parameters are declared in this order: buffers q, k, v, o, then mask, bias, alibi, sinks, seed, lse where present;
+    Parameters are declared in this order: buffers q, k, v, o, then mask, bias, alibi, sinks, seed, cos, sin, lse where
+    present;
     then for each of them its strides and offset; then lengths and numbers. `plan.py` fills them in by name.
     """
 
@@ -232,6 +241,9 @@ class _Block:
         slopes = b.buffer("alibi_ptr", f32) if config.alibi else None
         sinks = b.buffer("sinks_ptr", f32) if config.sinks else None
         seed = b.buffer("seed_ptr", u32) if config.dropout else None
+        parameters = Parameters(b, config, self.index)
+        if config.rope is not None:
+            declare_tables(parameters)
         self.lse = b.buffer("lse_ptr", f32, "write") if config.lse else None
 
         if not config.packed:
@@ -255,13 +267,15 @@ class _Block:
         kv_head = self.head // group
         self.extent: Extent | None = None
         if config.packed:
-            parameters = Parameters(b, config, self.index)
             self.extent = Extent.of(parameters, self.batch)
             self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
             self.exists = self.exists & (self.row0 < self.seq_q)
 
         self.q = self._matrix("q", q, self.head, self.seq_q, config.head_dim, 0)
         self.k = self._matrix("k", k, kv_head, self.seq_kv, config.head_dim, 1)
+        if config.rope is not None:
+            self.q = rotating(parameters, "q", self.q, self.batch, self.shift)
+            self.k = rotating(parameters, "k", self.k, self.batch, self.shift)
         self.v = self._matrix("v", v, kv_head, self.seq_kv, config.value_dim, 2)
         self.o = self._matrix("o", o, self.head, self.seq_q, config.value_dim, 3)
         if self.extent is not None:

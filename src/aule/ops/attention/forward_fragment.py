@@ -25,12 +25,14 @@ from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import RUN, Fragments, FragmentTile, row_stride
 from aule.tile.math import EXPONENTS, LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
+from aule.tile.rotated_fragment import transfer_of
 from aule.tile.simt import padded
 
 LAG = 8.0
@@ -94,6 +96,7 @@ class _Forward:
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
         p.buffer("o", SCALARS[config.dtype], "write")  # the fourth, as callers may rely on; the log-sum-exp is the last
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
+        self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))
 
         self.dropout = scores.dropout()
         self.engine = engine = Fragments(b, target, shape, config.factor or config.dtype)
@@ -105,7 +108,7 @@ class _Forward:
         self.k_size, self.v_size = k, v
         self.k_stride, self.v_stride = row_stride(config.head_dim), row_stride(config.value_dim)
         self.k_depth = padded(config.head_dim, SIZE) // SIZE
-        self.keys = engine.transfer(self.k, shape.block_kv, self.memory)
+        self.keys = transfer_of(engine, self.k, shape.block_kv, self.memory)
         self.values = engine.transfer(self.v, shape.block_kv, self.memory)
 
         self._order_tiles()
@@ -302,7 +305,7 @@ class _Forward:
         """Bring in the block's rows of Q; returns what gives the fragments of 16 columns, one for each 16 rows."""
         b, engine, shape = self.b, self.engine, self.shape
         start = b.const(0, i32)
-        transfer = engine.transfer(self.q, shape.block_q, self.memory)
+        transfer = transfer_of(engine, self.q, shape.block_q, self.memory)
         transfer.clear_padding(start, 1)
         transfer.start(self.row0, start)
         transfer.finish(start)

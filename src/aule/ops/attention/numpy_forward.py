@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.rope import rotate
 from aule.ops.attention.validate import Operands
 from aule.ops.elements import as_float, stored
 from aule.view import TensorView
@@ -73,6 +74,7 @@ class _Forward:
         self.sinks = None if operands.sinks is None else operands.sinks.storage.reshape(-1, problem.group)
 
         self.seed = None if operands.seed is None else operands.seed.storage.view(np.uint32)
+        self.tables = [as_float(x.storage, x.dtype) for x in (operands.cos, operands.sin) if x is not None]
 
         # Query heads that share K and V are rows of one product. Small heads are batched until a tile is full.
         self.rows = max(1, min(problem.seq_q, _TILE_ROWS // problem.group))
@@ -98,7 +100,7 @@ class _Forward:
         p = self.problem
         # Once per head, not once per tile: conversion to fp32, and a copy where BLAS could not read the strides.
         first, last = self._reach(slice(0, p.seq_q))
-        k = _readable(self.k[b, h, first:last], p.dtype)
+        k = self._rotated(_readable(self.k[b, h, first:last], p.dtype), b, first + p.rope_starts[1])
         v = _readable(self.v[b, h, first:last], p.dtype)
         for rows in _slices(0, p.seq_q, self.rows):
             acc, m, total = self._rows(b, h, rows, k, v, first)
@@ -108,11 +110,20 @@ class _Forward:
             if self.lse is not None:
                 self.lse[b, h, :, rows] = (m + np.log(total)).reshape(shape)
 
+    def _rotated(self, x: Array, b: slice, first: int) -> Array:
+        """Rows ``[batch, ..., rows, head_dim]`` from position ``first`` on, rotated where the problem says so."""
+        if self.problem.rope is None:
+            return x
+        cos, sin = (t[b, 0, first : first + x.shape[-2]] for t in self.tables)
+        between = (slice(None), *(None,) * (x.ndim - 3))
+        return rotate(self.problem.rope, x, cos[between], sin[between])
+
     def _rows(self, b: slice, h: slice, rows: slice, k: Array, v: Array, offset: int) -> tuple[Array, Array, Array]:
         """Unnormalised output, running maximum and running sum of one block of query rows."""
         p = self.problem
         count = rows.stop - rows.start
-        q = as_float(self.q[b, h, :, rows], p.dtype) * self.work(p.scale / p.softcap if p.softcap else p.scale)
+        q = self._rotated(as_float(self.q[b, h, :, rows], p.dtype), b, rows.start + p.rope_starts[0])
+        q = q * self.work(p.scale / p.softcap if p.softcap else p.scale)
         q = q.reshape(*q.shape[:2], p.group * count, p.head_dim)
         head = (*q.shape[:2], p.group * count)
         acc = np.zeros((*head, p.value_dim), dtype=self.work)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from aule.errors import InvalidArgumentError
 from aule.ops.attention.backward import build_backward
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.backward_rows import build_delta, build_round
@@ -33,6 +34,7 @@ from aule.tile.arrangement import SIZE
 from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
+from aule.tile.rotated_fragment import exchange_bytes
 from aule.tile.simt import SimtShape
 from aule.tile.sums import TileSums
 from aule.view import TensorView
@@ -74,9 +76,9 @@ def plan_forward(
     ----------
     views : dict
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
-        ``sinks``, ``seed``): four-dimensional, with device strides and offsets.
+        ``sinks``, ``seed``, ``cos``, ``sin``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
-        For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     preferred : SimtShape or FragmentShape, optional
@@ -97,12 +99,19 @@ def plan_forward(
         shape = shape or choose_fragments(target, problem.precision, *dims, masked, in_registers)
         if shape is None:
             raise refused(problem, target)
+        if not rotates_runs(problem):
+            raise InvalidArgumentError(
+                f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
+                f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
+            )
     elif not strided and problem.modifiers == 0:
         shape = shape or preferred
-    shape = shape or choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+    if shape is None and rotates_runs(problem):
+        shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
-    memory: dict[str, Any] = {
-        "aligned": aligned(RUN if isinstance(shape, FragmentShape) else QUAD),
+    run = RUN if isinstance(shape, FragmentShape) else QUAD
+    memory: dict[str, Any] = rope_options(views, run, aligned_base) | {
+        "aligned": aligned(run),
         "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
     }
@@ -140,7 +149,7 @@ def plan_backward(
         forward pass is the buffer ``lse``. With ``ds``, fp32 ``[batch, heads_q, seq_q, seq_kv]`` and zero before, the
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
-        For q, k, v, o, do: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, do, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
@@ -165,7 +174,7 @@ def plan_backward(
     units = (unit["o"], unit["do"])
     adds = "ds" not in views and _can_add(problem, target)
     keys_shape = shapes[1] if shapes else None
-    keys_shape = keys_shape or choose_backward_fragments(target, problem.dtype, *dims, "keys")
+    keys_shape = keys_shape or _backward_fragments(problem, target, "keys")
     keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
     clear = problem.batch * problem.heads_q * row_tiles * tile_size
@@ -188,11 +197,11 @@ def plan_backward(
         store_scores = of == "queries" and "ds" in views
         shape = keys_shape if of == "keys" else shapes[0] if shapes else None
         if shape is None and not store_scores:
-            shape = choose_backward_fragments(target, problem.dtype, *dims, of)
+            shape = _backward_fragments(problem, target, of)
         shape = shape or choose_backward_shape(target, max(dims), dims[:1])
         common = score_options(problem) | {
             "lse": False, "of": of, "shape": shape, "index64": index64, "unit": tuple(unit[n] for n in names),
-        }  # fmt: skip
+        } | rope_options(views, RUN if isinstance(shape, FragmentShape) else QUAD, aligned_base)  # fmt: skip
         each = -(-length // shape.block_q)
         grid = grid_of("flash_attention", each * heads, target)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
@@ -206,10 +215,20 @@ def plan_backward(
     if not sums:
         return StepPlan(tuple(steps), {"delta": rows})
     added_by = None if isinstance(keys_shape, FragmentShape) else keys_shape
-    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, added_by)
+    unit_tables = rope_options(views)["rope_unit"]
+    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, added_by, problem.rope, unit_tables)
     grid = grid_of("flash_attention", -(-rows * problem.head_dim // finish.run // _ROUND_THREADS), target)
     steps.append(Step(finish, build_round, grid, numbers))
     return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
+
+
+def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
+    """Tiles of a backward kernel on matrix units; None where there are none, or where they cannot rotate."""
+    shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
+    if shape is None or problem.rope is None:
+        return shape
+    fits = exchange_bytes(shape.block_q, problem.head_dim) <= target.max_shared_bytes
+    return shape if rotates_runs(problem) and fits else None
 
 
 def _can_add(problem: AttentionProblem, target: Target) -> bool:
@@ -262,6 +281,25 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "lse": problem.return_lse,
         "dropout": problem.dropout_p > 0,
         "packed": packed,
+        "rope": problem.rope,
+    }
+
+
+def rotates_runs(problem: AttentionProblem) -> bool:
+    """Whether kernels for matrix units can rotate as the problem says: they do whole runs of columns."""
+    rope = problem.rope
+    return rope is None or (rope.dim if rope.interleaved else rope.half) % RUN == 0
+
+
+def rope_options(
+    views: Mapping[str, TensorView], run: int = QUAD, aligned_base: Mapping[str, bool] | None = None
+) -> dict[str, Any]:
+    """The fields of a `ScoreConfig` that the tables of cosines and sines decide; ``run`` elements travel together."""
+    tables = {name: views[name] for name in ("cos", "sin") if name in views}
+    base_ok = aligned_base or {}
+    return {
+        "rope_unit": all(view.strides[3] == 1 or view.shape[3] == 1 for view in tables.values()),
+        "rope_aligned": bool(tables) and all(aligned_rows(v, run) and base_ok.get(n, True) for n, v in tables.items()),
     }
 
 
@@ -302,6 +340,7 @@ def view_scalars(views: Mapping[str, TensorView]) -> dict[str, int | float]:
         scalars[f"{name}_offset"] = view.offset
         if len(view.strides) == 4:
             scalars[f"{name}_row_stride"], scalars[f"{name}_col_stride"] = view.strides[2:]
+            scalars[f"{name}_rows"] = view.shape[2]
         for axis, stride in enumerate(view.strides[:2]):
             scalars[f"{name}_stride{axis}"] = stride
     return scalars

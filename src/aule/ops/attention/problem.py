@@ -10,13 +10,38 @@ UNBOUNDED = -1
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: pairs of columns of q and k are rotated by angles that depend on the position.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the tables of cosines and sines, whose rows are positions and whose columns are pairs.
+    dim : int
+        Columns that are rotated, the first ones; even.
+    interleaved : bool
+        Column ``2 i`` is paired with ``2 i + 1``; otherwise ``i`` with ``i + dim // 2``.
+    """
+
+    dtype: str
+    dim: int
+    interleaved: bool
+
+    @property
+    def half(self) -> int:
+        """Pairs of columns, which is columns of a table."""
+        return self.dim // 2
+
+
+@dataclass(frozen=True)
 class AttentionProblem:
     """What is to be computed. Shapes and options are valid by construction (`validate.py` makes it from views).
 
     For query row ``i`` and key ``j`` of one head, with ``shift = seq_kv - seq_q`` when ``causal_align`` is
     ``"bottom-right"`` and 0 when it is ``"top-left"``, and ``t = i + shift`` the key that row ``i`` stands at:
 
-    1. ``s = scale * dot(q[i], k[j])``
+    1. ``s = scale * dot(q[i], k[j])``; where ``rope``, q and k are rotated before, by the angles of positions that
+       differ by ``t - j`` (`rope_starts`)
     2. ``s = softcap * tanh(s / softcap)`` when ``softcap > 0``
     3. ``s += mask[i, j]`` (additive) ``+ bias[i, j] - slope * |t - j|``, each where present
     4. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window) and ``mask[i, j]`` (boolean);
@@ -54,11 +79,17 @@ class AttentionProblem:
     packed: tuple[int, int] | None = None
     """Sequences of different lengths one behind the other (`varlen.py`): how many query rows and keys there are in all.
     ``batch`` then counts sequences, and ``seq_q`` and ``seq_kv`` are the longest; which is how long is an operand."""
+    rope: Rope | None = None
 
     @property
     def shift(self) -> int:
         """Key position of query row 0."""
         return self.seq_kv - self.seq_q if self.causal_align == "bottom-right" else 0
+
+    @property
+    def rope_starts(self) -> tuple[int, int]:
+        """Positions of query row 0 and of key 0: the one that stands further to the left is at 0."""
+        return max(self.shift, 0), max(-self.shift, 0)
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -82,8 +113,8 @@ class AttentionProblem:
 
     @property
     def modifiers(self) -> int:
-        """Steps between scores and the second product, band and softmax apart: each costs a kernel registers."""
-        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap, self.dropout_p)))
+        """Steps beside the products, band and softmax: each costs a kernel registers."""
+        return sum(map(bool, (self.mask, self.bias, self.alibi, self.softcap, self.dropout_p, self.rope)))
 
     @property
     def group(self) -> int:

@@ -7,7 +7,7 @@ problem's own precision, is from right. A backend may be twice as far off (fp16,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.rope import exactly, rotate
 
 Array = npt.NDArray[Any]
 F64 = npt.NDArray[np.float64]
@@ -53,6 +54,8 @@ def attention_reference(
     alibi: Array | None = None,
     sinks: Array | None = None,
     seed: Array | None = None,
+    cos: Array | None = None,
+    sin: Array | None = None,
     first_batch: int = 0,
 ) -> tuple[F64, F64]:
     """Attention as `AttentionProblem` defines it, in fp64.
@@ -70,6 +73,8 @@ def attention_reference(
         ``[heads_q]``.
     seed : ndarray, optional
         The words of the seed (`aule.ops.attention.dropout.seed_words`), where the problem drops weights.
+    cos, sin : ndarray, optional
+        ``[positions, rope.half]``, with leading axes that broadcast to ``[batch, 1]``.
     first_batch : int
         What dropout takes the first batch to be the number of.
 
@@ -84,7 +89,7 @@ def attention_reference(
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
     lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch=first_batch):
+        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch):
             s = (part.q @ part.k.T) * problem.scale
             if problem.softcap > 0:
                 s = problem.softcap * np.tanh(s / problem.softcap)
@@ -112,6 +117,8 @@ def attention_twin(
     alibi: Array | None = None,
     sinks: Array | None = None,
     seed: Array | None = None,
+    cos: Array | None = None,
+    sin: Array | None = None,
     first_batch: int = 0,
 ) -> F64:
     """The same attention, naive and in the problem's own precision: the measuring rod for `tolerance`.
@@ -122,7 +129,7 @@ def attention_twin(
 
     Parameters
     ----------
-    problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch
+    problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch
         As in `attention_reference`.
 
     Returns
@@ -130,15 +137,21 @@ def attention_twin(
     out : ndarray
         float64 ``[batch, heads_q, seq_q, value_dim]`` holding values of the problem's dtype.
     """
+    return _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin, first_batch=first_batch)[0]
+
+
+def _twin(problem: AttentionProblem, *arrays: Any, first_batch: int = 0) -> tuple[F64, F64]:
+    """The twin, and its log-sum-exp; ``arrays`` are all those of `attention_twin`."""
     work = np.float64 if problem.dtype == "f64" else np.float32
     root = np.sqrt(abs(problem.scale))
     out = np.zeros((problem.batch, problem.heads_q, problem.seq_q, problem.value_dim))
+    lse = np.full((problem.batch, problem.heads_q, problem.seq_q), -np.inf)
 
     def rounded(values: Array) -> Array:
         return rounded_to(values.astype(work), problem.dtype)
 
     with np.errstate(all="ignore"):
-        for part in parts(problem, q, k, v, mask, bias, alibi, sinks, seed, first_batch=first_batch):
+        for part in parts(problem, *arrays, rounded=rounded, first_batch=first_batch):
             s = rounded(rounded(part.q * np.copysign(root, problem.scale)) @ rounded(part.k * root).T)
             if problem.softcap > 0:
                 s = rounded(rounded(np.tanh(rounded(s / work(problem.softcap)))) * work(problem.softcap))
@@ -153,7 +166,8 @@ def attention_twin(
             p = rounded(np.divide(p, total, out=np.zeros_like(p), where=total != 0))
             p = rounded(p * part.factor)
             out[part.where] = rounded(_product(p, part.v.astype(work), part.keep))
-    return out
+            lse[part.where] = (m + np.log(total))[:, 0]
+    return out, lse
 
 
 def tolerance(problem: AttentionProblem, reference: Array, twin: Array | None = None) -> float:
@@ -210,6 +224,8 @@ class Expected:
     lse: F64
     twin: F64 | None
     """None for fp32 and fp64, whose tolerance does not need it."""
+    lse_twin: F64 | None = None
+    """Where q and k are rotated in half precision, whose products may take them rounded."""
 
 
 def expect(
@@ -222,12 +238,16 @@ def expect(
     alibi: Array | None = None,
     sinks: Array | None = None,
     seed: Array | None = None,
+    cos: Array | None = None,
+    sin: Array | None = None,
 ) -> Expected:
     """Reference, and twin where the tolerance needs one; arguments as in `attention_reference`."""
-    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks, seed)
+    out, lse = attention_reference(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
     half = problem.dtype in _MANTISSA_BITS
-    twin = attention_twin(problem, q, k, v, mask, bias, alibi, sinks, seed) if half else None
-    return Expected(out, lse, twin)
+    if not half:
+        return Expected(out, lse, None)
+    twin, lse_twin = _twin(problem, q, k, v, mask, bias, alibi, sinks, seed, cos, sin)
+    return Expected(out, lse, twin, None if problem.rope is None else lse_twin)
 
 
 @dataclass(frozen=True)
@@ -274,8 +294,10 @@ def compare(problem: AttentionProblem, got: Array, got_lse: Array | None, expect
     if got_lse is not None:
         lse_limit = lse_tolerance(problem, got_lse.dtype)
         lse_values = got_lse.astype(np.float64).reshape(expected.lse.shape)
-        finite = np.where(np.isfinite(expected.lse), np.abs(expected.lse), 1.0)
-        lse_errors = errors_of(lse_values, expected.lse) / np.maximum(1.0, finite)
+        size = np.maximum(1.0, np.where(np.isfinite(expected.lse), np.abs(expected.lse), 1.0))
+        lse_errors = errors_of(lse_values, expected.lse) / size
+        if expected.lse_twin is not None:
+            lse_limit = max(lse_limit, 2.0 * largest_error(expected.lse_twin / size, expected.lse / size))
         lse_error = float(np.max(lse_errors, initial=0.0))
         lse_ok = bool(lse_error <= lse_limit)
         message += f"; lse error {lse_error:.3g} of {lse_limit:.3g} allowed"
@@ -310,9 +332,13 @@ def parts(
     alibi: Array | None,
     sinks: Array | None,
     seed: Array | None,
+    cos: Array | None = None,
+    sin: Array | None = None,
     *,
-    first_batch: int,
+    rounded: Callable[[Array], Array] = exactly,
+    first_batch: int = 0,
 ) -> Iterator[Part]:
+    """The rows of a problem, head by head; where it rotates q and k they are rotated, with ``rounded`` steps."""
     p = problem
     scores = (p.batch, p.heads_q, p.seq_q, p.seq_kv)
     q = np.reshape(q, (p.batch, p.heads_q, p.seq_q, p.head_dim))
@@ -321,10 +347,12 @@ def parts(
     full_mask = None if mask is None else np.broadcast_to(mask, scores)
     full_bias = None if bias is None else np.broadcast_to(bias, scores)
     slopes = None if alibi is None else np.broadcast_to(alibi, (p.batch, p.heads_q))
+    angles = Angles(p, cos, sin)
 
     for b, h in np.ndindex(p.batch, p.heads_q):
         h_kv = h // p.group
         k64, v64 = to_f64(k[b, h_kv], p.dtype), to_f64(v[b, h_kv], p.dtype)
+        k64 = angles.rotate(k64, b, p.rope_starts[1], rounded)
         for start in range(0, p.seq_q, _ROWS):
             rows = slice(start, min(start + _ROWS, p.seq_q))
             where = (b, h, rows)
@@ -349,7 +377,33 @@ def parts(
                     raise ValueError("[attention_reference] expected the words of a seed with dropout_p > 0, got None")
                 mine = kept(p.dropout_p, seed, (first_batch + b) * p.heads_q + h, rows, slice(0, p.seq_kv))
                 factor = np.where(mine, keep_scale(p.dropout_p), 0.0)
-            yield Part(where, to_f64(q[where], p.dtype), k64, v64, keep, tuple(terms), sink, factor)
+            q64 = angles.rotate(to_f64(q[where], p.dtype), b, p.rope_starts[0] + start, rounded)
+            yield Part(where, q64, k64, v64, keep, tuple(terms), sink, factor)
+
+
+class Angles:
+    """The tables of a problem that rotates q and k, in fp64; without one nothing is rotated."""
+
+    def __init__(self, problem: AttentionProblem, cos: Array | None, sin: Array | None) -> None:
+        self.rope = problem.rope
+        self.tables: list[F64] = []
+        if self.rope is None:
+            return
+        if cos is None or sin is None:
+            raise ValueError("[attention_reference] expected cos and sin with rope, got None")
+        for table in (cos, sin):
+            values = to_f64(table, self.rope.dtype)[..., : self.rope.half]
+            values = values.reshape(-1, *values.shape[-2:])
+            self.tables.append(np.broadcast_to(values, (problem.batch, *values.shape[1:])))
+
+    def rotate(
+        self, x: Array, batch: int, first: int, rounded: Callable[[Array], Array] = exactly, back: bool = False
+    ) -> Array:
+        """Rows of a batch, of which the first stands at position ``first``."""
+        if self.rope is None:
+            return x
+        cos, sin = (table[batch, first : first + len(x)] for table in self.tables)
+        return rotate(self.rope, x, cos, sin, rounded, back)
 
 
 def _band(problem: AttentionProblem, distance: Array) -> npt.NDArray[np.bool_]:

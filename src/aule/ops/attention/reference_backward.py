@@ -10,6 +10,7 @@ import numpy as np
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import (
     F64,
+    Angles,
     Array,
     errors_of,
     largest_error,
@@ -78,8 +79,10 @@ def _gradients(
         return np.asarray(values) if exact else rounded_to(values.astype(work), p.dtype)
 
     with np.errstate(all="ignore"):
-        arrays = [extra.get(name) for name in ("mask", "bias", "alibi", "sinks", "seed")]
-        for part in parts(p, q, k, v, *arrays, first_batch=first_batch):
+        names = ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin")
+        arrays: dict[str, Any] = {name: extra.get(name) for name in names}
+        angles = Angles(p, extra.get("cos"), extra.get("sin"))
+        for part in parts(p, q, k, v, **arrays, rounded=rounded, first_batch=first_batch):
             b, h, rows = part.where
             do = to_f64(dout[b, h, rows], p.dtype).astype(work)
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))
@@ -101,8 +104,10 @@ def _gradients(
             delta = (do * rounded(dropped @ v_kept)).sum(axis=1, keepdims=True)
             ds = rounded(weights * (dp - delta) * (1 - bend * bend))
             k_kept = np.where(np.isfinite(part.k), part.k, 0).astype(work)
-            result["dq"][b, h, rows] = rounded(rounded(ds @ k_kept) * work(p.scale))
-            result["dk"][b, h // p.group] += rounded(rounded(ds.T @ part.q.astype(work)) * work(p.scale))
+            dq = rounded(rounded(ds @ k_kept) * work(p.scale))
+            dk = rounded(rounded(ds.T @ part.q.astype(work)) * work(p.scale))
+            result["dq"][b, h, rows] = angles.rotate(dq, b, p.rope_starts[0] + rows.start, rounded, back=True)
+            result["dk"][b, h // p.group] += angles.rotate(dk, b, p.rope_starts[1], rounded, back=True)
             result["dv"][b, h // p.group] += rounded(dropped.T @ do)
             if magnitude:
                 terms = weights * (np.abs(dp) + np.abs(delta)) * abs(p.scale)

@@ -16,7 +16,8 @@ import numpy as np
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.view import TensorView
+from aule.ops.attention.rope import rope_operands
+from aule.view import TensorView, restride
 
 MAX_HEAD_DIM = 256
 """Largest query and value head dimension."""
@@ -46,6 +47,8 @@ class Operands:
         f32 ``[heads_q]``.
     seed : TensorView or None
         Two words of 32 bits, low word first, where weights are dropped.
+    cos, sin : TensorView or None
+        ``[batch, 1, positions, rope.half]``, stride 0 on the batch axis when all batches share the tables.
     cu_q, cu_k : TensorView or None
         i32 ``[batch + 1]``, where sequences are packed: the rows of q, and of k and v, at which they begin, and where
         the last one ends. q, k and v then have a batch axis of length 1.
@@ -61,6 +64,8 @@ class Operands:
     alibi: TensorView | None = None
     sinks: TensorView | None = None
     seed: TensorView | None = None
+    cos: TensorView | None = None
+    sin: TensorView | None = None
     cu_q: TensorView | None = None
     cu_k: TensorView | None = None
     rank: int = 4
@@ -89,6 +94,9 @@ def attention_problem(
     bias: TensorView | None = None,
     alibi_slopes: TensorView | None = None,
     sinks: TensorView | None = None,
+    rope_cos: TensorView | None = None,
+    rope_sin: TensorView | None = None,
+    rope_interleaved: bool = False,
     dropout_p: float = 0.0,
     seed: TensorView | None = None,
     causal_align: str = "bottom-right",
@@ -111,6 +119,8 @@ def attention_problem(
         f32 ``[heads_q]`` or ``[batch, heads_q]``.
     sinks : TensorView, optional
         f32 ``[heads_q]``.
+    rope_cos, rope_sin : TensorView, optional
+        As `aule.ops.attention.rope.rope_operands` takes them.
     seed : TensorView, optional
         The words of a seed (`aule.ops.attention.dropout.seed_words`); needed where ``dropout_p > 0``, else ignored.
     op : str
@@ -128,6 +138,7 @@ def attention_problem(
     """
     _check_dtypes(op, q, k, v)
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    arrays |= {"rope_cos": rope_cos, "rope_sin": rope_sin}
     dropout_p = checked_dropout(op, dropout_p)
     _check_devices(op, arrays)
     rank = _check_rank(op, q, k, v)
@@ -136,6 +147,9 @@ def attention_problem(
 
     batch, heads_q, seq_q, head_dim = q4.shape
     score_shape = (batch, heads_q, seq_q, k4.shape[2])
+    rope, cos, sin = rope_operands(
+        op, rope_cos, rope_sin, rope_interleaved, (q.dtype, head_dim, batch), (seq_q, k4.shape[2])
+    )
     problem = AttentionProblem(
         batch=batch,
         heads_q=heads_q,
@@ -157,6 +171,7 @@ def attention_problem(
         return_lse=bool(return_lse),
         deterministic=checked_deterministic(op, deterministic),
         dropout_p=dropout_p,
+        rope=rope,
         precision=factor_type(op, precision, q.dtype),
     )
     operands = Operands(
@@ -168,6 +183,8 @@ def attention_problem(
         alibi=None if alibi_slopes is None else _alibi(op, alibi_slopes, batch, heads_q),
         sinks=None if sinks is None else _sinks(op, sinks, heads_q),
         seed=checked_seed_words(op, seed) if dropout_p else None,
+        cos=cos,
+        sin=sin,
         rank=rank,
     )
     return problem, operands
@@ -384,13 +401,13 @@ def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tupl
             f"[{op}] expected {name} that broadcasts to [batch, heads_q, seq_q, seq_kv] = {list(shape)}, "
             f"got {list(view.shape)}; give each axis its full length or 1"
         )
-    return _restride(view, shape, _broadcast_strides(view, given))
+    return restride(view, shape, _broadcast_strides(view, given))
 
 
 def _alibi(op: str, view: TensorView, batch: int, heads_q: int) -> TensorView:
     _check_f32(op, "alibi_slopes", view)
     if view.shape == (heads_q,):
-        return _restride(view, (batch, heads_q), (0, *view.strides))
+        return restride(view, (batch, heads_q), (0, *view.strides))
     if view.shape == (batch, heads_q):
         return view
     raise InvalidShapeError(
@@ -418,22 +435,13 @@ def _lift(view: TensorView) -> TensorView:
     lead = 4 - len(view.shape)
     if lead == 0:
         return view
-    return _restride(view, (1,) * lead + view.shape, (0,) * lead + view.strides)
+    return restride(view, (1,) * lead + view.shape, (0,) * lead + view.strides)
 
 
 def _broadcast_strides(view: TensorView, given: tuple[int, ...]) -> tuple[int, ...]:
     # An axis of length 1 is read at index 0 only: stride 0 also where nothing is broadcast gives one key per layout.
     strides = (0,) * (len(given) - len(view.shape)) + view.strides
     return tuple(0 if size == 1 else stride for size, stride in zip(given, strides, strict=True))
-
-
-def _restride(view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
-    storage = view.storage
-    if view.is_host:
-        # The host storage promises exactly the view's shape and strides; read-only because axes may overlap.
-        steps = tuple(stride * view.itemsize for stride in strides)
-        storage = np.lib.stride_tricks.as_strided(storage, shape, steps, writeable=False)
-    return TensorView(view.dtype, shape, strides, view.device, storage, view.offset)
 
 
 def _either(options: Any) -> str:

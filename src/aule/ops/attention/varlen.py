@@ -18,6 +18,7 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeErr
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import Array, Expected, attention_reference, attention_twin
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
+from aule.ops.attention.rope import rope_operands
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.view import TensorView
 
@@ -70,17 +71,23 @@ def varlen_problem(
             )
     batch = _check_offsets(op, cu_q, cu_k)
     slopes: TensorView | None = options.pop("alibi_slopes", None)
+    tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
     problem, operands = attention_problem(turned(q), turned(k), turned(v), op=op, **options)
     alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
+    longest = (
+        longest_sequence(op, "q", cu_q, q.shape[0], max_q), longest_sequence(op, "k", cu_k, k.shape[0], max_k),
+    )  # fmt: skip
+    rope, cos, sin = rope_operands(op, *tables, (problem.dtype, problem.head_dim, batch), longest)
     problem = replace(
         problem,
         batch=batch,
-        seq_q=longest_sequence(op, "q", cu_q, q.shape[0], max_q),
-        seq_kv=longest_sequence(op, "k", cu_k, k.shape[0], max_k),
+        seq_q=longest[0],
+        seq_kv=longest[1],
         packed=(q.shape[0], k.shape[0]),
         alibi=alibi is not None,
+        rope=rope,
     )
-    return problem, replace(operands, alibi=alibi, cu_q=cu_q, cu_k=cu_k)
+    return problem, replace(operands, alibi=alibi, cos=cos, sin=sin, cu_q=cu_q, cu_k=cu_k)
 
 
 def turned(view: TensorView) -> TensorView:
@@ -168,11 +175,17 @@ def pieces(problem: AttentionProblem, operands: Operands) -> Iterator[Piece]:
             q=_cut(operands.q, rows, 2),
             k=_cut(operands.k, keys, 2),
             v=_cut(operands.v, keys, 2),
-            alibi=None if operands.alibi is None else _cut(operands.alibi, slice(i, i + 1), 0),
+            alibi=_of_sequence(operands.alibi, i),
+            cos=_of_sequence(operands.cos, i),
+            sin=_of_sequence(operands.sin, i),
             cu_q=None,
             cu_k=None,
         )
         yield Piece(i, own, own_operands, rows, keys)
+
+
+def _of_sequence(view: TensorView | None, number: int) -> TensorView | None:
+    return None if view is None else _cut(view, slice(number, number + 1), 0)
 
 
 def _cut(view: TensorView, part: slice, axis: int) -> TensorView:
@@ -214,5 +227,5 @@ def expect_varlen_gradients(problem: AttentionProblem, operands: Operands, dout:
 
 
 def _arrays(operands: Operands) -> dict[str, Any]:
-    names = ("q", "k", "v", "alibi", "sinks", "seed")
+    names = ("q", "k", "v", "alibi", "sinks", "seed", "cos", "sin")
     return {name: getattr(operands, name).storage for name in names if getattr(operands, name) is not None}

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule.ops.attention.problem import Rope
+from aule.ops.attention.rope import rotate
 from aule.ops.elements import as_float, stored
 from aule.ops.kvcache.problem import QUANTISED, TINY, AppendProblem
 from aule.view import TensorView
@@ -34,7 +36,8 @@ def append(problem: AppendProblem, views: Mapping[str, TensorView]) -> None:
         if rotated:
             cos, sin = (as_float(views[angle].storage, views[angle].dtype) for angle in ("cos", "sin"))
             at = np.clip(positions, 0, len(cos) - 1)
-            values = _rotated(problem, values, cos[at][:, None], sin[at][:, None])
+            rope = Rope("f32", problem.rotary_dim, problem.interleaved)
+            values = rotate(rope, values, cos[at][:, None], sin[at][:, None])
         if problem.quantize is None:
             cache[to] = stored(values, problem.dtype)
         else:
@@ -67,19 +70,6 @@ def _e4m3(values: Array) -> Array:
         0x80
     )
     return code.astype(np.uint8)
-
-
-def _rotated(problem: AppendProblem, values: Array, cos: Array, sin: Array) -> Array:
-    """Rows ``[tokens, heads, dim]`` turned by the angles of ``[tokens, 1, rotary_dim / 2]``."""
-    result, half = values.copy(), problem.rotary_dim // 2
-    if problem.interleaved:
-        first, second = slice(0, problem.rotary_dim, 2), slice(1, problem.rotary_dim, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    x, y = values[..., first], values[..., second]
-    result[..., first] = x * cos - y * sin
-    result[..., second] = y * cos + x * sin
-    return result
 
 
 def copy_pages(pairs: Array, arrays: Mapping[str, Array]) -> None:

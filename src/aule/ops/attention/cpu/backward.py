@@ -18,16 +18,18 @@ and dS once more by keys. Q is not scaled then (that would round it), but the sc
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, i32, i64
+from aule.ir.types import SCALARS, Scalar, i32, i64
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import CpuBackwardConfig, CpuDeltaConfig, GatherConfig
 from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotary_of, rotating
 from aule.ops.attention.scores import Reach, Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
 from aule.tile.matrix import Matrix
+from aule.tile.rotated_vector import rotated_rows, rows_in, turn_row
 from aule.tile.vector import Operand, Vectors, work_type
 
 
@@ -81,7 +83,8 @@ class _Backward:
         self.parts = self.p.buffer("dq_parts", work, "readwrite")
 
     def _matrix(self, name: str, head: Value, rows: Value, cols: int, unit: bool) -> Matrix:
-        return self.p.matrix(name, self.batch, head, rows, cols, unit, first=self.scores.extent.first(name))
+        found = self.p.matrix(name, self.batch, head, rows, cols, unit, first=self.scores.extent.first(name))
+        return rotating(self.p, name, found, self.batch, self.scores.shift)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -107,6 +110,8 @@ class _Backward:
                     self._score_gradients(head, row0, count, key0, k_rows, wild)
                     self._key_gradients(row0, count, key0, keys)
             self._store_keys(key0, keys)
+        if self.config.rope is not None:
+            self._turn_parts()
 
     def _part(self, head: Value, row: Value) -> Value:
         """Where a row of this task's part of dQ begins."""
@@ -119,6 +124,16 @@ class _Backward:
         number = (self.batch * self.heads + head) * self.splits + self.split
         return (engine.index(number) * engine.index(seq_q) + engine.index(row)) * self.head_cols
 
+    def _turn_parts(self) -> None:
+        """This task's part of dQ, all of which it has by now, rotated back; its sum with the others' is linear."""
+        b, engine, scores, dim = self.b, self.engine, self.scores, self.config.head_dim
+        rotary = rotary_of(self.p, "dq", self.batch, scores.shift)
+        with b.loop(b.const(0, i32), self.group, name="member") as member:
+            head = self.kv_head * self.group + member
+            with b.loop(b.const(0, i32), scores.seq_q, name="row") as row:
+                part, start = rows_in(engine, self.parts, scores.seq_q, dim, self.head_cols), self._part(head, row)
+                turn_row(engine, rotary, row, part, start, part, start, back=True)
+
     def _clear_parts(self) -> None:
         b, engine = self.b, self.engine
         with b.loop(b.const(0, i32), self.group, name="member") as member:
@@ -130,9 +145,13 @@ class _Backward:
     def _bring(self, key0: Value, keys: Value) -> tuple[Operand, Value | None]:
         """K and V of a block in panels, dK = dV = 0; K as rows, and whether a dropped key's rows hold Inf or NaN."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        k, first = self.k, key0
+        if config.rope is not None:
+            array = b.private("k_rotated", self._kept, shape.block_kv * self.head_cols)
+            k, first = rotated_rows(engine, self.k, key0, keys, array, self.head_cols), b.const(0, i32)
         with b.loop(b.const(0, i32), keys, shape.panel, name="panel") as panel:
             at = engine.index(panel)
-            engine.pack_panel(self.k, key0 + panel, shape.panel, self.k_panels, at * self.head_steps)
+            engine.pack_panel(k, first + panel, shape.panel, self.k_panels, at * self.head_steps)
             engine.pack_panel(self.v, key0 + panel, shape.panel, self.v_panels, at * self.value_steps)
         for array, cols in ((self.dk, self.head_cols), (self.dv, self.value_cols)):
             with b.loop(self.zero, shape.block_kv * cols, engine.lanes, name="i") as i:
@@ -140,14 +159,21 @@ class _Backward:
         if config.direct_keys:
             start = self.k.base + engine.index(key0) * self.k.row_stride
             rows = Operand(self.k.buffer, start, 0, self.k.row_stride)
+        elif config.rope is not None and not config.pairs:
+            rows = Operand(k.buffer, self.zero, 0, self.head_cols)
         else:
             scratch = b.private("k_rows", config.factor, shape.block_kv // config.step * self.head_cols)
             bring = engine.pair_rows if config.pairs else engine.copy_rows
-            bring(self.k, key0, keys, scratch, self.zero, self.head_cols)
+            bring(k, first, keys, scratch, self.zero, self.head_cols)
             rows = Operand(scratch, self.zero, 0, self.head_cols)
         if not (config.everywhere or config.left or config.right):
             return rows, None
         return rows, engine.has_wild(rows, shape.vectors(config.head_dim), self.zero, self._steps(keys))
+
+    @property
+    def _kept(self) -> Scalar:
+        """What rotated rows are kept in: pairs are made of the type of Q and K."""
+        return SCALARS[self.config.dtype] if self.config.pairs else self.config.work
 
     def _steps(self, count: Value) -> Value:
         """So many keys or rows as steps of a product, the last perhaps not whole."""
@@ -162,15 +188,22 @@ class _Backward:
         q = self._matrix("q", head, self.scores.seq_q, config.head_dim, config.unit[0])
         do = self._matrix("do", head, self.scores.seq_q, config.value_dim, config.unit[3])
         if config.pairs:
-            for source, pairs, rows, cols in (
-                (q, self.q, self.q_rows, self.head_cols),
-                (do, self.do, self.do_rows, self.value_cols),
+            first = row0
+            if config.rope is not None:
+                array = self.b.private("q_rotated", self._kept, shape.block_q * self.head_cols)
+                q, first = rotated_rows(engine, q, row0, count, array, self.head_cols), self.b.const(0, i32)
+            for source, at, pairs, rows, cols in (
+                (q, first, self.q, self.q_rows, self.head_cols),
+                (do, row0, self.do, self.do_rows, self.value_cols),
             ):
-                engine.pair_rows(source, row0, padded, pairs, self.zero, cols)
-                engine.copy_row_pairs(source, row0, padded, rows, self.zero, cols // 2)
+                engine.pair_rows(source, at, padded, pairs, self.zero, cols)
+                engine.copy_row_pairs(source, at, padded, rows, self.zero, cols // 2)
             return
         scale = self.p.number("scale", config.work)
-        engine.copy_rows(q, row0, padded, self.q, self.zero, self.head_cols, scale)
+        if config.rope is not None:
+            rotated_rows(engine, q, row0, padded, self.q, self.head_cols, scale)
+        else:
+            engine.copy_rows(q, row0, padded, self.q, self.zero, self.head_cols, scale)
         engine.copy_rows(do, row0, padded, self.do, self.zero, self.value_cols)
 
     def _score_gradients(
@@ -367,9 +400,14 @@ class _Backward:
             out = self.p.matrix(name, self.batch, self.kv_head, seq_kv, dim, True, "write", first=first)
             with b.loop(b.const(0, i32), keys, name="key") as key:
                 start = out.row_start(b, key0 + key)
-                for col, width in engine.columns(dim):
-                    x = b.load(array, engine.index(key) * cols + col, engine.lanes)
-                    engine.write(out, start, col, x * factor if name == "dk" else x, width)
+                if name == "dk" and config.rope is not None:
+                    rotary = rotary_of(self.p, name, self.batch, self.scores.shift)
+                    found, at = rows_in(engine, array, keys, dim, cols), engine.index(key) * cols
+                    turn_row(engine, rotary, key0 + key, found, at, out, start, factor, back=True)
+                else:
+                    for col, width in engine.columns(dim):
+                        x = b.load(array, engine.index(key) * cols + col, engine.lanes)
+                        engine.write(out, start, col, x * factor if name == "dk" else x, width)
 
 
 def build_delta(config: CpuDeltaConfig, target: Target) -> KernelIR:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from aule.ir.types import SCALARS, Scalar, u32
 from aule.ops.attention.config import Columns, ScoreConfig
+from aule.ops.attention.problem import Rope
 from aule.tile.vector import VectorUnit, work_type
 
 
@@ -134,6 +135,9 @@ class PackConfig:
     unit: tuple[bool, ...]
     packed: bool = False
     pairs: bool = False
+    rope: Rope | None = None
+    """K is rotated."""
+    rope_unit: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ from aule.ir.types import f32, i32, i64, u32
 from aule.ops.attention.cpu.config import CpuConfig
 from aule.ops.attention.cpu.keep import Keep
 from aule.ops.attention.cpu.modify import modify
-from aule.ops.attention.cpu.pack import packed_keys
+from aule.ops.attention.cpu.pack import pack_rotated, packed_keys
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotary_of, rotating
 from aule.ops.attention.scores import Reach, Scores
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, NEG_INF, lowest
 from aule.tile.matrix import Matrix
+from aule.tile.rotated_vector import rows_in, turn_row
 from aule.tile.vector import Operand, Vectors
 
 KERNEL_NAME = "flash_attention_cpu"
@@ -119,7 +121,8 @@ class Forward:
         self.k: Matrix | None = None
         self.v: Matrix | None = None
         if config.panels != "workspace":
-            self.k = self.p.matrix("k", self.batch, kv_head, seq_kv, config.head_dim, config.unit[1], first=first)
+            k = self.p.matrix("k", self.batch, kv_head, seq_kv, config.head_dim, config.unit[1], first=first)
+            self.k = rotating(self.p, "k", k, self.batch, self.scores.shift)
         if config.values != "workspace":
             self.v = self.p.matrix("v", self.batch, kv_head, seq_kv, config.value_dim, config.unit[2], first=first)
 
@@ -186,6 +189,8 @@ class Forward:
             first = self.scores.extent.first_q
             q = self.p.matrix("q", self.batch, head, self.scores.seq_q, config.head_dim, config.unit[0], first=first)
             start = q.row_start(b, at)
+            if config.rope is not None:
+                q, start = self._rotated(q, at, start)
             for col in range(0, self.head_cols * (2 if self.q_pairs else 1), shape.lanes):
                 width = max(min(shape.lanes, config.head_dim - col), 0)  # zeros behind the last
                 to = engine.index(row) * self.head_cols + (col // 2 if self.q_pairs else col)
@@ -206,6 +211,15 @@ class Forward:
             b.store(self.m, row, m)
             b.store(self.l, row, l)
 
+    def _rotated(self, q: Matrix, row: Value, start: Value) -> tuple[Matrix, Value]:
+        """A row of Q, rotated, in an array, and where it begins there."""
+        b, config, engine = self.b, self.config, self.engine
+        rotary = rotary_of(self.p, "q", self.batch, self.scores.shift)
+        array = b.private("q_row", q.elem if self.q_pairs else config.work, config.head_dim)
+        result, zero = rows_in(engine, array, b.const(1, i32), config.head_dim, config.head_dim), b.const(0, i64)
+        turn_row(engine, rotary, row, q, start, result, zero)
+        return result, zero
+
     def bring(self, key0: Value) -> tuple[Operand | None, Operand]:
         """The block's panels of K, where it has any, and its rows of V."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
@@ -224,7 +238,9 @@ class Forward:
             with b.loop(
                 b.const(0, i32), b.min(shape.block_kv, self.scores.seq_kv - key0), shape.panel, name="panel"
             ) as panel:
-                engine.pack_panel(self.k, key0 + panel, shape.panel, scratch, engine.index(panel) * self.head_steps)
+                to = engine.index(panel) * self.head_steps
+                pack = engine.pack_panel if self.k.rotary is None else functools.partial(pack_rotated, engine)
+                pack(self.k, key0 + panel, shape.panel, scratch, to)
             panels = Operand(scratch, zero, 0, shape.panel)
         if self.v is None:
             place = at_packed if config.packed else engine.index(self.kv_number) * padded_keys + at

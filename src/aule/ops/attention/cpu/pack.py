@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, i32, u32
+from aule.ir.types import SCALARS, element, i32, u32
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import PackConfig
 from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Extent
 from aule.target import Target
+from aule.tile.matrix import Matrix
+from aule.tile.rotated_vector import rotated_rows
 from aule.tile.vector import Vectors, work_type
 
 KERNEL_NAME = "attention_pack"
@@ -18,7 +21,10 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     """Trace the kernel: one task for each block of keys of each head of K and V."""
     b = Builder(KERNEL_NAME, workgroup=1)
     shape, work = config.shape, work_type(SCALARS[config.dtype])
-    scores = ScoreConfig(dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim, packed=config.packed)
+    scores = ScoreConfig(
+        dtype=config.dtype, head_dim=config.head_dim, value_dim=config.value_dim, packed=config.packed,
+        rope=config.rope, rope_unit=config.rope_unit,
+    )  # fmt: skip
     p = Parameters(b, scores)
     engine = Vectors(b, work, shape.lanes)
     heads = p.number("heads_kv")
@@ -42,7 +48,11 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     panels = p.buffer("panels", factor, "write")
     with b.loop(b.const(0, i32), count, shape.panel, name="panel") as panel:
         to = (first + engine.index(panel)) * -(-config.head_dim // step)
-        engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
+        if config.rope is None:
+            engine.pack_panel(k, key0 + panel, shape.panel, panels, to)
+        else:
+            shift = extent.shift if config.packed else p.number("shift")
+            pack_rotated(engine, rotating(p, "k", k, batch, shift), key0 + panel, shape.panel, panels, to)
     if config.values:
         padded = shape.padded(config.value_dim)
         v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1], first=begin)
@@ -52,6 +62,15 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
         else:
             engine.copy_rows(v, key0, count, values, to, padded)
     return b.finish()
+
+
+def pack_rotated(engine: Vectors, k: Matrix, first: Value, panel: int, target: Value, to: Value) -> None:
+    """A panel of keys, rotated; as `Vectors.pack_panel` makes it of others."""
+    b = engine.b
+    kept = k.elem if element(target.type) == u32 else engine.work
+    rows = b.private("rotated", kept, panel * k.cols)
+    turned = rotated_rows(engine, k, first, b.const(panel, i32), rows, k.cols)
+    engine.pack_panel(turned, b.const(0, i32), panel, target, to)
 
 
 def packed_keys(p: Parameters, engine: Vectors, extent: Extent, block_kv: int, batch: Value, head: Value) -> Value:

@@ -22,7 +22,7 @@ from aule.ops.attention.cpu.config import (
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import problem_scalars, row_scalars, score_options, view_scalars
+from aule.ops.attention.plan import problem_scalars, rope_options, row_scalars, score_options, view_scalars
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.step import Step, StepPlan
@@ -64,16 +64,18 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     else:
         shape = block_shape(problem.seq_q, problem.batch * problem.heads_q, problem.head_dim, unit, threads)
         splits, split_keys = 1, problem.seq_kv
+    in_rows = dotted(shape, unit_strides) and problem.rope is None  # one that is rotated is copied anyway
     config = CpuConfig(
         **score_options(problem),
+        **rope_options(views),
         unit=unit_strides,
         shape=shape,
         grouped=grouped,
         split=splits > 1,
-        panels=("none" if dotted(shape, unit_strides) else "scratch") if grouped else "workspace",
+        panels=("none" if in_rows else "scratch") if grouped else "workspace",
         values=values,
         pairs=pairs,
-        key_pairs=grouped and dotted(shape, unit_strides) and has_pairs(target, SCALARS[problem.dtype]),
+        key_pairs=grouped and in_rows and has_pairs(target, SCALARS[problem.dtype]),
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
@@ -105,6 +107,8 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         unit_strides[1:3],
         problem.packed is not None,
         pairs,
+        problem.rope,
+        config.rope_unit,
     )
     forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
     return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
@@ -155,13 +159,15 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
             "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
         }
     )
+    direct_keys = problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0
     config = CpuBackwardConfig(
         **(score_options(problem) | {"lse": False}),
+        **rope_options(views),
         unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
         shape=shape,
         scores="ds" in views,
         pairs=pairs,
-        direct_keys=problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0,
+        direct_keys=direct_keys and problem.rope is None,
         mask_columns=_columns(views.get("mask")),
         bias_columns=_columns(views.get("bias")),
     )
