@@ -59,6 +59,8 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def test_more_heads_than_a_grid_axis_holds(device: Device) -> None:
+    if device.target.backend == "metal":
+        pytest.skip("the shim takes a minute for it")
     heads = 65536 + 3
     q, k, v = (random(1, heads, 1, 4, seed=i) for i in range(3))
     out, _ = run(device, {"q": q, "k": k, "v": v})
