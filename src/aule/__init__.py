@@ -62,13 +62,13 @@ from aule.install import (
     scaled_dot_product_attention,
     uninstall,
 )
-from aule.kvcache import KVCache
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
     from aule import nn as nn
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
+    from aule.kvcache import KVCache
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -133,6 +133,8 @@ def __getattr__(name: str) -> _Any:
     # __all__, so that an import of everything goes without.
     if name in ("codegen", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
+    if name == "KVCache":
+        return _importlib.import_module("aule.kvcache").KVCache
     if name in ("PatchReport", "patch_model"):
         return getattr(_importlib.import_module("aule.integrations.patching"), name)
     raise AttributeError(f"module 'aule' has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from aule.errors import (
     InvalidDtypeError,
     InvalidShapeError,
 )
-from aule.ops.attention.dropout import seed_words
+from aule.ops.attention.dropout import fresh_seed, seed_words
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.rope import rope_tables
 from aule.ops.attention.validate import Operands, attention_problem, checked_dropout, checked_seed
@@ -259,7 +258,7 @@ class Aule:
                     "[attention_backward] expected the seed of the forward pass with dropout_p > 0, got None; "
                     "pass the same seed= to both"
                 )
-            words = seed_words(secrets.randbits(64) if seed is None else seed)
+            words = seed_words(fresh_seed() if seed is None else seed)
             views["seed"] = TensorView("u32", words.shape, (1,), self.device_name, words)
         return attention_problem(**views, **options, return_lse=return_lse, op="attention_gpu")
 

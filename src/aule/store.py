@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 from aule import settings
@@ -49,6 +48,8 @@ def write(name: str, body: bytes) -> None:
     """Keep a body. A disk that is full or read-only costs speed, not correctness."""
     if not settings.disk_cache():
         return
+    import tempfile  # which loads much that a process without a new kernel never needs
+
     place = path(name)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

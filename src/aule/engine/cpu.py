@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine.programs import program
-from aule.ops.attention.cpu.plan import plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.decode.cpu.plan import plan_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.step import Step, StepPlan
 from aule.runtime.base import Allocation, Device
@@ -59,16 +57,22 @@ def decode(problem: DecodeProblem, views: dict[str, TensorView], device: Device,
 
 def prepare_forward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> Ready:
     """The forward pass of a signature, planned and loaded once, for `run`. ``views`` as for `forward`."""
+    from aule.ops.attention.cpu.plan import plan_forward  # not before: `import aule` is to be quick
+
     return _ready(problem, views, device, plan_forward)
 
 
 def prepare_backward(problem: AttentionProblem, views: dict[str, TensorView], device: Device) -> Ready:
     """The gradients of a signature, planned and loaded once, for `run`. ``views`` as for `backward`."""
+    from aule.ops.attention.cpu.plan import plan_backward
+
     return _ready(problem, views, device, plan_backward)
 
 
 def prepare_decode(problem: DecodeProblem, views: dict[str, TensorView], device: Device) -> Ready:
     """Decoding of a signature, planned and loaded once, for `run`. ``views`` as for `decode`."""
+    from aule.ops.decode.cpu.plan import plan_decode
+
     return _ready(problem, views, device, plan_decode)
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from aule.engine.attention import forward_on_host, host_device, host_device_of
-from aule.engine.decode import decode_on_host
 from aule.engine.fused import host_device as fused_device
 from aule.engine.fused import on_host
 from aule.engine.memory import STORED
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.dropout import seed_words
+from aule.ops.attention.dropout import fresh_seed, seed_words
 from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
 from aule.ops.attention.varlen import varlen_problem
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.decode.merge import merge
-from aule.ops.decode.validate import decode_problem
 from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView
 
@@ -114,7 +110,7 @@ def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
     p, number = checked_dropout(op, dropout_p), checked_seed(op, seed)
     if p == 0.0:
         return None
-    return seed_words(secrets.randbits(64) if number is None else number)
+    return seed_words(fresh_seed() if number is None else number)
 
 
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
@@ -184,6 +180,9 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
     arrays |= {name: _offsets(array) for name, array in options.indices().items()}
     views: dict[str, Any] = {name: view(array, name) for name, array in arrays.items()}
+    from aule.engine.decode import decode_on_host  # only those who decode wait for it
+    from aule.ops.decode.validate import decode_problem
+
     problem, operands = decode_problem(options.op, **views, **options.plain())
     target = None
     if options.out is not None:
@@ -203,6 +202,8 @@ def merge_states(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Ar
     if not (o_a.shape == o_b.shape and lse_a.shape == lse_b.shape == o_a.shape[:-1]):
         raise InvalidShapeError(states_message(o_a, lse_a, o_b, lse_b))
     work = np.float64 if o_a.dtype == np.float64 else np.float32
+    from aule.ops.decode.merge import merge
+
     out, lse = merge(o_a.astype(work), lse_a, o_b.astype(work), lse_b)
     return out.astype(o_a.dtype), lse.astype(lse_a.dtype)
 

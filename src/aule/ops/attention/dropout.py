@@ -9,6 +9,8 @@ know nothing of dropout.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import numpy.typing as npt
 
@@ -45,6 +47,11 @@ def philox_words(counter: tuple[npt.ArrayLike, ...], key: tuple[int, int]) -> li
         low0, low1 = product0 & np.uint64(0xFFFFFFFF), product1 & np.uint64(0xFFFFFFFF)
         x = [high1 ^ x[1] ^ k0, low1, high0 ^ x[3] ^ k1, low0]
     return [word.astype(np.uint32) for word in x]
+
+
+def fresh_seed() -> int:
+    """A seed that nobody can guess. Not by `secrets`, whose import takes longer than all of this file's."""
+    return int.from_bytes(os.urandom(8), "little")
 
 
 def seed_words(seed: int) -> Words:
