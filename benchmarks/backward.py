@@ -10,14 +10,13 @@ are counted, 2.5 times the forward's.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import statistics
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from forward import timed
+from result_file import write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -124,12 +123,7 @@ def main() -> None:
     shapes = [(dim, seq, causal) for dim in (64, 128) for seq in (2048, 8192) for causal in (False, True)]
     rows = [compare(dtype, dim, seq, causal, 5) for dim, seq, causal in shapes]
     if args.csv:
-        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__,
-                 "aule": aule.__version__}  # fmt: skip
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *rows[0]])
-            writer.writeheader()
-            writer.writerows(about | row for row in rows)
+        write_csv(args.csv, rows, device)
 
 
 if __name__ == "__main__":

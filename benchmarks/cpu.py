@@ -11,8 +11,6 @@ measured in the same rounds; shares of it are those of the best rounds of either
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
 import platform
 import statistics
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from result_file import write_csv
 
 import aule
 from aule.backends import registry
@@ -288,13 +287,7 @@ def main() -> int:
                 flush=True,
             )
     if args.csv:
-        about = {"date": datetime.date.today().isoformat(), "device": device.target.name, "torch": torch.__version__,
-                 "aule": aule.__version__, "python": platform.python_version(),
-                 "driver": device.target.driver}  # fmt: skip
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *rows[0]])
-            writer.writeheader()
-            writer.writerows(about | row for row in rows)
+        write_csv(args.csv, rows, device.target.name, python=platform.python_version(), driver=device.target.driver)
     if args.plot:
         plot(rows, args.plot)
     return 0

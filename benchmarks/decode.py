@@ -17,8 +17,6 @@ the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the p
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from result_file import write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -365,13 +364,7 @@ def main() -> None:
     with torch.no_grad():
         rows = [compare(name, args) for name in args.cases.split(",")]
     if args.csv:
-        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__,
-                 "aule": aule.__version__}  # fmt: skip
-        fields = list(dict.fromkeys(key for row in rows for key in row))
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *fields])
-            writer.writeheader()
-            writer.writerows(about | row for row in rows)
+        write_csv(args.csv, rows, device)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ rounds: for machines that have other work to do.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
 import statistics
 import sys
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from result_file import write_csv
 
 import aule
 from aule.backends import registry
@@ -184,12 +183,7 @@ def main() -> int:
             flush=True,
         )
     if args.csv:
-        about = {"date": datetime.date.today().isoformat(), "device": device.target.name, "torch": torch.__version__,
-                 "aule": aule.__version__, "one_thread": args.one_thread}  # fmt: skip
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *rows[0]])
-            writer.writeheader()
-            writer.writerows(about | row for row in rows)
+        write_csv(args.csv, rows, device.target.name, one_thread=args.one_thread)
     return 0
 
 

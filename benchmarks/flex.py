@@ -8,13 +8,12 @@ bf16, batch 4, 16 query heads, S 4096, d128 and d64, forward; every result check
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from forward import timed
+from result_file import write_csv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import aule
@@ -94,12 +93,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
     rows = [run(name, case, dim, compiled) for dim in (64, 128) for name, case in CASES.items()]
     if args.csv:
-        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__,
-                 "aule": aule.__version__}  # fmt: skip
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *rows[0]])
-            writer.writeheader()
-            writer.writerows(about | row for row in rows)
+        write_csv(args.csv, rows, device)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ call, the first call with a cold and with a warm disk cache, and the extra devic
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
 import platform
 import statistics
@@ -24,6 +22,7 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
+from result_file import write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -189,12 +188,7 @@ def main() -> None:
     first_calls()
     memory_growth()
     if args.csv:
-        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__,
-                 "aule": aule.__version__, "numpy": np.__version__}  # fmt: skip
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *ROWS[0]])
-            writer.writeheader()
-            writer.writerows(about | row for row in ROWS)
+        write_csv(args.csv, ROWS, device, numpy=np.__version__)
 
 
 if __name__ == "__main__":

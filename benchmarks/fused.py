@@ -12,8 +12,6 @@ timed as CUDA graphs, so that the host's time does not count for anyone.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import itertools
 import platform
 import statistics
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from result_file import write_csv
 
 import aule
 from aule.backends import registry
@@ -399,13 +398,7 @@ def main() -> None:
                     for length in lengths:
                         compare(name, length, mib, not args.no_compile)
     if args.csv and ROWS:
-        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
-        about |= {"aule": aule.__version__}
-        names = list(dict.fromkeys(key for row in ROWS for key in row))
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *names])
-            writer.writeheader()
-            writer.writerows(about | row for row in ROWS)
+        write_csv(args.csv, ROWS, device)
 
 
 if __name__ == "__main__":

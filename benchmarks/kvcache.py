@@ -11,7 +11,6 @@ is written. The last rows are a copy of pages, beside one of the same bytes by P
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode import graph_seconds
+from result_file import write_csv
 
 import aule
 from aule.frontends import torch_kvcache
@@ -174,10 +174,7 @@ def main() -> None:
         print(f"copy of {pages} pages of {layers} layers: {ours * 1e6:.1f} us ({moved / ours / 1e9:.0f} GB/s), "
               f"PyTorch {theirs * 1e6:.1f} us")  # fmt: skip
     if options.csv:
-        with open(options.csv, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
+        write_csv(options.csv, lines, torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ what a forward call that keeps what its gradient needs adds to the inputs, in Mi
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import itertools
 import platform
 import statistics
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fused import copy_speed, gradient_tensors, graph_seconds, vulkan_seconds, warm_up
+from result_file import write_csv
 
 import aule
 from aule.errors import AuleError
@@ -220,13 +219,7 @@ def main() -> None:
                 for sizes in SIZES[name]:
                     compare(name, sizes, not args.no_compile)
     if args.csv and ROWS:
-        about = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
-        about |= {"aule": aule.__version__}
-        names = list(dict.fromkeys(key for row in ROWS for key in row))
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*about, *names])
-            writer.writeheader()
-            writer.writerows(about | row for row in ROWS)
+        write_csv(args.csv, ROWS, device)
 
 
 if __name__ == "__main__":

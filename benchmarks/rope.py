@@ -11,7 +11,6 @@ forward and backward pass adds.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from forward import timed
+from result_file import write_csv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -117,10 +117,7 @@ def main() -> None:
     tables = (torch.float32,) if dtype == torch.float32 else (torch.float32, dtype)
     rows = [compare(dtype, dim, seq, table) for dim in (64, 128) for seq in (2048, 8192) for table in tables]
     if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows, torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

@@ -359,6 +359,7 @@ def flash_attention_paged(
         to read them.
     k_scale, v_scale : float32 array, optional
         Of the cache's shape without its last axis: what each token and head of an int8 or fp8 cache is multiplied by.
+        Codes of fp8 that are NaN, which `KVCache` never stores, count as 480 on a GPU.
     layout : {"NHD", "HND"}
         Order of the cache's axes.
     causal, scale, window, softcap, alibi_slopes, sinks, return_lse, out, backend

@@ -10,6 +10,7 @@ Calls are counted in `aule.dispatch_stats`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
         return layer_norm(x.flatten(-len(self.normalized_shape)), weight, bias, eps=self.eps).reshape(x.shape)
 
 
-class _GatedUnit(torch.nn.Module):  # type: ignore[misc]
+class _GatedUnit(torch.nn.Module, ABC):  # type: ignore[misc]
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``, with the names that Llama has given these."""
 
     def __init__(
@@ -101,9 +102,9 @@ class _GatedUnit(torch.nn.Module):  # type: ignore[misc]
         self.up_proj = torch.nn.Linear(in_features, hidden_features, **made)
         self.down_proj = torch.nn.Linear(hidden_features, in_features if out_features is None else out_features, **made)
 
+    @abstractmethod
     def activated(self, gate: Any, up: Any) -> Any:
         """The unit itself, between its linear layers."""
-        raise NotImplementedError
 
     def forward(self, x: Any) -> Any:
         return self.down_proj(self.activated(self.gate_proj(x), self.up_proj(x)))

@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine import cpu
-from aule.engine.memory import STORED, Arena, host_view
+from aule.engine.memory import STORED, Arena, check_memory, host_view
 from aule.engine.probe import find_layout
 from aule.engine.programs import StepLaunches, launch_steps, load_steps
-from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.decode import sequences
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.problem import DecodeProblem
@@ -30,27 +29,10 @@ def prepare_decode(
     aligned_base: dict[str, bool] | None = None,
 ) -> StepLaunches:
     """Plan decoding on a GPU and build its kernels, or find both in memory. ``views`` as for `plan_decode`."""
-    _check_device(op, problem, views, device)
+    check_memory(op, problem.dtype, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
     return load_steps(plan_decode(problem, views, device.target, aligned_base), device)
-
-
-def _check_device(op: str, problem: DecodeProblem, views: dict[str, TensorView], device: Device) -> None:
-    target = device.target
-    if problem.dtype == "f64":
-        raise InvalidDtypeError(
-            f"[{op}] expected float32, float16 or bfloat16 on {target.backend}, got float64; use backend='cpu' or "
-            "'numpy'"
-        )
-    for name, view in views.items():
-        steps = zip(view.shape, view.strides, strict=True)
-        extent = (view.offset + 1 + sum((n - 1) * s for n, s in steps if n > 0)) * view.itemsize
-        if extent > target.max_buffer_bytes:
-            raise InvalidShapeError(
-                f"[{op}] expected arrays of at most {target.max_buffer_bytes} bytes on {target.name}, got {name} with "
-                f"{extent}; split the cache or use another backend"
-            )
 
 
 def decode_on_host(
@@ -96,7 +78,7 @@ def _through_device(
 ) -> None:
     result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "device", None)
     views = decode_views(operands, result)
-    _check_device(op, problem, views, device)
+    check_memory(op, problem.dtype, views, device)
     with Arena(device) as arena:
         views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
         ready = prepare_decode(op, problem, views, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from aule.ops.attention.config import ScoreConfig
@@ -130,7 +131,7 @@ class FragmentDecodeShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig(ScoreConfig):
+class CacheConfig(ScoreConfig, ABC):
     """What kernels of a few query rows against a part of the cache, or all of it, have in common.
 
     Attributes
@@ -158,9 +159,9 @@ class CacheConfig(ScoreConfig):
         return self.cache in QUANTISED
 
     @property
+    @abstractmethod
     def stored(self) -> str:
         """Element type of the cache's buffers."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,13 +79,6 @@ class DecodeProblem:
             return 1, self.heads_q, self.total_q, self.value_dim
         return self.batch, self.heads_q, self.seq_q, self.value_dim
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values that are read when every sequence is as long as it can be."""
-        size = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}.get(self.cache, 1)
-        row = (self.head_dim + self.value_dim) * size + (8 if self.quantised else 0)
-        return self.batch * self.heads_kv * self.seq_kv * row
-
     def alone(self, seq_q: int, seq_kv: int, dtype: str | None = None) -> AttentionProblem:
         """One sequence by itself, as a problem of attention, in its own or another element type."""
         return AttentionProblem(

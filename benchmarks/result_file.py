@@ -1,0 +1,23 @@
+"""The one form in which every benchmark leaves its figures."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import aule
+
+
+def write_csv(path: str, rows: Sequence[Mapping[str, Any]], device: str, **about: Any) -> None:
+    """Write rows, each with the date, the device and the versions; ``about`` is what else belongs to all of them."""
+    common = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
+    common |= {"aule": aule.__version__, **about}
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*common, *names])
+        writer.writeheader()
+        writer.writerows({**common, **row} for row in rows)
