@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -672,7 +671,7 @@ def openmp(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[_
     monkeypatch.delenv("AULE_NUM_THREADS", raising=False)
     monkeypatch.setattr(_cpu_pool.Pool, "ready", refuse)
     run = device._run
-    monkeypatch.setattr(device, "_run", lambda *arguments: run(*arguments[:5], long=True))
+    monkeypatch.setattr(device, "_run", lambda *arguments: run(*arguments[:5], openmp=True))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield team
@@ -690,21 +689,21 @@ def test_a_team_of_pytorch_serves_one_launch_at_a_time(device: cpu.CpuDevice, op
     many_launches(device)
 
 
-def test_only_long_launches_take_threads_of_pytorch(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    run = device._run
+def test_threads_of_pytorch_serve_launches_that_are_long_and_quicker_there() -> None:
+    def served(ours: float, theirs: float, habit: _cpu_openmp.Habit, count: int = 64) -> int:
+        chosen = 0
+        for _ in range(count):
+            mine = habit.choose()
+            habit.note(mine, theirs if mine else ours)
+            chosen += mine
+        return chosen
 
-    def noting(*arguments: Any) -> None:
-        asked.append(arguments[5])
-        run(*arguments)
-
-    monkeypatch.setattr(device, "_run", noting)
-    x = np.zeros(300_000, np.int32)
-    slow, quick = (device.prepare(device.load(SLOW_COUNT), (n, 1, 1), ()) for n in (2000, 1))
-    for launch in (slow, slow, slow, *[quick] * 8):
-        launch.launch([x.ctypes.data])
-    assert asked[:4] == [False, True, True, False]
-    assert not asked[-1]  # one of them at least was not interrupted
+    assert served(1e-5, 1e-5, _cpu_openmp.Habit()) == 0
+    habit = _cpu_openmp.Habit()
+    assert served(4e-3, 2e-3, habit) >= 58
+    assert served(4e-3, 9e-3, habit) <= 8  # others use the cores now
+    assert served(4e-3, 2e-3, habit, 192) >= 96
+    assert served(1e-5, 1e-5, habit) <= 1
 
 
 def test_stacks_that_were_chosen_for_openmp_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

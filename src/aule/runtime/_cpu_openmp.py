@@ -5,9 +5,9 @@ share the cores with them for just that time: on two cores a launch behind an op
 where PyTorch is loaded and says how many threads there are, a launch is a parallel region of the OpenMP library that
 PyTorch is linked to, in the same team, which is awake already.
 
-That is for launches that take long. A region ends only when every thread has been there, and whoever waits for that
-spins, so that where cores are shared with other processes a short launch would take milliseconds. Our own threads come
-or come not.
+A region ends only when every thread has been there, and whoever waits for that spins. So where cores are shared with
+other processes our own threads, which come or come not, are the better ones, and always for short launches, which would
+take milliseconds instead of microseconds. A launch finds out which are (`Habit`).
 
 GNU's entry point is used, which LLVM's and Intel's libraries have too. Where there is none (macOS, Windows), and in a
 child of a fork, where GNU's library waits for threads that are gone, the threads are those of `_cpu_pool`.
@@ -23,6 +23,11 @@ from pathlib import Path
 from aule import settings
 from aule.runtime import _cpu_llvm
 from aule.runtime._cpu_pool import RUN_TYPES, native
+
+_LONG_SECONDS = 0.4e-3
+"""A launch that has ever taken less is short."""
+_TURNS = 16
+"""Of so many launches one looks whether the other threads have become the quicker ones."""
 
 # Every thread of the team takes workgroups until there are none; the region ends when all of them have come back. A
 # second launch at the same time runs in its own thread alone: a team for each would be too many threads.
@@ -103,6 +108,31 @@ class Team:
         code.keep_for_ever()
         self.run = native(code.addresses[0], RUN_TYPES)
         self.address = address
+
+
+class Habit:
+    """Whose threads serve a launch: PyTorch's if they took less time of late, and ours if it is short."""
+
+    __slots__ = ("_count", "_least", "_times")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._least = 0.0
+        self._times: list[float | None] = [None, None]
+
+    def choose(self) -> bool:
+        """Whether the next launch goes to PyTorch's threads. Now and then it is the turn of those that were slower."""
+        ours, theirs = self._times
+        if ours is None or self._least < _LONG_SECONDS:
+            return False
+        self._count += 1
+        return theirs is None or (theirs <= ours) != (self._count % _TURNS == 0)
+
+    def note(self, theirs: bool, seconds: float) -> None:
+        """How long it took."""
+        before = self._times[theirs]
+        self._least = seconds if self._times == [None, None] else min(self._least, seconds)
+        self._times[theirs] = seconds if before is None else before + (seconds - before) / 4
 
 
 _team: Team | None = None

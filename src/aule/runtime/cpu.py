@@ -45,9 +45,6 @@ from aule.runtime.base import Allocation, Device, Program
 _ALIGNMENT = 64
 """Of memory from `CpuDevice.alloc`: a cache line, and the widest vector."""
 
-_LONG_SECONDS = 0.4e-3
-"""Launches that never took less run on PyTorch's threads, where there are such: see `_cpu_openmp`."""
-
 # Guards every device's list of live memory. One for all, since it has to be replaced after a fork.
 _lock = threading.Lock()
 
@@ -89,7 +86,7 @@ class _Kernel:
 class PreparedLaunch:
     """A launch whose kernel, grid and scalars are fixed; made by `CpuDevice.prepare`. Threads may share it."""
 
-    __slots__ = ("_buffers", "_device", "_grid", "_kernel", "_least", "_most", "_pack", "_program", "_total", "_values")
+    __slots__ = ("_buffers", "_device", "_grid", "_habit", "_kernel", "_most", "_pack", "_program", "_total", "_values")
 
     def __init__(
         self, device: CpuDevice, program: Program, grid: tuple[int, int, int], scalars: Sequence[Any], serial: bool
@@ -103,7 +100,7 @@ class PreparedLaunch:
         self._grid = grid
         self._total = device._total(program, grid)
         self._most = 0 if serial else self._total - 1
-        self._least: float | None = None
+        self._habit = _cpu_openmp.Habit()
         if len(scalars) != len(kernel.scalars):
             raise _refuse_arguments(
                 program.artifact, TypeError(f"{len(scalars)} values for {len(kernel.scalars)} scalars")
@@ -136,13 +133,10 @@ class PreparedLaunch:
         values = self._values.copy()
         for i, pointer in zip(self._buffers, pointers, strict=True):
             values[i] = pointer
-        cells, least = self._cells(values), self._least
-        long = least is not None and least >= _LONG_SECONDS
+        cells, theirs = self._cells(values), self._habit.choose()
         start = time.perf_counter()
-        device._run(self._kernel.address, cells, self._grid, self._total, self._most, long)
-        took = time.perf_counter() - start
-        if least is None or took < least:
-            self._least = took
+        device._run(self._kernel.address, cells, self._grid, self._total, self._most, theirs)
+        self._habit.note(theirs, time.perf_counter() - start)
 
 
 class CpuDevice(Device):
@@ -293,14 +287,14 @@ class CpuDevice(Device):
         return total
 
     def _run(
-        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, most: int, long: bool = False
+        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, most: int, openmp: bool = False
     ) -> None:
-        """Run every workgroup, with as many workers beside this thread as are wanted, at most ``most``; if it takes
-        ``long``, with those of PyTorch where there are such."""
+        """Run every workgroup, with as many workers beside this thread as are wanted, at most ``most``; or with
+        PyTorch's threads, where there are such."""
         if not total:
             return
         count, theirs = _cpu_pool.threads() if most else (1, False)
-        team = _cpu_openmp.team(self._machine) if long and theirs and count > 1 else None
+        team = _cpu_openmp.team(self._machine) if openmp and theirs and count > 1 else None
         if team is not None:
             # All of them, or the library would end threads now and start them again for the next operator.
             team.run(team.address, kernel, cells, total, 1, *grid, count - 1)
