@@ -355,6 +355,10 @@ class Builder:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
 
+    def device_fence(self) -> None:
+        """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
+        self.emit("device_fence", (), None)
+
     def workgroup_any(self, value: Value) -> Value:
         """Whether a bool is true in any thread of the workgroup; a barrier, too."""
         return self.emit("workgroup_any", (value,), bool_)

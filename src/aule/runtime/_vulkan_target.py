@@ -333,6 +333,7 @@ def inspect(instance: Instance, position: int) -> Facts:
         storage16="storageBuffer16BitAccess" in features,
         storage8="storageBuffer8BitAccess" in features,
         bf16="shaderBFloat16Type" in features,
+        device_fence=True,
         matrix_units=_matrix_units(vk, physical, features) if "cooperativeMatrix" in features else (),
         language_version=(version >> 22) * 10 + (version >> 12 & 0x3FF),
         extensions=tuple(sorted(reported)),

@@ -26,6 +26,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.join import Join
 from aule.ops.decode.kernel import KERNEL_NAME
+from aule.ops.decode.last import add_up
 from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
@@ -201,6 +202,8 @@ class _Decode:
                 _assign(ahead, self._pages(start + 2 * shape.step))
             self._step(q, current, v, scales, rows, O, start)
         self._finish(rows, O)
+        if self.config.gather:
+            add_up(self.result, shape.rows, self.engine.thread, shape.threads)
 
     def _queries(self) -> tuple[list[Value], list[_Row]]:
         """Q as right factors, along columns in the order in which lanes hold those of K; and this lane's rows."""
