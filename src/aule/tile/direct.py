@@ -80,10 +80,9 @@ class Direct:
         """The runs that this lane holds of the row that begins at an element."""
         b, shift = self.b, 1 if self.size == 2 else 2
         words = replace(matrix, cols=self.dim >> shift)
-        return [
-            words.load_quad(b, start >> shift, self.column(piece) >> shift, self.padded >> shift, self.words)
-            for piece in range(self.pieces)
-        ]
+        first = self._rank * self.words  # to which further runs add what is known: addresses with an offset
+        columns = [first + piece * self.lanes * self.words for piece in range(self.pieces)]
+        return [words.load_quad(b, start >> shift, column, self.padded >> shift, self.words) for column in columns]
 
     def source(self, place: Value) -> Value:
         """The matrix's column that stands at a place along the fragments, counted over all of them."""

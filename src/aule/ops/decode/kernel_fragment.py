@@ -196,10 +196,13 @@ class _Decode:
             v = [b.var(run, "v") for run in self._fetch_values(start, pages)]
             scales = self._scales(start, pages)
             current = _values(k)
-            _assign(k, self._fetch_keys(start + shape.step, _values(ahead)))
-            if lookups:
-                _assign(here, _values(ahead))
-                _assign(ahead, self._pages(start + 2 * shape.step))
+            # The condition also keeps the loads here: without it ptxas puts those of bytes behind the first product,
+            # into the registers that this frees, and V is waited for.
+            with b.if_(start + shape.step < place.end):
+                _assign(k, self._fetch_keys(start + shape.step, _values(ahead)))
+                if lookups:
+                    _assign(here, _values(ahead))
+                    _assign(ahead, self._pages(start + 2 * shape.step))
             self._step(q, current, v, scales, rows, O, start)
         self._finish(rows, O)
         if self.config.gather:
