@@ -126,6 +126,8 @@ class Target:
     """8-bit elements in buffers can be read and written directly."""
     bf16: bool = False
     """bf16 conversion in hardware."""
+    e4m3: bool = False
+    """Conversion of four e4m3 numbers to fp16 in hardware."""
     device_fence: bool = False
     """Workgroups of a launch can order what they do to buffers: the language has fences of the whole device."""
     matrix_units: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     i32,
     with_element,
 )
@@ -256,6 +257,10 @@ class Builder:
     def bitcast(self, value: Value, type_: ValueType) -> Value:
         """The same bits as another type of the same size."""
         return value if value.type == type_ else self.emit("bitcast", (value,), type_)
+
+    def e4m3_halves(self, word: Value) -> Value:
+        """The four e4m3 numbers of a u32 as a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
+        return self.emit("e4m3_halves", (word,), Vector(f16, 4))
 
     # -- vectors ---------------------------------------------------------------------------------------------------
 

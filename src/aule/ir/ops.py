@@ -120,6 +120,12 @@ OPS: dict[str, OpInfo] = {
         1,
         "the same bits as another scalar or vector of the same size; lane 0 of a vector is the lowest; no bool",
     ),
+    "e4m3_halves": OpInfo(
+        "cast",
+        1,
+        "u32 -> vector of four f16: the numbers that its bytes are as e4m3, the lowest first; exact, with NaN for 0x7F "
+        "and 0xFF. Only targets with ``e4m3`` have it",
+    ),
     # -- vectors -----------------------------------------------------------------------------------------------------
     "make_vector": OpInfo("vector", None, "n scalars -> vector of n"),
     "splat": OpInfo("vector", 1, "scalar -> vector with it in every lane"),

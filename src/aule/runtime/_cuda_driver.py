@@ -243,6 +243,7 @@ def read_target(driver: Driver, handle: int) -> Target:
         storage16=True,
         storage8=True,
         bf16=capability >= (8, 0),
+        e4m3=capability >= (9, 0),
         device_fence=True,
         matrix_units=matrix_units,
         matrix_layout=NVIDIA_LAYOUT if matrix_units else None,

@@ -35,7 +35,7 @@ from aule.tile.direct import Direct
 from aule.tile.fragment import Components, row_stride
 from aule.tile.math import LOWEST, fold, overflowing
 from aule.tile.matrix import QUAD, Matrix
-from aule.tile.quantised import E4M3_HALF
+from aule.tile.quantised import without_nan
 
 LAG = 8.0
 """How far, in powers of two, the maximum that is subtracted may lag behind."""
@@ -259,8 +259,8 @@ class _Decode:
         b, place = self.b, self.place
         number = self.engine.lane_col + part
         scale = self.p.number("scale", f32)
-        if self.config.cache == "e4m3":
-            scale = scale * (1.0 / E4M3_HALF)
+        if self.keys.unit != 1.0:
+            scale = scale * (1.0 / self.keys.unit)
         if factors is not None:
             scale = scale * b.load(factors, b.min(number, self.shape.rows - 1))
         token, head = place.existing(number)
@@ -291,7 +291,10 @@ class _Decode:
             self._modify(S, rows, keys, everywhere=False)
         self._follow_maximum(S, scales, rows, O)
         P = self._weigh(S, scales, rows)
-        if self.config.quantised:  # whose values are all finite
+        if self.config.quantised:
+            if self.values.converts:  # which makes NaN of two bytes; others are all finite
+                with b.if_(edge):
+                    _assign(v, [without_nan(b, run) for run in _values(v)])
             self._add_values(O, P, _values(v))
             return
         wild = b.var(b.const(0, i32), "wild")
@@ -464,7 +467,7 @@ class _Decode:
         for mask in self._down:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
         join = Join(self.result, shape.subgroups, shape.rows, way.padded)
-        unit = 1.0 / E4M3_HALF if self.config.cache == "e4m3" else 1.0
+        unit = 1.0 / way.unit
         fragments = _values(O)
         for row, total in zip(rows, totals, strict=True):
             sums = []
