@@ -11,11 +11,29 @@ import pytest
 
 from aule.artifact import Param
 from aule.errors import KernelError
-from aule.ir import Builder, KernelIR, Op, Value
+from aule.ir import Builder, KernelIR, Op, Value, Var
 from aule.ir.kernel import walk
 from aule.ir.ops import OPS
 from aule.ir.passes import soft_half
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, bool_, f16, f32, f64, i8, i32, i64, u8, u32, u64
+from aule.ir.types import (
+    Fragment,
+    Panels,
+    Pointer,
+    Ref,
+    Scalar,
+    Vector,
+    bf16,
+    bool_,
+    f16,
+    f32,
+    f64,
+    i8,
+    i32,
+    i64,
+    u8,
+    u32,
+    u64,
+)
 from aule.ir.verify import verify, verify_structure
 
 
@@ -228,12 +246,29 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("get result", lambda k: k.emit("fragment_get", k.a, type=f32, component=0), "expected f16 as the result"),
     ("component", lambda k: k.b.fragment_get(k.c, 8), "expected a component below 8, got 8"),
     ("component set", lambda k: k.b.fragment_set(k.c, 0, k.h), "expected f32, and fragment<f32,16x16,accumulator> as"),
+    # Warpgroups.
+    ("warpgroup type", lambda k: _warpgroup(k, memory=k.tile), "expected factors of 16-bit floats"),
+    ("warpgroup left", lambda k: _warpgroup(k, left=k.c), "16x16, of use a as the left factor"),
+    ("warpgroup accumulators", lambda k: _warpgroup(k, variables=[k.b.var(k.x)]), "as accumulators"),
+    ("warpgroup twice", lambda k: _warpgroup(k, variables=[k.b.var(k.c)] * 2), "accumulators that differ"),
+    ("warpgroup threads", lambda k: _warpgroup(k), "expected workgroups of whole warpgroups, got 64 threads"),
+    ("warpgroup pending", lambda k: k.b.warpgroup_wait(-1), "expected pending to be a count of groups, got -1"),
     ("fragment add", lambda k: k.c + k.c, "add: expected scalars or vectors of one type, got fragment<f32"),
 ]  # fmt: skip
 
 
 def _loop(k: Kit, start: Value, stop: Value, step: Value, unroll: int = 0) -> None:
     k.emit("loop", start, stop, step, blocks=([],), index=Value(start.type, None, "i"), unroll=unroll)
+
+
+def _warpgroup(
+    k: Kit, memory: Value | None = None, left: Value | None = None, variables: list[Var] | None = None
+) -> None:
+    half = k.b.shared("panels", f16, 8192)
+    memory = half if memory is None else memory
+    left = k.b.fragment_fill(Fragment(f16, 16, 16, "a"), 0.0) if left is None else left
+    variables = [k.b.var(k.c)] if variables is None else variables
+    k.b.warpgroup_mma(variables, left, (memory, 0, Panels("row", 1024)))
 
 
 @pytest.mark.parametrize(("breaks", "expected"), [entry[1:] for entry in BROKEN], ids=[entry[0] for entry in BROKEN])
@@ -248,7 +283,8 @@ def test_rule(breaks: Callable[[Kit], Any], expected: str) -> None:
 def test_every_typed_operation_has_a_broken_kernel() -> None:
     unbreakable = {"comment", "lane_id", "subgroup_id", "group_count", "subgroup_barrier", "log2", "sqrt", "rsqrt",
                    "rcp", "floor", "sin", "cos", "abs", "sub", "div", "min", "max", "or", "xor", "le", "gt", "ge", "ne",
-                   "subgroup_all", "async_commit", "device_fence"}  # fmt: skip
+                   "subgroup_all", "async_commit", "warpgroup_commit", "warpgroup_fence",
+                   "warpgroup_publish", "device_fence"}  # fmt: skip
     seen: set[str] = set()
     for _, breaks, _ in BROKEN:
         kit = Kit()

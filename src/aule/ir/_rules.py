@@ -7,7 +7,23 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, f16, f32, i32, u32, with_element
+from aule.ir.types import (
+    PANEL,
+    Fragment,
+    Panels,
+    Pointer,
+    Ref,
+    Scalar,
+    Type,
+    Vector,
+    bool_,
+    element,
+    f16,
+    f32,
+    i32,
+    u32,
+    with_element,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from aule.ir.verify import Verifier
@@ -350,6 +366,31 @@ def _fragment_pack(v: Verifier, op: Op) -> None:
         v.fail(op, f"{elements // size} components", f"{len(op.args)}")
 
 
+def _warpgroup_mma(v: Verifier, op: Op) -> None:
+    v.require(op, len(op.args) >= 4, "a right factor, a left factor and accumulators")
+    rest, elem = list(op.args[2:]), v.memory(op, ("shared",), reads=True, writes=False).elem
+    v.require(op, elem.is_float and elem.bits == 16, "factors of 16-bit floats")
+    if op.attrs["left"] is None:
+        left = rest.pop(0).type
+        v.require(op, left == Fragment(elem, 16, 16, "a"), f"a fragment of {elem}, 16x16, of use a as the left factor")
+    else:
+        v.require(op, v.memory(op, ("shared",), reads=True, writes=False, at=2).elem == elem, "factors of one type")
+        del rest[:2]
+    held = Ref(Fragment(f32, 16, 16, "accumulator"))
+    v.require(op, 0 < len(rest) <= 16 and all(x.type == held for x in rest), f"1 to 16 of {held} as accumulators")
+    v.require(op, len(set(rest)) == len(rest), "accumulators that differ")
+    if v.kernel.workgroup % 128 or v.kernel.subgroup_size not in (0, 32):
+        v.fail(op, "workgroups of whole warpgroups", f"{v.kernel.workgroup} threads")
+    for name, direct in (("right", "column"), ("left", "row")):
+        panels = op.attrs[name]
+        if panels is None and name == "left":
+            continue
+        fits = isinstance(panels, Panels) and panels.layout in ("row", "column")
+        fits = fits and panels.stride % 512 == 0 and panels.row % 8 == 0
+        if not fits or panels.col % (16 if panels.layout == direct else PANEL):
+            v.fail(op, "panels as `Panels` says", repr(panels))
+
+
 def _intrinsic(v: Verifier, op: Op) -> None:
     v.require(op, not any(isinstance(arg.type, Ref) for arg in op.args), "no variables as operands")
     v.require(op, op.result is None or isinstance(op.result.type, Scalar | Vector | Fragment), "a value as the result")
@@ -370,6 +411,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,
     "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
     "fragment_set": _component, "fragment_pack": _fragment_pack,
+    "warpgroup": _nothing, "warpgroup_mma": _warpgroup_mma,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """The rule of an operation, by its opcode or else by its category."""

@@ -18,6 +18,7 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Location, Op, Value
 from aule.ir.types import (
     Fragment,
+    Panels,
     Pointer,
     Ref,
     Scalar,
@@ -420,6 +421,43 @@ class Builder:
     def fragment_pack(self, type_: Fragment, components: Sequence[Value]) -> Value:
         """A fragment out of all the components that this lane holds of it."""
         return self.emit("fragment_pack", tuple(components), type_)
+
+    # -- products of four subgroups --------------------------------------------------------------------------------
+
+    def warpgroup_mma(
+        self, accumulators: Sequence[Var], left: Value | tuple[Value, Any, Panels], right: tuple[Value, Any, Panels],
+        fresh: bool = False,
+    ) -> None:  # fmt: skip
+        """Start ``accumulators += left @ right``, or ``=`` where ``fresh``: 64 x n over four subgroups, 16 deep.
+
+        ``left`` is a fragment, or like ``right`` memory, the index where its matrix starts, and what of it is meant.
+        """
+        memory, index, panels = right
+        args: tuple[Value, ...] = (memory, self._index(index))
+        of_left = None
+        if isinstance(left, Value):
+            args += (left,)
+        else:
+            args += (left[0], self._index(left[1]))
+            of_left = left[2]
+        args += tuple(variable.ref for variable in accumulators)
+        self.emit("warpgroup_mma", args, None, right=panels, left=of_left, fresh=fresh)
+
+    def warpgroup_fence(self) -> None:
+        """Before products that use registers which anything else wrote."""
+        self.emit("warpgroup_fence", (), None)
+
+    def warpgroup_commit(self) -> None:
+        """The products since the last one become a group."""
+        self.emit("warpgroup_commit", (), None)
+
+    def warpgroup_wait(self, pending: int = 0) -> None:
+        """Wait for all groups of products but the latest ``pending``."""
+        self.emit("warpgroup_wait", (), None, pending=pending)
+
+    def warpgroup_publish(self) -> None:
+        """What this thread wrote to shared memory can be read by products behind the next barrier."""
+        self.emit("warpgroup_publish", (), None)
 
     # -- what only one language has --------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ Beyond the entries below:
   never bool. Shared and private arrays have a length of at least 1. An index or a stride is an i32, i64 or u32.
 * *Values* are defined once and used only after that, in the same block or in a block inside it. The index of a loop is
   visible in its body only. A pointer is the first operand of a memory or fragment operation (the third of
-  ``async_copy``, or an operand of an intrinsic) and nothing else; a variable is the first operand of ``get`` and
-  ``set`` and nothing else.
+  ``async_copy`` and of ``warpgroup_mma``, or an operand of an intrinsic) and nothing else; a variable is the first
+  operand of ``get`` and ``set`` or one of the last of ``warpgroup_mma`` and nothing else.
 * *Names* of the kernel, of parameters, of shared and of private arrays are identifiers (ASCII, no leading ``__``);
   those of parameters and shared arrays differ.
 * *Access.* A buffer with access "read" is not stored to, one with access "write" is not loaded from, an atomic needs
@@ -44,7 +44,7 @@ from typing import Literal
 
 Category = Literal[
     "leaf", "unary", "binary", "compare", "ternary", "cast", "vector", "memory", "variable", "control", "sync",
-    "subgroup", "fragment", "target",
+    "subgroup", "fragment", "warpgroup", "target",
 ]  # fmt: skip
 
 
@@ -241,6 +241,33 @@ OPS: dict[str, OpInfo] = {
     "fragment_get": OpInfo("fragment", 1, "fragment -> the lane's component number ``component``", ("component",)),
     "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
     "fragment_pack": OpInfo("fragment", None, "all components of the lane, in order -> fragment"),
+    # -- products of four subgroups, which run on their own: all their lanes take part, with the same operands ---------
+    "warpgroup_mma": OpInfo(
+        "warpgroup",
+        None,
+        "pointer (shared), index: the right factor, 16 x n; then a fragment of use a (16 x 16, of each of the four "
+        "subgroups its own 16 rows of the left factor), or pointer, index: the left factor, 64 x 16; then n / 16 "
+        "variables of accumulators (16 x 16, f32: of each subgroup its rows of the result), n at most 256: start to "
+        "add the product to them, or to fill them with it where ``fresh``. ``right`` and ``left`` are the `Panels` the "
+        "factors lie in, None for fragments; indices are multiples of 512. Variables are neither read nor set, and "
+        "memory is not written, before the wait for the product's group; products of one type follow each other in "
+        "order",
+        ("right", "left", "fresh"),
+        result=False,
+    ),
+    "warpgroup_fence": OpInfo(
+        "warpgroup", 0, "before the first product that uses registers which anything but products wrote", result=False
+    ),
+    "warpgroup_commit": OpInfo("warpgroup", 0, "the products since the last one become a group", result=False),
+    "warpgroup_wait": OpInfo(
+        "warpgroup", 0, "wait until at most ``pending`` of the latest groups are unfinished", ("pending",), result=False
+    ),
+    "warpgroup_publish": OpInfo(
+        "warpgroup",
+        0,
+        "what the thread wrote to shared memory can be read by products behind the next barrier, and only then",
+        result=False,
+    ),
     # -- what only one language has ----------------------------------------------------------------------------------
     "intrinsic": OpInfo(
         "target",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,14 @@ Compiler = Callable[["Machine", Op], "Step | None"]
 """Turns an operation into a step, or into nothing when its result is known beforehand."""
 
 
+class Product(NamedTuple):
+    """A product of a warpgroup that is under way: its variables, and what is to be checked when it is waited for."""
+
+    op: Op
+    variables: tuple[int, ...]
+    checks: list[Step]
+
+
 class Machine:
     """Registers are a list; each value has its place there. A register is an array that is never changed in place.
 
@@ -42,6 +50,8 @@ class Machine:
         What is ordered between workgroups, where the kernel has fences and races are looked for.
     layouts : mapping
         How fragments lie over a subgroup, by their use.
+    copies, products : list
+        Groups of what is under way, the latest last; that one is still open.
     """
 
     def __init__(
@@ -63,6 +73,7 @@ class Machine:
         self.shadows: list[Shadow] = []
         self.group_ids: list[tuple[int, int]] = []
         self.copies: list[list[Step]] = [[]]
+        self.products: list[list[Product]] = [[]]
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:
@@ -77,7 +88,7 @@ class Machine:
             lanes.begin(first, self.total)
             for memory in self.memory.values():
                 memory.begin()
-            self.copies = [[]]
+            self.copies, self.products = [[]], [[]]
             for shadow in self.shadows:
                 shadow.begin()
             for slot, axis in self.group_ids:

@@ -250,12 +250,29 @@ def _var(m: Machine, op: Op) -> Step:
     return m.apply(op, lambda x: x)
 
 
+def _get(m: Machine, op: Op) -> Step:
+    read, variable = m.apply(op, lambda x: x), m.slot(op.args[0])
+
+    def step() -> None:
+        _finished(m, op, variable)
+        read()
+
+    return step
+
+
+def _finished(m: Machine, op: Op, variable: int) -> None:
+    """No product is still computing a variable."""
+    if any(variable in product.variables for group in m.products for product in group):
+        raise m.lanes.error(op, 0, "a variable that a product is still computing")
+
+
 def _set(m: Machine, op: Op) -> Step:
     lanes, registers = m.lanes, m.registers
     variable, source = (m.slot(arg) for arg in op.args)
     fragment = isinstance(op.args[1].type, Fragment)
 
     def step() -> None:
+        _finished(m, op, variable)
         mask = lanes.mask
         if mask is None:
             registers[variable] = registers[source]
@@ -354,7 +371,7 @@ COMPILERS: dict[str, Compiler] = {
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
-    "var": _var, "get": _var, "set": _set, "loop": _loop, "if": _if,
+    "var": _var, "get": _get, "set": _set, "loop": _loop, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """By opcode, or else by category."""
