@@ -129,7 +129,8 @@ def _plan_few(
             splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
     if gather is None:
         block_rows = min(shape.rows, problem.group * tokens)
-        gather = gathers(shape, block_rows, splits, (problem.head_dim, problem.value_dim), target)
+        buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
+        gather = gathers(shape, block_rows, splits, (problem.head_dim, problem.value_dim), buffers, target)
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")

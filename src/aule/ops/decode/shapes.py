@@ -193,10 +193,16 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target, uneven:
 
 
 def gathers(
-    shape: DecodeShape | FragmentDecodeShape, rows: int, splits: int, dims: tuple[int, int], target: Target
+    shape: DecodeShape | FragmentDecodeShape,
+    rows: int,
+    splits: int,
+    dims: tuple[int, int],
+    buffers: int,
+    target: Target,
 ) -> bool:
     """Whether the last workgroup that finishes parts of its rows adds them up, rather than a second launch: where
-    fences let it see them, they are not too many to be read by one alone, and its shared memory has room.
+    fences let it see them, they are not too many to be read by one alone, and a kernel can have so many buffers and so
+    much shared memory.
 
     Parameters
     ----------
@@ -204,9 +210,11 @@ def gathers(
         Query rows that a workgroup has, of those that it has room for.
     dims : tuple of int
         Of keys and of values.
+    buffers : int
+        That the kernel then has.
     """
     shared = shape.shared_bytes(*dims) if isinstance(shape, FragmentDecodeShape) else shape.shared_bytes(dims[1])
-    fits = shared + gather_bytes(dims[1], shape.threads) <= target.max_shared_bytes
+    fits = shared + gather_bytes(dims[1], shape.threads) <= target.max_shared_bytes and buffers <= target.max_buffers
     return target.device_fence and fits and rows * splits * dims[1] <= _GATHERED * QUAD * shape.threads
 
 
