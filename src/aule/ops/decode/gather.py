@@ -66,41 +66,34 @@ class Gather:
         self.teams = threads // self.quads
         thread = b.thread_id()
         self.team, self.quad = thread // self.quads, thread % self.quads
-        self._idle = threads % self.quads > 0
-        """Threads are left over, as a team that is too small."""
         self._maxima, self._totals = (b.shared(f"row_{name}", f32, self.teams) for name in ("maxima", "totals"))
         self._sums = b.shared("row_sums", f32, self.teams * self.quads * QUAD)
 
-    def add(self, count: Value | int, parts: Value, row_of: Callable[[Value], Row]) -> None:
+    def add_row(self, row: Row, parts: Value) -> None:
+        """Add up the one row of the workgroup and store it; uniform."""
+        exists = self.team < self.teams  # there may be threads left over
+        for first_column in range(0, self.config.value_dim, self.quads * QUAD):
+            self._round(row, exists, self.team, self.teams, parts, first_column)
+
+    def add_rows(self, count: Value, parts: Value, row_of: Callable[[Value], Row]) -> None:
         """Add up rows ``0 .. count - 1`` of the workgroup, each of ``parts`` parts, and store them; uniform."""
         b = self.b
-        slots: Value | int
-        each: Value | int
-        if isinstance(count, int):
-            slots = max(self.teams // count, 1)
-            each = self.teams // slots
-        else:
-            slots = b.max(b.const(self.teams, i32) // count, 1)
-            each = b.const(self.teams, i32) // slots
+        # As many slots as there are teams for, a power of two: nobody waits for divisions.
+        shift = b.const(0, i32)
+        for power in range(1, self.teams.bit_length()):
+            shift = b.select(count << power <= self.teams, b.const(power, i32), shift)
+        slots, each = b.const(1, i32) << shift, b.const(self.teams, i32) >> shift
+        turn = self.team >> shift
+        slot = self.team & (slots - 1)
         for first_column in range(0, self.config.value_dim, self.quads * QUAD):
-            if isinstance(count, int) and count <= self.teams:
-                self._round(b.const(0, i32), count, slots, parts, row_of, first_column)
-                continue
             with b.loop(0, count, each, name="row") as first:
-                self._round(first, count, slots, parts, row_of, first_column)
+                number = first + turn
+                exists = (number < count) & (self.team < self.teams)
+                self._round(row_of(b.min(number, count - 1)), exists, slot, slots, parts, first_column)
 
-    def _round(
-        self, first: Value, count: Value | int, slots: Value | int, parts: Value, row_of: Callable[[Value], Row],
-        first_column: int,
-    ) -> None:  # fmt: skip
-        """As many rows as there are teams for, and as many columns as a team holds."""
+    def _round(self, row: Row, exists: Value, slot: Value, slots: Value | int, parts: Value, first_column: int) -> None:
+        """A row for each team, or for several of them, and as many columns as a team holds."""
         b = self.b
-        turn = self.team // slots
-        slot, number = self.team - turn * slots, first + turn
-        exists = number < count
-        if self._idle:
-            exists = exists & (self.team < self.teams)
-        row = row_of(b.min(number, count - 1))
         column = self.quad * QUAD + first_column
         stop = b.select(exists, parts, b.const(0, i32))
         base, total, acc = self._share(row, column, slot, slots, stop)

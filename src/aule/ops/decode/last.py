@@ -33,7 +33,8 @@ def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
     with b.if_(b.eq(thread, 0)):
         b.device_fence()
         drawn.value = b.atomic("add", tickets, place.block_of_rows, 1)
-        b.device_fence()
+        with b.if_(b.eq(drawn.value, place.parts - 1)):  # to others it would bring nothing but an empty cache
+            b.device_fence()
     last = b.workgroup_any(b.eq(drawn.value, place.parts - 1))
     with b.if_(last):
         b.barrier(global_memory=True)  # what the one that drew has seen, all have seen
@@ -43,7 +44,7 @@ def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
             return Row(result.row_number(number), place.batch, head, token, place.extent)
 
         count = b.min(place.rows - place.row0, rows)
-        Gather(p, result.config, result.config.aligned[3], threads, AT_ONCE, "readwrite").add(
+        Gather(p, result.config, result.config.aligned[3], threads, AT_ONCE, "readwrite").add_rows(
             count, place.parts, row_of
         )
         with b.if_(b.eq(thread, 0)):

@@ -33,5 +33,5 @@ def build_reduce(config: ReduceConfig, target: Target, name: str = KERNEL_NAME) 
         exists = exists & (token < extent.seq_q) & (extent.seq_q <= tokens)
     row = Row(number, batch, head, token, extent)
     with b.if_(exists):
-        Gather(p, config, config.aligned, config.threads, _AT_ONCE, "read").add(1, p.number("splits"), lambda _: row)
+        Gather(p, config, config.aligned, config.threads, _AT_ONCE, "read").add_row(row, p.number("splits"))
     return b.finish()
