@@ -27,7 +27,7 @@ def given() -> tuple[list[Any], Any]:
         calls.append([torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes])
     wanted = torch.stack([aule.decode_attention(*call) for call in calls])
     plain = torch.nn.functional.scaled_dot_product_attention(*calls[0], enable_gqa=True)
-    torch.testing.assert_close(wanted[0], plain, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(wanted[0], plain, rtol=2e-2, atol=3e-4)
     return calls, wanted
 
 
