@@ -82,6 +82,8 @@ CASES = {
     "long": Case(1, 65536),
     "long-paged": Case(1, 65536, 16),
     "short": Case(1, 512),
+    "1k": Case(1, 1024),
+    "4k": Case(1, 4096),
     "32k": Case(4, 32768, 16),
     "32k-int8": Case(4, 32768, 16, torch.int8),
     "32k-fp8": Case(4, 32768, 16, torch.float8_e4m3fn),

@@ -17,7 +17,8 @@ from aule.view import ITEMSIZE
 _RUN_BYTES = 16
 _MAX_ROWS = 8
 CHUNK_SIZE = 512
-"""Keys below which a part of a sequence costs more than it brings: a second launch takes as long as reading them."""
+"""Keys below which a part of a sequence costs more than it brings: a second launch took as long as reading them. That
+the last workgroup adds up parts is not counted on."""
 _SHORT = 1024
 """Keys that are not divided among workgroups of matrix units. By estimate: a multiprocessor reads them in the time of a
 second launch."""
