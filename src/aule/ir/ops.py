@@ -150,7 +150,8 @@ OPS: dict[str, OpInfo] = {
         "memory",
         3,
         "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
-        "i32/u32; add on f32 where the target can",
+        "i32/u32; add on f32 where the target can, and on a vector of 2 or 4 f32 in global memory, each for itself, "
+        "at a multiple of their number: PTX from sm_90 on",
         ("kind",),
     ),
     "async_copy": OpInfo(

@@ -185,8 +185,17 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     else:
         raise refuse(op, "an atomic of ir.ops on i32, u32 or f32", f"{kind} on {name}", "use another type")
     base, offset = addresses.locate(memory, op.args[1])
-    cls, value = register_class(memory.elem), e.operands(op.args[2])[0]
-    e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
+    cls = register_class(memory.elem)
+    if lane_count(op.result) == 1:
+        value = e.operands(op.args[2])[0]
+        e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
+        return
+    if e.arch.number < 90:
+        raise refuse(op, "sm_90 or newer for atomics of vectors", e.arch.name, "add one by one")
+    values = e.registers(op.args[2])
+    old = [e.new(cls) for _ in values]
+    e.line(f"atom.global.add.v{len(values)}.f32 {{{', '.join(old)}}}, {at(base, offset)}, {{{', '.join(values)}}};")
+    e.bind(op.result, tuple(old))
 
 
 def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:

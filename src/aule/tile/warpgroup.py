@@ -47,12 +47,32 @@ class PanelShape:
 
     def offset(self, row: Value, col: Value) -> Value:
         """Where a run of eight elements lies behind the start; ``col`` is a multiple of eight."""
-        run = ((col >> 3) ^ row) & 7
-        return (col >> 6) * self.stride + row * PANEL + run * 8
+        return (col >> 6) * self.stride + row * PANEL + self.run(row, col) * 8
+
+    @staticmethod
+    def run(row: Value, col: Value) -> Value:
+        """Which run of its row of a panel an element is in."""
+        return ((col >> 3) ^ row) & 7
 
     def element_offset(self, row: Value, col: Value) -> Value:
         """The same of any element."""
         return self.offset(row, col) + (col & 7)
+
+
+@dataclass(frozen=True)
+class WarpgroupShape(FragmentShape):
+    """How a kernel of gradients for warpgroups is cut up: each of them makes 64 rows of a product.
+
+    ``stages`` tells how many tiles of the others there is room for: with three, one may come in while another is still
+    being multiplied.
+    """
+
+    def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
+        """The rows that a workgroup owns, some of the others, of two matrices each, and dS twice: the next is written
+        while products read the last."""
+        rows = [(self.block_q, 1), (self.block_kv, self.stages)]
+        tiles = sum(n * PanelShape(count, dim).elements for count, n in rows for dim in (head_dim, value_dim))
+        return tiles + 2 * PanelShape(self.block_q, self.block_kv).elements
 
 
 @dataclass(frozen=True)
@@ -117,6 +137,19 @@ class Warpgroups(Fragments):
         for k in range(depth):
             factor = left.left(k) if isinstance(left, PanelFactor) else left[k]
             self.b.warpgroup_mma(tile, factor, right.right(k), fresh and k == 0)
+
+    def put_factors(self, memory: Value, start: Value, shape: PanelShape, row: Value, factors: Sequence[Value]) -> None:
+        """Store left factors side by side in panels from ``start`` on; ``row`` is that of the subgroup's first one."""
+        b = self.b
+        # Bits of a lane's row and column, of a component's and of the subgroup's are different ones, so that the order
+        # of runs within a row, which is their exclusive or, can be put together from them.
+        own = start + (row + self.lane_row) * PANEL + shape.run(self.lane_row, self.lane_col) * 8 + (self.lane_col & 7)
+        for k, factor in enumerate(factors):
+            for part in range(0, len(self.places), 2):
+                y, x = self.places[part]
+                (panel, x), order = divmod(x + k * SIZE, PANEL), (x + k * SIZE) // 8 ^ y
+                at = (own ^ (order % 8 * 8)) + (panel * shape.stride + y * PANEL + x % 8)
+                b.store(memory, at, b.vector([b.fragment_get(factor, part + i) for i in range(2)]))
 
 
 class PanelTransfer(Transfer):

@@ -8,7 +8,7 @@ from aule.ops.attention.config import DeltaConfig, RoundConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotary_of
 from aule.target import Target
-from aule.tile.arrangement import SIZE, arrange, place_in_block
+from aule.tile.arrangement import SIZE, added_together, arrange, place_in_block
 from aule.tile.matrix import QUAD, divmod_const
 from aule.tile.simt import padded
 from aule.tile.sums import TileSums
@@ -97,4 +97,5 @@ def _place_in_sums(b: Builder, config: RoundConfig, target: Target, above: Value
         return b.cast(above + tile, index) * layout.tile_size + b.cast(place, index)
     block = (above + (row >> 4)) * -(-config.head_dim // SIZE) + (col >> 4)
     start = b.cast(block, index) * (SIZE * SIZE)
-    return start + b.cast(place_in_block(b, arrange(target), row & 15, col & 15), index)
+    place = place_in_block(b, arrange(target), row & 15, col & 15, added_together(target))
+    return start + b.cast(place, index)

@@ -11,6 +11,7 @@ from aule.errors import InvalidArgumentError
 from aule.ops.attention.backward import build_backward
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.backward_rows import build_delta, build_round
+from aule.ops.attention.backward_warpgroup import build_backward_warpgroup
 from aule.ops.attention.config import (
     BackwardConfig,
     DeltaConfig,
@@ -18,6 +19,7 @@ from aule.ops.attention.config import (
     FragmentBackwardConfig,
     FragmentConfig,
     RoundConfig,
+    WarpgroupBackwardConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.precision import refused
@@ -37,6 +39,7 @@ from aule.tile.matrix import QUAD
 from aule.tile.rotated_fragment import exchange_bytes
 from aule.tile.simt import SimtShape
 from aule.tile.sums import TileSums
+from aule.tile.warpgroup import WarpgroupShape
 from aule.view import TensorView
 
 FAR = 1 << 30
@@ -206,9 +209,11 @@ def plan_backward(
         grid = grid_of("flash_attention", each * heads, target)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
-            wide = aligned(RUN, names)
-            config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
-            steps.append(Step(config, build_backward_fragment, grid, scalars))
+            options = common | {"aligned": aligned(RUN, names), "folded": folded(problem), "sums": sums}
+            if isinstance(shape, WarpgroupShape):
+                steps.append(Step(WarpgroupBackwardConfig(**options), build_backward_warpgroup, grid, scalars))
+            else:
+                steps.append(Step(FragmentBackwardConfig(**options), build_backward_fragment, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))

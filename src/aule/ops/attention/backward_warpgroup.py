@@ -1,0 +1,238 @@
+"""The kernel of dK and dV over warpgroups (NVIDIA's sm_90), which also adds up dQ.
+
+A workgroup owns a block of keys, 64 to a warpgroup, and passes over the query rows:
+
+    S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ += dS K
+
+Everything is read from shared memory by the products themselves, but for P^T and dS^T, which go on as left factors
+without leaving registers. Only dQ is made of all keys of the block: dS passes through shared memory, and each
+warpgroup makes a part of the tile's rows or of dQ's columns.
+
+Products run while a subgroup does something else. A tile's turn is
+
+    P of the scores                      while dP is made
+    dS                                   while P is multiplied
+    dS to memory, a barrier              while dS is multiplied by Q
+    dQ added to the sums                 while the next tile's scores are made
+
+and the only barrier shows dS of this tile and the rows of the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import PANEL, f32, i32
+from aule.ops.attention.backward_matrix import KeysKernel
+from aule.ops.attention.config import WarpgroupBackwardConfig
+from aule.target import Target
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment import FragmentTile
+from aule.tile.matrix import divmod_const
+from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, PanelTransfer, Warpgroups
+
+
+def build_backward_warpgroup(config: WarpgroupBackwardConfig, target: Target) -> KernelIR:
+    """Trace the kernel."""
+    b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
+    kernel = _Keys(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The passage over the rows of one query head: its tiles, and what brings them in."""
+
+    head: Value
+    last: Value
+    """Behind the last tile."""
+    transfers: tuple[PanelTransfer, PanelTransfer]
+    fetched: list[Var]
+
+
+class _Keys(KeysKernel):
+    engine: Warpgroups
+
+    def __init__(self, b: Builder, config: WarpgroupBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target, Warpgroups(b, target, config.shape, config.dtype))
+        shape, engine = self.shape, self.engine
+        rows, width, dims = shape.block_q, shape.block_kv, (config.head_dim, config.value_dim)
+        self.own_shapes = [PanelShape(rows, dim) for dim in dims]
+        self.other_shapes = [PanelShape(width, dim) for dim in dims]
+        self.ds_shape = PanelShape(rows, width)
+        self.own_start = (b.const(0, i32), b.const(self.own_shapes[0].elements, i32))
+        self.other_start = sum(panels.elements for panels in self.own_shapes)
+        self.stage_size = sum(panels.elements for panels in self.other_shapes)
+        self.ds_start = self.other_start + shape.stages * self.stage_size
+        self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
+        self.own_keys()
+        # Of dQ a warpgroup makes 64 rows, and of their columns some panels, or all.
+        down = width // ROWS
+        self.across = shape.threads // 128 // down
+        self.dq_cols = self.depths[0] * SIZE
+        if self.across > 1:
+            self.dq_cols = -(-self.dq_cols // (self.across * PANEL)) * PANEL
+        part, self.dq_panel = divmod_const(b, engine.group, down)
+        self.dq_row, self.dq_col = self.dq_panel * ROWS, part * self.dq_cols
+        self.k_panel = part * (self.dq_cols // PANEL)
+        self.limited = self.across * self.dq_cols != self.depths[0] * SIZE
+        self.S, self.dP = (engine.tile(shape.rows, width) for _ in range(2))
+        self.dQ = engine.tile(shape.rows, self.dq_cols)
+        self.dK, self.dV = (engine.tile(shape.rows, depth * SIZE) for depth in self.depths)
+
+    def run(self) -> None:
+        b, shape, scores = self.b, self.shape, self.scores
+        width = shape.block_kv
+        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
+        low, high = scores.rows_reaching(self.row0, end)
+        first, last = low // width, (high + (width - 1)) // width
+        self._load_own()
+        with b.loop(b.const(0, i32), self.group, name="member") as member, b.if_(first < last):
+            self._pass(self.kv_head * self.group + member, first, last, end)
+        self.store_results(self.dK, self.dV)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _load_own(self) -> None:
+        """Bring in K and V; the first barrier of a pass shows them."""
+        b, engine, shape = self.b, self.engine, self.shape
+        if self.limited:  # dQ is made of whole panels of K
+            zero = b.splat(b.const(0, engine.elem), 8)
+            with b.loop(0, self.own_shapes[0].elements // 8 // shape.threads, name="run") as i:
+                b.store(self.memory, (i * shape.threads + engine.thread) * 8, zero)
+            b.barrier()
+        for which, (matrix, start) in enumerate(zip(self.own, self.own_start, strict=True)):
+            transfer = engine.panels(matrix, shape.block_q, self.memory)
+            transfer.clear_padding(start, 1)
+            transfer.start(self.row0, start)
+            transfer.finish(start)
+            if which == 0:
+                transfer.rewrite_own(start, self.finite)
+
+    def _stage(self, tile: Value) -> tuple[Value, Value]:
+        """Where Q and dO of a tile lie."""
+        start = tile % self.shape.stages * self.stage_size + self.other_start
+        return start, start + self.other_shapes[0].elements
+
+    def _fetch(self, way: _Pass, tile: Value) -> None:
+        for transfer, place in zip(way.transfers, self._stage(tile), strict=True):
+            transfer.start(tile * self.shape.block_kv, place)
+        self.fetch_numbers(way.head, tile, way.fetched)
+
+    def _land(self, way: _Pass, tile: Value) -> None:
+        """What was fetched is there for everyone behind the next barrier."""
+        for transfer, place in zip(way.transfers, self._stage(tile), strict=True):
+            transfer.finish(place)
+        self.put_numbers(tile, way.fetched)
+        self.b.warpgroup_publish()
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def _start(
+        self, tile: FragmentTile, left: PanelFactor | list[Value], right: PanelFactor, depth: int, fresh: bool
+    ) -> None:
+        """Start a product of its own group."""
+        b = self.b
+        b.warpgroup_fence()
+        self.engine.start_product(tile.vars[0], left, right, depth, fresh)
+        b.warpgroup_commit()
+
+    def _start_scores(self, tile: Value, which: int) -> None:
+        """``K Q^T``, or ``V dO^T``."""
+        own = PanelFactor(
+            self.memory, self.own_start[which] + self.engine.group * (ROWS * PANEL), self.own_shapes[which]
+        )
+        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which], transposed=True)
+        self._start((self.S, self.dP)[which], own, other, self.depths[which], fresh=True)
+
+    def _start_result(self, tile: Value, which: int, left: list[Value]) -> None:
+        """``dK += dS^T Q``, or ``dV += P^T dO``."""
+        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which])
+        self._start((self.dK, self.dV)[which], left, other, self.shape.block_kv // SIZE, fresh=False)
+
+    def _start_queries(self, tile: Value) -> None:
+        """``dQ = dS K``, this warpgroup's part."""
+        left = PanelFactor(
+            self.memory, self._ds_at(tile) + self.dq_panel * self.ds_shape.stride, self.ds_shape, transposed=True
+        )
+        right = PanelFactor(
+            self.memory, self.own_start[0] + self.k_panel * self.own_shapes[0].stride, self.own_shapes[0]
+        )
+        self._start(self.dQ, left, right, self.shape.block_q // SIZE, fresh=True)
+
+    def _ds_at(self, tile: Value) -> Value:
+        return (tile & 1) * self.ds_shape.elements + self.ds_start
+
+    # -- the passage ---------------------------------------------------------------------------------------------------
+
+    def _pass(self, head: Value, first: Value, last: Value, end: Value) -> None:
+        """What the rows of one query head bring to the block's dK and dV, and the block to their dQ."""
+        b, engine, scores, config = self.b, self.engine, self.scores, self.config
+        width = self.shape.block_kv
+        transfers = (
+            engine.panels(self.matrix("q", head, scores.seq_q, config.head_dim, 0), width, self.memory),
+            engine.panels(self.matrix("do", head, scores.seq_q, config.value_dim, 3), width, self.memory),
+        )
+        way = _Pass(head, last, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
+        for stage in range(self.shape.stages):
+            for transfer, place in zip(transfers, self._stage(b.const(stage, i32)), strict=True):
+                transfer.clear_padding(place, 1)
+        self._fetch(way, first)
+        self._land(way, first)
+        b.barrier()
+        with b.if_(first + 1 < last):
+            self._fetch(way, first + 1)
+        self._start_scores(first, 0)
+        self._start_scores(first, 1)
+        with b.loop(first, last - 1, name="tile") as tile:
+            self._tile(way, tile, end, more=True)
+        self._tile(way, last - 1, end, more=False)
+        b.barrier()  # the next pass begins with the same memory
+
+    def _tile(self, way: _Pass, tile: Value, end: Value, more: bool) -> None:
+        """One tile, whose scores and dP are being made; ``more`` when there is another one behind it."""
+        b, engine, shape, S, dP = self.b, self.engine, self.shape, self.S, self.dP
+        width, row0 = shape.block_kv, tile * shape.block_kv
+        base, delta = (self.columns(S, self.numbers_at(tile) + i * width) for i in range(2))
+        columns = [row0 + S.col(c) for c in range(len(base))]
+        keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(engine.rows_held)]
+
+        def place(r: int, c: int) -> tuple[Value, Value]:
+            return columns[c], keys[r]
+
+        b.comment("P^T = exp2(K Q^T - lse)")
+        b.warpgroup_wait(1)
+        partial = self.partial(row0, self.row0 + engine.group * ROWS, ROWS, end)
+        slope = self.weigh(S, way.head, place, partial, lambda r, c: base[c])
+        p = S.values()
+        kept = self.kept(way.head, place, len(p), len(p[0]), 1)
+        b.comment("dV = dV + P^T dO")
+        self._start_result(tile, 1, engine.pack(self.dropped(p, kept), engine.left)[0])
+        b.comment("dS^T = P^T * (V dO^T - delta)")
+        b.warpgroup_wait(1)
+        ds = engine.pack(self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept), engine.left)[0]
+        b.comment("dK = dK + dS^T Q")
+        self._start_result(tile, 0, ds)
+        engine.put_factors(self.memory, self._ds_at(tile), self.ds_shape, self.subgroup_row, ds)
+        if more:
+            self._land(way, tile + 1)
+            if shape.stages == 2:
+                b.warpgroup_wait(0)  # the rows after the next take the place of these
+        else:
+            b.warpgroup_publish()
+        b.barrier()
+        if more:
+            with b.if_(tile + 2 < way.last):
+                self._fetch(way, tile + 2)
+        b.comment("dQ = dQ + dS K")
+        self._start_queries(tile)
+        if more:
+            self._start_scores(tile + 1, 0)
+        b.warpgroup_wait(int(more))
+        row = row0 + self.dq_row + (engine.subgroup % 4) * SIZE
+        self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
+        if more:
+            self._start_scores(tile + 1, 1)
