@@ -35,6 +35,7 @@ from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, PanelTransfer, Wa
 
 def build_backward_warpgroup(config: WarpgroupBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
+    assert config.sums
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
     kernel = _Keys(b, config, target)
     with b.if_(kernel.exists):
@@ -79,7 +80,8 @@ class _Keys(KeysKernel):
         self.dq_row, self.dq_col = self.dq_panel * ROWS, part * self.dq_cols
         self.k_panel = part * (self.dq_cols // PANEL)
         self.limited = self.across * self.dq_cols != self.depths[0] * SIZE
-        self.S, self.dP = (engine.tile(shape.rows, width) for _ in range(2))
+        self.S = [engine.tile(shape.rows, ROWS) for _ in range(down)]
+        self.dP = engine.tile(shape.rows, ROWS)
         self.dQ = engine.tile(shape.rows, self.dq_cols)
         self.dK, self.dV = (engine.tile(shape.rows, depth * SIZE) for depth in self.depths)
 
@@ -140,18 +142,18 @@ class _Keys(KeysKernel):
         self.engine.start_product(tile.vars[0], left, right, depth, fresh)
         b.warpgroup_commit()
 
-    def _start_scores(self, tile: Value, which: int) -> None:
-        """``K Q^T``, or ``V dO^T``."""
+    def _start_scores(self, tile: Value, which: int, part: int) -> None:
+        """``K Q^T``, or ``V dO^T``, of 64 of a tile's rows."""
         own = PanelFactor(
             self.memory, self.own_start[which] + self.engine.group * (ROWS * PANEL), self.own_shapes[which]
         )
-        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which], transposed=True)
-        self._start((self.S, self.dP)[which], own, other, self.depths[which], fresh=True)
+        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which], True, part * ROWS)
+        self._start((self.S[part], self.dP)[which], own, other, self.depths[which], fresh=True)
 
-    def _start_result(self, tile: Value, which: int, left: list[Value]) -> None:
+    def _start_result(self, tile: Value, which: int, part: int, left: list[Value]) -> None:
         """``dK += dS^T Q``, or ``dV += P^T dO``."""
-        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which])
-        self._start((self.dK, self.dV)[which], left, other, self.shape.block_kv // SIZE, fresh=False)
+        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which], row=part * ROWS)
+        self._start((self.dK, self.dV)[which], left, other, len(left), fresh=False)
 
     def _start_queries(self, tile: Value) -> None:
         """``dQ = dS K``, this warpgroup's part."""
@@ -185,38 +187,26 @@ class _Keys(KeysKernel):
         b.barrier()
         with b.if_(first + 1 < last):
             self._fetch(way, first + 1)
-        self._start_scores(first, 0)
-        self._start_scores(first, 1)
+        self._start_scores(first, 0, 0)
+        b.warpgroup_wait(0)
         with b.loop(first, last - 1, name="tile") as tile:
             self._tile(way, tile, end, more=True)
         self._tile(way, last - 1, end, more=False)
         b.barrier()  # the next pass begins with the same memory
 
     def _tile(self, way: _Pass, tile: Value, end: Value, more: bool) -> None:
-        """One tile, whose scores and dP are being made; ``more`` when there is another one behind it."""
-        b, engine, shape, S, dP = self.b, self.engine, self.shape, self.S, self.dP
-        width, row0 = shape.block_kv, tile * shape.block_kv
-        base, delta = (self.columns(S, self.numbers_at(tile) + i * width) for i in range(2))
-        columns = [row0 + S.col(c) for c in range(len(base))]
-        keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(engine.rows_held)]
-
-        def place(r: int, c: int) -> tuple[Value, Value]:
-            return columns[c], keys[r]
-
-        b.comment("P^T = exp2(K Q^T - lse)")
-        b.warpgroup_wait(1)
+        """One tile, the first of whose scores are there; ``more`` when there is another one behind it."""
+        b, engine, shape = self.b, self.engine, self.shape
+        row0, parts = tile * shape.block_kv, len(self.S)
         partial = self.partial(row0, self.row0 + engine.group * ROWS, ROWS, end)
-        slope = self.weigh(S, way.head, place, partial, lambda r, c: base[c])
-        p = S.values()
-        kept = self.kept(way.head, place, len(p), len(p[0]), 1)
-        b.comment("dV = dV + P^T dO")
-        self._start_result(tile, 1, engine.pack(self.dropped(p, kept), engine.left)[0])
-        b.comment("dS^T = P^T * (V dO^T - delta)")
-        b.warpgroup_wait(1)
-        ds = engine.pack(self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept), engine.left)[0]
-        b.comment("dK = dK + dS^T Q")
-        self._start_result(tile, 0, ds)
-        engine.put_factors(self.memory, self._ds_at(tile), self.ds_shape, self.subgroup_row, ds)
+        for part in range(parts):
+            further = part + 1 < parts
+            self._start_scores(tile, 1, part)
+            if further:
+                self._start_scores(tile, 0, part + 1)
+            self._part(way, tile, part, partial, further)
+            if further:
+                b.warpgroup_wait(2)
         if more:
             self._land(way, tile + 1)
             if shape.stages == 2:
@@ -230,9 +220,34 @@ class _Keys(KeysKernel):
         b.comment("dQ = dQ + dS K")
         self._start_queries(tile)
         if more:
-            self._start_scores(tile + 1, 0)
+            self._start_scores(tile + 1, 0, 0)
         b.warpgroup_wait(int(more))
         row = row0 + self.dq_row + (engine.subgroup % 4) * SIZE
         self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
         if more:
-            self._start_scores(tile + 1, 1)
+            # ptxas does not follow products into the next turn: it would wait for each.
+            b.warpgroup_wait(0)
+
+    def _part(self, way: _Pass, tile: Value, part: int, partial: Value, further: bool) -> None:
+        """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
+        b, engine, width, S = self.b, self.engine, self.shape.block_kv, self.S[part]
+        base, delta = (self.columns(S, self.numbers_at(tile) + (i * width + part * ROWS)) for i in range(2))
+        columns = [tile * width + part * ROWS + S.col(c) for c in range(len(base))]
+        keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(engine.rows_held)]
+
+        def place(r: int, c: int) -> tuple[Value, Value]:
+            return columns[c], keys[r]
+
+        b.comment("P^T = exp2(K Q^T - lse)")
+        slope = self.weigh(S, way.head, place, partial, lambda r, c: base[c])
+        p = S.values()
+        kept = self.kept(way.head, place, len(p), len(p[0]), 1)
+        b.comment("dV = dV + P^T dO")
+        self._start_result(tile, 1, part, engine.pack(self.dropped(p, kept), engine.left)[0])
+        b.comment("dS^T = P^T * (V dO^T - delta)")
+        b.warpgroup_wait(1 + further)
+        ds = engine.pack(self.differentiate(p, self.dP.values(), lambda r, c: delta[c], slope, kept), engine.left)[0]
+        b.comment("dK = dK + dS^T Q")
+        self._start_result(tile, 0, part, ds)
+        start = self._ds_at(tile) + part * self.ds_shape.stride
+        engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, ds)

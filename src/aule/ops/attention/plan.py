@@ -27,6 +27,7 @@ from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
     choose_backward_fragments,
     choose_backward_shape,
+    choose_backward_warpgroups,
     choose_fragments,
     choose_shape,
 )
@@ -177,11 +178,16 @@ def plan_backward(
     units = (unit["o"], unit["do"])
     adds = "ds" not in views and _can_add(problem, target)
     keys_shape = shapes[1] if shapes else None
+    if adds and problem.rope is None and all(aligned(RUN, names)):
+        # Rows that are rotated or put together on their way take registers that this kernel does not have.
+        keys_shape = keys_shape or choose_backward_warpgroups(target, problem.dtype, *dims)
     keys_shape = keys_shape or _backward_fragments(problem, target, "keys")
     keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
     clear = problem.batch * problem.heads_q * row_tiles * tile_size
     sums = adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys_shape)
+    if not sums and isinstance(keys_shape, WarpgroupShape):
+        keys_shape = _backward_fragments(problem, target, "keys") or choose_backward_shape(target, max(dims), dims)
     index64 = index64 or (sums and clear > 2**31 - 1)  # they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     delta = DeltaConfig(
