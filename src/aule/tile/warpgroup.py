@@ -138,12 +138,20 @@ class Warpgroups(Fragments):
             factor = left.left(k) if isinstance(left, PanelFactor) else left[k]
             self.b.warpgroup_mma(tile, factor, right.right(k), fresh and k == 0)
 
-    def put_factors(self, memory: Value, start: Value, shape: PanelShape, row: Value, factors: Sequence[Value]) -> None:
-        """Store left factors side by side in panels from ``start`` on; ``row`` is that of the subgroup's first one."""
+    def put_factors(
+        self, memory: Value, start: Value, shape: PanelShape, row: Value, col: Value, factors: Sequence[Value]
+    ) -> None:
+        """Store left factors side by side in panels from ``start`` on; ``row`` and ``col`` are where the first of this
+        subgroup begins, the column a multiple of all their columns and in the first panel."""
         b = self.b
         # Bits of a lane's row and column, of a component's and of the subgroup's are different ones, so that the order
         # of runs within a row, which is their exclusive or, can be put together from them.
-        own = start + (row + self.lane_row) * PANEL + shape.run(self.lane_row, self.lane_col) * 8 + (self.lane_col & 7)
+        own = (
+            start
+            + (row + self.lane_row) * PANEL
+            + shape.run(self.lane_row, self.lane_col + col) * 8
+            + (self.lane_col & 7)
+        )
         for k, factor in enumerate(factors):
             for part in range(0, len(self.places), 2):
                 y, x = self.places[part]

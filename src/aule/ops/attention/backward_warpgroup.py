@@ -30,14 +30,14 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
 from aule.tile.matrix import divmod_const
-from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, PanelTransfer, Warpgroups
+from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelTransfer, Warpgroups
 
 
 def build_backward_warpgroup(config: WarpgroupBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     assert config.sums
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
-    kernel = _Keys(b, config, target)
+    kernel = (_Narrow if config.shape.columns == 1 else _Wide)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
@@ -50,11 +50,28 @@ class _Pass:
     head: Value
     last: Value
     """Behind the last tile."""
+    end: Value
+    """Behind the last key of the block."""
     transfers: tuple[PanelTransfer, PanelTransfer]
     fetched: list[Var]
 
 
+@dataclass(frozen=True)
+class _Sites:
+    """Query rows of a lane's columns, keys of its rows, and by column what is added to scores, and delta."""
+
+    columns: list[Value]
+    keys: list[Value]
+    base: list[Value]
+    delta: list[Value]
+
+    def place(self, r: int, c: int) -> tuple[Value, Value]:
+        return self.columns[c], self.keys[r]
+
+
 class _Keys(KeysKernel):
+    """Memory, products, and the passage over the query rows."""
+
     engine: Warpgroups
 
     def __init__(self, b: Builder, config: WarpgroupBackwardConfig, target: Target) -> None:
@@ -70,20 +87,24 @@ class _Keys(KeysKernel):
         self.ds_start = self.other_start + shape.stages * self.stage_size
         self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
         self.own_keys()
+        # Which keys are the warpgroup's, and which of the columns where several have the same.
+        down, self.part = divmod_const(b, engine.group, shape.columns)
+        self.subgroup_row = down * ROWS + (engine.subgroup & 3) * SIZE
+        self.group_row = down * ROWS
         # Of dQ a warpgroup makes 64 rows, and of their columns some panels, or all.
-        down = width // ROWS
-        self.across = shape.threads // 128 // down
+        blocks = width // ROWS
+        across = shape.subgroups // SUBGROUPS // blocks
         self.dq_cols = self.depths[0] * SIZE
-        if self.across > 1:
-            self.dq_cols = -(-self.dq_cols // (self.across * PANEL)) * PANEL
-        part, self.dq_panel = divmod_const(b, engine.group, down)
-        self.dq_row, self.dq_col = self.dq_panel * ROWS, part * self.dq_cols
-        self.k_panel = part * (self.dq_cols // PANEL)
-        self.limited = self.across * self.dq_cols != self.depths[0] * SIZE
-        self.S = [engine.tile(shape.rows, ROWS) for _ in range(down)]
-        self.dP = engine.tile(shape.rows, ROWS)
+        if across > 1:
+            self.dq_cols = -(-self.dq_cols // (across * PANEL)) * PANEL
+        right, self.dq_panel = divmod_const(b, engine.group, blocks)
+        self.dq_row, self.dq_col = self.dq_panel * ROWS, right * self.dq_cols
+        self.k_panel = right * (self.dq_cols // PANEL)
+        self.limited = across * self.dq_cols != self.depths[0] * SIZE
+        self.S = [engine.tile(shape.rows, ROWS // shape.columns) for _ in range(blocks)]
+        self.dP = engine.tile(shape.rows, ROWS // shape.columns)
         self.dQ = engine.tile(shape.rows, self.dq_cols)
-        self.dK, self.dV = (engine.tile(shape.rows, depth * SIZE) for depth in self.depths)
+        self.dK, self.dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
 
     def run(self) -> None:
         b, shape, scores = self.b, self.shape, self.scores
@@ -120,8 +141,16 @@ class _Keys(KeysKernel):
         return start, start + self.other_shapes[0].elements
 
     def _fetch(self, way: _Pass, tile: Value) -> None:
-        for transfer, place in zip(way.transfers, self._stage(tile), strict=True):
-            transfer.start(tile * self.shape.block_kv, place)
+        b, row0, at = self.b, tile * self.shape.block_kv, self._stage(tile)
+
+        def start(whole: bool) -> None:
+            for transfer, place in zip(way.transfers, at, strict=True):
+                transfer.start(row0, place, whole)
+
+        with b.if_(row0 + self.shape.block_kv <= self.scores.seq_q):
+            start(whole=True)
+        with b.else_():
+            start(whole=False)
         self.fetch_numbers(way.head, tile, way.fetched)
 
     def _land(self, way: _Pass, tile: Value) -> None:
@@ -144,29 +173,24 @@ class _Keys(KeysKernel):
 
     def _start_scores(self, tile: Value, which: int, part: int) -> None:
         """``K Q^T``, or ``V dO^T``, of 64 of a tile's rows."""
-        own = PanelFactor(
-            self.memory, self.own_start[which] + self.engine.group * (ROWS * PANEL), self.own_shapes[which]
-        )
-        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which], True, part * ROWS)
+        own = PanelFactor(self.memory, self.own_start[which] + self.group_row * PANEL, self.own_shapes[which])
+        start = self._stage(tile)[which] + self.part * (ROWS // self.shape.columns * PANEL)
+        other = PanelFactor(self.memory, start, self.other_shapes[which], True, part * ROWS)
         self._start((self.S[part], self.dP)[which], own, other, self.depths[which], fresh=True)
 
-    def _start_result(self, tile: Value, which: int, part: int, left: list[Value]) -> None:
-        """``dK += dS^T Q``, or ``dV += P^T dO``."""
-        other = PanelFactor(self.memory, self._stage(tile)[which], self.other_shapes[which], row=part * ROWS)
-        self._start((self.dK, self.dV)[which], left, other, len(left), fresh=False)
+    def _start_result(self, tile: Value, which: int, part: int, left: PanelFactor | list[Value]) -> None:
+        """``dK += dS^T Q``, or ``dV += P^T dO``, of 64 of a tile's rows."""
+        panels = self.other_shapes[which]
+        first = self.part * (self.result_width(which) // PANEL * panels.stride)
+        other = PanelFactor(self.memory, self._stage(tile)[which] + first, panels, row=part * ROWS)
+        self._start((self.dK, self.dV)[which], left, other, ROWS // SIZE, fresh=False)
 
-    def _start_queries(self, tile: Value) -> None:
+    def _start_queries(self, ds_at: Value) -> None:
         """``dQ = dS K``, this warpgroup's part."""
-        left = PanelFactor(
-            self.memory, self._ds_at(tile) + self.dq_panel * self.ds_shape.stride, self.ds_shape, transposed=True
-        )
-        right = PanelFactor(
-            self.memory, self.own_start[0] + self.k_panel * self.own_shapes[0].stride, self.own_shapes[0]
-        )
+        left = PanelFactor(self.memory, ds_at + self.dq_panel * self.ds_shape.stride, self.ds_shape, transposed=True)
+        k_at = self.own_start[0] + self.k_panel * self.own_shapes[0].stride
+        right = PanelFactor(self.memory, k_at, self.own_shapes[0])
         self._start(self.dQ, left, right, self.shape.block_q // SIZE, fresh=True)
-
-    def _ds_at(self, tile: Value) -> Value:
-        return (tile & 1) * self.ds_shape.elements + self.ds_start
 
     # -- the passage ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +202,7 @@ class _Keys(KeysKernel):
             engine.panels(self.matrix("q", head, scores.seq_q, config.head_dim, 0), width, self.memory),
             engine.panels(self.matrix("do", head, scores.seq_q, config.value_dim, 3), width, self.memory),
         )
-        way = _Pass(head, last, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
+        way = _Pass(head, last, end, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
         for stage in range(self.shape.stages):
             for transfer, place in zip(transfers, self._stage(b.const(stage, i32)), strict=True):
                 transfer.clear_padding(place, 1)
@@ -190,15 +214,38 @@ class _Keys(KeysKernel):
         self._start_scores(first, 0, 0)
         b.warpgroup_wait(0)
         with b.loop(first, last - 1, name="tile") as tile:
-            self._tile(way, tile, end, more=True)
-        self._tile(way, last - 1, end, more=False)
+            self.tile(way, tile, more=True)
+        self.tile(way, last - 1, more=False)
         b.barrier()  # the next pass begins with the same memory
 
-    def _tile(self, way: _Pass, tile: Value, end: Value, more: bool) -> None:
-        """One tile, the first of whose scores are there; ``more`` when there is another one behind it."""
-        b, engine, shape = self.b, self.engine, self.shape
-        row0, parts = tile * shape.block_kv, len(self.S)
-        partial = self.partial(row0, self.row0 + engine.group * ROWS, ROWS, end)
+    def tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        """One tile, the first of whose scores are there; ``more`` when there is another one behind it. Products are
+        not left running: ptxas would not follow them into the next turn and rather wait for each."""
+        raise NotImplementedError
+
+    def _sites(self, tile: Value, part: int) -> _Sites:
+        """Where this lane's elements of 64 rows of a tile stand, and what belongs to its columns."""
+        shape, S = self.shape, self.S[part]
+        col = self.part * (ROWS // shape.columns) + part * ROWS
+        base, delta = (self.columns(S, self.numbers_at(tile) + (col + i * shape.block_kv)) for i in range(2))
+        columns = [tile * shape.block_kv + col + S.col(c) for c in range(len(base))]
+        keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(self.engine.rows_held)]
+        return _Sites(columns, keys, base, delta)
+
+    def _partial(self, way: _Pass, tile: Value) -> Value:
+        return self.partial(tile * self.shape.block_kv, self.row0 + self.group_row, ROWS, way.end)
+
+    def _add_queries(self, way: _Pass, tile: Value) -> None:
+        row = tile * self.shape.block_kv + self.dq_row + (self.engine.subgroup & 3) * SIZE
+        self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
+
+
+class _Narrow(_Keys):
+    """Every warpgroup has its own keys, and P and dS go on as left factors in registers."""
+
+    def tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        b, parts = self.b, len(self.S)
+        partial = self._partial(way, tile)
         for part in range(parts):
             further = part + 1 < parts
             self._start_scores(tile, 1, part)
@@ -209,7 +256,7 @@ class _Keys(KeysKernel):
                 b.warpgroup_wait(2)
         if more:
             self._land(way, tile + 1)
-            if shape.stages == 2:
+            if self.shape.stages == 2:
                 b.warpgroup_wait(0)  # the rows after the next take the place of these
         else:
             b.warpgroup_publish()
@@ -218,36 +265,73 @@ class _Keys(KeysKernel):
             with b.if_(tile + 2 < way.last):
                 self._fetch(way, tile + 2)
         b.comment("dQ = dQ + dS K")
-        self._start_queries(tile)
+        self._start_queries(self._ds_at(tile))
         if more:
             self._start_scores(tile + 1, 0, 0)
         b.warpgroup_wait(int(more))
-        row = row0 + self.dq_row + (engine.subgroup % 4) * SIZE
-        self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
+        self._add_queries(way, tile)
         if more:
-            # ptxas does not follow products into the next turn: it would wait for each.
             b.warpgroup_wait(0)
 
     def _part(self, way: _Pass, tile: Value, part: int, partial: Value, further: bool) -> None:
         """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
-        b, engine, width, S = self.b, self.engine, self.shape.block_kv, self.S[part]
-        base, delta = (self.columns(S, self.numbers_at(tile) + (i * width + part * ROWS)) for i in range(2))
-        columns = [tile * width + part * ROWS + S.col(c) for c in range(len(base))]
-        keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(engine.rows_held)]
-
-        def place(r: int, c: int) -> tuple[Value, Value]:
-            return columns[c], keys[r]
-
+        b, engine, S, at = self.b, self.engine, self.S[part], self._sites(tile, part)
         b.comment("P^T = exp2(K Q^T - lse)")
-        slope = self.weigh(S, way.head, place, partial, lambda r, c: base[c])
+        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
         p = S.values()
-        kept = self.kept(way.head, place, len(p), len(p[0]), 1)
+        kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
         b.comment("dV = dV + P^T dO")
         self._start_result(tile, 1, part, engine.pack(self.dropped(p, kept), engine.left)[0])
         b.comment("dS^T = P^T * (V dO^T - delta)")
         b.warpgroup_wait(1 + further)
-        ds = engine.pack(self.differentiate(p, self.dP.values(), lambda r, c: delta[c], slope, kept), engine.left)[0]
+        ds = self.differentiate(p, self.dP.values(), lambda r, c: at.delta[c], slope, kept)
+        factors = engine.pack(ds, engine.left)[0]
         b.comment("dK = dK + dS^T Q")
-        self._start_result(tile, 0, part, ds)
+        self._start_result(tile, 0, part, factors)
         start = self._ds_at(tile) + part * self.ds_shape.stride
-        engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, ds)
+        engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, b.const(0, i32), factors)
+
+    def _ds_at(self, tile: Value) -> Value:
+        """Where dS of a tile lies: the next is written while products read the last."""
+        return (tile & 1) * self.ds_shape.elements + self.ds_start
+
+
+class _Wide(_Keys):
+    """Two warpgroups have the same keys. Each makes half of a tile's scores, by rows, and half of the results, by
+    columns, which one alone could not hold; P and dS pass through shared memory."""
+
+    def tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        b, engine, S, at = self.b, self.engine, self.S[0], self._sites(tile, 0)
+        ds_at, p_at = self.ds_start, self.ds_start + self.ds_shape.elements
+        col = self.part * (ROWS // 2)
+        self._start_scores(tile, 1, 0)
+        b.comment("P^T = exp2(K Q^T - lse)")
+        slope = self.weigh(S, way.head, at.place, self._partial(way, tile), lambda r, c: at.base[c])
+        p = S.values()
+        kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
+        factors = engine.pack(self.dropped(p, kept), engine.left)[0]
+        engine.put_factors(self.memory, b.const(p_at, i32), self.ds_shape, self.subgroup_row, col, factors)
+        b.comment("dS^T = P^T * (V dO^T - delta)")
+        b.warpgroup_wait(0)
+        ds = self.differentiate(p, self.dP.values(), lambda r, c: at.delta[c], slope, kept)
+        factors = engine.pack(ds, engine.left)[0]
+        engine.put_factors(self.memory, b.const(ds_at, i32), self.ds_shape, self.subgroup_row, col, factors)
+        if more:
+            self._land(way, tile + 1)
+        else:
+            b.warpgroup_publish()
+        b.barrier()
+        p_factor, ds_factor = (PanelFactor(self.memory, b.const(start, i32), self.ds_shape) for start in (p_at, ds_at))
+        b.comment("dV = dV + P^T dO, dK = dK + dS^T Q, dQ = dQ + dS K")
+        self._start_result(tile, 1, 0, p_factor)
+        self._start_result(tile, 0, 0, ds_factor)
+        self._start_queries(b.const(ds_at, i32))
+        if more:
+            self._start_scores(tile + 1, 0, 0)
+        b.warpgroup_wait(int(more))
+        self._add_queries(way, tile)
+        if more:
+            b.barrier()  # everyone is done with this tile's rows
+            with b.if_(tile + 2 < way.last):
+                self._fetch(way, tile + 2)
+            b.warpgroup_wait(0)
