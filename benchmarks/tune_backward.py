@@ -36,7 +36,6 @@ from aule.ops.attention.validate import Operands
 from aule.runtime.base import Device
 from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
-from aule.tile.warpgroup import WarpgroupShape
 from aule.view import TensorView
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -148,7 +147,7 @@ def parsed(text: str) -> SimtShape | FragmentShape:
     numbers = [int(x) for x in listed.split(",")]
     if kind in ("f", "w"):
         columns = {"columns": numbers[5]} if len(numbers) > 5 else {}
-        return (FragmentShape if kind == "f" else WarpgroupShape)(*numbers[:4], False, *numbers[4:5], **columns)
+        return FragmentShape(*numbers[:4], False, *numbers[4:5], warpgroups=kind == "w", **columns)
     return SimtShape(*numbers[:6], kind == "r", 0, *numbers[6:])
 
 

@@ -18,23 +18,25 @@ from test_fragment_interpreted import target as interpreted
 
 from aule.engine.attention import contiguous_strides
 from aule.ir.verify import verify
-from aule.ops.attention.config import BackwardConfig, FragmentBackwardConfig, WarpgroupBackwardConfig
+from aule.ops.attention.backward_fragment import build_backward_fragment
+from aule.ops.attention.backward_warpgroup import build_backward_warpgroup
+from aule.ops.attention.config import BackwardConfig
 from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.problem import AttentionProblem, Rope
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.render import ptx
 from aule.target import NVIDIA_LAYOUT, Target
-from aule.tile.warpgroup import WarpgroupShape
+from aule.tile.fragment import FragmentShape
 from aule.view import TensorView
 
-ONE = WarpgroupShape(64, 64, 4, 2, False)
+ONE = FragmentShape(64, 64, 4, 2, False, warpgroups=True)
 """A single warpgroup, which has all of dQ."""
-ROWS = WarpgroupShape(128, 128, 8, 3, False)
+ROWS = FragmentShape(128, 128, 8, 3, False, warpgroups=True)
 """Two, with half of a tile's rows each."""
-COLUMNS = WarpgroupShape(128, 64, 8, 3, False)
+COLUMNS = FragmentShape(128, 64, 8, 3, False, warpgroups=True)
 """Two, with half of dQ's columns each."""
-WIDE = WarpgroupShape(64, 64, 8, 2, False, columns=2)
+WIDE = FragmentShape(64, 64, 8, 2, False, columns=2, warpgroups=True)
 """Two that have the same keys."""
 
 
@@ -48,7 +50,7 @@ def test_small_grid(case: grid.Case) -> None:
     assert not wrong, wrong
 
 
-LONG: list[tuple[WarpgroupShape, tuple[int, int], tuple[int, int], dict[str, Any]]] = [
+LONG: list[tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     (replace(ONE, stages=3), (64, 32), (2, 1), {"causal": True}),
     (ROWS, (64, 64), (2, 1), {"causal": True}),
     (COLUMNS, (128, 128), (1, 1), {"window": (40, 60)}),
@@ -58,7 +60,7 @@ LONG: list[tuple[WarpgroupShape, tuple[int, int], tuple[int, int], dict[str, Any
 
 
 @pytest.mark.parametrize("case", LONG, ids=lambda case: f"{case[0].block_kv}-{case[0].stages}-{case[1]}")
-def test_several_tiles(case: tuple[WarpgroupShape, tuple[int, int], tuple[int, int], dict[str, Any]]) -> None:
+def test_several_tiles(case: tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]]) -> None:
     """Of rows and of keys, none of them whole: what is in flight from one to the next."""
     shape, dims, (heads, heads_kv), options = case
     rng = np.random.default_rng(1)
@@ -121,7 +123,7 @@ def plain(head_dim: int, value_dim: int = 0, **options: Any) -> AttentionProblem
 def test_when_they_are_chosen() -> None:
     """Everything else keeps the kernels for fragments."""
     for problem in (plain(64), plain(128), plain(40, 24), plain(128, 64), plain(64, causal=True)):
-        assert isinstance(planned(problem, device()).config, WarpgroupBackwardConfig), problem
+        assert planned(problem, device()).build is build_backward_warpgroup, problem
     others = [
         planned(plain(64), device("sm_100")),
         planned(plain(64), replace(device(), max_shared_bytes=100 << 10)),
@@ -131,8 +133,7 @@ def test_when_they_are_chosen() -> None:
         planned(plain(64, rope=Rope("f32", 64, False)), device()),
     ]
     for step in others:
-        assert not isinstance(step.config, WarpgroupBackwardConfig)
-        assert isinstance(step.config, FragmentBackwardConfig)
+        assert step.build is build_backward_fragment
     assert isinstance(planned(replace(plain(64), dtype="f32"), device()).config, BackwardConfig)
 
 

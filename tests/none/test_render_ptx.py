@@ -221,8 +221,6 @@ def atomics() -> KernelIR:
                 old = b.atomic(kind, memory, t + i, 3)
                 b.store(out, t * 8 + i, old)
                 b.atomic(kind, memory, 5, old)
-    old = b.atomic("add", b.buffer("pairs", f32, "readwrite"), t * 2, b.splat(b.const(1.0, f32), 2))
-    b.store(b.buffer("out_pairs", f32, "write"), t * 2, old)
     return b.finish()
 
 

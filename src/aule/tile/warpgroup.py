@@ -60,22 +60,6 @@ class PanelShape:
 
 
 @dataclass(frozen=True)
-class WarpgroupShape(FragmentShape):
-    """How a kernel of gradients for warpgroups is cut up: each of them makes 64 rows of a product.
-
-    ``stages`` tells how many tiles of the others there is room for: with three, one may come in while another is still
-    being multiplied.
-    """
-
-    def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
-        """The rows that a workgroup owns, some of the others, of two matrices each, and dS twice: the next is written
-        while products read the last."""
-        rows = [(self.block_q, 1), (self.block_kv, self.stages)]
-        tiles = sum(n * PanelShape(count, dim).elements for count, n in rows for dim in (head_dim, value_dim))
-        return tiles + 2 * PanelShape(self.block_q, self.block_kv).elements
-
-
-@dataclass(frozen=True)
 class PanelFactor:
     """A factor of a product, in shared memory from ``start`` on, a multiple of 512.
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32
 from aule.ops.attention.backward_matrix import KeysKernel
-from aule.ops.attention.config import WarpgroupBackwardConfig
+from aule.ops.attention.config import FragmentBackwardConfig
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
@@ -33,7 +33,7 @@ from aule.tile.matrix import divmod_const
 from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelTransfer, Warpgroups
 
 
-def build_backward_warpgroup(config: WarpgroupBackwardConfig, target: Target) -> KernelIR:
+def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     assert config.sums
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
@@ -74,7 +74,7 @@ class _Keys(KeysKernel):
 
     engine: Warpgroups
 
-    def __init__(self, b: Builder, config: WarpgroupBackwardConfig, target: Target) -> None:
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target, Warpgroups(b, target, config.shape, config.dtype))
         shape, engine = self.shape, self.engine
         rows, width, dims = shape.block_q, shape.block_kv, (config.head_dim, config.value_dim)

@@ -11,7 +11,6 @@ from typing import Literal
 from aule.ops.attention.problem import Rope
 from aule.tile.fragment import FragmentShape
 from aule.tile.simt import SimtShape
-from aule.tile.warpgroup import WarpgroupShape
 
 Columns = Literal["unit", "same", "any"]
 """How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""
@@ -156,13 +155,6 @@ class FragmentBackwardConfig(ScoreConfig):
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
     folded: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarpgroupBackwardConfig(FragmentBackwardConfig):
-    """The same kernel of dK and dV, with sums, over warpgroups."""
-
-    shape: WarpgroupShape
 
 
 @dataclass(frozen=True)

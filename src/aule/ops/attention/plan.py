@@ -19,7 +19,6 @@ from aule.ops.attention.config import (
     FragmentBackwardConfig,
     FragmentConfig,
     RoundConfig,
-    WarpgroupBackwardConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.precision import refused
@@ -30,6 +29,7 @@ from aule.ops.attention.tiles import (
     choose_backward_warpgroups,
     choose_fragments,
     choose_shape,
+    choose_warpgroups,
 )
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
@@ -40,7 +40,6 @@ from aule.tile.matrix import QUAD
 from aule.tile.rotated_fragment import exchange_bytes
 from aule.tile.simt import SimtShape
 from aule.tile.sums import TileSums
-from aule.tile.warpgroup import WarpgroupShape
 from aule.view import TensorView
 
 FAR = 1 << 30
@@ -86,7 +85,7 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     preferred : SimtShape or FragmentShape, optional
-        The same where there is no mask, bias, other modifier or strided row.
+        The same where there is no mask, bias, other modifier, rotation or strided row.
     """
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
@@ -108,8 +107,10 @@ def plan_forward(
                 f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
                 f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
             )
-    elif not strided and problem.modifiers == 0:
+    elif not strided and problem.modifiers == 0 and problem.rope is None:
         shape = shape or preferred
+    if shape is None and all(aligned(RUN)[:3]) and not masked and problem.rope is None:
+        shape = choose_warpgroups(target, problem.dtype, *dims)
     if shape is None and rotates_runs(problem):
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
@@ -186,7 +187,7 @@ def plan_backward(
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
     clear = problem.batch * problem.heads_q * row_tiles * tile_size
     sums = adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys_shape)
-    if not sums and isinstance(keys_shape, WarpgroupShape):
+    if not sums and isinstance(keys_shape, FragmentShape) and keys_shape.warpgroups:
         keys_shape = _backward_fragments(problem, target, "keys") or choose_backward_shape(target, max(dims), dims)
     index64 = index64 or (sums and clear > 2**31 - 1)  # they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
@@ -215,11 +216,10 @@ def plan_backward(
         grid = grid_of("flash_attention", each * heads, target)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
         if isinstance(shape, FragmentShape):
-            options = common | {"aligned": aligned(RUN, names), "folded": folded(problem), "sums": sums}
-            if isinstance(shape, WarpgroupShape):
-                steps.append(Step(WarpgroupBackwardConfig(**options), build_backward_warpgroup, grid, scalars))
-            else:
-                steps.append(Step(FragmentBackwardConfig(**options), build_backward_fragment, grid, scalars))
+            wide = aligned(RUN, names)
+            config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
+            build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
+            steps.append(Step(config, build, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))
@@ -364,5 +364,7 @@ def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
 
 
 def _extent(view: TensorView) -> int:
-    """Largest element index, and room for the kernel to compute one tile past it."""
-    return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+    """Largest element index, and room for the kernel to compute one tile of rows and columns past it."""
+    axes = list(zip(view.shape, view.strides, strict=True))
+    inside = sum((n - 1) * abs(s) for n, s in axes if n > 1)
+    return view.offset + inside + sum(256 * abs(s) for n, s in axes[-2:] if n > 1)
