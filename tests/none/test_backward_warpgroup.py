@@ -30,11 +30,11 @@ from aule.target import NVIDIA_LAYOUT, Target
 from aule.tile.fragment import FragmentShape
 from aule.view import TensorView
 
-ONE = FragmentShape(64, 64, 4, 2, False, warpgroups=True)
+ONE = FragmentShape(64, 64, 4, 4, False, warpgroups=True)
 """A single warpgroup, which has all of dQ."""
-ROWS = FragmentShape(128, 128, 8, 3, False, warpgroups=True)
+ROWS = FragmentShape(128, 128, 8, 4, False, warpgroups=True)
 """Two, with half of a tile's rows each."""
-COLUMNS = FragmentShape(128, 64, 8, 3, False, warpgroups=True)
+COLUMNS = FragmentShape(128, 64, 8, 4, False, warpgroups=True)
 """Two, with half of dQ's columns each."""
 WIDE = FragmentShape(64, 64, 8, 2, False, columns=2, warpgroups=True)
 """Two that have the same keys."""
@@ -51,10 +51,10 @@ def test_small_grid(case: grid.Case) -> None:
 
 
 LONG: list[tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]]] = [
-    (replace(ONE, stages=3), (64, 32), (2, 1), {"causal": True}),
+    (ONE, (64, 32), (2, 1), {"causal": True}),
     (ROWS, (64, 64), (2, 1), {"causal": True}),
     (COLUMNS, (128, 128), (1, 1), {"window": (40, 60)}),
-    (replace(COLUMNS, stages=2), (72, 128), (1, 1), {}),
+    (COLUMNS, (72, 128), (1, 1), {}),
     (WIDE, (256, 128), (2, 1), {"causal": True}),
 ]
 

@@ -114,8 +114,10 @@ class GradientKernel:
         delta: Callable[[int, int], Value],
         slope: list[list[Value]] | None,
         kept: list[list[Value]] | None,
+        guarded: bool = True,
     ) -> list[list[Value]]:
-        """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides."""
+        """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides, unless somebody else sees to that
+        (``guarded``)."""
         b, zero = self.b, self.b.const(0.0, f32)
         result = []
         for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
@@ -123,7 +125,9 @@ class GradientKernel:
             for c, (weight, x) in enumerate(zip(weights, row, strict=True)):
                 if kept is not None:
                     x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
-                ds = b.select(b.eq(weight, 0.0), zero, weight * (x - delta(r, c)))
+                ds = weight * (x - delta(r, c))
+                if guarded:
+                    ds = b.select(b.eq(weight, 0.0), zero, ds)
                 line.append(ds if slope is None else ds * slope[r][c])
             result.append(line)
         return result
@@ -248,8 +252,8 @@ class KeysKernel(GradientKernel):
         """
         b, scores, way, run = self.b, self.scores, self.engine.way, self.together
         sums = self.p.buffer("dq_sum", f32, "readwrite")
-        above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + row // SIZE
-        block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
+        above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + (row >> 4)
+        block = b.cast(above, self.index) * self.depths[0] + b.cast(col >> 4, self.index)
         start = block * (SIZE * SIZE) + b.cast(b.lane_id() * run, self.index)
 
         def add(i: int, j: int, fragment: Value) -> None:

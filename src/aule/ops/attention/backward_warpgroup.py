@@ -10,12 +10,11 @@ warpgroup makes a part of the tile's rows or of dQ's columns.
 
 Products run while a subgroup does something else. A tile's turn is
 
-    P of the scores                      while dP is made
-    dS                                   while P is multiplied
-    dS to memory, a barrier              while dS is multiplied by Q
-    dQ added to the sums                 while the next tile's scores are made
-
-and the only barrier shows dS of this tile and the rows of the next one.
+    P of the scores           while dP is made
+    dS                        while P is multiplied
+    dS to memory              while dS is multiplied by Q
+    meeting the others        while the next scores are made
+    dQ, added to its sums
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32
+from aule.ir.types import PANEL, f32, i32, u64
 from aule.ops.attention.backward_matrix import KeysKernel
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.target import Target
@@ -35,7 +34,7 @@ from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelT
 
 def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
-    assert config.sums
+    assert config.sums and config.shape.stages == (4 if config.shape.columns == 1 else 2)
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
     kernel = (_Narrow if config.shape.columns == 1 else _Wide)(b, config, target)
     with b.if_(kernel.exists):
@@ -87,6 +86,9 @@ class _Keys(KeysKernel):
         self.ds_start = self.other_start + shape.stages * self.stage_size
         self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
         self.own_keys()
+        self.meeting = b.shared("meeting", u64, 1)
+        b.warpgroup_meeting(self.meeting)
+        self.parity = b.var(b.const(0, i32), "parity")
         # Which keys are the warpgroup's, and which of the columns where several have the same.
         down, self.part = divmod_const(b, engine.group, shape.columns)
         self.subgroup_row = down * ROWS + (engine.subgroup & 3) * SIZE
@@ -137,10 +139,11 @@ class _Keys(KeysKernel):
 
     def _stage(self, tile: Value) -> tuple[Value, Value]:
         """Where Q and dO of a tile lie."""
-        start = tile % self.shape.stages * self.stage_size + self.other_start
+        start = (tile & (self.shape.stages - 1)) * self.stage_size + self.other_start
         return start, start + self.other_shapes[0].elements
 
     def _fetch(self, way: _Pass, tile: Value) -> None:
+        """Begin to bring in a tile's rows."""
         b, row0, at = self.b, tile * self.shape.block_kv, self._stage(tile)
 
         def start(whole: bool) -> None:
@@ -151,13 +154,12 @@ class _Keys(KeysKernel):
             start(whole=True)
         with b.else_():
             start(whole=False)
-        self.fetch_numbers(way.head, tile, way.fetched)
 
-    def _land(self, way: _Pass, tile: Value) -> None:
-        """What was fetched is there for everyone behind the next barrier."""
+    def _land(self, way: _Pass, tile: Value, numbers: Value) -> None:
+        """What was fetched, rows of one tile and numbers of another, is there for everyone behind the next barrier."""
         for transfer, place in zip(way.transfers, self._stage(tile), strict=True):
             transfer.finish(place)
-        self.put_numbers(tile, way.fetched)
+        self.put_numbers(numbers, way.fetched)
         self.b.warpgroup_publish()
 
     # -- products ------------------------------------------------------------------------------------------------------
@@ -206,21 +208,11 @@ class _Keys(KeysKernel):
         for stage in range(self.shape.stages):
             for transfer, place in zip(transfers, self._stage(b.const(stage, i32)), strict=True):
                 transfer.clear_padding(place, 1)
-        self._fetch(way, first)
-        self._land(way, first)
-        b.barrier()
-        with b.if_(first + 1 < last):
-            self._fetch(way, first + 1)
-        self._start_scores(first, 0, 0)
-        b.warpgroup_wait(0)
-        with b.loop(first, last - 1, name="tile") as tile:
-            self.tile(way, tile, more=True)
-        self.tile(way, last - 1, more=False)
+        self.passage(way, first)
         b.barrier()  # the next pass begins with the same memory
 
-    def tile(self, way: _Pass, tile: Value, more: bool) -> None:
-        """One tile, the first of whose scores are there; ``more`` when there is another one behind it. Products are
-        not left running: ptxas would not follow them into the next turn and rather wait for each."""
+    def passage(self, way: _Pass, first: Value) -> None:
+        """All tiles, from the first on."""
         raise NotImplementedError
 
     def _sites(self, tile: Value, part: int) -> _Sites:
@@ -235,15 +227,60 @@ class _Keys(KeysKernel):
     def _partial(self, way: _Pass, tile: Value) -> Value:
         return self.partial(tile * self.shape.block_kv, self.row0 + self.group_row, ROWS, way.end)
 
+    def _gradients(
+        self,
+        p: list[list[Value]],
+        at: _Sites,
+        slope: list[list[Value]] | None,
+        kept: list[list[Value]] | None,
+        partial: Value,
+    ) -> list[list[Value]]:
+        """dS, when dP is there; guarded only where keys may be dropped."""
+        b, dP, everywhere = self.b, self.dP, self.config.everywhere
+        ds = self.differentiate(p, dP.values(), lambda r, c: at.delta[c], slope, kept, guarded=everywhere)
+        if everywhere:
+            return ds
+        dP.assign(ds)
+        zero = b.const(0.0, f32)
+        with b.if_(partial):
+            dP.map(lambda x, r, c: b.select(b.eq(p[r][c], 0.0), zero, x))
+        return dP.values()
+
     def _add_queries(self, way: _Pass, tile: Value) -> None:
         row = tile * self.shape.block_kv + self.dq_row + (self.engine.subgroup & 3) * SIZE
         self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
 
 
 class _Narrow(_Keys):
-    """Every warpgroup has its own keys, and P and dS go on as left factors in registers."""
+    """Every warpgroup has its own keys, and P and dS go on as left factors in registers.
 
-    def tile(self, way: _Pass, tile: Value, more: bool) -> None:
+    Warpgroups meet once a tile, in two halves. A thread arrives when its dS is in memory, and so are the rows that it
+    has fetched for the tile after the next one; it starts the next scores, whose rows were there a tile ago, and only
+    then waits for the others' dS. By then it is done with all of the tile before, whose memory the fourth tile from
+    there takes.
+    """
+
+    def passage(self, way: _Pass, first: Value) -> None:
+        b, last = self.b, way.last
+        self.fetch_numbers(way.head, first, way.fetched)
+        self._fetch(way, first)
+        self._land(way, first, first)
+        with b.if_(first + 1 < last):
+            self._fetch(way, first + 1)
+            self._land(way, first + 1, first)
+        b.barrier()
+        self.fetch_numbers(way.head, first + 1, way.fetched)
+        with b.if_(first + 2 < last):
+            self._fetch(way, first + 2)
+        self._start_scores(first, 0, 0)
+        b.warpgroup_wait(0)
+        with b.loop(first, last - 1, name="tile") as tile:
+            self._tile(way, tile, more=True)
+        self._tile(way, last - 1, more=False)
+
+    def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        """One tile, the first of whose scores are there; ``more`` when there is another one behind it. No product is
+        left running: ptxas would not follow it into the next turn and rather wait for each."""
         b, parts = self.b, len(self.S)
         partial = self._partial(way, tile)
         for part in range(parts):
@@ -255,23 +292,22 @@ class _Narrow(_Keys):
             if further:
                 b.warpgroup_wait(2)
         if more:
-            self._land(way, tile + 1)
-            if self.shape.stages == 2:
-                b.warpgroup_wait(0)  # the rows after the next take the place of these
+            self._land(way, tile + 2, tile + 1)
         else:
             b.warpgroup_publish()
-        b.barrier()
-        if more:
-            with b.if_(tile + 2 < way.last):
-                self._fetch(way, tile + 2)
-        b.comment("dQ = dQ + dS K")
-        self._start_queries(self._ds_at(tile))
+        b.warpgroup_arrive(self.meeting)
         if more:
             self._start_scores(tile + 1, 0, 0)
-        b.warpgroup_wait(int(more))
-        self._add_queries(way, tile)
+        b.warpgroup_await(self.meeting, 0, self.parity.value)
+        self.parity.value = self.parity.value ^ 1
         if more:
-            b.warpgroup_wait(0)
+            self.fetch_numbers(way.head, tile + 2, way.fetched)
+            with b.if_(tile + 3 < way.last):
+                self._fetch(way, tile + 3)
+        b.comment("dQ = dQ + dS K")
+        self._start_queries(self._ds_at(tile))
+        b.warpgroup_wait(0)
+        self._add_queries(way, tile)
 
     def _part(self, way: _Pass, tile: Value, part: int, partial: Value, further: bool) -> None:
         """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
@@ -284,8 +320,7 @@ class _Narrow(_Keys):
         self._start_result(tile, 1, part, engine.pack(self.dropped(p, kept), engine.left)[0])
         b.comment("dS^T = P^T * (V dO^T - delta)")
         b.warpgroup_wait(1 + further)
-        ds = self.differentiate(p, self.dP.values(), lambda r, c: at.delta[c], slope, kept)
-        factors = engine.pack(ds, engine.left)[0]
+        factors = engine.pack(self._gradients(p, at, slope, kept, partial), engine.left)[0]
         b.comment("dK = dK + dS^T Q")
         self._start_result(tile, 0, part, factors)
         start = self._ds_at(tile) + part * self.ds_shape.stride
@@ -300,24 +335,40 @@ class _Wide(_Keys):
     """Two warpgroups have the same keys. Each makes half of a tile's scores, by rows, and half of the results, by
     columns, which one alone could not hold; P and dS pass through shared memory."""
 
-    def tile(self, way: _Pass, tile: Value, more: bool) -> None:
+    def passage(self, way: _Pass, first: Value) -> None:
+        b, last = self.b, way.last
+        self.fetch_numbers(way.head, first, way.fetched)
+        self._fetch(way, first)
+        self._land(way, first, first)
+        b.barrier()
+        self.fetch_numbers(way.head, first + 1, way.fetched)
+        with b.if_(first + 1 < last):
+            self._fetch(way, first + 1)
+        self._start_scores(first, 0, 0)
+        b.warpgroup_wait(0)
+        with b.loop(first, last - 1, name="tile") as tile:
+            self._tile(way, tile, more=True)
+        self._tile(way, last - 1, more=False)
+
+    def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        """One tile, as above."""
         b, engine, S, at = self.b, self.engine, self.S[0], self._sites(tile, 0)
+        partial = self._partial(way, tile)
         ds_at, p_at = self.ds_start, self.ds_start + self.ds_shape.elements
         col = self.part * (ROWS // 2)
         self._start_scores(tile, 1, 0)
         b.comment("P^T = exp2(K Q^T - lse)")
-        slope = self.weigh(S, way.head, at.place, self._partial(way, tile), lambda r, c: at.base[c])
+        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
         p = S.values()
         kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
         factors = engine.pack(self.dropped(p, kept), engine.left)[0]
         engine.put_factors(self.memory, b.const(p_at, i32), self.ds_shape, self.subgroup_row, col, factors)
         b.comment("dS^T = P^T * (V dO^T - delta)")
         b.warpgroup_wait(0)
-        ds = self.differentiate(p, self.dP.values(), lambda r, c: at.delta[c], slope, kept)
-        factors = engine.pack(ds, engine.left)[0]
+        factors = engine.pack(self._gradients(p, at, slope, kept, partial), engine.left)[0]
         engine.put_factors(self.memory, b.const(ds_at, i32), self.ds_shape, self.subgroup_row, col, factors)
         if more:
-            self._land(way, tile + 1)
+            self._land(way, tile + 1, tile + 1)
         else:
             b.warpgroup_publish()
         b.barrier()
@@ -329,9 +380,13 @@ class _Wide(_Keys):
         if more:
             self._start_scores(tile + 1, 0, 0)
         b.warpgroup_wait(int(more))
+        if more:
+            b.warpgroup_arrive(self.meeting)  # done with this tile's rows
         self._add_queries(way, tile)
         if more:
-            b.barrier()  # everyone is done with this tile's rows
+            b.warpgroup_await(self.meeting, 0, self.parity.value)
+            self.parity.value = self.parity.value ^ 1
+            self.fetch_numbers(way.head, tile + 2, way.fetched)
             with b.if_(tile + 2 < way.last):
                 self._fetch(way, tile + 2)
             b.warpgroup_wait(0)

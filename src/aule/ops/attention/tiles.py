@@ -311,8 +311,8 @@ def choose_backward_fragments(
 
 
 WARPGROUPS_BACKWARD: tuple[tuple[int, FragmentShape], ...] = (
-    (64, FragmentShape(128, 128, 8, 3, False, warpgroups=True)),
-    (128, FragmentShape(128, 64, 8, 3, False, warpgroups=True)),
+    (64, FragmentShape(128, 128, 8, 4, False, warpgroups=True)),
+    (128, FragmentShape(128, 64, 8, 4, False, warpgroups=True)),
 )
 """Tiles of dK and dV with sums over warpgroups, for head dimensions up to the number before them."""
 
