@@ -172,7 +172,7 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("atomic access", lambda k: k.b.atomic("add", k.write, 0, 1.0), 'got write with access "write"'),
     ("atomic private", lambda k: k.b.atomic("add", k.b.private("p", i32, 4), 0, 1), "global or shared memory"),
     ("atomic type", lambda k: k.b.atomic("add", k.b.shared("bytes", u8, 4), 0, 1), "i32, u32 or f32 in memory"),
-    ("atomic value", lambda k: k.b.atomic("add", k.both, 0, k.x), "expected i32 as the value and as the result"),
+    ("atomic value", lambda k: k.b.atomic("add", k.both, 0, k.x), "expected i32, or two or four f32 of global memory"),
     # Variables, and that they and pointers are nothing else.
     ("var of pointer", lambda k: k.emit("var", k.tile, type=Ref(f32)), "var: expected an initial value"),
     ("var type", lambda k: k.emit("var", k.x, type=Ref(f16)),

@@ -229,8 +229,11 @@ def _store(v: Verifier, op: Op) -> None:
 def _atomic(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer = v.memory(op, ("global", "shared"), reads=True, writes=True)
-    v.require(op, op.args[2].type == pointer.elem and op.result.type == pointer.elem,
-              f"{pointer.elem} as the value and as the result")  # fmt: skip
+    type_ = op.args[2].type
+    together = isinstance(type_, Vector) and type_.lanes in (2, 4) and type_.elem == pointer.elem == f32
+    v.require(op, type_ == pointer.elem or (together and pointer.space == "global"),
+              f"{pointer.elem}, or two or four f32 of global memory, as the value")  # fmt: skip
+    v.require(op, op.result.type == type_, "the value's type as the result's")
     kinds = ("add",) if pointer.elem.name == "f32" else _ATOMIC_KINDS
     v.require(op, pointer.elem.name in ("i32", "u32", "f32"), "i32, u32 or f32 in memory")
     if op.attrs["kind"] not in kinds:

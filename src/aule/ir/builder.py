@@ -147,8 +147,8 @@ class Builder:
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any) -> Value:
         """Read-modify-write; returns what was there before."""
-        elem = element(pointer.type)
-        return self.emit("atomic", (pointer, self._index(index), self.coerce(value, elem)), elem, kind=kind)
+        value = self.coerce(value, element(pointer.type))
+        return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind)
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 

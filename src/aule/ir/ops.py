@@ -160,7 +160,8 @@ OPS: dict[str, OpInfo] = {
         "memory",
         3,
         "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
-        "i32/u32; add on f32 where the target can",
+        "i32/u32; add on f32 where the target can, and on a vector of 2 or 4 f32 in global memory, at a multiple of "
+        "their number: each for itself, but PTX says it in one instruction",
         ("kind",),
     ),
     "async_copy": OpInfo(

@@ -26,7 +26,7 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.passes import soft_half
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, bf16, element, f16, i32
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32
 from aule.render import _llvm_math
 from aule.render._llvm_emitter import Emitter, lanes_of, literal, llvm_type, refuse
 from aule.target import Target
@@ -338,6 +338,8 @@ class _Body:
 
     def _atomic(self, op: Op) -> None:
         elem, kind = element(op.args[2].type), op.attrs["kind"]
+        if isinstance(op.args[2].type, Vector):
+            raise KernelError(f"[llvm] expected an atomic of one element, got {op.args[2].type}; add one by one")
         if kind == "exchange":
             kind = "xchg"
         elif elem.is_float:

@@ -73,6 +73,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     version = arch.version
     if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
         version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
+    if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
+        version = "8.1"  # the first with atomics of vectors
     lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
     if dynamic:  # aligned for the panels of warpgroups' products
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]

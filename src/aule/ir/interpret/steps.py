@@ -187,15 +187,19 @@ def _atomic(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, source, result = m.slot(op.args[1]), m.slot(op.args[2]), m.result(op)
     merge = atomic_function(op.attrs["kind"])
+    type_ = op.args[2].type
+    count = type_.lanes if isinstance(type_, Vector) else 1
 
     def step() -> None:
         active = lanes.active
-        address = memory.addresses(op, registers[index], active, 1, 1)
-        value = registers[source] if active is None else registers[source][active]
-        old = memory.atomic(op, address, value, active, merge)
+        address = memory.addresses(op, registers[index], active, count, count)
+        value = registers[source] if active is None else registers[source][..., active]
+        # The elements of a vector are updated each for itself.
+        rows = zip(np.atleast_2d(address), np.atleast_2d(value), strict=True)
+        old = np.stack([memory.atomic(op, place, x, active, merge) for place, x in rows]).reshape(value.shape)
         if active is not None:
-            whole = np.zeros(lanes.count, old.dtype)
-            whole[active] = old
+            whole = np.zeros((*old.shape[:-1], lanes.count), old.dtype)
+            whole[..., active] = old
             old = whole
         registers[result] = old
 
