@@ -18,6 +18,7 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Location, Op, Value
 from aule.ir.types import (
     Fragment,
+    Panels,
     Pointer,
     Ref,
     Scalar,
@@ -26,6 +27,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     i32,
     with_element,
 )
@@ -145,8 +147,8 @@ class Builder:
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any) -> Value:
         """Read-modify-write; returns what was there before."""
-        elem = element(pointer.type)
-        return self.emit("atomic", (pointer, self._index(index), self.coerce(value, elem)), elem, kind=kind)
+        value = self.coerce(value, element(pointer.type))
+        return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind)
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 
@@ -257,6 +259,10 @@ class Builder:
         """The same bits as another type of the same size."""
         return value if value.type == type_ else self.emit("bitcast", (value,), type_)
 
+    def e4m3_halves(self, word: Value) -> Value:
+        """The four e4m3 numbers of a u32 as a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
+        return self.emit("e4m3_halves", (word,), Vector(f16, 4))
+
     # -- vectors ---------------------------------------------------------------------------------------------------
 
     def vector(self, values: Sequence[Value]) -> Value:
@@ -355,6 +361,10 @@ class Builder:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
 
+    def device_fence(self) -> None:
+        """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
+        self.emit("device_fence", (), None)
+
     def workgroup_any(self, value: Value) -> Value:
         """Whether a bool is true in any thread of the workgroup; a barrier, too."""
         return self.emit("workgroup_any", (value,), bool_)
@@ -411,6 +421,55 @@ class Builder:
     def fragment_pack(self, type_: Fragment, components: Sequence[Value]) -> Value:
         """A fragment out of all the components that this lane holds of it."""
         return self.emit("fragment_pack", tuple(components), type_)
+
+    # -- products of four subgroups --------------------------------------------------------------------------------
+
+    def warpgroup_mma(
+        self, accumulators: Sequence[Var], left: Value | tuple[Value, Any, Panels], right: tuple[Value, Any, Panels],
+        fresh: bool = False,
+    ) -> None:  # fmt: skip
+        """Start ``accumulators += left @ right``, or ``=`` where ``fresh``: 64 x n over four subgroups, 16 deep.
+
+        ``left`` is a fragment, or like ``right`` memory, the index where its matrix starts, and what of it is meant.
+        """
+        memory, index, panels = right
+        args: tuple[Value, ...] = (memory, self._index(index))
+        of_left = None
+        if isinstance(left, Value):
+            args += (left,)
+        else:
+            args += (left[0], self._index(left[1]))
+            of_left = left[2]
+        args += tuple(variable.ref for variable in accumulators)
+        self.emit("warpgroup_mma", args, None, right=panels, left=of_left, fresh=fresh)
+
+    def warpgroup_fence(self) -> None:
+        """Before products that use registers which anything else wrote."""
+        self.emit("warpgroup_fence", (), None)
+
+    def warpgroup_commit(self) -> None:
+        """The products since the last one become a group."""
+        self.emit("warpgroup_commit", (), None)
+
+    def warpgroup_wait(self, pending: int = 0) -> None:
+        """Wait for all groups of products but the latest ``pending``."""
+        self.emit("warpgroup_wait", (), None, pending=pending)
+
+    def warpgroup_publish(self) -> None:
+        """What this thread wrote to shared memory can be read by products behind the next barrier."""
+        self.emit("warpgroup_publish", (), None)
+
+    def warpgroup_meeting(self, pointer: Value, index: Any = 0) -> None:
+        """A barrier of the workgroup in two halves, for use behind the next barrier."""
+        self.emit("warpgroup_meeting", (pointer, self._index(index)), None)
+
+    def warpgroup_arrive(self, pointer: Value, index: Any = 0) -> None:
+        """The first half: this thread has done what others wait for."""
+        self.emit("warpgroup_arrive", (pointer, self._index(index)), None)
+
+    def warpgroup_await(self, pointer: Value, index: Any, parity: Value) -> None:
+        """The second half: wait until all have arrived; ``parity`` is 0 for the first time and then alternates."""
+        self.emit("warpgroup_await", (pointer, self._index(index), parity), None)
 
     # -- what only one language has --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Space = Literal["global", "shared", "private"]
 
@@ -74,6 +74,45 @@ class Pointer:
 
     def __str__(self) -> str:
         return f"{self.space}<{self.elem}{'' if self.length is None else f'[{self.length}]'}>"
+
+
+PANEL = 64
+"""Columns of a panel: 128 bytes of elements of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Where in shared memory the factor of a warpgroup's product lies.
+
+    The memory holds a matrix of 16-bit elements in panels of 64 columns. A panel has its rows one after the other, and
+    of a row the eight runs of eight elements in an order of its own, so that neither rows nor columns meet in a bank:
+    element (r, c) is ``offset(r, c)`` elements behind the start.
+
+    Attributes
+    ----------
+    layout : str
+        "row": the factor lies there as it is; "column": its transpose does.
+    stride : int
+        Elements from one panel to the next; a multiple of 512.
+    row, col : int
+        Where in the matrix the factor, or its transpose, begins. The row is a multiple of 8, the column of 16, or of 64
+        where the columns are not what the product sums over.
+    """
+
+    layout: Literal["row", "column"]
+    stride: int
+    row: int = 0
+    col: int = 0
+
+    def offset(self, row: Any, col: Any) -> Any:
+        """Of an element of the matrix, numbers or arrays, from its start."""
+        return panel_offset(row, col, self.stride)
+
+
+def panel_offset(row: Any, col: Any, stride: int) -> Any:
+    """Where an element lies behind the start of a matrix in panels (see `Panels`)."""
+    run = (col // 8 % 8) ^ (row % 8)
+    return col // PANEL * stride + row * PANEL + run * 8 + col % 8
 
 
 @dataclass(frozen=True)

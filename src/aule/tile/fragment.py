@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, u32
+from aule.ir.types import PANEL, SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
@@ -54,6 +54,8 @@ class FragmentShape:
         pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     staged : bool
         Results pass through shared memory to become factors.
+    warpgroups : bool
+        Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
     """
 
     block_q: int
@@ -65,6 +67,7 @@ class FragmentShape:
     lanes: int = 32
     columns: int = 1
     staged: bool = False
+    warpgroups: bool = False
 
     @property
     def threads(self) -> int:
@@ -77,25 +80,32 @@ class FragmentShape:
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
-        k_row, v_row = row_stride(head_dim), row_stride(value_dim)
+        k_row, v_row = (padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (head_dim, value_dim))
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
     def tile_elements(self, head_dim: int, value_dim: int) -> int:
-        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory."""
+        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory, and
+        over warpgroups V has a stage more."""
         q, k, v = self.shared_elements(head_dim, value_dim)
-        stages = self.stages * (k + v)
+        stages = self.stages * (k + v) + (v if self.warpgroups else 0)
         return max(q, stages) if self.resident_q else q + stages
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also
-        adds up dQ; and dS and P where subgroups share rows."""
+        adds up dQ; and dS and P where subgroups share rows. Warpgroups have dS twice: the next is written while
+        products read the last."""
+        if self.warpgroups:
+            widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
+            return (self.block_q + self.stages * self.block_kv) * widths + 2 * self.block_q * padded(
+                self.block_kv, PANEL
+            )
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
         tiles = 2 if self.columns > 1 else int(sums)
         return rows + tiles * self.block_q * row_stride(self.block_kv)
 
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
-        """Shared memory of a forward kernel."""
-        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+        """Shared memory of a forward kernel, and over warpgroups of where they meet."""
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + 16 * self.warpgroups
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel."""
@@ -185,7 +195,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
-        self.converts = target.backend == "cuda"
+        self.converts, self.e4m3 = target.backend == "cuda", target.e4m3
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")
         self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")
@@ -412,7 +422,6 @@ class Transfer:
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
-        self.stride = row_stride(source.cols)
         # What is rounded passes through registers.
         copied = copies and source.elem == engine.elem != f32
         self.direct = copied and source.aligned and source.col_stride is None
@@ -425,10 +434,19 @@ class Transfer:
         self.regular = rest == 0 and self.runs % threads == 0
         self.row, run = divmod_const(b, engine.thread, self.cols // RUN)
         self.col = run * RUN
-        self.own = self.row * self.stride + self.col
+        self.own = self.address(self.row, self.col)
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
         zero = b.splat(b.const(0, source.elem), RUN)
         self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row to the next in shared memory."""
+        return row_stride(self.source.cols)
+
+    def address(self, row: Value, col: Value) -> Value:
+        """Where a run of elements lies behind the start of the rows."""
+        return row * self.stride + col
 
     def place(self, i: int | Value) -> tuple[Value, Value, Value]:
         """Row and column of this thread's ``i``-th run, and its number."""
@@ -448,7 +466,7 @@ class Transfer:
         with b.loop(0, -(-self.rows * times // engine.shape.threads), name="row") as i:
             row = engine.thread + i * engine.shape.threads
             with b.if_(row < self.rows * times):
-                b.store(self.memory, target + row * self.stride + self.cols, zero)
+                b.store(self.memory, target + self.address(row, b.const(self.cols, i32)), zero)
 
     def start(self, first: Value, target: Value, whole: bool = False) -> None:
         """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
@@ -468,7 +486,7 @@ class Transfer:
                     self.registers[i].value = source.load_quad(b, index, col, self.cols, RUN)
                     return
                 index = index if base is not None else index + source.index(b, col)
-                to = own + i * self.step * self.stride if self.regular else target + row * self.stride + col
+                to = own + i * self.step * self.stride if self.regular else target + self.address(row, col)
                 b.async_copy(self.memory, to, source.buffer, index, RUN)
 
             self._each(i, fetch)
@@ -483,19 +501,19 @@ class Transfer:
             return
         for i, register in enumerate(self.registers):
             value = self.engine.incoming(register.value)
-            self._each(i, lambda row, col: b.store(self.memory, target + row * self.stride + col, value))  # noqa: B023
+            self._each(i, lambda row, col: b.store(self.memory, target + self.address(row, col), value))  # noqa: B023
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
         """Call ``f`` with each run of elements in shared memory that this thread brought in."""
         for i in range(self.count):
-            self._each(i, lambda row, col: f(self.b.load(self.memory, target + row * self.stride + col, RUN)))
+            self._each(i, lambda row, col: f(self.b.load(self.memory, target + self.address(row, col), RUN)))
 
     def rewrite_own(self, target: Value, f: Callable[[Value], Value]) -> None:
         """Replace each run of elements in shared memory that this thread brought in by what ``f`` makes of it."""
         b = self.b
 
         def each(row: Value, col: Value) -> None:
-            at = target + row * self.stride + col
+            at = target + self.address(row, col)
             b.store(self.memory, at, f(b.load(self.memory, at, RUN)))
 
         for i in range(self.count):
@@ -509,7 +527,7 @@ class Transfer:
             with b.if_(number < self.runs):
                 start = self.source.row_start(b, first + row)
                 run = self.source.load_quad(b, start, col, self.cols, RUN)
-                b.store(self.memory, target + row * self.stride + col, f(self.engine.incoming(run)))
+                b.store(self.memory, target + self.address(row, col), f(self.engine.incoming(run)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
         row, col, number = self.place(i)

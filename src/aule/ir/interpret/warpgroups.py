@@ -1,0 +1,168 @@
+"""Products that four subgroups start together. Here they are done at once, but what they were given stays theirs until
+the wait for their group: a variable that is read before, and memory that has changed by then, are reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from aule.errors import KernelError
+from aule.ir.interpret.machine import Compiler, Machine, Meeting, Product, Step, run
+from aule.ir.interpret.memory import Memory
+from aule.ir.interpret.numbers import Array
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Panels
+
+SUBGROUPS = 4
+_ROWS = _DEPTH = 16
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A factor in shared memory: ``offsets`` of its elements from the index, row by row."""
+
+    memory: Memory
+    slot: int
+    offsets: Array
+
+    @classmethod
+    def of(cls, m: Machine, pointer: Value, index: Value, panels: Panels, rows: int, cols: int) -> _Factor:
+        row, col = np.indices((rows, cols))
+        if panels.layout == "column":
+            row, col = col, row
+        return cls(m.memory[pointer], m.slot(index), panels.offset(row + panels.row, col + panels.col))
+
+
+def _warpgroup_mma(m: Machine, op: Op) -> Step:
+    lanes, registers = m.lanes, m.registers
+    if lanes.subgroup_size != 32 or lanes.workgroup % 128:
+        raise KernelError(f"kernel {m.kernel.name}: expected whole warpgroups of 128 threads ({op.where})")
+    in_memory = op.attrs["left"] is not None
+    variables = tuple(m.slot(x) for x in op.args[4 if in_memory else 3 :])
+    cols = _ROWS * len(variables)
+    factors = [_Factor.of(m, op.args[0], op.args[1], op.attrs["right"], _DEPTH, cols)]
+    if in_memory:
+        left = op.attrs["left"]
+        factors.append(_Factor.of(m, op.args[2], op.args[3], left, SUBGROUPS * _ROWS, _DEPTH))
+    fragment = None if in_memory else m.slot(op.args[2])
+
+    def unchanged(factor: _Factor, address: Array, first: Array, value: Array) -> Step:
+        def check() -> None:
+            if not np.array_equal(factor.memory.read(op, address, first, collective=True), value, equal_nan=True):
+                raise lanes.error(op, int(first[0]), "shared memory that was written while a product was reading it")
+
+        return check
+
+    def step() -> None:
+        running = lanes.whole_subgroups(op)
+        groups = np.arange(len(lanes.first) // SUBGROUPS)
+        if running is not None:
+            arrived = np.isin(np.arange(len(lanes.first)), running).reshape(-1, SUBGROUPS)
+            if (arrived.any(axis=1) != arrived.all(axis=1)).any():
+                raise lanes.error(op, int(lanes.first[running[0]]), "product of a warpgroup that not all of it takes")
+            groups = np.flatnonzero(arrived.all(axis=1))
+        subgroups = (groups[:, None] * SUBGROUPS + np.arange(SUBGROUPS)).ravel()
+        first = lanes.first[groups * SUBGROUPS]
+        found = []
+        for factor in factors:
+            start = _uniform(m, op, registers[factor.slot].astype(np.int64), groups)
+            if (start % 512).any():
+                raise lanes.error(op, int(first[0]), "a factor that does not start at a multiple of 512 elements")
+            offsets = factor.offsets.reshape(-1, 1) + start
+            address = factor.memory.matrix_addresses(op, offsets, first)
+            found.append((factor, address, first, factor.memory.read(op, address, first, collective=True)))
+        right = found[0][3].T.reshape(-1, _DEPTH, cols)
+        if fragment is None:
+            left = found[1][3].T.reshape(-1, SUBGROUPS * _ROWS, _DEPTH)
+        else:
+            left = registers[fragment][subgroups].reshape(-1, SUBGROUPS * _ROWS, _DEPTH)
+        product = left.astype(np.float32) @ right.astype(np.float32)
+        blocks = product.reshape(-1, _ROWS, len(variables), _ROWS).transpose(2, 0, 1, 3)
+        for slot, block in zip(variables, blocks, strict=True):
+            total = registers[slot].copy()
+            total[subgroups] = block if op.attrs["fresh"] else total[subgroups] + block
+            registers[slot] = total
+        m.products[-1].append(Product(op, variables, [unchanged(*place) for place in found]))
+
+    return step
+
+
+def _uniform(m: Machine, op: Op, value: Array, groups: Array) -> Array:
+    """An operand that is the same in all lanes of a warpgroup: one number for each."""
+    rows = value.reshape(-1, 32 * SUBGROUPS)[groups]
+    if (rows != rows[:, :1]).any():
+        raise m.lanes.error(op, int(groups[0]) * 128, "operand that differs between the lanes of a warpgroup")
+    result: Array = rows[:, 0]
+    return result
+
+
+def _warpgroup_commit(m: Machine, op: Op) -> Step:
+    return lambda: m.products.append([])
+
+
+def _warpgroup_wait(m: Machine, op: Op) -> Step:
+    pending = op.attrs["pending"]
+
+    def step() -> None:
+        while len(m.products) > pending + 1:
+            for product in m.products.pop(0):
+                run(product.checks)
+
+    return step
+
+
+def _warpgroup_meeting(m: Machine, op: Op) -> Step:
+    return lambda: m.meetings.update({op.args[0]: Meeting.of(m.lanes.groups)})
+
+
+def _slots(m: Machine, op: Op) -> Array:
+    """The workgroups of the batch that take part."""
+    slots = m.lanes.whole_groups(op)
+    return np.arange(m.lanes.groups) if slots is None else slots
+
+
+def _warpgroup_arrive(m: Machine, op: Op) -> Step:
+    def step() -> None:
+        meeting, slots = m.meetings[op.args[0]], _slots(m, op)
+        if meeting.arrived[slots].any():
+            raise m.lanes.error(
+                op, int(slots[0]) * m.lanes.workgroup, "a second arrival that nobody has waited between"
+            )
+        meeting.arrived[slots] = m.lanes.tick(op)
+
+    return step
+
+
+def _warpgroup_await(m: Machine, op: Op) -> Step:
+    """All have arrived when the first gets here, for all run in lockstep: only what they did before it is ordered."""
+    lanes, registers, parity = m.lanes, m.registers, m.slot(op.args[2])
+
+    def step() -> None:
+        meeting, slots = m.meetings[op.args[0]], _slots(m, op)
+        times = meeting.arrived[slots].copy()
+        first = slots * lanes.workgroup
+        if (times == 0).any():
+            raise lanes.error(op, int(first[0]), "a wait for a meeting at which nobody has arrived")
+        if (registers[parity][first] != meeting.waited[slots] % 2).any():
+            raise lanes.error(op, int(first[0]), "a wait for a meeting of the other parity")
+        meeting.arrived[slots] = 0
+        meeting.waited[slots] += 1
+        for time in np.unique(times):
+            teams = (slots[times == time][:, None] * lanes.subgroups + np.arange(lanes.subgroups)).ravel()
+            for shadow in m.shadows:
+                if shadow.shared:
+                    shadow.synchronise(op, teams, True, since=int(time))
+
+    return step
+
+
+def _nothing(m: Machine, op: Op) -> None:
+    return None
+
+
+COMPILERS: dict[str, Compiler] = {
+    "warpgroup_mma": _warpgroup_mma, "warpgroup_commit": _warpgroup_commit, "warpgroup_wait": _warpgroup_wait,
+    "warpgroup_fence": _nothing, "warpgroup_publish": _nothing,
+    "warpgroup_meeting": _warpgroup_meeting, "warpgroup_arrive": _warpgroup_arrive, "warpgroup_await": _warpgroup_await,
+}  # fmt: skip

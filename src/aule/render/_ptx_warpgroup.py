@@ -1,0 +1,98 @@
+"""Products of warpgroups in PTX: wgmma of sm_90a, with factors in shared memory that 64-bit descriptors name.
+
+A descriptor holds the address, the bytes from panel to panel, the bytes from eight rows to the next eight, and that
+panels are 128 bytes wide and swizzled. The registers of accumulators and of fragments are those of mma.sync.
+"""
+
+from __future__ import annotations
+
+from aule.ir.kernel import Op, Value
+from aule.ir.types import Panels, element
+from aule.render._ptx_emitter import Emitter, refuse
+from aule.render._ptx_memory import Addresses, at
+
+_PLAIN = {
+    "warpgroup_fence": "wgmma.fence.sync.aligned;",
+    "warpgroup_commit": "wgmma.commit_group.sync.aligned;",
+    "warpgroup_publish": "fence.proxy.async.shared::cta;",
+}
+_SWIZZLE_128 = 1 << 62
+_GROUP_BYTES = 1024
+"""Eight rows of a panel; a panel starts at a multiple of it."""
+
+
+def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
+    """One operation of a warpgroup; ``subgroups`` are those of the workgroup."""
+    if e.arch.number != 90:
+        raise refuse(op, "sm_90", e.arch.name, "plan for its own matrix units")
+    e.uses_subgroups = True
+    if op.opcode in _PLAIN:
+        e.line(_PLAIN[op.opcode])
+    elif op.opcode == "warpgroup_wait":
+        e.line(f"wgmma.wait_group.sync.aligned {op.attrs['pending']};")
+    elif op.opcode != "warpgroup_mma":
+        _meet(e, addresses, op, subgroups)
+    else:
+        _mma(e, addresses, op)
+
+
+def _meet(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
+    """Barriers in two halves are mbarriers, at which one lane arrives for its subgroup."""
+    base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
+    place = at(base, offset)
+    if op.opcode == "warpgroup_await":
+        number, parity = e.label(), e.operands(op.args[2])[0]
+        e.lines.append(f"$await_{number}:")
+        reached = e.emit("mbarrier.try_wait.parity.shared::cta.b64", "p", place, parity)
+        e.line(f"@!{reached} bra $await_{number};")
+        return
+    if op.opcode == "warpgroup_meeting":
+        thread = e.once("%tid", "mov.u32", "r", "%tid.x")
+        first = e.once("first thread", "setp.eq.u32", "p", thread, "0")
+        e.line(f"@{first} mbarrier.init.shared::cta.b64 {place}, {subgroups};")
+        return
+    lane = e.once("%laneid", "mov.u32", "r", "%laneid")
+    first = e.once("first lane", "setp.eq.u32", "p", lane, "0")
+    e.line("bar.warp.sync 0xFFFFFFFF;")
+    e.line(f"@{first} mbarrier.arrive.shared::cta.b64 _, {place};")
+
+
+def _mma(e: Emitter, addresses: Addresses, op: Op) -> None:
+    kind = element(op.args[0].type).name
+    right, left = op.attrs["right"], op.attrs["left"]
+    b = _descriptor(e, addresses, op, op.args[0], op.args[1], right, right.layout == "row")
+    if left is None:
+        a, variables = "{" + ", ".join(e.registers(op.args[2])) + "}", op.args[3:]
+    else:
+        a = _descriptor(e, addresses, op, op.args[2], op.args[3], left, left.layout == "column")
+        variables = op.args[4:]
+    registers = [register for variable in variables for register in e.operands(variable)]
+    adds = e.once(("predicate", not op.attrs["fresh"]), "setp.ne.b32", "p", str(int(not op.attrs["fresh"])), "0")
+    flags = ["1", "1"]
+    if left is not None:
+        flags.append(str(int(left.layout == "column")))
+    flags.append(str(int(right.layout == "row")))
+    shape = f"m64n{16 * len(variables)}k16.f32.{kind}.{kind}"
+    e.line(f"wgmma.mma_async.sync.aligned.{shape} {{{', '.join(registers)}}}, {a}, {b}, {adds}, {', '.join(flags)};")
+
+
+def _descriptor(
+    e: Emitter, addresses: Addresses, op: Op, pointer: Value, index: Value, panels: Panels, across: bool
+) -> str:
+    """Of a factor; ``across`` when its panels lie side by side along the rows or columns of the product, and not along
+    what is summed over."""
+    memory = addresses.memory(pointer)
+    if memory.offset % _GROUP_BYTES:
+        raise refuse(op, f"factors in memory that starts at a multiple of {_GROUP_BYTES} bytes", memory.offset,
+                     "declare that shared array first")  # fmt: skip
+    base, offset = addresses.locate(memory, index)
+    if not base.startswith("%"):
+        base = addresses.symbol_of(memory)
+    panel_bytes = 2 * panels.stride
+    stride = panel_bytes if across else 16  # what lies along the sum stays within a panel, where it has no meaning
+    fixed = _SWIZZLE_128 | (_GROUP_BYTES >> 4) << 32 | (stride >> 4) << 16
+    short = e.once(("descriptor address", base), "shr.u32", "r", base, "4")
+    wide = e.once(("descriptor wide", base), "cvt.u64.u32", "rd", short)
+    start = e.once(("descriptor", base, stride), "or.b64", "rd", wide, str(fixed))
+    further = offset + panels.col // 64 * panel_bytes + panels.row * 128 + panels.col % 64 * 2
+    return start if further == 0 else e.once(("at", start, further), "add.s64", "rd", start, str(further >> 4))
