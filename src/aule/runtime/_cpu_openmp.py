@@ -151,11 +151,11 @@ def team(machine: _cpu_llvm.Machine) -> Team | None:
 
 def _entry() -> int:
     """Address of the function that begins a parallel region, in the library that PyTorch uses; 0 if there is none."""
-    torch = sys.modules["torch"]
-    if settings.omp_stack_size() or not torch.__file__:
+    home = getattr(sys.modules.get("torch"), "__file__", None)
+    if home is None or settings.omp_stack_size():
         return 0
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library = ctypes.CDLL(str(Path(home).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return 0
