@@ -353,5 +353,7 @@ def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
 
 
 def _extent(view: TensorView) -> int:
-    """Largest element index, and room for the kernel to compute one tile past it."""
-    return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+    """Largest element index, and room for the kernel to compute one tile of rows and columns past it."""
+    axes = list(zip(view.shape, view.strides, strict=True))
+    inside = sum((n - 1) * abs(s) for n, s in axes if n > 1)
+    return view.offset + inside + sum(256 * abs(s) for n, s in axes[-2:] if n > 1)
