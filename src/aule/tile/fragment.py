@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
+from aule.ir.types import PANEL, SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
@@ -54,6 +54,8 @@ class FragmentShape:
         pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     staged : bool
         Results pass through shared memory to become factors.
+    warpgroups : bool
+        Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
     """
 
     block_q: int
@@ -65,6 +67,7 @@ class FragmentShape:
     lanes: int = 32
     columns: int = 1
     staged: bool = False
+    warpgroups: bool = False
 
     @property
     def threads(self) -> int:
@@ -77,13 +80,14 @@ class FragmentShape:
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
-        k_row, v_row = row_stride(head_dim), row_stride(value_dim)
+        k_row, v_row = (padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (head_dim, value_dim))
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
     def tile_elements(self, head_dim: int, value_dim: int) -> int:
-        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory."""
+        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory, and
+        over warpgroups V has a stage more."""
         q, k, v = self.shared_elements(head_dim, value_dim)
-        stages = self.stages * (k + v)
+        stages = self.stages * (k + v) + (v if self.warpgroups else 0)
         return max(q, stages) if self.resident_q else q + stages
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
@@ -94,8 +98,8 @@ class FragmentShape:
         return rows + tiles * self.block_q * row_stride(self.block_kv)
 
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
-        """Shared memory of a forward kernel."""
-        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+        """Shared memory of a forward kernel, and over warpgroups of where they meet."""
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + 16 * self.warpgroups
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel."""

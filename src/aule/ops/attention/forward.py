@@ -14,9 +14,10 @@ from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.forward_fragment import LAG, build_forward_fragment
+from aule.ops.attention.forward_warpgroup import build_forward_warpgroup
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
-from aule.ops.attention.scores import Extent
+from aule.ops.attention.scores import Extent, block_of
 from aule.target import Target
 from aule.tile.kept import KeptRows
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, is_finite
@@ -30,7 +31,8 @@ KERNEL_NAME = "flash_attention"
 def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
     if isinstance(config, FragmentConfig):
-        return build_forward_fragment(config, target, name)
+        build = build_forward_warpgroup if config.shape.warpgroups else build_forward_fragment
+        return build(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):
@@ -269,13 +271,8 @@ class _Block:
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < total
-        head_number, in_head = number // blocks, number % blocks
-        if config.right and not config.left:
-            # With a causal mask the last blocks of rows have the most work. Those of all heads come first, so that
-            # what is begun last is short. Elsewhere a head comes after the other, whose K and V stay in the cache.
-            all_heads = total // blocks
-            head_number, in_head = number % all_heads, number // all_heads
-        self.row0 = (blocks - 1 - in_head) * config.shape.block_q
+        head_number, block = block_of(config, number, blocks, total)
+        self.row0 = block * config.shape.block_q
         self.batch, self.head = head_number // heads, head_number % heads
         kv_head = self.head // group
         self.extent: Extent | None = None
