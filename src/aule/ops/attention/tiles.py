@@ -47,9 +47,9 @@ ENTRIES: tuple[Entry, ...] = (
 """Alternatives in order of preference; the first that fits a device is taken."""
 
 OWN: dict[str, tuple[Entry, ...]] = {
-    # H200, d128, S 2048 full and causal, 8192 full and causal: 45.5, 44.5, 46.0, 46.9 TFLOPS. S 2048 full: not late
-    # 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128 over 256 threads 42.9. d64, S 2048:
-    # 43.2 and 41.9.
+    # H200, d128, S 2048 full and causal, 8192 full and causal: 45.5, 44.5, 46.0, 46.9 TFLOPS. S 2048 full: not late and
+    # m in registers 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128 over 256 threads 42.9.
+    # d64, S 2048: 43.2 and 41.9.
     "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True)),),
     "nvidia": (
         FIRST,
