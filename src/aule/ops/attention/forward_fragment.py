@@ -26,7 +26,7 @@ from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
-from aule.ops.attention.scores import Scores
+from aule.ops.attention.scores import Scores, block_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import RUN, Fragments, FragmentTile, row_stride
@@ -67,12 +67,11 @@ class FragmentForward:
         self.index: Scalar = i64 if config.index64 else i32
         p = self.p = Parameters(b, config, self.index)
         heads, blocks = p.number("heads_q"), p.number("blocks_q")
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis. The last
-        # blocks of rows come first: with a causal mask they have the most work.
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < p.number("blocks")
-        self.head_number = number // blocks
-        self.row0 = (blocks - 1 - number % blocks) * shape.block_q
+        self.head_number, block = block_of(config, number, blocks, p.number("blocks"))
+        self.row0 = block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
         scores = self.scores = Scores(p, batch)

@@ -30,9 +30,8 @@ class Entry:
 
 #                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
 FIRST = Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64))
-"""H200, full, fp32, TFLOPS. d64, S 2048: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q
-not resident. d128, S 8192: 43.3 through PTX; equals 128x128 over 16x16 threads, beat Q not resident (40.6) and 64x128
-(42.7). 168 registers let three workgroups reside."""
+"""H200, S 2048, full, fp32, TFLOPS. d64: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q
+not resident. 168 registers let three workgroups reside."""
 
 ENTRIES: tuple[Entry, ...] = (
     FIRST,
@@ -49,10 +48,14 @@ ENTRIES: tuple[Entry, ...] = (
 """Alternatives in order of preference; the first that fits a device is taken."""
 
 OWN: dict[str, tuple[Entry, ...]] = {
+    # H200, d128, S 2048 full and causal, 8192 full and causal: 45.5, 44.5, 46.0, 46.9 TFLOPS. S 2048 full: not late and
+    # m in registers 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128 over 256 threads 42.9.
+    # d64, S 2048: 43.2 and 41.9.
+    "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True)),),
     "nvidia": (
         FIRST,
-        # H200, d128, where 48 KiB of shared memory is all: 38.8 TFLOPS through Vulkan; beat 64x64 (36.2) and chunks
-        # of 8 (36.1).
+        # The same through Vulkan, where 48 KiB of shared memory is all: 41.7, 39.5, 42.1, 42.3. S 2048 full: 64x64
+        # 38.9, and 39.7 with m and l in registers; 64x64 and late 36.0.
         Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64), (128, 0, 0)),
     ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
@@ -71,8 +74,11 @@ OWN: dict[str, tuple[Entry, ...]] = {
         Entry(SimtShape(32, 64, 16, 16, 16, 8, False), (40, 40, 40)),
     ),
 }
-"""What goes before `ENTRIES` on a vendor's devices. Intel's and AMD's are by rule, not measured: from compilers alone
-(docs/compiled.md)."""
+"""What goes before `ENTRIES` through a backend, and then on a vendor's devices. Intel's and AMD's are by rule, not
+measured: from compilers alone (docs/compiled.md)."""
+
+_HIDING = 3
+"""Workgroups for which there must be shared memory where they hide each other's latency (`SimtShape.late`)."""
 
 SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160))
 """For OpenCL and WebGPU on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6). Software
@@ -80,11 +86,13 @@ Vulkan keeps the tiles of real devices, so that tests without one run those too.
 
 
 def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f32", modifiers: int = 0) -> SimtShape:
-    """The first entry, of the vendor's own and then of `ENTRIES`, that fits the device and the head dimensions.
+    """The first entry, of the backend's and the vendor's own and then of `ENTRIES`, that fits the device and the head
+    dimensions.
 
-    The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are.
+    The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are, so that
+    fewer workgroups reside.
     """
-    entries = (*OWN.get(target.vendor, ()), *ENTRIES)
+    entries = (*OWN.get(target.backend, ()), *OWN.get(target.vendor, ()), *ENTRIES)
     if target.software and target.backend in ("opencl", "webgpu"):
         entries = (SMALL,)
     entries = tuple(replace(entry, shape=_narrowed(entry.shape, head_dim)) for entry in entries)
@@ -99,7 +107,7 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f3
     # Not so on Intel, where such a shape spills.
     shuffling = (shape for shape in fitting if uses_subgroups(target, shape) and target.vendor != "intel")
     chosen = next(shuffling, fitting[0])
-    return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
+    return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255, late=False)
 
 
 @dataclass(frozen=True)
@@ -428,8 +436,10 @@ def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
 
 def _fits(entry: Entry, target: Target, head_dim: int, value_dim: int, modifiers: int) -> bool:
     shape = entry.shape
+    workgroups = _HIDING if shape.late else 1
+    shared = shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape))
     return (
         shape.threads <= target.max_threads
-        and shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape)) <= target.max_shared_bytes
+        and workgroups * shared <= target.max_shared_bytes
         and shape.accumulators(value_dim) <= entry.accumulators[modifiers]
     )
