@@ -71,16 +71,17 @@ class _Kernel:
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
-        self.other_start = rows * sum(self.strides)
+        self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
+        self.resident: list[list[Value]] = []
         self.stage_size = width * sum(self.strides)
         # What passes through shared memory between the products, by key: dS, and P.
-        self.kept_stride = row_stride(width)
+        self.kept_stride = self.shape.kept_stride
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
         self.p_start = self.ds_start + rows * self.kept_stride
-        size = self.shape.backward_elements(*dims, config.sums)
+        self.size = self.shape.backward_elements(*dims, config.sums)
         if config.rope is not None:
-            size = max(size, exchange_bytes(rows, config.head_dim) // 2)
-        self.memory = b.shared("tiles", self.engine.elem, size)
+            self.size = max(self.size, exchange_bytes(rows, config.head_dim) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, self.size)
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         config, scores = self.config, self.scores
@@ -102,13 +103,35 @@ class _Kernel:
 
     def load_own(self) -> None:
         """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
-        for matrix, start in zip(self.own, self.own_start, strict=True):
-            transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
-            transfer.clear_padding(start, 1)
-            transfer.start(self.row0, start)
-            transfer.finish(start)
+        resident = self.shape.resident_q
+        for matrix, start in zip(self.own[:1] if resident else self.own, self.own_start, strict=not resident):
+            transfer = self._bring(matrix, start)
             if self.config.sums and start is self.own_start[0]:
                 transfer.rewrite_own(start, self.finite)
+        if resident:
+            self._load_resident(self.own[1], self.own_start[1])
+
+    def _bring(self, matrix: Matrix, start: Value) -> Transfer:
+        transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
+        transfer.clear_padding(start, 1)
+        transfer.start(self.row0, start)
+        transfer.finish(start)
+        return transfer
+
+    def _load_resident(self, matrix: Matrix, start: Value) -> None:
+        """Bring rows into registers, by way of memory that is the others' afterwards; as many columns at a time as it
+        has room for."""
+        b, engine, shape = self.b, self.engine, self.shape
+        room = self.size - shape.block_q * self.strides[0]
+        piece = (room // shape.block_q - RUN) // SIZE * SIZE
+        for first in range(0, matrix.cols, piece):
+            transfer = self._bring(matrix.columns(b, first, min(first + piece, matrix.cols)), start)
+            own = start + self.subgroup_row * transfer.stride
+            b.barrier()
+            for col in range(0, transfer.source.cols, SIZE):
+                rows = range(0, shape.rows, engine.way.height)
+                self.resident.append([engine.load_left(self.memory, own, transfer.stride, r, col) for r in rows])
+            b.barrier()
 
     def finite(self, run: Value) -> Value:
         """Zeros for Inf and NaN. dS is 0 where a key is dropped, and 0 times either is NaN; where it is not dropped,
@@ -130,6 +153,8 @@ class _Kernel:
 
     def left(self, which: int, k: int) -> list[Value]:
         """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
+        if which == 1 and self.resident:
+            return self.resident[k]
         stride = self.strides[which]
         start = self.own_start[which] + self.subgroup_row * stride
         rows = range(0, self.shape.rows, self.engine.way.height)
