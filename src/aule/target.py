@@ -126,8 +126,6 @@ class Target:
     """8-bit elements in buffers can be read and written directly."""
     bf16: bool = False
     """bf16 conversion in hardware."""
-    bf16_rounds: bool = False
-    """That conversion, of fp32, rounds to nearest even; Vulkan leaves it to the driver, so a device is asked."""
     matrix_units: tuple[str, ...] = ()
     """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
     matrix_shape: tuple[int, int, int] = (16, 16, 16)

@@ -239,32 +239,6 @@ def test_a_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixtur
     assert device.target.matrix_layout is None and "wrong products" in caplog.text
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("towards", ["nearest", "zero", "infinity"])
-def test_how_a_device_rounds_to_bf16(towards: str) -> None:
-    """A conversion that rounds otherwise, be it for vectors of four alone, is not used; kernels then have integers."""
-    way = WAYS["nvidia"]
-    device: Any = Secret(way, extensions=(*way.target.extensions, "VK_KHR_shader_bfloat16"))
-    launch = device.launch
-
-    def launch_rounding(kernel: KernelIR, grid: tuple[int, int, int], args: list[Any]) -> None:
-        launch(kernel, grid, args)
-        if kernel.name == "bfloats":
-            assert device.target.bf16_rounds
-            numbers, out = (arg.array.view(np.uint32) for arg in args)
-            if towards == "zero":
-                out[-1] = numbers & 0xFFFF0000
-            elif towards == "infinity":
-                out[-1] = (numbers + 0xFFFF) & 0xFFFF0000
-
-    device.launch = launch_rounding
-    probe.find_layout(device)
-    assert [kernel.name for kernel in device.launched][-1] == "bfloats"
-    assert device.target == replace(
-        way.target, bf16_rounds=towards == "nearest", extensions=device.target.extensions
-    )  # fmt: skip
-
-
 def table(layout: FragmentLayout, cols: int = 16) -> Any:
     """What a device with a layout would answer: each lane's elements, numbered row by row."""
     places = [[layout.place(lane, part) for part in range(layout.parts)] for lane in range(layout.lanes)]

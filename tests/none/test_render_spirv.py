@@ -364,22 +364,6 @@ def test_bf16_fragments() -> None:
         render(kernel_of("bf16_fragments", body), TARGET)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 8])
-def test_bf16_is_converted_by_the_device_where_that_rounds(lanes: int) -> None:
-    def body(b: Builder) -> None:
-        source, out = b.buffer("source", f32), b.buffer("out", bf16, "write")
-        b.store(out, b.thread_id() * lanes, b.cast(b.load(source, b.thread_id() * lanes, lanes), bf16))
-
-    kernel = kernel_of("to_bf16", body)
-    rounding = render(kernel, dataclasses.replace(EXTENDED, bf16_rounds=True))
-    assert "shaderBFloat16Type" in rounding.extensions
-    assert "shaderBFloat16CooperativeMatrix" not in rounding.extensions
-    assert [op for op, _ in instructions(rounding.code)].count(Op.FConvert) == max(lanes // 4, 1)
-    by_integers = render(kernel, EXTENDED)
-    assert Op.FConvert not in [op for op, _ in instructions(by_integers.code)]
-    assert "shaderBFloat16Type" not in by_integers.extensions
-
-
 def test_refusals() -> None:
     def intrinsic(b: Builder) -> None:
         b.intrinsic("ptx", "nanosleep.u32 1;", (), None)

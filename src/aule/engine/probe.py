@@ -2,8 +2,7 @@
 
 The interface hides it, but matrices whose elements are their own indices tell: each lane reads off its components, of
 accumulators, left and right factors. What was found is used for one product whose factor is put together as kernels
-do it (`aule.tile.arrangement`); only then it is trusted. How fp32 becomes bf16 is asked in the same way: Vulkan lets a
-driver round to nearest or towards zero.
+do it (`aule.tile.arrangement`); only then it is trusted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from aule.engine.programs import program
 from aule.errors import AuleError
 from aule.ir import Builder, KernelIR
-from aule.ir.types import Fragment, bf16, f16, f32, i32
+from aule.ir.types import Fragment, f16, f32, i32
 from aule.runtime.base import Device
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange
@@ -31,12 +30,6 @@ log = logging.getLogger("aule")
 _SHAPES = ((16, 16, 16), (8, 16, 16), (8, 8, 16))
 """Products that tiles can be put together from; the first that a device has is taken."""
 _STORED = {f32: np.float32, f16: np.float16}
-_SAMPLES, _LANES = 512, (1, 2, 4)
-_EDGES = np.array(
-    [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF,
-     0x7FC00000, 0xFFFFFFFF, 0x7F7F8000, 0x7F7F7FFF], np.uint32,
-)  # fmt: skip
-"""Ties, numbers beside them, what rounds to infinity, infinities and NaN."""
 
 
 def find_layout(device: Device) -> None:
@@ -53,7 +46,6 @@ def find_layout(device: Device) -> None:
             continue
         if found is not None:
             device.target = found
-            device.target = replace(found, bf16_rounds=rounds_bfloats(device))
             return
 
 
@@ -108,29 +100,6 @@ def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
     return found
 
 
-def rounds_bfloats(device: Device) -> bool:
-    """Whether the device's own conversion from fp32 to bf16 rounds to nearest even, however many numbers it is given,
-    and keeps NaN."""
-    target = device.target
-    if "VK_KHR_shader_bfloat16" not in target.extensions:
-        return False
-    bits = np.random.default_rng(0).integers(0, 1 << 32, _SAMPLES, np.uint32)
-    bits[: len(_EDGES)] = _EDGES
-    bits[bits & 0x7F800000 == 0] |= 0x3F800000  # what becomes of subnormal numbers does not matter
-    numbers = bits.view(np.float32)
-    device.target = replace(target, bf16_rounds=True)
-    try:
-        got = _run(device, "bfloats", _bfloat_kernel, (numbers,), (len(_LANES), _SAMPLES))
-    except AuleError as error:
-        log.debug("bf16 of %s: %s", target.name, error)
-        return False
-    finally:
-        device.target = target
-    wanted = ((bits + (0x7FFF + (bits >> 16 & 1)).astype(np.uint32)) & 0xFFFF0000).view(np.float32)
-    wanted = np.where(np.isnan(numbers), numbers, wanted)
-    return np.array_equal(got, np.broadcast_to(wanted, got.shape), equal_nan=True)
-
-
 def decode(elements: Array, rows: int, cols: int, use: str) -> FragmentLayout | None:
     """The layout in which lane i holds the elements ``elements[i]``, numbered row by row, of a matrix.
 
@@ -170,18 +139,6 @@ def _run(
         for allocation in memory:
             device.free(allocation)
     return out
-
-
-def _bfloat_kernel() -> KernelIR:
-    """Numbers that have been bf16, converted one, two and four at a time."""
-    b = Builder("bfloats", _SAMPLES // max(_LANES))
-    source, out = b.buffer("numbers", f32), b.buffer("out", f32, "write")
-    first = b.thread_id() * max(_LANES)
-    for i, lanes in enumerate(_LANES):
-        for at in range(0, max(_LANES), lanes):
-            number = b.load(source, first + at, lanes)
-            b.store(out, first + (i * _SAMPLES + at), b.cast(b.cast(number, bf16), f32))
-    return b.finish()
 
 
 def _length_kernel(lanes: int, fragments: Sequence[Fragment]) -> KernelIR:

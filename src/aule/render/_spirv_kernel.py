@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from aule.artifact import scalar_offsets
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Fragment, Ref, Scalar, Type, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
+from aule.ir.types import Fragment, Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
 from aule.render._spirv_group import SUBGROUP_OPS, Group
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_memory import Memory, block_widths
@@ -145,15 +145,13 @@ class KernelRenderer:
             if elem.bits == 64:
                 m.capability(Capability.Float64 if elem.is_float else Capability.Int64)
             elif elem == bf16:
-                m.capability(Capability.BFloat16TypeKHR)
+                m.capability(Capability.BFloat16TypeKHR, Capability.BFloat16CooperativeMatrixKHR)
                 m.extension("SPV_KHR_bfloat16")
             elif elem in self._computable:
                 m.capability(_NARROW[elem.kind, elem.bits])
         if self.fragments:
             m.capability(Capability.CooperativeMatrixKHR, Capability.VulkanMemoryModel)
             m.extension("SPV_KHR_cooperative_matrix")
-            if any(op.result is not None and _is_bfloat_matrix(op.result.type) for op in self.kernel.walk()):
-                m.capability(Capability.BFloat16CooperativeMatrixKHR)
         if "VK_KHR_shader_float_controls" in self.target.extensions:
             m.capability(Capability.SignedZeroInfNanPreserve)
             m.mode(ExecutionMode.SignedZeroInfNanPreserve, 32)
@@ -396,10 +394,6 @@ class KernelRenderer:
             f"[spirv] expected portable operations, got an intrinsic of {op.attrs['language']}; "
             "plan another kernel for Vulkan"
         )
-
-
-def _is_bfloat_matrix(type_: Type) -> bool:
-    return isinstance(type_, Fragment) and type_.elem == bf16
 
 
 def _located(error: KernelError, op: Op) -> KernelError:

@@ -3,7 +3,7 @@
 Buffers are bound at set 0, bindings 0, 1, ... in their order, and the scalars as one uniform block at the binding after
 them (the *block* convention of `aule.artifact`).
 
-Drivers are not asked for more than they said they can do, with four decisions worth knowing:
+Drivers are not asked for more than they said they can do, with three decisions worth knowing:
 
 * Infinities are relied upon (masked scores are ``-inf``). ``SignedZeroInfNanPreserve`` is declared where the target
   lists ``VK_KHR_shader_float_controls``; elsewhere declaring it would be invalid, and no driver known to us assumes
@@ -12,8 +12,6 @@ Drivers are not asked for more than they said they can do, with four decisions w
   ``shaderRoundingModeRTEFloat16`` the mode is declared for the whole kernel; else conversions that go straight to a
   buffer are decorated with the rounding mode, and all others are done in integers. Fragments are left to the driver,
   except that those that become bf16 are rounded before.
-* f32 to bf16, likewise, is one conversion where the device was found to round to nearest (``Target.bf16_rounds``) and
-  done in integers elsewhere. Other than that bf16 is kept as bits: only matrices have its type.
 * The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
 
 Shared memory is viewed as scalars and as vectors where the target lists ``VK_KHR_workgroup_memory_explicit_layout``
@@ -27,14 +25,13 @@ Arithmetic on 16- and 8-bit integers is used where the target lists ``shaderInt1
 from __future__ import annotations
 
 from aule.artifact import Artifact
-from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.types import Fragment, Pointer, Scalar, bf16, element, f16, f32, i8, i16, u8, u16
 from aule.render._spirv_kernel import RTE_HALF, KernelRenderer
 from aule.render._spirv_memory import access_unit
 from aule.render._spirv_ops import Capability
-from aule.render._spirv_values import Rounding, lanes_of, shape
+from aule.render._spirv_values import Rounding, lanes_of
 from aule.target import Target
 
 FEATURES = {
@@ -123,13 +120,7 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
         packed=frozenset(packed),
         widened=frozenset({i8, u8, i16, u16} & present - computable),
         int64=target.int64 or not any(t.bits == 64 and t.is_int for t in present),
-        float_to_bfloat=_to_bfloat if target.bf16_rounds else None,
     )
-
-
-def _to_bfloat(b: Builder, value: Value) -> Value:
-    """f32 to the bits of bf16 by the device's own conversion."""
-    return b.bitcast(b.cast(value, bf16), shape(u16, lanes_of(value.type)))
 
 
 def _half_stays_in_memory(kernel: KernelIR) -> bool:

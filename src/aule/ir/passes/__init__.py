@@ -49,8 +49,6 @@ class Legal:
     """Widest vector."""
     half_to_float: Convert | None = None
     """The language's own exact conversion of fp16 bits, for soft f16."""
-    float_to_bfloat: Convert | None = None
-    """The device's own rounding to bf16, for soft bf16."""
 
 
 def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
@@ -59,7 +57,7 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
     kernel = votes(hints(kernel))
     if legal.soft & _elements(kernel):
-        kernel = soft_half(kernel, legal.soft, legal.half_to_float, legal.float_to_bfloat)
+        kernel = soft_half(kernel, legal.soft, legal.half_to_float)
     if legal.packed & _elements(kernel):
         kernel = pack_memory(kernel, legal.packed)
     if legal.widened & _elements(kernel):
