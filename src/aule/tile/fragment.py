@@ -208,7 +208,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
-        self.converts = target.backend == "cuda" or target.bf16_rounds
+        self.converts = target.backend == "cuda"
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")
         self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")
@@ -244,12 +244,13 @@ class Components:
         return [b.vector([x, y]) for x, y in zip(halves[::2], halves[1::2], strict=True)]
 
     def _upper_half(self, x: Value, weight: bool) -> Value:
-        """bf16 by integers: half a unit upwards, right but for ties. It would carry NVIDIA's NaN, all ones, to -0."""
+        """bf16 by integers: half a unit upwards, right but for ties. That would carry NVIDIA's NaN, 0x7FFFFFFF, over to
+        -0; other devices' NaN has few bits set, of either sign, and stays."""
         b = self.b
-        raised = b.bitcast(x, u32) + 0x8000
+        bits = b.bitcast(x, i32)
         if not weight:
-            raised = b.select(b.ne(x, x), b.bitcast(x, u32), raised)
-        return b.unpack(b.bitcast(raised, Vector(u16, 2)))[1]
+            bits = b.min(bits, 0x7FFF0000)
+        return b.unpack(b.bitcast(bits + 0x8000, Vector(u16, 2)))[1]
 
     def _to_tf32(self, x: Value) -> Value:
         """To nearest, ties away from zero: thirteen bits go."""
