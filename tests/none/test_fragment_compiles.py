@@ -50,9 +50,12 @@ def assemble(kernel: KernelIR, device: Target, tmp_path: Path) -> tuple[str, int
     verify(kernel)
     text = ptx.render(kernel, device).text
     (tmp_path / "kernel.ptx").write_text(text)
-    command = ["ptxas", "-arch", device.arch, "-v", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+    arch = re.search(r"\.target (\w+)", text)
+    assert arch is not None
+    command = ["ptxas", "-arch", arch[1], "-v", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:500]
+    assert "serialized" not in done.stderr + done.stdout  # products that wait for each other
     found = re.search(r"(\d+) bytes spill stores", done.stderr + done.stdout)
     assert found is not None
     return text, int(found[1])
@@ -67,7 +70,10 @@ def test_forward(arch: str, head_dim: int, tmp_path: Path) -> None:
     plan = plan_forward(problem, views(problem), device)
     assert isinstance(plan.config, FragmentConfig)
     text, spilled = assemble(build_forward(plan.config, device), device, tmp_path)
-    assert text.count("mma.sync") > 100 and "ldmatrix" in text
+    if arch == "sm_90":
+        assert text.count("wgmma.mma_async") > 20
+    else:
+        assert text.count("mma.sync") > 100 and "ldmatrix" in text
     assert ("cp.async" in text) == (arch != "sm_75")
     assert spilled <= SPILLED
 
@@ -88,7 +94,7 @@ def test_backward(arch: str, head_dim: int, deterministic: bool, tmp_path: Path)
     assert [step.config.of for step in kernels] == (["queries", "keys"] if deterministic else ["keys"])
     for step in kernels:
         text, spilled = assemble(step.build(step.config, device), device, tmp_path)
-        assert ("atom.global.add.f32" in text) == (not deterministic)
+        assert ("atom.global.add" in text) == (not deterministic)
         assert spilled <= SPILLED
 
 

@@ -27,6 +27,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     i32,
     with_element,
 )
@@ -146,8 +147,8 @@ class Builder:
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any) -> Value:
         """Read-modify-write; returns what was there before."""
-        elem = element(pointer.type)
-        return self.emit("atomic", (pointer, self._index(index), self.coerce(value, elem)), elem, kind=kind)
+        value = self.coerce(value, element(pointer.type))
+        return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind)
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 
@@ -258,6 +259,10 @@ class Builder:
         """The same bits as another type of the same size."""
         return value if value.type == type_ else self.emit("bitcast", (value,), type_)
 
+    def e4m3_halves(self, word: Value) -> Value:
+        """The four e4m3 numbers of a u32 as a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
+        return self.emit("e4m3_halves", (word,), Vector(f16, 4))
+
     # -- vectors ---------------------------------------------------------------------------------------------------
 
     def vector(self, values: Sequence[Value]) -> Value:
@@ -356,6 +361,10 @@ class Builder:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
 
+    def device_fence(self) -> None:
+        """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
+        self.emit("device_fence", (), None)
+
     def workgroup_any(self, value: Value) -> Value:
         """Whether a bool is true in any thread of the workgroup; a barrier, too."""
         return self.emit("workgroup_any", (value,), bool_)
@@ -449,6 +458,18 @@ class Builder:
     def warpgroup_publish(self) -> None:
         """What this thread wrote to shared memory can be read by products behind the next barrier."""
         self.emit("warpgroup_publish", (), None)
+
+    def warpgroup_meeting(self, pointer: Value, index: Any = 0) -> None:
+        """A barrier of the workgroup in two halves, for use behind the next barrier."""
+        self.emit("warpgroup_meeting", (pointer, self._index(index)), None)
+
+    def warpgroup_arrive(self, pointer: Value, index: Any = 0) -> None:
+        """The first half: this thread has done what others wait for."""
+        self.emit("warpgroup_arrive", (pointer, self._index(index)), None)
+
+    def warpgroup_await(self, pointer: Value, index: Any, parity: Value) -> None:
+        """The second half: wait until all have arrived; ``parity`` is 0 for the first time and then alternates."""
+        self.emit("warpgroup_await", (pointer, self._index(index), parity), None)
 
     # -- what only one language has --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u16, u32
+from aule.ir.types import PANEL, SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u16, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
@@ -55,6 +55,8 @@ class FragmentShape:
         pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     staged : bool
         Results pass through shared memory to become factors.
+    warpgroups : bool
+        Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
     held : int
         The last columns of Q, a multiple of 16, that stay in registers where the others do not: what shared memory
         has no room for.
@@ -69,6 +71,7 @@ class FragmentShape:
     lanes: int = 32
     columns: int = 1
     staged: bool = False
+    warpgroups: bool = False
     held: int = 0
 
     @property
@@ -84,41 +87,41 @@ class FragmentShape:
         """Columns of Q that are read from shared memory for every tile."""
         return 0 if self.resident_q else max(padded(head_dim, SIZE) - self.held, 0)
 
-    def q_elements(self, head_dim: int) -> tuple[int, int]:
-        """Elements of Q in shared memory: what stays there, and what only passes through it into registers."""
+    def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
+        """Elements of Q that stay, and of one stage of K and of V."""
         stays = self.q_columns(head_dim)
-        passes = padded(head_dim, SIZE) - stays
-        return self.block_q * row_stride(stays) if stays else 0, self.block_q * row_stride(passes) if passes else 0
-
-    def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """Elements of one stage of K and of V."""
-        return self.block_kv * row_stride(head_dim), self.block_kv * row_stride(value_dim)
+        q_row, k_row, v_row = (
+            padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (stays, head_dim, value_dim)
+        )
+        return self.block_q * q_row if stays else 0, self.block_kv * k_row, self.block_kv * v_row
 
     def tile_elements(self, head_dim: int, value_dim: int) -> int:
-        """Elements of Q, K and V of a forward kernel. Q on its way into registers passes through the others' memory."""
-        stays, passes = self.q_elements(head_dim)
-        return stays + max(passes, self.stages * sum(self.shared_elements(head_dim, value_dim)))
+        """Elements of Q, K and V of a forward kernel. What stays of Q in registers passes through the others' memory,
+        and over warpgroups V has a stage more."""
+        q, k, v = self.shared_elements(head_dim, value_dim)
+        stages = self.stages * (k + v) + (v if self.warpgroups else 0)
+        passing = padded(head_dim, SIZE) - self.q_columns(head_dim)
+        return q + max(stages, self.block_q * row_stride(passing) if passing else 0)
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also
         adds up dQ; and dS and P where subgroups share rows. What it keeps in registers passes through the others'
-        memory, 16 columns at a time if need be."""
+        memory, 16 columns at a time if need be. Warpgroups have dS twice: the next is written while products read the
+        last."""
+        if self.warpgroups:
+            widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
+            return (self.block_q + self.stages * self.block_kv) * widths + 2 * self.block_q * padded(
+                self.block_kv, PANEL
+            )
         k_row, v_row = row_stride(head_dim), row_stride(value_dim)
         tiles = 2 if self.columns > 1 else int(sums)
-        rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * self.kept_stride
-        own = self.block_q * v_row
-        return self.block_q * k_row + (max(rest, self.block_q * row_stride(SIZE)) if self.resident_q else rest + own)
-
-    @property
-    def kept_stride(self) -> int:
-        """Elements from one row to the next of dS and P in shared memory. Without padding two rows of 16 columns are
-        in each other's way, which costs less than the memory where the kernel owns many rows."""
-        tight = self.resident_q and self.block_kv == SIZE
-        return SIZE if tight else row_stride(self.block_kv)
+        rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * row_stride(self.block_kv)
+        passing = max(rest, self.block_q * row_stride(SIZE))
+        return self.block_q * k_row + (passing if self.resident_q else rest + self.block_q * v_row)
 
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
-        """Shared memory of a forward kernel."""
-        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+        """Shared memory of a forward kernel, and over warpgroups of where they meet."""
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + 16 * self.warpgroups
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel."""
@@ -208,7 +211,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
-        self.converts = target.backend == "cuda"
+        self.converts, self.e4m3 = target.backend == "cuda", target.e4m3
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")
         self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")
