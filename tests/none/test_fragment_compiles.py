@@ -50,9 +50,12 @@ def assemble(kernel: KernelIR, device: Target, tmp_path: Path) -> tuple[str, int
     verify(kernel)
     text = ptx.render(kernel, device).text
     (tmp_path / "kernel.ptx").write_text(text)
-    command = ["ptxas", "-arch", device.arch, "-v", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+    arch = re.search(r"\.target (\w+)", text)
+    assert arch is not None
+    command = ["ptxas", "-arch", arch[1], "-v", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:500]
+    assert "serialized" not in done.stderr + done.stdout, "products of warpgroups that wait for each other"
     found = re.search(r"(\d+) bytes spill stores", done.stderr + done.stdout)
     assert found is not None
     return text, int(found[1])

@@ -19,7 +19,8 @@ from aule.codegen import TARGETS
 from aule.engine.fused import result_views
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
-from aule.ops.linear.config import FragmentBlocks, ProductConfig
+from aule.ops.linear.config import FragmentBlocks, ProductConfig, WarpgroupBlocks
+from aule.target import NVIDIA_LAYOUT
 from aule.view import TensorView, contiguous_strides
 
 SPEC = CATALOGUE["layer_norm_linear"]
@@ -68,12 +69,31 @@ def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
         assert error(found[name], gradient) < allowed, name
 
 
+def test_warpgroups_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles for each workgroup, some of them at the edges; and a result whose rows cannot be stored in runs."""
+    monkeypatch.setattr(blocks, "WARPGROUPS", ((WarpgroupBlocks(64, 64, group=2), 1.0),))
+    device = replace(fragment_target(), matrix_layout=NVIDIA_LAYOUT, compute_units=3)
+    for sizes, affine in (((150, 192, 136), True), ((128, 64, 136), False)):
+        given = arrays(np.float16, *sizes)
+        if not affine:
+            given = {name: given[name] for name in ("x", "weight", "dy")}
+        dy = given.pop("dy")
+        found, right = interpreted(SPEC, given, {}, device), reference(SPEC, given, {})
+        assert error(found["y"], right["y"]) < 1e-3
+        assert SPEC.gradient is not None
+        given["dy"] = dy
+        found, right = interpreted(SPEC.gradient, given, {}, device), reference(SPEC.gradient, given, {})
+        for name, gradient in right.items():
+            assert error(found[name], gradient) < 1e-3, name
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_tiles_fit(dtype: str) -> None:
     """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
     for left, right in ((False, False), (False, True), (True, True)):
         for table, target in ((blocks.COPIED, 227 << 10), (blocks.CARRIED, 48 << 10)):
             assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
+        assert all(2 * sum(tile.shared_elements(left, right)) <= 227 << 10 for tile, _ in blocks.WARPGROUPS)
     chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)
     assert chosen == blocks.COPIED[2]  # 99 KiB: what consumer cards have
     assert blocks.choose_blocks(TARGETS["ptx"], "f32", (4096,) * 3, False, False, True).threads == 256
@@ -98,8 +118,12 @@ def test_assembled(arch: str, length: int, tmp_path: Path) -> None:
         for step in steps:
             if isinstance(step.config, ProductConfig):
                 text, spilled = assemble(step.build(step.config, device), device, tmp_path)
-                assert "mma.sync" in text and "ldmatrix" in text
+                if isinstance(step.config.blocks, WarpgroupBlocks):
+                    assert "wgmma.mma_async" in text
+                else:
+                    assert "mma.sync" in text and "ldmatrix" in text
                 if spec is SPEC:
+                    assert ("wgmma" in text) == (arch == "sm_90" and length % 64 == 0)
                     assert ("cp.async.cg" in text) == (arch != "sm_75" and length % 64 == 0)
                 assert spilled <= (SPILLED if arch == "sm_75" else 0)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aule.ir.types import PANEL
 from aule.tile.fragment import row_stride
 from aule.tile.simt import SimtShape
+from aule.tile.warpgroup import PanelShape
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,38 @@ class FragmentBlocks:
         return self.stages * sum(rows * stride for rows, _, stride in panels)
 
 
+WARPGROUP_STAGES = 4
+"""Two steps that may be multiplied by warpgroups, and the two that follow."""
+
+
+@dataclass(frozen=True)
+class WarpgroupBlocks:
+    """How a product of warpgroups is cut up: the result's tile of a workgroup, whose warpgroups have 64 rows each, and
+    the tiles above each other that are worked on at the same time."""
+
+    rows: int
+    cols: int
+    registers: int = 255
+    group: int = 8
+
+    @property
+    def depth(self) -> int:
+        return PANEL
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.rows
+
+    def panel(self, across: bool, outer: int) -> PanelShape:
+        """A factor's step as it is stored."""
+        return PanelShape(self.depth, outer) if across else PanelShape(outer, self.depth)
+
+    def shared_elements(self, left_across: bool, right_across: bool) -> tuple[int, int]:
+        """Elements of all stages of either factor."""
+        left, right = self.panel(left_across, self.rows), self.panel(right_across, self.cols)
+        return WARPGROUP_STAGES * left.elements, WARPGROUP_STAGES * right.elements
+
+
 @dataclass(frozen=True)
 class VectorBlocks:
     """How a product on a CPU is cut up: the result's tile of a task, and the part of the summed dimension for which
@@ -104,6 +138,9 @@ class VectorBlocks:
     cols: int
     depth: int
     lanes: int
+
+
+Blocks = FragmentBlocks | WarpgroupBlocks | SimtShape | VectorBlocks
 
 
 @dataclass(frozen=True)
@@ -124,6 +161,6 @@ class ProductConfig:
     right: FactorConfig
     out: StoredConfig
     bias: str | None
-    blocks: FragmentBlocks | SimtShape | VectorBlocks
+    blocks: Blocks
     whole: bool
     index64: bool

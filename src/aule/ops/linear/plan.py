@@ -9,11 +9,21 @@ from dataclasses import dataclass, replace
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.linear.blocks import choose_blocks
-from aule.ops.linear.config import Affine, FactorConfig, FragmentBlocks, ProductConfig, StoredConfig, VectorBlocks
+from aule.ops.linear.config import (
+    Affine,
+    Blocks,
+    FactorConfig,
+    FragmentBlocks,
+    ProductConfig,
+    StoredConfig,
+    VectorBlocks,
+    WarpgroupBlocks,
+)
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
 from aule.ops.linear.product_simt import build_product_simt
 from aule.ops.linear.product_vector import build_product_vector
+from aule.ops.linear.product_warpgroup import build_product_warpgroup
 from aule.ops.linear.statistics import statistics_step
 from aule.ops.norm.plan import plan_norm_gradient
 from aule.ops.norm.problem import NormProblem
@@ -116,7 +126,7 @@ def product_step(
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
     blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned)
-    width = RUN if isinstance(blocks, FragmentBlocks) else QUAD
+    width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
 
@@ -148,26 +158,30 @@ def product_step(
         work="f64" if dtype == "f64" else "f32",
         left=factor(left),
         right=factor(right),
-        out=told(*out, 2 if isinstance(blocks, FragmentBlocks) else QUAD),
+        out=told(*out, 2 if isinstance(blocks, FragmentBlocks) else width),
         bias=None if bias is None else bias.dtype,
         blocks=blocks,
         whole=k % depth == 0,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
+    if isinstance(blocks, WarpgroupBlocks):  # as few workgroups as take no more rounds over the device
+        count = -(-count // -(-count // target.compute_units))
     return Step(config, build_product, grid_of(name, count, target), scalars)
 
 
 def build_product(config: ProductConfig, target: Target) -> KernelIR:
     """Trace a product."""
+    if isinstance(config.blocks, WarpgroupBlocks):
+        return build_product_warpgroup(config, target)
     if isinstance(config.blocks, FragmentBlocks):
         return build_product_fragment(config, target)
     return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)
 
 
-def _tile(blocks: FragmentBlocks | SimtShape | VectorBlocks) -> tuple[int, int, int]:
+def _tile(blocks: Blocks) -> tuple[int, int, int]:
     """Rows, columns and depth of a step."""
-    if isinstance(blocks, FragmentBlocks | VectorBlocks):
+    if not isinstance(blocks, SimtShape):
         return blocks.rows, blocks.cols, blocks.depth
     return blocks.block_q, blocks.block_kv, blocks.chunk_k
 

@@ -175,15 +175,20 @@ class _Product:
 
 
 def tile_of(b: Builder, m: Value, n: Value, rows: int, cols: int, group: int) -> tuple[Value, Value]:
-    """The first row and column of a workgroup's tile: ``group`` tiles down, then the next ones along."""
+    """The first row and column of a workgroup's tile."""
     number = b.group_id(0) + b.group_id(1) * b.group_count(0)
-    down, along = (m + (rows - 1)) // rows, (n + (cols - 1)) // cols
+    row, col = tile_at(b, number, (m + (rows - 1)) // rows, (n + (cols - 1)) // cols, group)
+    return row * rows, col * cols
+
+
+def tile_at(b: Builder, number: Value, down: Value, along: Value, group: int) -> tuple[Value, Value]:
+    """Row and column of a tile among ``down`` by ``along``: ``group`` tiles down, then the next ones along."""
     band = number // (along * group)
     inside = number - band * (along * group)
     height = b.min(down - band * group, group)
-    # Workgroups behind the last tile, where the grid had to be cut, have no height and no row that exists.
+    # Numbers behind the last tile, where the grid had to be cut, have no height and no row that exists.
     column = inside // b.max(height, 1)
-    return (band * group + (inside - column * b.max(height, 1))) * rows, column * cols
+    return band * group + (inside - column * b.max(height, 1)), column
 
 
 def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar) -> list[Value]:
