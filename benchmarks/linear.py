@@ -225,7 +225,8 @@ def launch_seconds(spec: OpSpec, tensors: list[Any], options: tuple[Any, ...]) -
         def call_it(launch: Any = launch, pointers: list[int] = pointers) -> None:
             launch(pointers, torch.cuda.current_stream().cuda_stream)
 
-        times.append((step.config.name, graph_seconds(call_it)))
+        name = getattr(step.config, "name", type(step.config).__name__)
+        times.append((name, graph_seconds(call_it)))
     return times
 
 

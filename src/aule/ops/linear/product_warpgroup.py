@@ -77,7 +77,7 @@ class _Way:
         # to take halves apart, would wait for them at once.
         nothing = b.const(0.0, factor.work)
         self.raw = [self._held(factor.stored) for _ in range(self.count)] if self.carried else []
-        self.rows = [[b.var(nothing) for _ in range(3)] for _ in self.raw]
+        self.rows = [[b.var(nothing) for _ in range(3 if factor.across else 2)] for _ in self.raw]
         self.affine = [None if x is None else self._held(x) for x in factor.vectors]
 
     def _held(self, stored: Stored) -> Var:
@@ -113,8 +113,12 @@ class _Way:
         places = [self._at(i, first, depth) for i in range(self.count)]
 
         def rows() -> None:
-            for numbers, (row, _) in zip(self.rows, places, strict=True):
-                for variable, x in zip(numbers, factor.statistics(row), strict=True):
+            for variables, (row, _) in zip(self.rows, places, strict=True):
+                numbers = factor.statistics(row)
+                if not factor.across:
+                    at = factor.normalised(row, numbers)
+                    numbers = [x for x in (at.scale, at.shift) if x is not None]
+                for variable, x in zip(variables, numbers, strict=True):
                     variable.value = x
 
         def columns() -> None:
@@ -138,7 +142,8 @@ class _Way:
             for held, stored in zip(self.affine, factor.vectors, strict=True)
         ]
         for i, (held, numbers) in enumerate(zip(self.raw, self.rows, strict=True)):
-            row = factor.normalised(nowhere, [x.value for x in numbers])
+            known = [x.value for x in numbers]
+            row = factor.normalised(nowhere, known) if factor.across else RowAt(nowhere, *known)
             value = b.cast(factor.value(self._kept(held, factor.stored), row, affine), self.product.engine.elem)
             b.store(self.product.memory, to + i * self.step * PANEL, value)
 
@@ -199,11 +204,10 @@ class _Product:
 
         bring(stage.value)
         fetch()
-        cursor.advance()
         put(stage.value)
+        cursor.advance()
         bring(stage.value + 1)
         fetch()
-        cursor.advance()
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, blocks.depth, name="depth"):
                 now = stage.value
@@ -213,9 +217,9 @@ class _Product:
                 b.barrier()
                 self._multiply(tile, now)
                 put((now + 1) & (STAGES - 1))
+                cursor.advance()
                 bring((now + 2) & (STAGES - 1))
                 fetch()
-                cursor.advance()
                 b.warpgroup_wait(1)
                 stage.value = (now + 1) & (STAGES - 1)
             b.warpgroup_wait(0)
