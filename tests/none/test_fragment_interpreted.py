@@ -11,7 +11,7 @@ import pytest
 from test_backward_interpreted import run as backward
 from test_forward_interpreted import run
 
-from aule.ops.attention.reference import compare
+from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.target import FragmentLayout, Target
@@ -25,6 +25,7 @@ SHAPES = {
     "one-stage": FragmentShape(32, 32, 2, 1, True),
     "q-in-memory": FragmentShape(32, 16, 2, 2, False),
     "two-blocks-of-rows": FragmentShape(32, 32, 1, 1, False),
+    "warpgroups": FragmentShape(64, 16, 4, 2, False, warpgroups=True),
 }
 CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "bf16")]
 
@@ -44,6 +45,20 @@ def test_small_grid(case: grid.Case, shape: str) -> None:
     problem, operands = grid.case_problem(case, inputs)
     out, lse = run(problem, operands, SHAPES[shape], target())
     verdict = compare(problem, out, lse if case.return_lse else None, grid.expected(case, inputs))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("length", [128, 200])
+def test_many_tiles_over_warpgroups(length: int, causal: bool) -> None:
+    """Enough of them for stages to go round, with and without edges, over two warpgroups."""
+    rng = np.random.default_rng(2)
+    arrays = {name: rng.standard_normal((1, 2, length, 72)).astype(np.float16) for name in "qkv"}
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=causal, return_lse=True)
+    shape = FragmentShape(128, 16, 8, 2, False, warpgroups=True)
+    out, lse = run(problem, operands, shape, target())
+    verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 
 

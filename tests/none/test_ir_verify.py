@@ -282,7 +282,8 @@ def test_rule(breaks: Callable[[Kit], Any], expected: str) -> None:
 def test_every_typed_operation_has_a_broken_kernel() -> None:
     unbreakable = {"comment", "lane_id", "subgroup_id", "group_count", "subgroup_barrier", "log2", "sqrt", "rsqrt",
                    "rcp", "floor", "sin", "cos", "abs", "sub", "div", "min", "max", "or", "xor", "le", "gt", "ge", "ne",
-                   "subgroup_all", "async_commit", "warpgroup_fence", "warpgroup_commit", "warpgroup_publish"}  # fmt: skip
+                   "subgroup_all", "async_commit", "warpgroup_commit", "warpgroup_fence",
+                   "warpgroup_publish"}  # fmt: skip
     seen: set[str] = set()
     for _, breaks, _ in BROKEN:
         kit = Kit()

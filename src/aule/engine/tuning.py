@@ -23,12 +23,13 @@ from aule.errors import AuleError, InvalidArgumentError
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.tiles import ENTRIES, OWN, choose_fragments, choose_shape
+from aule.ops.attention.tiles import ENTRIES, OWN, choose_fragments, choose_shape, choose_warpgroups
 from aule.runtime.base import Device
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import FragmentShape, fitted, multiplies
 from aule.tile.simt import SimtShape, uses_subgroups
+from aule.tile.warpgroup import has_warpgroups
 from aule.view import TensorView
 
 Shape = SimtShape | FragmentShape
@@ -94,10 +95,13 @@ def _keep(device: Device, key: str, shape: Shape | None) -> None:
 
 def candidates(target: Target, dtype: str, head_dim: int) -> list[Shape]:
     """Ways to cut attention up on a device, the table's own first."""
-    table = choose_fragments(target, dtype, head_dim, head_dim, False, False)
+    table = choose_warpgroups(target, dtype, head_dim, head_dim)
+    table = table or choose_fragments(target, dtype, head_dim, head_dim, False, False)
     shapes: list[Shape] = [table or choose_shape(target, head_dim, head_dim, dtype)]
     if multiplies(target, dtype):
         shapes += _fragments(target, head_dim)
+        if has_warpgroups(target, dtype):
+            shapes += _warpgroups(head_dim)
     else:
         shapes += [entry.shape for entry in (*OWN.get(target.vendor, ()), *ENTRIES)]
     fitting = [shape for shape in shapes if _shared(shape, target, head_dim) <= target.max_shared_bytes]
@@ -112,6 +116,15 @@ def _fragments(target: Target, head_dim: int) -> Iterator[FragmentShape]:
         held = shape.rows * (block_kv + columns + (columns // 2 if resident else 0)) // shape.lanes
         if held <= _MAX_SUMS and shape.rows % arrange(target).height == 0:
             yield shape
+
+
+def _warpgroups(head_dim: int) -> Iterator[FragmentShape]:
+    columns = -(-head_dim // SIZE) * SIZE
+    for subgroups, registers in ((4, 255), (8, 255), (12, 168)):
+        for block_kv in (32, 48, 64, 96, 128, 160):
+            # O, S and P, and what else a thread needs.
+            if (columns + block_kv) // 2 + block_kv // 4 <= registers - 40:
+                yield FragmentShape(SIZE * subgroups, block_kv, subgroups, 2, False, registers, warpgroups=True)
 
 
 def _shared(shape: Shape, target: Target, head_dim: int) -> int:

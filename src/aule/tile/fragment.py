@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
+from aule.ir.types import PANEL, SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
@@ -54,6 +54,8 @@ class FragmentShape:
         pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
     staged : bool
         Results pass through shared memory to become factors.
+    warpgroups : bool
+        Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
     """
 
     block_q: int
@@ -65,6 +67,7 @@ class FragmentShape:
     lanes: int = 32
     columns: int = 1
     staged: bool = False
+    warpgroups: bool = False
 
     @property
     def threads(self) -> int:
@@ -77,7 +80,7 @@ class FragmentShape:
 
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
         """Elements of Q, and of one stage of K and of V."""
-        k_row, v_row = row_stride(head_dim), row_stride(value_dim)
+        k_row, v_row = (padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (head_dim, value_dim))
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
     def tile_elements(self, head_dim: int, value_dim: int) -> int:

@@ -14,6 +14,7 @@ from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.forward_fragment import build_forward_fragment
+from aule.ops.attention.forward_warpgroup import build_forward_warpgroup
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
 from aule.ops.attention.scores import Extent
@@ -29,7 +30,8 @@ KERNEL_NAME = "flash_attention"
 def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration for a target."""
     if isinstance(config, FragmentConfig):
-        return build_forward_fragment(config, target, name)
+        build = build_forward_warpgroup if config.shape.warpgroups else build_forward_fragment
+        return build(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
     block = _Block(b, config)
     with b.if_(block.exists):

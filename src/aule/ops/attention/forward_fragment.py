@@ -42,14 +42,14 @@ LAG = 8.0
 def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace the forward kernel of a configuration for a target with matrix units."""
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
-    kernel = _Forward(b, config, target)
+    kernel = FragmentForward(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """A tile, the stage it lies in, the tile that comes next, and whether one does."""
 
     tile: Value
@@ -58,7 +58,7 @@ class _Place:
     more: Value
 
 
-class _Forward:
+class FragmentForward:
     """The parameters of the kernel, the place of this workgroup's block, and the passage over the keys."""
 
     def __init__(self, b: Builder, config: FragmentConfig, target: Target) -> None:
@@ -81,6 +81,8 @@ class _Forward:
         if config.packed and config.lens:  # sequences of few rows are left to the kernels of decoding
             self.exists = self.exists & (scores.seq_q > p.number("few_tokens"))
         self.scale = p.number("scale", f32)
+        self.lowest = b.const(-LOWEST, f32)
+        """What the base starts from."""
 
         def matrix(name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
             unit, aligned = config.unit[number], config.aligned[number]
@@ -99,8 +101,14 @@ class _Forward:
         self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))
 
         self.dropout = scores.dropout()
-        self.engine = engine = Fragments(b, target, shape, config.factor or config.dtype)
-        self.subgroup_row = engine.subgroup * shape.rows
+        self.engine = self._lay_out(target)
+        self.subgroup_row = self.engine.subgroup * shape.rows
+        self._order_tiles()
+
+    def _lay_out(self, target: Target) -> Fragments:
+        """The engine, and where in shared memory things lie."""
+        b, config, shape = self.b, self.config, self.shape
+        engine = Fragments(b, target, shape, config.factor or config.dtype)
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
         self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
         self.k_start = b.const(0 if shape.resident_q else q, i32)
@@ -110,8 +118,7 @@ class _Forward:
         self.k_depth = padded(config.head_dim, SIZE) // SIZE
         self.keys = transfer_of(engine, self.k, shape.block_kv, self.memory)
         self.values = engine.transfer(self.v, shape.block_kv, self.memory)
-
-        self._order_tiles()
+        return engine
 
     def _order_tiles(self) -> None:
         """Tiles with keys that some row drops come first, on both sides of the band; then those without, whose loop has
@@ -128,7 +135,7 @@ class _Forward:
             self.inner_last = b.max(reach.full_end // width, self.inner_first)
         self.edges = last - self.first - (self.inner_last - self.inner_first)
 
-    def _edge(self, i: Value) -> _Place:
+    def _edge(self, i: Value) -> Place:
         """The ``i``-th of the tiles at the edges; after them come the inner ones."""
         b = self.b
 
@@ -138,17 +145,17 @@ class _Forward:
             return b.select(left < self.inner_first, left, right)
 
         more = (i + 1 < self.edges) | (self.inner_first < self.inner_last)
-        return _Place(tile(i), i & 1, tile(i + 1), more)
+        return Place(tile(i), i & 1, tile(i + 1), more)
 
-    def _inner(self, tile: Value) -> _Place:
-        return _Place(tile, (tile + (self.edges - self.inner_first)) & 1, tile + 1, tile + 1 < self.inner_last)
+    def _inner(self, tile: Value) -> Place:
+        return Place(tile, (tile + (self.edges - self.inner_first)) & 1, tile + 1, tile + 1 < self.inner_last)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         b, engine, config = self.b, self.engine, self.config
         zero = b.const(0.0, f32)
-        base, l = engine.row_vars(b.const(-LOWEST, f32)), engine.row_vars(zero)
+        base, l = engine.row_vars(self.lowest), engine.row_vars(zero)
         O = engine.tile(self.shape.rows, config.value_dim)
         if config.sinks:
             self._start_from_sink(base, l)
@@ -164,7 +171,7 @@ class _Forward:
         self._finish(O, base, l)
 
     def _pass(
-        self, at: _Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
+        self, at: Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
     ) -> None:
         """One tile of keys; ``whole`` when no row drops any of them."""
         b, engine, width = self.b, self.engine, self.engine.way.width
@@ -341,7 +348,7 @@ class _Forward:
         if self.shape.stages == 2:
             self.values.start(tile * self.shape.block_kv, v_at, whole)
 
-    def _arrive_keys(self, at: _Place, whole: bool) -> Value | None:
+    def _arrive_keys(self, at: Place, whole: bool) -> Value | None:
         """K of the tile is there for all; the next thing is on its way. Returns whether V is wild where it is known."""
         b = self.b
         k_at, v_at = self._memory_of(at.stage)
@@ -356,7 +363,7 @@ class _Forward:
             self._start_tile(at.next, at.stage ^ 1, whole)
         return wild
 
-    def _arrive_values(self, at: _Place, whole: bool) -> Value | None:
+    def _arrive_values(self, at: Place, whole: bool) -> Value | None:
         """The same for V, with one stage."""
         _, v_at = self._memory_of(at.stage)
         self.values.finish(v_at)
@@ -370,6 +377,7 @@ class _Forward:
         NaN."""
         b = self.b
         if whole:
+            self._arrived()
             b.barrier()
             return None
         found = b.var(b.const(0, u32), "found")
@@ -379,7 +387,11 @@ class _Forward:
                 found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
+        self._arrived()
         return b.workgroup_any(b.ne(found.value, 0))
+
+    def _arrived(self) -> None:
+        """What this thread brought in is in shared memory; a barrier follows."""
 
     # -- products with V -------------------------------------------------------------------------------------------
 
@@ -396,15 +408,9 @@ class _Forward:
         """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
         values first, then what is infinite in either direction, as ones. NaN counts for both, and Inf - Inf is NaN."""
         b, engine = self.b, self.engine
-        word = u16 if engine.elem.bits == 16 else u32
         with b.loop(0, 3, name="kind") as kind:
-
-            def rewritten(run: Value, kind: Value = kind) -> Value:
-                return b.vector([b.bitcast(self._sorted(b.bitcast(x, word), kind), engine.elem)
-                                 for x in b.unpack(run)])  # fmt: skip
-
             b.barrier()
-            self.values.rewrite(key0, v_at, rewritten)
+            self.values.rewrite(key0, v_at, lambda run: self._rewritten(run, kind))
             b.barrier()
             infinite = b.select(b.eq(kind, 1), b.const(float("inf"), f32), b.const(NEG_INF, f32))
             for j in range(len(O.vars[0])):
@@ -423,6 +429,11 @@ class _Forward:
             added = b.select(b.eq(kind, 0), x, b.select(x > 0.0, infinite, b.const(0.0, f32)))
             parts.append(b.fragment_get(o, c) + added)
         return b.fragment_pack(engine.accumulator, parts)
+
+    def _rewritten(self, run: Value, kind: Value) -> Value:
+        b, elem = self.b, self.engine.elem
+        word = u16 if elem.bits == 16 else u32
+        return b.vector([b.bitcast(self._sorted(b.bitcast(x, word), kind), elem) for x in b.unpack(run)])
 
     def _sorted(self, bits: Value, kind: Value) -> Value:
         """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""

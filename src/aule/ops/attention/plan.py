@@ -27,6 +27,7 @@ from aule.ops.attention.tiles import (
     choose_backward_shape,
     choose_fragments,
     choose_shape,
+    choose_warpgroups,
 )
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
@@ -82,7 +83,7 @@ def plan_forward(
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     preferred : SimtShape or FragmentShape, optional
-        The same where there is no mask, bias, other modifier or strided row.
+        The same where there is no mask, bias, other modifier, rotation or strided row.
     """
     main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
@@ -104,8 +105,10 @@ def plan_forward(
                 f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
                 f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
             )
-    elif not strided and problem.modifiers == 0:
+    elif not strided and problem.modifiers == 0 and problem.rope is None:
         shape = shape or preferred
+    if shape is None and all(aligned(RUN)[:3]) and not masked and problem.rope is None:
+        shape = choose_warpgroups(target, problem.dtype, *dims)
     if shape is None and rotates_runs(problem):
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
@@ -353,5 +356,7 @@ def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
 
 
 def _extent(view: TensorView) -> int:
-    """Largest element index, and room for the kernel to compute one tile past it."""
-    return view.offset + sum((n + 256) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+    """Largest element index, and room for the kernel to compute one tile of rows and columns past it."""
+    axes = list(zip(view.shape, view.strides, strict=True))
+    inside = sum((n - 1) * abs(s) for n, s in axes if n > 1)
+    return view.offset + inside + sum(256 * abs(s) for n, s in axes[-2:] if n > 1)

@@ -9,6 +9,7 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import FragmentShape, factor_elem, fitted, multiplies
 from aule.tile.simt import SimtShape, padded, uses_subgroups
+from aule.tile.warpgroup import has_warpgroups
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,30 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
     ),
 }
 """Tiles on matrix units by vendor, or else by backend; the first that is wide enough and fits is taken."""
+
+WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
+    # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal.
+    # 339 / 303; 128 rows 333 / 295, keys by 96 335 / 304.
+    (64, FragmentShape(192, 128, 12, 2, False, 168, warpgroups=True)),
+    # 465 / 401; keys by 96 452 / 397, by 160 454 / 396.
+    (128, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
+    # 552 / 447; keys by 48 509 / 436, by 32 417 / 375.
+    (256, FragmentShape(128, 64, 8, 2, False, warpgroups=True)),
+)
+"""Tiles for products of warpgroups by the widest head dimension that they are for."""
+
+
+def choose_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
+    """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None where there are no
+    such products."""
+    if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
+        return None
+    for dim, shape in WARPGROUPS:
+        fits = shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
+        if max(head_dim, value_dim) <= dim and fits:
+            return shape
+    return None
+
 
 TF32: tuple[FragmentEntry, ...] = (
     # By what ptxas keeps in registers (sm_90), not measured yet: factors are twice as long as in half precision.

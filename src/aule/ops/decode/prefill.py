@@ -13,7 +13,7 @@ from typing import Any
 from aule.ops.attention.config import FragmentConfig, Paging
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import aligned_rows, folded, problem_scalars, score_options, view_scalars
-from aule.ops.attention.tiles import choose_fragments
+from aule.ops.attention.tiles import choose_fragments, choose_warpgroups
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.step import Step, grid_of
 from aule.target import Target
@@ -42,7 +42,8 @@ def plan_prefill(
         return None
     aligned = tuple(aligned_rows(views[n], RUN) and base_ok.get(n, True) for n in "qkvo")
     dims = problem.head_dim, problem.value_dim
-    shape = choose_fragments(target, problem.dtype, *dims, False, not all(aligned[:3]))
+    shape = choose_warpgroups(target, problem.dtype, *dims) if all(aligned[:3]) else None
+    shape = shape or choose_fragments(target, problem.dtype, *dims, False, not all(aligned[:3]))
     if shape is None:
         return None
     attention = problem.alone(problem.seq_q, problem.seq_kv)
