@@ -251,6 +251,9 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("warpgroup accumulators", lambda k: _warpgroup(k, variables=[k.b.var(k.x)]), "as accumulators"),
     ("warpgroup twice", lambda k: _warpgroup(k, variables=[k.b.var(k.c)] * 2), "accumulators that differ"),
     ("warpgroup threads", lambda k: _warpgroup(k), "expected workgroups of whole warpgroups, got 64 threads"),
+    ("meeting", lambda k: k.b.warpgroup_meeting(k.tile), "expected shared memory of u64"),
+    ("arrive", lambda k: k.b.warpgroup_arrive(k.read), "expected shared memory"),
+    ("await", lambda k: k.b.warpgroup_await(k.b.shared("meeting", u64, 1), 0, k.x), "an i32 as the parity"),
     ("warpgroup pending", lambda k: k.b.warpgroup_wait(-1), "expected pending to be a count of groups, got -1"),
     ("fragment add", lambda k: k.c + k.c, "add: expected scalars or vectors of one type, got fragment<f32"),
 ]  # fmt: skip

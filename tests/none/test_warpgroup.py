@@ -8,7 +8,7 @@ import pytest
 from aule.errors import KernelError
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.interpret import SanitizerError, interpret
-from aule.ir.types import Fragment, Panels, f16, f32, panel_offset
+from aule.ir.types import Fragment, Panels, f16, f32, i32, panel_offset, u64
 from aule.target import NVIDIA_LAYOUT, Target
 
 
@@ -104,6 +104,33 @@ def test_memory_in_flight_is_not_written() -> None:
     a, b, _ = operands(64, 64, "row", "column")
     with pytest.raises(SanitizerError):
         interpret(product(64, 64, "row", "column", overwrite=True), (1, 1, 1), [a, b, np.zeros(4096, np.float32)])
+
+
+def meeting(early: bool = False, parity: int = 0) -> KernelIR:
+    """Threads write, arrive, and read what another one wrote behind the wait, or before it."""
+    b = Builder("meeting", 128, 32)
+    out = b.buffer("out", f32, "write")
+    memory, place = b.shared("memory", f32, 128), b.shared("place", u64, 1)
+    thread = b.thread_id()
+    b.warpgroup_meeting(place)
+    b.barrier()
+    b.store(memory, thread, b.cast(thread, f32))
+    b.warpgroup_arrive(place)
+    if early:
+        b.store(out, thread, b.load(memory, 127 - thread))
+    b.warpgroup_await(place, 0, b.const(parity, i32))
+    b.store(out, thread, b.load(memory, 127 - thread))
+    return b.finish()
+
+
+def test_a_barrier_in_two_halves() -> None:
+    out = np.zeros(128, np.float32)
+    interpret(meeting(), (1, 1, 1), [out])
+    np.testing.assert_array_equal(out, np.arange(127, -1, -1))
+    with pytest.raises(SanitizerError, match="race"):
+        interpret(meeting(early=True), (1, 1, 1), [out])
+    with pytest.raises(SanitizerError, match="parity"):
+        interpret(meeting(parity=1), (1, 1, 1), [out])
 
 
 def test_panels() -> None:

@@ -385,6 +385,12 @@ def _warpgroup_mma(v: Verifier, op: Op) -> None:
             v.fail(op, "panels as `Panels` says", repr(panels))
 
 
+def _meeting(v: Verifier, op: Op) -> None:
+    pointer = v.memory(op, ("shared",), reads=True, writes=True)
+    v.require(op, pointer.elem.name == "u64", "shared memory of u64")
+    v.require(op, all(arg.type == i32 for arg in op.args[2:]), "an i32 as the parity")
+
+
 def _intrinsic(v: Verifier, op: Op) -> None:
     v.require(op, not any(isinstance(arg.type, Ref) for arg in op.args), "no variables as operands")
     v.require(op, op.result is None or isinstance(op.result.type, Scalar | Vector | Fragment), "a value as the result")
@@ -406,6 +412,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
     "fragment_set": _component, "fragment_pack": _fragment_pack,
     "warpgroup": _nothing, "warpgroup_mma": _warpgroup_mma,
+    **dict.fromkeys(("warpgroup_meeting", "warpgroup_arrive", "warpgroup_await"), _meeting),
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """The rule of an operation, by its opcode or else by its category."""

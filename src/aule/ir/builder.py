@@ -450,6 +450,18 @@ class Builder:
         """What this thread wrote to shared memory can be read by products behind the next barrier."""
         self.emit("warpgroup_publish", (), None)
 
+    def warpgroup_meeting(self, pointer: Value, index: Any = 0) -> None:
+        """A barrier of the workgroup in two halves, for use behind the next barrier."""
+        self.emit("warpgroup_meeting", (pointer, self._index(index)), None)
+
+    def warpgroup_arrive(self, pointer: Value, index: Any = 0) -> None:
+        """The first half: this thread has done what others wait for."""
+        self.emit("warpgroup_arrive", (pointer, self._index(index)), None)
+
+    def warpgroup_await(self, pointer: Value, index: Any, parity: Value) -> None:
+        """The second half: wait until all have arrived; ``parity`` is 0 for the first time and then alternates."""
+        self.emit("warpgroup_await", (pointer, self._index(index), parity), None)
+
     # -- what only one language has --------------------------------------------------------------------------------
 
     def intrinsic(self, language: str, code: str, args: Sequence[Value], type_: ValueType | None) -> Value | None:

@@ -251,6 +251,24 @@ OPS: dict[str, OpInfo] = {
         "what the thread wrote to shared memory can be read by products behind the next barrier, and only then",
         result=False,
     ),
+    "warpgroup_meeting": OpInfo(
+        "warpgroup",
+        2,
+        "pointer (shared, u64), index: a barrier of the workgroup in two halves, which lives there; the first half may "
+        "come behind the next barrier. Nothing else touches that element",
+        result=False,
+    ),
+    "warpgroup_arrive": OpInfo(
+        "warpgroup", 2, "pointer, index of a meeting: the first half, by all lanes of a subgroup", result=False
+    ),
+    "warpgroup_await": OpInfo(
+        "warpgroup",
+        3,
+        "pointer, index of a meeting, i32 parity: the second half. All threads go on when all have arrived as often as "
+        "this one has; shared memory that was written before the arrivals is seen. ``parity`` is 0 for the first time "
+        "and then alternates",
+        result=False,
+    ),
     # -- what only one language has ----------------------------------------------------------------------------------
     "intrinsic": OpInfo(
         "target",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from aule.ir.kernel import Op, Value
 from aule.ir.types import Panels, element
 from aule.render._ptx_emitter import Emitter, refuse
-from aule.render._ptx_memory import Addresses
+from aule.render._ptx_memory import Addresses, at
 
 _PLAIN = {
     "warpgroup_fence": "wgmma.fence.sync.aligned;",
@@ -21,8 +21,8 @@ _GROUP_BYTES = 1024
 """Eight rows of a panel; a panel starts at a multiple of it."""
 
 
-def render(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """One operation of a warpgroup."""
+def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
+    """One operation of a warpgroup; ``subgroups`` are those of the workgroup."""
     if e.arch.number != 90:
         raise refuse(op, "sm_90", e.arch.name, "plan for its own matrix units")
     e.uses_subgroups = True
@@ -30,8 +30,31 @@ def render(e: Emitter, addresses: Addresses, op: Op) -> None:
         e.line(_PLAIN[op.opcode])
     elif op.opcode == "warpgroup_wait":
         e.line(f"wgmma.wait_group.sync.aligned {op.attrs['pending']};")
+    elif op.opcode != "warpgroup_mma":
+        _meet(e, addresses, op, subgroups)
     else:
         _mma(e, addresses, op)
+
+
+def _meet(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
+    """Barriers in two halves are mbarriers, at which one lane arrives for its subgroup."""
+    base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
+    place = at(base, offset)
+    if op.opcode == "warpgroup_await":
+        number, parity = e.label(), e.operands(op.args[2])[0]
+        e.lines.append(f"$await_{number}:")
+        reached = e.emit("mbarrier.try_wait.parity.shared::cta.b64", "p", place, parity)
+        e.line(f"@!{reached} bra $await_{number};")
+        return
+    if op.opcode == "warpgroup_meeting":
+        thread = e.once("%tid", "mov.u32", "r", "%tid.x")
+        first = e.once("first thread", "setp.eq.u32", "p", thread, "0")
+        e.line(f"@{first} mbarrier.init.shared::cta.b64 {place}, {subgroups};")
+        return
+    lane = e.once("%laneid", "mov.u32", "r", "%laneid")
+    first = e.once("first lane", "setp.eq.u32", "p", lane, "0")
+    e.line("bar.warp.sync 0xFFFFFFFF;")
+    e.line(f"@{first} mbarrier.arrive.shared::cta.b64 _, {place};")
 
 
 def _mma(e: Emitter, addresses: Addresses, op: Op) -> None:

@@ -127,7 +127,7 @@ class _Body:
         self.kernel = kernel
         self.emitter = Emitter(arch)
         self.addresses = _ptx_memory.Addresses(self.emitter, kernel)
-        e = self.emitter
+        e, subgroups = self.emitter, -(-kernel.workgroup // _SUBGROUP_SIZE)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
             "thread_id": self._id,
@@ -165,7 +165,7 @@ class _Body:
             elif info.category == "fragment":
                 self._handlers[opcode] = lambda op: _ptx_fragment.render(e, self.addresses, op)
             elif info.category == "warpgroup":
-                self._handlers[opcode] = lambda op: _ptx_warpgroup.render(e, self.addresses, op)
+                self._handlers[opcode] = lambda op: _ptx_warpgroup.render(e, self.addresses, op, subgroups)
 
     def run(self) -> None:
         """Load the parameters, then emit the body."""

@@ -84,9 +84,10 @@ class FragmentShape:
         return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
 
     def tile_elements(self, head_dim: int, value_dim: int) -> int:
-        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory."""
+        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory, and
+        over warpgroups V has a stage more."""
         q, k, v = self.shared_elements(head_dim, value_dim)
-        stages = self.stages * (k + v)
+        stages = self.stages * (k + v) + (v if self.warpgroups else 0)
         return max(q, stages) if self.resident_q else q + stages
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
@@ -97,8 +98,8 @@ class FragmentShape:
         return rows + tiles * self.block_q * row_stride(self.block_kv)
 
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
-        """Shared memory of a forward kernel."""
-        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements)
+        """Shared memory of a forward kernel, and over warpgroups of where they meet."""
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + 16 * self.warpgroups
 
     def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Shared memory of a backward kernel."""

@@ -34,6 +34,18 @@ class Product(NamedTuple):
     checks: list[Step]
 
 
+class Meeting(NamedTuple):
+    """A barrier in two halves: for each workgroup of a batch, when it was arrived at (0: all who arrived have gone on),
+    and how often it was waited for."""
+
+    arrived: Array
+    waited: Array
+
+    @classmethod
+    def of(cls, groups: int) -> Meeting:
+        return cls(np.zeros(groups, np.int64), np.zeros(groups, np.int64))
+
+
 class Machine:
     """Registers are a list; each value has its place there. A register is an array that is never changed in place.
 
@@ -49,6 +61,8 @@ class Machine:
         How fragments lie over a subgroup, by their use.
     copies, products : list
         Groups of what is under way, the latest last; that one is still open.
+    meetings : dict
+        Barriers in two halves by the memory they live in.
     """
 
     def __init__(
@@ -68,6 +82,7 @@ class Machine:
         self.group_ids: list[tuple[int, int]] = []
         self.copies: list[list[Step]] = [[]]
         self.products: list[list[Product]] = [[]]
+        self.meetings: dict[Value, Meeting] = {}
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:

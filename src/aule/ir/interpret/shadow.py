@@ -166,16 +166,18 @@ class Shadow:
 
     # -- barriers --------------------------------------------------------------------------------------------------
 
-    def synchronise(self, op: Op, teams: Array | None, everything: bool) -> None:
+    def synchronise(self, op: Op, teams: Array | None, everything: bool, since: int | None = None) -> None:
         """A barrier: ``teams`` (None: all of the batch) go on together.
 
         Parameters
         ----------
         everything : bool
             All of the workgroup's lanes took part, so what came before is ordered before whatever comes.
+        since : int, optional
+            Only what came before that time is.
         """
         self.check()
-        now = self.lanes.tick(op)
+        now = self.lanes.tick(op) if since is None else since
         if teams is None:
             teams = np.unique(self.everyone.team)
         self.sync[teams] = now

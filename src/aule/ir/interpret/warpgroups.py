@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret.machine import Compiler, Machine, Product, Step, run
+from aule.ir.interpret.machine import Compiler, Machine, Meeting, Product, Step, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import Array
 from aule.ir.kernel import Op, Value
@@ -112,6 +112,51 @@ def _warpgroup_wait(m: Machine, op: Op) -> Step:
     return step
 
 
+def _warpgroup_meeting(m: Machine, op: Op) -> Step:
+    return lambda: m.meetings.update({op.args[0]: Meeting.of(m.lanes.groups)})
+
+
+def _slots(m: Machine, op: Op) -> Array:
+    """The workgroups of the batch that take part."""
+    slots = m.lanes.whole_groups(op)
+    return np.arange(m.lanes.groups) if slots is None else slots
+
+
+def _warpgroup_arrive(m: Machine, op: Op) -> Step:
+    def step() -> None:
+        meeting, slots = m.meetings[op.args[0]], _slots(m, op)
+        if meeting.arrived[slots].any():
+            raise m.lanes.error(
+                op, int(slots[0]) * m.lanes.workgroup, "a second arrival that nobody has waited between"
+            )
+        meeting.arrived[slots] = m.lanes.tick(op)
+
+    return step
+
+
+def _warpgroup_await(m: Machine, op: Op) -> Step:
+    """All have arrived when the first gets here, for all run in lockstep: only what they did before it is ordered."""
+    lanes, registers, parity = m.lanes, m.registers, m.slot(op.args[2])
+
+    def step() -> None:
+        meeting, slots = m.meetings[op.args[0]], _slots(m, op)
+        times = meeting.arrived[slots].copy()
+        first = slots * lanes.workgroup
+        if (times == 0).any():
+            raise lanes.error(op, int(first[0]), "a wait for a meeting at which nobody has arrived")
+        if (registers[parity][first] != meeting.waited[slots] % 2).any():
+            raise lanes.error(op, int(first[0]), "a wait for a meeting of the other parity")
+        meeting.arrived[slots] = 0
+        meeting.waited[slots] += 1
+        for time in np.unique(times):
+            teams = (slots[times == time][:, None] * lanes.subgroups + np.arange(lanes.subgroups)).ravel()
+            for shadow in m.shadows:
+                if shadow.shared:
+                    shadow.synchronise(op, teams, True, since=int(time))
+
+    return step
+
+
 def _nothing(m: Machine, op: Op) -> None:
     return None
 
@@ -119,4 +164,5 @@ def _nothing(m: Machine, op: Op) -> None:
 COMPILERS: dict[str, Compiler] = {
     "warpgroup_mma": _warpgroup_mma, "warpgroup_commit": _warpgroup_commit, "warpgroup_wait": _warpgroup_wait,
     "warpgroup_fence": _nothing, "warpgroup_publish": _nothing,
+    "warpgroup_meeting": _warpgroup_meeting, "warpgroup_arrive": _warpgroup_arrive, "warpgroup_await": _warpgroup_await,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32
+from aule.ir.types import PANEL, f32, i32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
 from aule.target import Target
@@ -43,6 +43,8 @@ class _Forward(FragmentForward):
         self.v_panels = PanelShape(shape.block_kv, config.value_dim)
         self.k_size, self.v_size = self.k_panels.elements, self.v_panels.elements
         self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
+        self.meeting = b.shared("meeting", u64, 1)
+        b.warpgroup_meeting(self.meeting)
         self.k_start = b.const(self.q_panels.elements, i32)
         self.v_start = self.k_start + 2 * self.k_size
         self.k_depth = padded(config.head_dim, SIZE) // SIZE
@@ -90,11 +92,16 @@ class _Forward(FragmentForward):
             self._multiply_wild(O, P, at.tile * self.shape.block_kv, v_at)
         with b.else_():
             b.warpgroup_fence()
-            self._start_output(O, P, at.stage)
+            self._start_output(O, P, v_at)
             b.warpgroup_wait()
 
     def _pass_inner(self, S: FragmentTile, O: FragmentTile, P: list[Var], base: list[Var], l: list[Var]) -> None:
-        """The tiles of keys of which no row drops any."""
+        """The tiles of keys of which no row drops any.
+
+        Warpgroups meet once a tile, in two halves: a thread arrives when the scores of a tile are there and so is what
+        it has fetched for the next one, and waits before the next scores. So half a tile may lie between two
+        warpgroups, and one multiplies while the other computes softmax.
+        """
         b, block = self.b, self.shape.block_kv
         first = self._inner(self.inner_first)
         self._meet()
@@ -103,25 +110,36 @@ class _Forward(FragmentForward):
         b.warpgroup_fence()
         self._start_scores(S, first.stage)
         b.warpgroup_wait()
+        self._arrive()
         self._pack(self._weights(S, first.tile * block, O, base, l, whole=True), P)
+        place = b.var(first.stage, "v_stage")  # of the tile before, among V's three
         with b.loop(self.inner_first + 1, self.inner_last, name="tile") as tile:
             at = self._inner(tile)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
-            self._meet()
+            b.warpgroup_await(self.meeting, 0, (tile - (self.inner_first + 1)) & 1)
+            before = place.value
+            now = b.select(b.eq(before, 2), b.const(0, i32), before + 1)
+            place.value = now
             b.warpgroup_fence()
             self._start_scores(S, at.stage)
-            self._start_output(O, P, at.stage ^ 1)
-            # The stages that come in now were read in the last round: by K's product, and by V's in the one before.
+            self._start_output(O, P, self.v_start + before * self.v_size)
+            # All have read what lay here: K of the tile before, and V of the third before.
             with b.if_(at.more):
                 self.keys.start(at.next * block, self._memory_of(at.stage ^ 1)[0], whole=True)
-            self.values.start(tile * block, self._memory_of(at.stage)[1], whole=True)
+            self.values.start(tile * block, self.v_start + now * self.v_size, whole=True)
             b.warpgroup_wait(1)
-            p = self._weights(S, tile * block, O, base, l, whole=True, running=True)
-            self._pack(p, P)
-        self._meet()
+            self._arrive()
+            self._pack(self._weights(S, tile * block, O, base, l, whole=True, running=True), P)
+        b.warpgroup_await(self.meeting, 0, (self.inner_last - (self.inner_first + 1)) & 1)
         b.warpgroup_fence()
-        self._start_output(O, P, self._inner(self.inner_last - 1).stage)
+        self._start_output(O, P, self.v_start + place.value * self.v_size)
         b.warpgroup_wait()
+
+    def _arrive(self) -> None:
+        """What this thread has fetched is there, and what it has read may be overwritten."""
+        self.keys.finish(self.k_start)
+        self.b.warpgroup_publish()
+        self.b.warpgroup_arrive(self.meeting)
 
     def _start_scores(self, S: FragmentTile, stage: Value) -> None:
         k_at, _ = self._memory_of(stage)
@@ -131,8 +149,7 @@ class _Forward(FragmentForward):
         self.engine.start_product(S.vars[0], queries, keys, self.k_depth, fresh=True)
         self.b.warpgroup_commit()
 
-    def _start_output(self, O: FragmentTile, P: Sequence[Var], stage: Value) -> None:
-        _, v_at = self._memory_of(stage)
+    def _start_output(self, O: FragmentTile, P: Sequence[Var], v_at: Value) -> None:
         values = PanelFactor(self.memory, v_at, self.v_panels)
         self.engine.start_product(O.vars[0], [x.value for x in P], values, len(P))
         self.b.warpgroup_commit()
@@ -186,6 +203,10 @@ class _Forward(FragmentForward):
         transfer.start(self.row0, start)
         transfer.finish(start)
         self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        self.keys.clear_padding(self.k_start, 2)
+        self.values.clear_padding(self.v_start, 3)
 
     def _meet(self) -> None:
         """What is on its way arrives, for all."""
