@@ -25,7 +25,7 @@ from aule.ops.linear.product_simt import build_product_simt
 from aule.ops.linear.product_vector import build_product_vector
 from aule.ops.linear.product_warpgroup import build_product_warpgroup
 from aule.ops.linear.statistics import statistics_step
-from aule.ops.norm.plan import plan_norm, plan_norm_gradient
+from aule.ops.norm.plan import plan_norm_gradient
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import extent, lay_out, view_width
 from aule.ops.step import Step, StepPlan, grid_of
@@ -42,16 +42,12 @@ def plan_layer_norm_linear(
     """Plan the forward pass: ``x``, ``weight``, ``y`` and, where present, ``weight_norm``, ``bias_norm``, ``bias``."""
     if not problem.rows:
         return StepPlan(())
-    weight, out, bias = Given("weight", views["weight"]), ("y", views["y"]), views.get("bias")
-
-    def product(left: Given) -> Step:
-        return product_step("layer_norm_linear", problem.dtype, left, weight, out, target, bias)
-
-    before = product(Given("normal", _fresh(problem.dtype, problem.shape)))
-    if isinstance(before.config.blocks, WarpgroupBlocks):
-        return StepPlan((_normalise(problem, views, target), before), {"normal": _words(problem)})
-    during = product(Given("x", views["x"], across=False, norm=_affine(views)))
-    return StepPlan((statistics_step(problem.norm, views["x"], target), during), {"statistics": 3 * problem.rows})
+    left = Given("x", views["x"], across=False, norm=_affine(views))
+    product = product_step(
+        "layer_norm_linear", problem.dtype, left, Given("weight", views["weight"]), ("y", views["y"]), target,
+        views.get("bias"),
+    )  # fmt: skip
+    return StepPlan((statistics_step(problem.norm, views["x"], target), product), {"statistics": 3 * problem.rows})
 
 
 def plan_layer_norm_linear_gradient(
@@ -59,9 +55,8 @@ def plan_layer_norm_linear_gradient(
 ) -> StepPlan:
     """Plan the gradient: ``dy``, the operands of the forward pass, and what is wanted of their gradients.
 
-    The gradient of the normalised rows, ``dy @ weight``, is the only thing of their size that is kept in memory; from
-    it the gradient of the normalisation makes the rest. Where the product behind that wants the normalised rows
-    themselves in memory, they take its place.
+    The gradient of the normalised rows, ``dy @ weight``, is the only thing of their size that reaches memory; from it
+    the gradient of the normalisation makes the rest.
     """
     steps: list[Step] = []
     workspace: dict[str, int] = {}
@@ -78,7 +73,7 @@ def plan_layer_norm_linear_gradient(
     wanted = {"dx": "dx", **{f"d{ours}": f"d{theirs}" for ours, theirs in inner.items()}}
     if any(name in views for name in wanted):
         work = "f64" if problem.dtype == "f64" else "f32"
-        normal = _fresh(work, problem.shape)
+        normal = TensorView(work, problem.shape, contiguous_strides(problem.shape), "device", None)
         right = Given("weight", views["weight"], across=True)
         left = Given("dy", dy)
         steps.append(product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target))
@@ -89,46 +84,16 @@ def plan_layer_norm_linear_gradient(
         names = {"dy": "dnormal"} | {theirs: ours for ours, theirs in (inner | wanted).items()}
         add(plan_norm_gradient(problem.norm, given, target), names)
     if "dweight" in views:
-        left, out = Given("dy", dy, across=True), ("dweight", views["dweight"])
-
-        def product(right: Given) -> Step:
-            return product_step("linear_weight_backward", problem.dtype, left, right, out, target)
-
-        before = product(Given("normal", _fresh(problem.dtype, problem.shape), across=True))
-        if isinstance(before.config.blocks, WarpgroupBlocks):
-            steps.append(_normalise(problem, views, target, "dnormal"))
-            steps.append(replace(before, renamed={"normal": "dnormal"}))
-            workspace["dnormal"] = max(workspace.get("dnormal", 0), _words(problem))
-        else:
-            steps.append(statistics_step(problem.norm, x, target))
-            steps.append(product(Given("x", x, across=True, norm=_affine(views))))
-            workspace["statistics"] = 3 * problem.rows
+        steps.append(statistics_step(problem.norm, x, target))
+        workspace["statistics"] = 3 * problem.rows
+        left, right = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
+        out = ("dweight", views["dweight"])
+        steps.append(product_step("linear_weight_backward", problem.dtype, left, right, out, target))
     if "dbias" in views:
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
         sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
         add(plan_norm_gradient(NormProblem(dy.dtype, dy.shape, problem.eps, False), sums, target), {"x": "dy"})
     return StepPlan(tuple(steps), workspace)
-
-
-def _normalise(
-    problem: LayerNormLinearProblem, views: Mapping[str, TensorView], target: Target, memory: str = "normal"
-) -> Step:
-    """The launch that leaves the normalised rows in a workspace."""
-    inner = {"weight": "weight_norm", "bias": "bias_norm"}
-    given = {"x": views["x"], "y": _fresh(problem.dtype, problem.shape)}
-    given |= {theirs: views[ours] for theirs, ours in inner.items() if ours in views}
-    (step,) = plan_norm(problem.norm, given, target).steps
-    return replace(step, renamed={**inner, "y": memory})
-
-
-def _fresh(dtype: str, shape: tuple[int, ...]) -> TensorView:
-    """A matrix in memory of the plan's own."""
-    return TensorView(dtype, shape, contiguous_strides(shape), "device", None)
-
-
-def _words(problem: LayerNormLinearProblem) -> int:
-    """Elements of a workspace that has room for rows of 16 bits."""
-    return -(-math.prod(problem.shape) // 2)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -5,20 +5,18 @@ and a step's products run on while the next steps are brought in. A workgroup ma
 on bringing in steps, then of its next tile, while it stores a result.
 
 What happens around step n, behind the barrier that shows it to everybody: its products are queued behind those of step
-n - 1, copies of step n + 2 start, and the products of step n - 1 are waited for. So at the next barrier no warpgroup
-has more than one step in flight, and the stages of all others may be written.
-
-Factors come as they are. Loads that pass through registers, to be normalised on the way, halve the speed of this kernel
-(H200: 350 TFLOPS instead of 717), so whoever wants them normalised has that done before.
+n - 1, copies of step n + 2 start, what is normalised of step n + 1 goes from registers to its stage, and that of step
+n + 2 is fetched. Then the products of step n - 1 are waited for. So at the next barrier no warpgroup has more than one
+step in flight, and the stages of all others, two before it and two behind, may be written.
 """
 
 from __future__ import annotations
 
-from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import PANEL, Vector, f32, i32, i64, u32
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import PANEL, Vector, element, f32, i32, i64, u32
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
-from aule.ops.linear.factors import Factor, Stored
+from aule.ops.linear.factors import Factor, RowAt, Stored
 from aule.ops.linear.product_fragment import column_bias, tile_at
 from aule.ops.parameters import Parameters
 from aule.target import Target
@@ -27,6 +25,7 @@ from aule.tile.fragment import RUN, FragmentShape, FragmentTile
 from aule.tile.matrix import divmod_const
 from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, Warpgroups
 
+PUBLISH_COPIES = True
 _QUAD = 4
 """Lanes that have a row of a result."""
 
@@ -35,7 +34,6 @@ def build_product_warpgroup(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     blocks = config.blocks
     assert isinstance(blocks, WarpgroupBlocks) and config.whole
-    assert config.left.norm is None and config.right.norm is None
     b = Builder(config.name, blocks.threads, subgroup_size=32, max_registers=blocks.registers)
     _Product(b, config, blocks, target).run()
     return b.finish()
@@ -61,33 +59,93 @@ class _Cursor:
 
 
 class _Way:
-    """A factor's way into the stages."""
+    """A factor's way into the stages: by asynchronous copies, or through registers, where it is normalised."""
 
     def __init__(self, product: _Product, factor: Factor, outer: int, start: int) -> None:
-        self.b, self.product, self.factor, self.start = product.b, product, factor, start
+        b = self.b = product.b
+        self.product, self.factor, self.start = product, factor, start
         blocks = product.blocks
         self.shape = blocks.panel(factor.across, outer)
         self.step = blocks.threads * RUN // self.shape.cols
         self.count = self.shape.rows // self.step
         assert self.step % RUN == 0, "the order of runs is the same in all of a thread's rows"
-        self.row, run = divmod_const(self.b, product.engine.thread, self.shape.cols // RUN)
+        self.row, run = divmod_const(b, product.engine.thread, self.shape.cols // RUN)
         self.col = run * RUN
         self.own = self.shape.offset(self.row, self.col)
+        self.carried = factor.norm is not None
+        # What was fetched is held as words, and statistics as they were stored: whatever was computed of them, if only
+        # to take halves apart, would wait for them at once.
+        nothing = b.const(0.0, factor.work)
+        self.raw = [self._held(factor.stored) for _ in range(self.count)] if self.carried else []
+        self.rows = [[b.var(nothing) for _ in range(3 if factor.across else 2)] for _ in self.raw]
+        self.affine = [None if x is None else self._held(x) for x in factor.vectors]
+
+    def _held(self, stored: Stored) -> Var:
+        return self.b.var(self.b.splat(self.b.const(0, u32), RUN * stored.elem.bits // 32), "fetched")
+
+    def _keep(self, held: Var, value: Value) -> None:
+        held.value = self.b.bitcast(value, Vector(u32, RUN * element(value.type).bits // 32))
+
+    def _kept(self, held: Var, stored: Stored) -> Value:
+        return self.b.bitcast(held.value, Vector(stored.elem, RUN))
 
     def memory_of(self, stage: Value) -> Value:
         return stage * self.shape.elements + self.start
 
+    def _at(self, i: int, first: Value, depth: Value) -> tuple[Value, Value]:
+        """The stored row of a thread's ``i``-th run of a step, and its column."""
+        b, factor, row = self.b, self.factor, self.row + i * self.step
+        if factor.across:
+            return depth + row, b.min(first + self.col, factor.cols - RUN)
+        return first + row, depth + self.col
+
     def copy(self, first: Value, depth: Value, stage: Value) -> None:
         """Start the copies of a step of the tile that begins at row or column ``first``."""
-        b, factor, to = self.b, self.factor, self.memory_of(stage) + self.own
+        to, stored = self.memory_of(stage) + self.own, self.factor.stored
         for i in range(self.count):
-            row, col = self.row + i * self.step, self.col
-            if factor.across:
-                row, col = depth + row, b.min(first + col, factor.cols - RUN)
-            else:
-                row, col = first + row, depth + col
-            index = factor.stored.index(factor.row(row).start, col)
-            b.async_copy(self.product.memory, to + i * self.step * PANEL, factor.stored.buffer, index, RUN)
+            row, col = self._at(i, first, depth)
+            index = stored.index(self.factor.place(row), col)
+            self.b.async_copy(self.product.memory, to + i * self.step * PANEL, stored.buffer, index, RUN)
+
+    def fetch(self, first: Value, depth: Value) -> None:
+        """Load a step into registers, with what normalises it."""
+        b, factor = self.b, self.factor
+        places = [self._at(i, first, depth) for i in range(self.count)]
+
+        def rows() -> None:
+            for variables, (row, _) in zip(self.rows, places, strict=True):
+                numbers = factor.statistics(row)
+                if not factor.across:
+                    at = factor.normalised(row, numbers)
+                    numbers = [x for x in (at.scale, at.shift) if x is not None]
+                for variable, x in zip(variables, numbers, strict=True):
+                    variable.value = x
+
+        def columns() -> None:
+            for held, x in zip(self.affine, factor.affine(places[0][1], RUN), strict=True):
+                if held is not None and x is not None:
+                    self._keep(held, x)
+
+        coming, lasting = (rows, columns) if factor.across else (columns, rows)
+        with b.if_(b.eq(depth, 0)):
+            lasting()
+        coming()
+        for held, (row, col) in zip(self.raw, places, strict=True):
+            self._keep(held, factor.load(RowAt(factor.place(row)), col, RUN))
+
+    def put(self, stage: Value) -> None:
+        """Store the step that was fetched, normalised."""
+        b, factor, to = self.b, self.factor, self.memory_of(stage) + self.own
+        nowhere = b.const(0, i32)
+        affine = [
+            None if held is None or stored is None else self._kept(held, stored)
+            for held, stored in zip(self.affine, factor.vectors, strict=True)
+        ]
+        for i, (held, numbers) in enumerate(zip(self.raw, self.rows, strict=True)):
+            known = [x.value for x in numbers]
+            row = factor.normalised(nowhere, known) if factor.across else RowAt(nowhere, *known)
+            value = b.cast(factor.value(self._kept(held, factor.stored), row, affine), self.product.engine.elem)
+            b.store(self.product.memory, to + i * self.step * PANEL, value)
 
 
 class _Product:
@@ -117,6 +175,7 @@ class _Product:
 
     def run(self) -> None:
         b, blocks = self.b, self.blocks
+        ways = [(self.left, True), (self.right, False)]
         tiles = self.down * self.along
         cursor = _Cursor(self, self.first)
         stage = b.var(b.const(0, i32), "stage")
@@ -125,21 +184,42 @@ class _Product:
         def bring(to: Value) -> None:
             """Start the copies of the cursor's step."""
             with b.if_(cursor.number.value < tiles):
-                self.left.copy(cursor.row.value, cursor.depth.value, to)
-                self.right.copy(cursor.col.value, cursor.depth.value, to)
+                for way, is_left in ways:
+                    if not way.carried:
+                        way.copy(cursor.row.value if is_left else cursor.col.value, cursor.depth.value, to)
             b.async_commit()
-            cursor.advance()
+
+        def fetch() -> None:
+            """The same with what passes through registers. Behind the last tile something is fetched, too: under a
+            condition loads would not go to where they are held, and moves wait for them."""
+            for way, is_left in ways:
+                if way.carried:
+                    way.fetch(cursor.row.value if is_left else cursor.col.value, cursor.depth.value)
+
+        def put(to: Value) -> None:
+            for way, _ in ways:
+                if way.carried:
+                    way.put(to)
+                    b.warpgroup_publish()
 
         bring(stage.value)
+        fetch()
+        put(stage.value)
+        cursor.advance()
         bring(stage.value + 1)
+        fetch()
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, blocks.depth, name="depth"):
                 now = stage.value
                 b.async_wait(1)
-                b.warpgroup_publish()
+                if PUBLISH_COPIES:
+                    b.warpgroup_publish()
                 b.barrier()
                 self._multiply(tile, now)
+                put((now + 1) & (STAGES - 1))
+                cursor.advance()
                 bring((now + 2) & (STAGES - 1))
+                fetch()
                 b.warpgroup_wait(1)
                 stage.value = (now + 1) & (STAGES - 1)
             b.warpgroup_wait(0)
