@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from op_plans import error, interpreted, reference
+from op_plans import bound, error, interpreted, reference
 from test_fragment_compiles import SPILLED, assemble
 from test_fragment_compiles import target as nvidia
 from test_fragment_interpreted import target as fragment_target
@@ -69,22 +69,29 @@ def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
         assert error(found[name], gradient) < allowed, name
 
 
-def test_warpgroups_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles for each workgroup, some of them at the edges; and a result whose rows cannot be stored in runs."""
+@pytest.mark.parametrize(
+    ("sizes", "affine", "made"),
+    [((256, 128, 136), True, {"layer_norm_linear", "linear_weight_backward"}),
+     ((150, 256, 128), False, {"layer_norm_linear", "linear_backward"})],
+    ids=["affine", "plain"],
+)  # fmt: skip
+def test_warpgroups(sizes: tuple[int, int, int], affine: bool, made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles for each workgroup, some of them at the edges; ``made`` are the products that warpgroups make."""
     monkeypatch.setattr(blocks, "WARPGROUPS", ((WarpgroupBlocks(64, 64, group=2), 1.0),))
     device = replace(fragment_target(), matrix_layout=NVIDIA_LAYOUT, compute_units=3)
-    for sizes, affine in (((150, 192, 136), True), ((128, 64, 136), False)):
-        given = arrays(np.float16, *sizes)
-        if not affine:
-            given = {name: given[name] for name in ("x", "weight", "dy")}
-        dy = given.pop("dy")
-        found, right = interpreted(SPEC, given, {}, device), reference(SPEC, given, {})
-        assert error(found["y"], right["y"]) < 1e-3
-        assert SPEC.gradient is not None
-        given["dy"] = dy
-        found, right = interpreted(SPEC.gradient, given, {}, device), reference(SPEC.gradient, given, {})
-        for name, gradient in right.items():
-            assert error(found[name], gradient) < 1e-3, name
+    given = arrays(np.float16, *sizes)
+    if not affine:
+        given = {name: given[name] for name in ("x", "weight", "dy")}
+    assert SPEC.gradient is not None
+    seen = set()
+    for spec, operands in ((SPEC, {n: x for n, x in given.items() if n != "dy"}), (SPEC.gradient, given)):
+        call = bound(spec, operands, {})
+        configs = [step.config for step in spec.plan(call.problem, call.views | result_views(call), device).steps]
+        seen |= {config.name for config in configs if isinstance(getattr(config, "blocks", None), WarpgroupBlocks)}
+        found, right = interpreted(spec, operands, {}, device), reference(spec, operands, {})
+        for name, values in right.items():
+            assert error(found[name], values) < 1e-3, name
+    assert seen == made
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

@@ -44,12 +44,18 @@ _CPU_VECTORS, _CPU_DEPTH = 8, 128
 
 
 def choose_blocks(
-    target: Target, dtype: str, sizes: tuple[int, int, int], left_across: bool, right_across: bool, aligned: bool
+    target: Target,
+    dtype: str,
+    sizes: tuple[int, int, int],
+    left_across: bool,
+    right_across: bool,
+    aligned: bool,
+    warpgroups: bool = False,
 ) -> Blocks:
     """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
 
     ``aligned`` says that both factors can be read in whole runs: elements that come one by one take so many registers
-    that only a small tile has room beside them.
+    that only a small tile has room beside them. ``warpgroups`` says that their products may be taken.
     """
     m, n, k = sizes
     if target.backend == "cpu":
@@ -59,7 +65,7 @@ def choose_blocks(
     if dtype in ("f16", "bf16") and multiplies(target, dtype) and uniform(target):
         copies = aligned and k % COPIED_DEPTH == 0 and target.backend == "cuda" and target.arch != "sm_75"
         table = COPIED if copies else CARRIED if aligned else CARRIED[-1:]
-        if copies and has_warpgroups(target, dtype):
+        if copies and warpgroups and has_warpgroups(target, dtype):
             found = _choose_warpgroups(target, m, n, left_across, right_across)
             if found is not None:
                 return found

@@ -153,6 +153,8 @@ class ProductConfig:
         The dtype that is summed up in.
     whole : bool
         The summed dimension has whole steps only.
+    transposed : bool
+        ``out[i, j]`` is stored in row ``j``: of products of warpgroups, in whole runs.
     """
 
     name: str
@@ -164,3 +166,4 @@ class ProductConfig:
     blocks: Blocks
     whole: bool
     index64: bool
+    transposed: bool = False

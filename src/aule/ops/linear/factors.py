@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aule.ir import Value, Var
@@ -94,33 +93,24 @@ class Factor:
 
     def row(self, row: Value) -> RowAt:
         """A row, or the last one in the place of those behind it."""
+        b, p = self.b, self.p
         row = self._existing(row)
         start = self.stored.start(row)
-        return RowAt(start) if self.norm is None else self.normalised(start, self._statistics(row))
+        if self.norm is None:
+            return RowAt(start)
+        statistics, at, count = p.buffer("statistics", self.work), b.cast(row, p.index), b.cast(self.rows, p.index)
+        mean, scale, shift = (b.load(statistics, count * i + at) for i in range(3))
+        if self.keeps_mean:
+            return RowAt(start, scale, shift, mean)
+        # Of 16-bit numbers a mean that is large against the deviation has left nothing that could be lost here.
+        return RowAt(start, scale, b.fma(-mean, scale, shift))
 
     def place(self, row: Value) -> Value:
         """Where such a row begins."""
         return self.stored.start(self._existing(row))
 
-    def statistics(self, row: Value) -> list[Value]:
-        """Mean, scale and shift of such a row of a factor that is normalised."""
-        return self._statistics(self._existing(row))
-
-    def normalised(self, start: Value, statistics: Sequence[Value]) -> RowAt:
-        """A row that begins at ``start``, by its mean, scale and shift."""
-        mean, scale, shift = statistics
-        if self.keeps_mean:
-            return RowAt(start, scale, shift, mean)
-        # Of 16-bit numbers a mean that is large against the deviation has left nothing that could be lost here.
-        return RowAt(start, scale, self.b.fma(-mean, scale, shift))
-
     def _existing(self, row: Value) -> Value:
         return self.b.min(row, self.rows - 1) if self._may_miss else row
-
-    def _statistics(self, row: Value) -> list[Value]:
-        b, p = self.b, self.p
-        buffer, at, count = p.buffer("statistics", self.work), b.cast(row, p.index), b.cast(self.rows, p.index)
-        return [b.load(buffer, count * i + at) for i in range(3)]
 
     def load(self, row: RowAt, col: Value, width: int) -> Value:
         """Elements of a row."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
+from aule.ir.types import PANEL
 from aule.ops.linear.blocks import choose_blocks
 from aule.ops.linear.config import (
     Affine,
@@ -21,6 +22,7 @@ from aule.ops.linear.config import (
 )
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
+from aule.ops.linear.product_normalised import build_product_normalised
 from aule.ops.linear.product_simt import build_product_simt
 from aule.ops.linear.product_vector import build_product_vector
 from aule.ops.linear.product_warpgroup import build_product_warpgroup
@@ -86,9 +88,17 @@ def plan_layer_norm_linear_gradient(
     if "dweight" in views:
         steps.append(statistics_step(problem.norm, x, target))
         workspace["statistics"] = 3 * problem.rows
-        left, right = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
+        gradient, normalised = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
         out = ("dweight", views["dweight"])
-        steps.append(product_step("linear_weight_backward", problem.dtype, left, right, out, target))
+
+        def product(left: Given, right: Given, transposed: bool) -> Step:
+            name = "linear_weight_backward"
+            return product_step(name, problem.dtype, left, right, out, target, transposed=transposed)
+
+        step = product(normalised, gradient, transposed=True)
+        if not isinstance(step.config.blocks, WarpgroupBlocks):
+            step = product(gradient, normalised, transposed=False)
+        steps.append(step)
     if "dbias" in views:
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
         sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
@@ -117,15 +127,21 @@ def product_step(
     out: tuple[str, TensorView],
     target: Target,
     bias: TensorView | None = None,
+    transposed: bool = False,
 ) -> Step:
-    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``."""
+    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``, or of ``out[j, i]``."""
     (rows, cols), (outer, inner) = _sizes(left.view), _sizes(right.view)
     m, k = (cols, rows) if left.across else (rows, cols)
     n = inner if right.across else outer
     if max(m, n, k) >= 1 << 30:
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
-    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned)
+    # A product of warpgroups normalises its left factor alone, two steps at a time, by what comes in whole runs.
+    vectors = [x for x in left.norm or () if x is not None]
+    plain = left.norm is None or (k % (2 * PANEL) == 0 and all(view_width(x) >= 16 // x.itemsize for x in vectors))
+    blocks = choose_blocks(
+        target, dtype, (m, n, k), left.across, right.across, aligned, warpgroups=plain and right.norm is None
+    )
     width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
@@ -162,6 +178,7 @@ def product_step(
         bias=None if bias is None else bias.dtype,
         blocks=blocks,
         whole=k % depth == 0,
+        transposed=transposed,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
@@ -173,7 +190,7 @@ def product_step(
 def build_product(config: ProductConfig, target: Target) -> KernelIR:
     """Trace a product."""
     if isinstance(config.blocks, WarpgroupBlocks):
-        return build_product_warpgroup(config, target)
+        return (build_product_warpgroup if config.left.norm is None else build_product_normalised)(config, target)
     if isinstance(config.blocks, FragmentBlocks):
         return build_product_fragment(config, target)
     return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)

@@ -191,9 +191,10 @@ def tile_at(b: Builder, number: Value, down: Value, along: Value, group: int) ->
     return band * group + (inside - column * b.max(height, 1)), column
 
 
-def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar) -> list[Value]:
-    """The bias of some columns, as numbers of a type; of columns that do not exist that of the last."""
+def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar, run: int = 1) -> list[Value]:
+    """The bias of some columns, as numbers of a type; of columns that do not exist that of the last. ``run`` of them
+    are neighbours, and all there or not."""
     b, buffer = p.b, p.buffer("bias", SCALARS[dtype])
     start, step = p.strided("bias"), p.number("bias_col_stride", p.index)
-    places = [b.cast(b.min(col, n - 1), p.index) for col in cols]
-    return [b.cast(b.load(buffer, start + place * step), work) for place in places]
+    places = [start + b.cast(b.min(col, n - run), p.index) * step for col in cols[::run]]
+    return [b.cast(b.load(buffer, place + step * i), work) for place in places for i in range(run)]

@@ -5,27 +5,27 @@ and a step's products run on while the next steps are brought in. A workgroup ma
 on bringing in steps, then of its next tile, while it stores a result.
 
 What happens around step n, behind the barrier that shows it to everybody: its products are queued behind those of step
-n - 1, copies of step n + 2 start, what is normalised of step n + 1 goes from registers to its stage, and that of step
-n + 2 is fetched. Then the products of step n - 1 are waited for. So at the next barrier no warpgroup has more than one
-step in flight, and the stages of all others, two before it and two behind, may be written.
+n - 1, copies of step n + 2 start, and the products of step n - 1 are waited for. So at the next barrier no warpgroup
+has more than one step in flight, and the stages of all others may be written.
 """
 
 from __future__ import annotations
 
-from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, Vector, element, f32, i32, i64, u32
+from collections.abc import Sequence
+
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import PANEL, Vector, f32, i32, i64, u32
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
-from aule.ops.linear.factors import Factor, RowAt, Stored
+from aule.ops.linear.factors import Factor, Stored
 from aule.ops.linear.product_fragment import column_bias, tile_at
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import RUN, FragmentShape, FragmentTile
+from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.matrix import divmod_const
 from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, Warpgroups
 
-PUBLISH_COPIES = True
 _QUAD = 4
 """Lanes that have a row of a result."""
 
@@ -35,14 +35,14 @@ def build_product_warpgroup(config: ProductConfig, target: Target) -> KernelIR:
     blocks = config.blocks
     assert isinstance(blocks, WarpgroupBlocks) and config.whole
     b = Builder(config.name, blocks.threads, subgroup_size=32, max_registers=blocks.registers)
-    _Product(b, config, blocks, target).run()
+    WarpgroupProduct(b, config, blocks, target).run()
     return b.finish()
 
 
-class _Cursor:
+class Cursor:
     """The tile and the step of it that is brought in next."""
 
-    def __init__(self, product: _Product, number: Value) -> None:
+    def __init__(self, product: WarpgroupProduct, number: Value) -> None:
         self.b, self.product = product.b, product
         row, col = product.place(number)
         self.number = self.b.var(number, "coming")
@@ -58,97 +58,53 @@ class _Cursor:
             self.row.value, self.col.value = product.place(self.number.value)
 
 
-class _Way:
-    """A factor's way into the stages: by asynchronous copies, or through registers, where it is normalised."""
+class Way:
+    """A factor's way into the stages."""
 
-    def __init__(self, product: _Product, factor: Factor, outer: int, start: int) -> None:
-        b = self.b = product.b
-        self.product, self.factor, self.start = product, factor, start
+    def __init__(self, product: WarpgroupProduct, factor: Factor, outer: int, start: int) -> None:
+        self.b, self.product, self.factor, self.start = product.b, product, factor, start
         blocks = product.blocks
         self.shape = blocks.panel(factor.across, outer)
         self.step = blocks.threads * RUN // self.shape.cols
         self.count = self.shape.rows // self.step
         assert self.step % RUN == 0, "the order of runs is the same in all of a thread's rows"
-        self.row, run = divmod_const(b, product.engine.thread, self.shape.cols // RUN)
+        self.row, run = divmod_const(self.b, product.engine.thread, self.shape.cols // RUN)
         self.col = run * RUN
-        self.own = self.shape.offset(self.row, self.col)
-        self.carried = factor.norm is not None
-        # What was fetched is held as words, and statistics as they were stored: whatever was computed of them, if only
-        # to take halves apart, would wait for them at once.
-        nothing = b.const(0.0, factor.work)
-        self.raw = [self._held(factor.stored) for _ in range(self.count)] if self.carried else []
-        self.rows = [[b.var(nothing) for _ in range(3 if factor.across else 2)] for _ in self.raw]
-        self.affine = [None if x is None else self._held(x) for x in factor.vectors]
+        self.own = self.offset(self.row, self.col)
 
-    def _held(self, stored: Stored) -> Var:
-        return self.b.var(self.b.splat(self.b.const(0, u32), RUN * stored.elem.bits // 32), "fetched")
+    @property
+    def elements(self) -> int:
+        """Of a stage."""
+        return self.shape.elements
 
-    def _keep(self, held: Var, value: Value) -> None:
-        held.value = self.b.bitcast(value, Vector(u32, RUN * element(value.type).bits // 32))
+    @property
+    def stride(self) -> int:
+        """From one of a thread's rows to the next."""
+        return PANEL
 
-    def _kept(self, held: Var, stored: Stored) -> Value:
-        return self.b.bitcast(held.value, Vector(stored.elem, RUN))
+    def offset(self, row: Value, col: Value) -> Value:
+        """Where in a stage a run lies."""
+        return self.shape.offset(row, col)
 
     def memory_of(self, stage: Value) -> Value:
-        return stage * self.shape.elements + self.start
-
-    def _at(self, i: int, first: Value, depth: Value) -> tuple[Value, Value]:
-        """The stored row of a thread's ``i``-th run of a step, and its column."""
-        b, factor, row = self.b, self.factor, self.row + i * self.step
-        if factor.across:
-            return depth + row, b.min(first + self.col, factor.cols - RUN)
-        return first + row, depth + self.col
+        return stage * self.elements + self.start
 
     def copy(self, first: Value, depth: Value, stage: Value) -> None:
         """Start the copies of a step of the tile that begins at row or column ``first``."""
-        to, stored = self.memory_of(stage) + self.own, self.factor.stored
-        for i in range(self.count):
-            row, col = self._at(i, first, depth)
-            index = stored.index(self.factor.place(row), col)
-            self.b.async_copy(self.product.memory, to + i * self.step * PANEL, stored.buffer, index, RUN)
-
-    def fetch(self, first: Value, depth: Value) -> None:
-        """Load a step into registers, with what normalises it."""
-        b, factor = self.b, self.factor
-        places = [self._at(i, first, depth) for i in range(self.count)]
-
-        def rows() -> None:
-            for variables, (row, _) in zip(self.rows, places, strict=True):
-                numbers = factor.statistics(row)
-                if not factor.across:
-                    at = factor.normalised(row, numbers)
-                    numbers = [x for x in (at.scale, at.shift) if x is not None]
-                for variable, x in zip(variables, numbers, strict=True):
-                    variable.value = x
-
-        def columns() -> None:
-            for held, x in zip(self.affine, factor.affine(places[0][1], RUN), strict=True):
-                if held is not None and x is not None:
-                    self._keep(held, x)
-
-        coming, lasting = (rows, columns) if factor.across else (columns, rows)
-        with b.if_(b.eq(depth, 0)):
-            lasting()
-        coming()
-        for held, (row, col) in zip(self.raw, places, strict=True):
-            self._keep(held, factor.load(RowAt(factor.place(row)), col, RUN))
-
-    def put(self, stage: Value) -> None:
-        """Store the step that was fetched, normalised."""
         b, factor, to = self.b, self.factor, self.memory_of(stage) + self.own
-        nowhere = b.const(0, i32)
-        affine = [
-            None if held is None or stored is None else self._kept(held, stored)
-            for held, stored in zip(self.affine, factor.vectors, strict=True)
-        ]
-        for i, (held, numbers) in enumerate(zip(self.raw, self.rows, strict=True)):
-            known = [x.value for x in numbers]
-            row = factor.normalised(nowhere, known) if factor.across else RowAt(nowhere, *known)
-            value = b.cast(factor.value(self._kept(held, factor.stored), row, affine), self.product.engine.elem)
-            b.store(self.product.memory, to + i * self.step * PANEL, value)
+        for i in range(self.count):
+            row, col = self.row + i * self.step, self.col
+            if factor.across:
+                row, col = depth + row, b.min(first + col, factor.cols - RUN)
+            else:
+                row, col = first + row, depth + col
+            index = factor.stored.index(factor.place(row), col)
+            b.async_copy(self.product.memory, to + i * self.step * self.stride, factor.stored.buffer, index, RUN)
 
 
-class _Product:
+class WarpgroupProduct:
+    """The product of two factors that are multiplied as they are."""
+
     def __init__(self, b: Builder, config: ProductConfig, blocks: WarpgroupBlocks, target: Target) -> None:
         self.b, self.config, self.blocks = b, config, blocks
         p = self.p = Parameters(b, i64 if config.index64 else i32)
@@ -158,15 +114,21 @@ class _Product:
         self.engine = Warpgroups(b, target, shape, config.left.stored.dtype)
         left = Factor(p, config.left, self.m, self.k, f32, config.whole)
         right = Factor(p, config.right, self.n, self.k, f32, config.whole)
-        sizes = blocks.shared_elements(config.left.across, config.right.across)
-        self.memory = b.shared("stages", self.engine.elem, sum(sizes))
-        self.left = _Way(self, left, blocks.rows, 0)
-        self.right = _Way(self, right, blocks.cols, sizes[0])
+        self.left, self.right = self.ways(left, right)
+        self.memory = b.shared("stages", self.engine.elem, STAGES * (self.left.elements + self.right.elements))
         self.out = Stored(p, config.out, "write")
         self.down = (self.m + (blocks.rows - 1)) // blocks.rows
         self.along = (self.n + (blocks.cols - 1)) // blocks.cols
         self.first = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.workgroups = b.group_count(0) * b.group_count(1)
+        self.tile = self.engine.tile(SIZE, blocks.cols)
+        self.stage = b.var(b.const(0, i32), "stage")
+
+    def ways(self, left: Factor, right: Factor) -> tuple[Way, Way]:
+        """How the factors come in; the right one's stages are in front, where panels must be."""
+        blocks = self.blocks
+        columns = Way(self, right, blocks.cols, 0)
+        return Way(self, left, blocks.rows, STAGES * columns.elements), columns
 
     def place(self, number: Value) -> tuple[Value, Value]:
         """The first row and column of a tile."""
@@ -174,74 +136,59 @@ class _Product:
         return row * self.blocks.rows, col * self.blocks.cols
 
     def run(self) -> None:
-        b, blocks = self.b, self.blocks
-        ways = [(self.left, True), (self.right, False)]
-        tiles = self.down * self.along
-        cursor = _Cursor(self, self.first)
-        stage = b.var(b.const(0, i32), "stage")
-        tile = self.engine.tile(SIZE, blocks.cols)
+        """Trace all of it."""
+        b, stage, tiles = self.b, self.stage, self.down * self.along
+        cursor = Cursor(self, self.first)
 
         def bring(to: Value) -> None:
             """Start the copies of the cursor's step."""
             with b.if_(cursor.number.value < tiles):
-                for way, is_left in ways:
-                    if not way.carried:
-                        way.copy(cursor.row.value if is_left else cursor.col.value, cursor.depth.value, to)
+                self.left.copy(cursor.row.value, cursor.depth.value, to)
+                self.right.copy(cursor.col.value, cursor.depth.value, to)
             b.async_commit()
-
-        def fetch() -> None:
-            """The same with what passes through registers. Behind the last tile something is fetched, too: under a
-            condition loads would not go to where they are held, and moves wait for them."""
-            for way, is_left in ways:
-                if way.carried:
-                    way.fetch(cursor.row.value if is_left else cursor.col.value, cursor.depth.value)
-
-        def put(to: Value) -> None:
-            for way, _ in ways:
-                if way.carried:
-                    way.put(to)
-                    b.warpgroup_publish()
+            cursor.advance()
 
         bring(stage.value)
-        fetch()
-        put(stage.value)
-        cursor.advance()
         bring(stage.value + 1)
-        fetch()
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
-            with b.loop(0, self.k, blocks.depth, name="depth"):
+            with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
-                b.async_wait(1)
-                if PUBLISH_COPIES:
-                    b.warpgroup_publish()
-                b.barrier()
-                self._multiply(tile, now)
-                put((now + 1) & (STAGES - 1))
-                cursor.advance()
+                self.arrive()
+                self.multiply(self._left_panels(now), now)
                 bring((now + 2) & (STAGES - 1))
-                fetch()
                 b.warpgroup_wait(1)
                 stage.value = (now + 1) & (STAGES - 1)
-            b.warpgroup_wait(0)
-            self._finish(tile, *self.place(number))
-            for variable in tile.vars[0]:
-                variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
+            self.finish(number)
 
-    def _multiply(self, tile: FragmentTile, stage: Value) -> None:
+    def arrive(self) -> None:
+        """All have what was brought in before the latest copies, and have finished the products before the latest."""
+        self.b.async_wait(1)
+        self.b.warpgroup_publish()
+        self.b.barrier()
+
+    def multiply(self, left: PanelFactor | Sequence[Value], stage: Value) -> None:
         """Start a step's products."""
-        b, engine, config = self.b, self.engine, self.config
-        # A warpgroup's rows are 64 rows of the left factor's panel, or one of its panels of 64 columns.
-        left_at = self.left.memory_of(stage) + engine.group * (ROWS * PANEL)
-        right_at = self.right.memory_of(stage)
-        left = PanelFactor(self.memory, left_at, self.left.shape, transposed=config.left.across)
-        right = PanelFactor(self.memory, right_at, self.right.shape, transposed=not config.right.across)
+        b, at = self.b, self.right.memory_of(stage)
+        right = PanelFactor(self.memory, at, self.right.shape, transposed=not self.config.right.across)
         b.warpgroup_fence()
-        engine.start_product(tile.vars[0], left, right, self.blocks.depth // SIZE)
+        self.engine.start_product(self.tile.vars[0], left, right, self.blocks.depth // SIZE)
         b.warpgroup_commit()
 
-    def _finish(self, tile: FragmentTile, row0: Value, col0: Value) -> None:
+    def _left_panels(self, stage: Value) -> PanelFactor:
+        # A warpgroup's rows are 64 rows of the left factor's panel, or one of its panels of 64 columns.
+        at = self.left.memory_of(stage) + self.engine.group * (ROWS * PANEL)
+        return PanelFactor(self.memory, at, self.left.shape, transposed=self.config.left.across)
+
+    def finish(self, number: Value) -> None:
+        """Store a tile, by its number, and begin anew."""
+        self.b.warpgroup_wait(0)
+        (self._store_transposed if self.config.transposed else self._store)(*self.place(number))
+        for variable in self.tile.vars[0]:
+            variable.value = self.b.fragment_fill(self.engine.accumulator, 0.0)
+
+    def _store(self, row0: Value, col0: Value) -> None:
         """Store a tile, and add the bias on the way."""
-        b, engine, config, out = self.b, self.engine, self.config, self.out
+        b, engine, config, out, tile = self.b, self.engine, self.config, self.out, self.tile
         values = tile.values()
         rows = [row0 + engine.subgroup * SIZE + tile.row(r) for r in range(len(values))]
         starts = [out.start(row) for row in rows]
@@ -249,7 +196,7 @@ class _Product:
             cols = [col0 + tile.col(c + i) for i in range(RUN)]
             parts = [row[c : c + RUN] for row in values]
             if config.bias is not None:
-                added = column_bias(self.p, config.bias, cols, self.n, f32)
+                added = column_bias(self.p, config.bias, cols, self.n, f32, 2 if config.out.aligned else 1)
                 parts = [[x + y for x, y in zip(part, added, strict=True)] for part in parts]
             for row, start, part in zip(rows, starts, parts, strict=True):
                 stored = self._runs(part, cols)
@@ -264,16 +211,49 @@ class _Product:
         b, elem = self.b, self.out.elem
         if not self.config.out.aligned:
             return [(col, b.cast(x, elem)) for col, x in zip(cols, part, strict=True)]
-        pairs = [b.cast(b.vector(part[i : i + 2]), elem) for i in range(0, RUN, 2)]
         if elem.bits != 16:
-            return list(zip(cols[::2], pairs, strict=True))
-        words = [b.bitcast(pair, u32) for pair in pairs]
-        for mask in (2, 1):  # the words of four lanes as a matrix of 4 x 4, which is transposed
-            upper = b.ne(self.engine.lane & mask, 0)
-            for low in (i for i in range(_QUAD) if not i & mask):
-                high = low | mask
-                other = b.shuffle_xor(b.select(upper, words[low], words[high]), mask)
-                words[low], words[high] = b.select(upper, other, words[low]), b.select(upper, words[high], other)
+            return [(cols[i], b.cast(b.vector(part[i : i + 2]), elem)) for i in range(0, RUN, 2)]
+        words = self._exchanged(self._words(part), (2, 1))
         # This lane's first column is that of its own pair in the first eight; its run is the one of its number.
         quad = self.engine.lane & (_QUAD - 1)
         return [(cols[0] - quad * 2 + quad * RUN, b.bitcast(b.vector(words), Vector(elem, RUN)))]
+
+    def _store_transposed(self, row0: Value, col0: Value) -> None:
+        """Store a tile whose rows are columns in memory: lanes exchange until each has eight rows of a column."""
+        b, engine, out = self.b, self.engine, self.out
+        assert self.config.out.aligned and self.config.bias is None and out.elem.bits == 16
+        values, lane = self.tile.values(), engine.lane
+        odd = b.ne(lane & _QUAD, 0)
+        own = ((lane >> 3) & 3) * RUN + (lane & 3) * 2 + ((lane >> 2) & 1)
+        for c in range(0, len(values[0]), RUN):
+            col = col0 + (own + c * _QUAD)
+            start = out.start(b.min(col, self.n - 1))
+            for r, row in enumerate(values):
+                words = []
+                for word in self._words(row[c : c + RUN]):
+                    other = b.shuffle_xor(
+                        word, _QUAD
+                    )  # a neighbour's row: one has both of a column, the other of the next
+                    even, uneven = (word & 0xFFFF) | (other << 16), (other >> 16) | (word & 0xFFFF0000)
+                    words.append(b.select(odd, uneven, even))
+                run = b.bitcast(b.vector(self._exchanged(words, (16, 8))), Vector(out.elem, RUN))
+                at = row0 + engine.subgroup * SIZE + engine.part_rows[r]
+                with b.if_((at < self.m) & (col < self.n)):
+                    b.store(out.buffer, out.index(start, at), run)
+
+    def _words(self, values: list[Value]) -> list[Value]:
+        """Rounded, two in a word."""
+        b, elem = self.b, self.out.elem
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [b.bitcast(b.cast(b.vector(list(pair)), elem), u32) for pair in pairs]
+
+    def _exchanged(self, words: list[Value], masks: tuple[int, int]) -> list[Value]:
+        """The words of four lanes, whose numbers differ by ``masks``, as a matrix of 4 x 4, which is transposed."""
+        b, words = self.b, list(words)
+        for mask, step in zip(masks, (2, 1), strict=True):
+            upper = b.ne(self.engine.lane & mask, 0)
+            for low in (i for i in range(_QUAD) if not i & step):
+                high = low | step
+                other = b.shuffle_xor(b.select(upper, words[low], words[high]), mask)
+                words[low], words[high] = b.select(upper, other, words[low]), b.select(upper, words[high], other)
+        return words
