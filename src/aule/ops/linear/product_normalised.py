@@ -126,16 +126,19 @@ class NormalisedProduct(WarpgroupProduct):
         bring_right(ahead(1))
         self._meet_rows(self.first)
         self.arrive()
+        self.meet(stage.value)
         held = [b.var(x, "normalised") for x in self._normalised(stage.value)]
+        b.warpgroup_arrive(self.meeting)
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, 2 * depth, name="depth") as at:
                 factor = [x.value for x in held]
                 for half in range(2):
-                    self.arrive()
+                    self.meet(stage.value + 1)
                     self.multiply(factor, stage.value)
                     bring_left(ahead(3))
                     bring_right(ahead(2))
                     b.warpgroup_wait(1)
+                    self.arrive()
                     if half:
                         with b.if_(at + 2 * depth >= self.k):
                             self._meet_rows(number + self.workgroups)

@@ -4,9 +4,10 @@ Each warpgroup has 64 rows of a workgroup's tile and all of its columns; both fa
 and a step's products run on while the next steps are brought in. A workgroup makes one tile after the other, and goes
 on bringing in steps, then of its next tile, while it stores a result.
 
-What happens around step n, behind the barrier that shows it to everybody: its products are queued behind those of step
-n - 1, copies of step n + 2 start, and the products of step n - 1 are waited for. So at the next barrier no warpgroup
-has more than one step in flight, and the stages of all others may be written.
+Warpgroups meet once a step. When they meet for step n, what all of them brought of it is there and nobody reads step
+n - 2 any more: its products are queued behind those of step n - 1, copies of step n + 2 start, which take the place of
+step n - 2, and the products of step n - 1 are waited for. Then a thread arrives for the next meeting; between that and
+the meeting itself it stores a result, if there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import PANEL, Vector, f32, i32, i64, u32
+from aule.ir.types import PANEL, Vector, f32, i32, i64, u32, u64
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
 from aule.ops.linear.factors import Factor, Stored
@@ -116,6 +117,9 @@ class WarpgroupProduct:
         right = Factor(p, config.right, self.n, self.k, f32, config.whole)
         self.left, self.right = self.ways(left, right)
         self.memory = b.shared("stages", self.engine.elem, STAGES * (self.left.elements + self.right.elements))
+        self.meeting = b.shared("meeting", u64, 1)
+        b.warpgroup_meeting(self.meeting)
+        b.barrier()
         self.out = Stored(p, config.out, "write")
         self.down = (self.m + (blocks.rows - 1)) // blocks.rows
         self.along = (self.n + (blocks.cols - 1)) // blocks.cols
@@ -150,21 +154,28 @@ class WarpgroupProduct:
 
         bring(stage.value)
         bring(stage.value + 1)
+        self.arrive()
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
-                self.arrive()
+                self.meet(now)
                 self.multiply(self._left_panels(now), now)
                 bring((now + 2) & (STAGES - 1))
                 b.warpgroup_wait(1)
+                self.arrive()
                 stage.value = (now + 1) & (STAGES - 1)
             self.finish(number)
 
     def arrive(self) -> None:
-        """All have what was brought in before the latest copies, and have finished the products before the latest."""
+        """This thread has finished the products before the latest, and brought in what came before the latest
+        copies."""
         self.b.async_wait(1)
         self.b.warpgroup_publish()
-        self.b.barrier()
+        self.b.warpgroup_arrive(self.meeting)
+
+    def meet(self, times: Value) -> None:
+        """All have come that far, ``times`` before."""
+        self.b.warpgroup_await(self.meeting, 0, times & 1)
 
     def multiply(self, left: PanelFactor | Sequence[Value], stage: Value) -> None:
         """Start a step's products."""
