@@ -97,7 +97,7 @@ def _choose_warpgroups(target: Target, m: int, n: int, left_across: bool, right_
     for blocks, weight in WARPGROUPS:
         tiles = -(-m // blocks.rows) * -(-n // blocks.cols)
         time = -(-tiles // target.compute_units) * blocks.rows * blocks.cols * weight
-        fits = 2 * sum(blocks.shared_elements(left_across, right_across)) <= target.max_shared_bytes
+        fits = blocks.shared_bytes(left_across, right_across) <= target.max_shared_bytes
         if fits and 2 * tiles >= target.compute_units and (best is None or time < least):
             best, least = blocks, time
     return best

@@ -123,10 +123,12 @@ class WarpgroupBlocks:
         """A factor's step as it is stored."""
         return PanelShape(self.depth, outer) if across else PanelShape(outer, self.depth)
 
-    def shared_elements(self, left_across: bool, right_across: bool) -> tuple[int, int]:
-        """Elements of all stages of either factor."""
+    def shared_bytes(self, left_across: bool, right_across: bool) -> int:
+        """Shared memory with a left factor that is normalised: it lies row by row, and three numbers come with each of
+        the summed dimension."""
         left, right = self.panel(left_across, self.rows), self.panel(right_across, self.cols)
-        return WARPGROUP_STAGES * left.elements, WARPGROUP_STAGES * right.elements
+        elements = left.rows * row_stride(left.cols) + right.elements
+        return WARPGROUP_STAGES * (2 * elements + 3 * 4 * self.depth) + 16
 
 
 @dataclass(frozen=True)
