@@ -70,17 +70,20 @@ def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "affine", "made"),
-    [((256, 128, 136), True, {"layer_norm_linear", "linear_weight_backward"}),
-     ((150, 256, 128), False, {"layer_norm_linear", "linear_backward"})],
-    ids=["affine", "plain"],
+    ("rows", "sizes", "made"),
+    [(128, (320, 192, 136), {"layer_norm_linear", "linear_weight_backward"}),
+     (64, (150, 64, 128), {"layer_norm_linear", "linear_backward"})],
+    ids=["two", "one"],
 )  # fmt: skip
-def test_warpgroups(sizes: tuple[int, int, int], affine: bool, made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles for each workgroup, some of them at the edges; ``made`` are the products that warpgroups make."""
-    monkeypatch.setattr(blocks, "WARPGROUPS", ((WarpgroupBlocks(64, 64, group=2), 1.0),))
+def test_warpgroups(rows: int, sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two warpgroups, several tiles for each workgroup, some of them at the edges; ``made`` are the products that
+    they make."""
+    monkeypatch.setattr(blocks, "WARPGROUPS", ((WarpgroupBlocks(rows, 64, group=2), 1.0),))
     device = replace(fragment_target(), matrix_layout=NVIDIA_LAYOUT, compute_units=3)
     given = arrays(np.float16, *sizes)
-    if not affine:
+    if rows == 128:  # of a wider dtype, as in mixed precision
+        given |= {name: given[name].astype(np.float32) for name in ("weight_norm", "bias_norm", "bias")}
+    else:
         given = {name: given[name] for name in ("x", "weight", "dy")}
     assert SPEC.gradient is not None
     seen = set()

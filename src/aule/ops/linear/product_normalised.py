@@ -12,7 +12,7 @@ factor is stored. It is brought in three steps ahead, the right factor two.
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import f32
+from aule.ir.types import f32, i32
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
 from aule.ops.linear.factors import Factor
@@ -99,53 +99,71 @@ class NormalisedProduct(WarpgroupProduct):
 
     def run(self) -> None:
         b, stage, tiles, depth = self.b, self.stage, self.down * self.along, self.blocks.depth
-        rows, cols = Cursor(self, self.first), Cursor(self, self.first)
+        cursor = Cursor(self, self.first)
+        one, other = b.eq(self.engine.group, 0), b.ne(self.engine.group, 0)
 
-        def bring_left(to: Value) -> None:
-            """Start copies of the left factor; behind the last tile of something else, for it is read there, too."""
-            self.left.copy(rows.row.value, rows.depth.value, to)
-            first = 0
+        def copy(ahead: int) -> None:
+            """Start the copies of the cursor's step; of the left factor also behind the last tile, for it is read."""
+            to = (stage.value + ahead) & (STAGES - 1)
+            self.left.copy(cursor.row.value, cursor.depth.value, to)
+            thread = 0
             for inner in self.inner:
                 if inner is not None:
-                    first = inner.copy(rows.depth.value, to, first)
-            rows.advance()
+                    thread = inner.copy(cursor.depth.value, to, thread)
+            with b.if_(cursor.number.value < tiles):
+                self.right.copy(cursor.col.value, cursor.depth.value, to)
+            cursor.advance()
 
-        def bring_right(to: Value) -> None:
-            with b.if_(cols.number.value < tiles):
-                self.right.copy(cols.col.value, cols.depth.value, to)
+        for ahead in range(2):
+            copy(ahead)
             b.async_commit()
-            cols.advance()
-
-        def ahead(steps: int) -> Value:
-            return (stage.value + steps) & (STAGES - 1)
-
-        bring_left(stage.value)
-        bring_left(ahead(1))
-        bring_right(stage.value)
-        bring_left(ahead(2))
-        bring_right(ahead(1))
-        self._meet_rows(self.first)
         self.arrive()
-        self.meet(stage.value)
+        with b.if_(other):
+            copy(2)
+        b.async_commit()
+        self.meet(b.const(0, i32))
+        self._meet_rows(self.first)
         held = [b.var(x, "normalised") for x in self._normalised(stage.value)]
+
+        def normalise(step: Value) -> None:
+            b.warpgroup_wait(0)
+            for variable, x in zip(held, self._normalised(step), strict=True):
+                variable.value = x
+
+        def multiply() -> None:
+            self.multiply([x.value for x in held], stage.value)
+
         b.warpgroup_arrive(self.meeting)
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
-            with b.loop(0, self.k, 2 * depth, name="depth") as at:
-                factor = [x.value for x in held]
-                for half in range(2):
-                    self.meet(stage.value + 1)
-                    self.multiply(factor, stage.value)
-                    bring_left(ahead(3))
-                    bring_right(ahead(2))
-                    b.warpgroup_wait(1)
-                    self.arrive()
-                    if half:
-                        with b.if_(at + 2 * depth >= self.k):
-                            self._meet_rows(number + self.workgroups)
-                    factor = self._normalised(ahead(1))
-                    stage.value = ahead(1)
-                for variable, x in zip(held, factor, strict=True):
-                    variable.value = x
+            with b.loop(0, self.k, depth, name="depth") as at:
+                following = (stage.value + 1) & (STAGES - 1)
+                self.meet(b.const(1, i32))
+                with b.if_(one):
+                    multiply()
+                with b.if_(other):
+                    with b.if_(b.eq(at, 0)):
+                        self._meet_rows(number)
+                    normalise(stage.value)
+                b.async_wait(1)
+                with b.if_(other):
+                    b.warpgroup_publish()
+                b.warpgroup_arrive(self.meeting)
+                with b.if_(one):
+                    copy(2)
+                b.async_commit()
+                self.meet(b.const(0, i32))
+                with b.if_(one):
+                    with b.if_(at + depth >= self.k):
+                        self._meet_rows(number + self.workgroups)
+                    normalise(following)
+                    b.warpgroup_publish()
+                with b.if_(other):
+                    multiply()
+                b.warpgroup_arrive(self.meeting)
+                with b.if_(other):
+                    copy(3)
+                b.async_commit()
+                stage.value = following
             self.finish(number)
 
     def _meet_rows(self, number: Value) -> None:
