@@ -76,8 +76,8 @@ def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
     ids=["two", "one"],
 )  # fmt: skip
 def test_warpgroups(rows: int, sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One or two warpgroups, several tiles for each workgroup, some of them at the edges; ``made`` are the products that
-    they make."""
+    """One or two warpgroups, several tiles for each workgroup, some of them at the edges; ``made`` are the products
+    that they make."""
     monkeypatch.setattr(blocks, "WARPGROUPS", ((WarpgroupBlocks(rows, 64, group=2), 1.0),))
     device = replace(fragment_target(), matrix_layout=NVIDIA_LAYOUT, compute_units=3)
     given = arrays(np.float16, *sizes)
