@@ -102,8 +102,8 @@ class NormalisedProduct(WarpgroupProduct):
         return _Rows(self, left, self.blocks.rows, STAGES * columns.elements), columns
 
     def run(self) -> None:
-        """As for the plain product, with turns: the first warpgroup multiplies step n and then normalises step n + 1, the
-        other normalises step n and then multiplies it.
+        """As for the plain product, with turns: the first warpgroup multiplies step n and then normalises step n + 1,
+        the other normalises step n and then multiplies it.
 
         Copies of the first one are of step n + 2, in the place of step n - 2. The other's, half a step later, are of
         step n + 3: nobody reads step n - 1 any more.
