@@ -71,8 +71,8 @@ def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "sizes", "made"),
-    [(128, (320, 192, 136), {"layer_norm_linear", "linear_weight_backward"}),
-     (64, (150, 64, 128), {"layer_norm_linear", "linear_backward"})],
+    [(128, (384, 128, 136), {"layer_norm_linear", "linear_weight_backward"}),
+     (64, (150, 256, 128), {"layer_norm_linear", "linear_backward"})],
     ids=["two", "one"],
 )  # fmt: skip
 def test_warpgroups(rows: int, sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,19 @@
 """A product of warpgroups whose left factor is normalised on its way.
 
-The left factor comes into shared memory as it is, row by row. Each warp takes its fragments of a step from there,
-normalises them and multiplies with them out of its registers: numbers that are normalised are nowhere but there, and
-each is normalised once for a tile.
-
-Products that read registers keep the warps that start them waiting, nearly until they are done. So the two warpgroups
-take turns, and meet twice a step: one multiplies, then brings in its part of a step to come, while the other normalises
-its rows, of the same step or of the next. (H200, 4096 x 4096 x 4096: 490 TFLOPS when both did the same at a time.)
+The left factor comes into shared memory as it is, row by row, and each warp takes its fragments of a step from there:
+it normalises them while the products of the step before run, and multiplies with them out of its registers. So numbers
+that are normalised are nowhere but in registers, and each is normalised once for a tile.
 
 Two numbers belong to each row of the left factor as it is multiplied, and stay in registers; two or three to each of
 the summed dimension, and come with each step. Which are the statistics and which weight and bias depends on how the
-factor is stored.
+factor is stored. It is brought in three steps ahead, the right factor two. Fragments of two steps are held at a time,
+in variables of their own, so the summed dimension has an even number of steps.
 """
 
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import f32, i32
+from aule.ir.types import f32
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
 from aule.ops.linear.factors import Factor
@@ -102,78 +99,54 @@ class NormalisedProduct(WarpgroupProduct):
         return _Rows(self, left, self.blocks.rows, STAGES * columns.elements), columns
 
     def run(self) -> None:
-        """As for the plain product, with turns: the first warpgroup multiplies step n and then normalises step n + 1,
-        the other normalises step n and then multiplies it.
-
-        Copies of the first one are of step n + 2, in the place of step n - 2. The other's, half a step later, are of
-        step n + 3: nobody reads step n - 1 any more.
-        """
         b, stage, tiles, depth = self.b, self.stage, self.down * self.along, self.blocks.depth
-        cursor = Cursor(self, self.first)
-        one, other = b.eq(self.engine.group, 0), b.ne(self.engine.group, 0)
+        rows, cols = Cursor(self, self.first), Cursor(self, self.first)
 
-        def copy(ahead: int) -> None:
-            """Start the copies of the cursor's step; of the left factor also behind the last tile, for it is read."""
-            to = (stage.value + ahead) & (STAGES - 1)
-            self.left.copy(cursor.row.value, cursor.depth.value, to)
-            thread = 0
+        def bring_left(to: Value) -> None:
+            """Start copies of the left factor; behind the last tile of something else, for it is read there, too."""
+            self.left.copy(rows.row.value, rows.depth.value, to)
+            first = 0
             for inner in self.inner:
                 if inner is not None:
-                    thread = inner.copy(cursor.depth.value, to, thread)
-            with b.if_(cursor.number.value < tiles):
-                self.right.copy(cursor.col.value, cursor.depth.value, to)
-            cursor.advance()
+                    first = inner.copy(rows.depth.value, to, first)
+            rows.advance()
 
-        for ahead in range(2):
-            copy(ahead)
+        def bring_right(to: Value) -> None:
+            with b.if_(cols.number.value < tiles):
+                self.right.copy(cols.col.value, cols.depth.value, to)
             b.async_commit()
-        self.arrive()
-        with b.if_(other):
-            copy(2)
-        b.async_commit()
-        self.meet(b.const(0, i32))
+            cols.advance()
+
+        def ahead(steps: int) -> Value:
+            return (stage.value + steps) & (STAGES - 1)
+
+        bring_left(stage.value)
+        bring_left(ahead(1))
+        bring_right(stage.value)
+        bring_left(ahead(2))
+        bring_right(ahead(1))
         self._know_rows(self.first)
+        self.arrive()
+        self.meet(stage.value)
         held = [b.var(x, "normalised") for x in self._normalised(stage.value)]
-
-        def normalise(step: Value) -> None:
-            b.warpgroup_wait(0)
-            for variable, x in zip(held, self._normalised(step), strict=True):
-                variable.value = x
-
-        def multiply() -> None:
-            self.multiply([x.value for x in held], stage.value)
-
         b.warpgroup_arrive(self.meeting)
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
-            with b.loop(0, self.k, depth, name="depth") as at:
-                following = (stage.value + 1) & (STAGES - 1)
-                self.meet(b.const(1, i32))
-                with b.if_(one):
-                    multiply()
-                with b.if_(other):
-                    with b.if_(b.eq(at, 0)):
-                        self._know_rows(number)
-                    normalise(stage.value)
-                b.async_wait(1)
-                with b.if_(other):
-                    b.warpgroup_publish()
-                b.warpgroup_arrive(self.meeting)
-                with b.if_(one):
-                    copy(2)
-                b.async_commit()
-                self.meet(b.const(0, i32))
-                with b.if_(one):
-                    with b.if_(at + depth >= self.k):
-                        self._know_rows(number + self.workgroups)
-                    normalise(following)
-                    b.warpgroup_publish()
-                with b.if_(other):
-                    multiply()
-                b.warpgroup_arrive(self.meeting)
-                with b.if_(other):
-                    copy(3)
-                b.async_commit()
-                stage.value = following
+            with b.loop(0, self.k, 2 * depth, name="depth") as at:
+                factor = [x.value for x in held]
+                for half in range(2):
+                    self.meet(stage.value + 1)
+                    self.multiply(factor, stage.value)
+                    bring_left(ahead(3))
+                    bring_right(ahead(2))
+                    b.warpgroup_wait(1)
+                    self.arrive()
+                    if half:
+                        with b.if_(at + 2 * depth >= self.k):
+                            self._know_rows(number + self.workgroups)
+                    factor = self._normalised(ahead(1))
+                    stage.value = ahead(1)
+                for variable, x in zip(held, factor, strict=True):
+                    variable.value = x
             self.finish(number)
 
     def _know_rows(self, number: Value) -> None:
