@@ -92,7 +92,13 @@ class FragmentShape:
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also
-        adds up dQ; and dS and P where subgroups share rows."""
+        adds up dQ; and dS and P where subgroups share rows. Warpgroups have dS twice: the next is written while
+        products read the last."""
+        if self.warpgroups:
+            widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
+            return (self.block_q + self.stages * self.block_kv) * widths + 2 * self.block_q * padded(
+                self.block_kv, PANEL
+            )
         rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
         tiles = 2 if self.columns > 1 else int(sums)
         return rows + tiles * self.block_q * row_stride(self.block_kv)
@@ -189,7 +195,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
-        self.converts = target.backend == "cuda"
+        self.converts, self.e4m3 = target.backend == "cuda", target.e4m3
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")
         self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")

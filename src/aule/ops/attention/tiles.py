@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
+from aule.ir.types import PANEL
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import FragmentShape, factor_elem, fitted, multiplies
@@ -186,8 +187,8 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 
 WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
     # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal.
-    # 382 / 429; 128 rows 349 / 389.
-    (64, FragmentShape(192, 128, 12, 2, False, 168, warpgroups=True)),
+    # 386 / 443; keys by 128 382 / 419, 128 rows and keys by 256 402 / 409, by 192 - / 395, by 128 349 / 389.
+    (64, FragmentShape(192, 144, 12, 2, False, 168, warpgroups=True)),
     # 534 / 566; keys by 96 475 / 531. With whole barriers 465 / 401, keys by 160 454 / 396.
     (128, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
     # 561 / 577. With whole barriers 552 / 447, keys by 48 509 / 436, by 32 417 / 375.
@@ -305,6 +306,26 @@ def choose_backward_fragments(
         if any(-(-dim // SIZE) % shape.columns for dim in (head_dim, value_dim)):
             continue
         if shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes:
+            return shape
+    return None
+
+
+WARPGROUPS_BACKWARD: tuple[tuple[int, FragmentShape], ...] = (
+    (64, FragmentShape(128, 128, 8, 4, False, warpgroups=True)),
+    (128, FragmentShape(128, 64, 8, 4, False, warpgroups=True)),
+)
+"""Tiles of dK and dV with sums over warpgroups, for head dimensions up to the number before them."""
+
+
+def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
+    """Tiles of the kernel of dK and dV over warpgroups; None where there are none."""
+    if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
+        return None
+    for dim, shape in WARPGROUPS_BACKWARD:
+        # Warpgroups share dQ by panels of columns, and each has at least one.
+        if max(head_dim, value_dim) > dim or -(-head_dim // PANEL) < shape.threads // 2 // shape.block_kv:
+            continue
+        if shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes:
             return shape
     return None
 
