@@ -54,6 +54,9 @@ class FragmentLayout:
 NVIDIA_LAYOUT = FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 8, 0), (1, 0, 8))
 """Of mma.sync, and so of fragments in PTX: accumulators, and left factors alike."""
 
+WARPGROUP_UNITS = ("m64n256k16:f16:f32", "m64n256k16:bf16:f32")
+"""Products of four subgroups (wgmma), among the matrix units of those NVIDIA GPUs that have them."""
+
 APPLE_LAYOUT = FragmentLayout((0, 1, 2, 0, 4), (2, 0, 0, 4, 0), (0, 0, 8), (1, 8, 0))
 """Of fragments in MSL, four blocks of 8x8. Apple does not document it: code is shown with it, but a device is asked."""
 

@@ -26,7 +26,7 @@ from aule.ops.attention.problem import AttentionProblem, Rope
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.render import ptx
-from aule.target import NVIDIA_LAYOUT, Target
+from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
 from aule.tile.fragment import FragmentShape
 from aule.view import TensorView
 
@@ -95,7 +95,7 @@ def device(arch: str = "sm_90") -> Target:
     return Target(
         "cuda", arch=arch, vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
         max_shared_bytes=232448, int64=True, matrix_layout=NVIDIA_LAYOUT, max_buffer_bytes=1 << 34,
-        matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"),
+        matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32", *(WARPGROUP_UNITS if arch == "sm_90" else ())),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from aule.runtime import cuda
 from aule.runtime._cuda_pool import Block, Pool
 from aule.runtime.base import Allocation
 from aule.runtime.cuda import CudaDevice
+from aule.target import WARPGROUP_UNITS
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -158,6 +159,7 @@ class TestEnumeration:
         assert hopper.memory_bytes == hopper.max_buffer_bytes == 1 << 30
         assert hopper.bf16 and not turing.bf16 and turing.f16
         assert "m16n8k16:bf16:f32" in hopper.matrix_units and turing.matrix_units == ("m16n8k8:f16:f32",)
+        assert set(WARPGROUP_UNITS) < set(hopper.matrix_units)
         hash(hopper)
 
     def test_no_device(self, fake: Fake) -> None:

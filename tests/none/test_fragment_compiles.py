@@ -20,7 +20,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_backward, plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.render import ptx
-from aule.target import NVIDIA_LAYOUT, Target
+from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
 from aule.view import TensorView
 
 SHARED = {"sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
@@ -31,6 +31,8 @@ SPILLED = 160
 def target(arch: str) -> Target:
     turing = arch == "sm_75"
     units = ("m16n8k8:f16:f32",) if turing else ("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32")
+    if arch == "sm_90":
+        units += WARPGROUP_UNITS
     return Target(
         "cuda", arch=arch, vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, int64=True,
         max_shared_bytes=SHARED[arch], matrix_units=units, matrix_layout=NVIDIA_LAYOUT,

@@ -18,7 +18,7 @@ from aule.ir.types import bf16, f32
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
-from aule.target import FragmentLayout, Target
+from aule.target import WARPGROUP_UNITS, FragmentLayout, Target
 from aule.tile.fragment import Components, FragmentShape
 
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
@@ -39,7 +39,9 @@ def target(arch: str = "sm_90") -> Target:
     return Target(
         "cuda", arch=arch, subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, max_shared_bytes=1 << 20,
         int64=True, matrix_layout=ROW_HALVES,
-        matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32"),
+        matrix_units=(
+            "m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32", *(WARPGROUP_UNITS if arch == "sm_90" else ()),
+        ),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from aule.errors import BackendUnavailableError
-from aule.target import NVIDIA_LAYOUT, Target
+from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
 
 INT, UINT, SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 PTR = ctypes.c_void_p  # every pointer and every opaque handle
@@ -204,6 +204,10 @@ def open_driver(library: str | None) -> Driver:
     return driver
 
 
+_FIRST_WITH_WGMMA = 12000
+"""The driver must know PTX 8.0."""
+
+
 def read_target(driver: Driver, handle: int) -> Target:
     def attribute(number: int) -> int:
         return driver.attribute(handle, number)
@@ -220,6 +224,8 @@ def read_target(driver: Driver, handle: int) -> Target:
         matrix_units = ("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32")
     elif capability >= (7, 5):
         matrix_units = ("m16n8k8:f16:f32",)
+    if capability == (9, 0) and version.value >= _FIRST_WITH_WGMMA:
+        matrix_units += WARPGROUP_UNITS
     return Target(
         backend="cuda",
         name=name.value.decode(errors="replace"),

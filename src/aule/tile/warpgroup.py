@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import PANEL, Panels, i32
-from aule.target import Target
+from aule.target import WARPGROUP_UNITS, Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import Fragments, FragmentShape, Transfer, has_units
+from aule.tile.fragment import Fragments, FragmentShape, Transfer
 from aule.tile.matrix import Matrix
 
 SUBGROUPS = 4
@@ -26,7 +26,7 @@ ROWS = SUBGROUPS * SIZE
 
 def has_warpgroups(target: Target, dtype: str) -> bool:
     """Whether a device has such products of a type."""
-    return target.backend == "cuda" and target.arch == "sm_90" and dtype != "tf32" and has_units(target, dtype)
+    return any(f":{dtype}:" in unit for unit in WARPGROUP_UNITS if unit in target.matrix_units)
 
 
 @dataclass(frozen=True)
