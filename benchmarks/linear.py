@@ -149,7 +149,8 @@ def sweep(sizes: tuple[int, int, int]) -> None:
     """Tiles of the product: TFLOPS of both directions, best first."""
     tensors = linear_operands(*sizes, torch.bfloat16, "cuda")
     forward_work, backward_work = WORK["layer_norm_linear"](*sizes)
-    default, found = blocks.COPIED, []
+    (default, warpgroups), found = (blocks.COPIED, blocks.WARPGROUPS), []
+    blocks.WARPGROUPS = ()
     shapes = [
         (rows, cols, down, along)
         for rows, cols, down, along in itertools.product((64, 128, 256), (64, 128, 256), (1, 2, 4), (1, 2, 4))
@@ -176,7 +177,7 @@ def sweep(sizes: tuple[int, int, int]) -> None:
         torch_fused._cuda_launches.clear()
         _, backward, _ = times(aule.layer_norm_linear, tensors)
         print(f"{speed:.0f} TFLOPS forward, {backward_work / backward:.0f} backward: {tile}", flush=True)
-    blocks.COPIED = default
+    blocks.COPIED, blocks.WARPGROUPS = default, warpgroups
 
 
 def launches(sizes: tuple[int, int, int]) -> None:
