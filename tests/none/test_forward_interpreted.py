@@ -8,6 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
+from op_plans import layouts_of
 
 from aule.engine.attention import contiguous_strides, named
 from aule.ir.interpret import interpret
@@ -19,7 +20,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.tiles import ENTRIES, OWN, choose_shape
 from aule.ops.attention.validate import Operands, attention_problem
-from aule.target import FragmentLayout, Target
+from aule.target import Target
 from aule.tile.fragment import FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.simt import SimtShape
@@ -37,15 +38,6 @@ STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 def target(subgroup_size: int) -> Target:
     sizes = (subgroup_size,) if subgroup_size else ()
     return Target("vulkan", subgroup_size=subgroup_size, subgroup_sizes=sizes, max_shared_bytes=1 << 20, int64=True)
-
-
-def layouts_of(device: Target) -> dict[str, FragmentLayout]:
-    """How the fragments of a device lie, as the interpreter wants it."""
-    results = device.matrix_layout
-    left, right = device.matrix_factors or (results, None)
-    return {
-        use: layout for use, layout in zip(("accumulator", "a", "b"), (results, left, right), strict=True) if layout
-    }
 
 
 def run(
