@@ -247,13 +247,12 @@ class Components:
         return [b.vector([x, y]) for x, y in zip(halves[::2], halves[1::2], strict=True)]
 
     def _upper_half(self, x: Value, weight: bool) -> Value:
-        """bf16 by integers: half a unit upwards, right but for ties. That would carry NVIDIA's NaN, 0x7FFFFFFF, over to
-        -0; other devices' NaN has few bits set, of either sign, and stays."""
+        """bf16 by integers: half a unit upwards, right but for ties. It would carry NVIDIA's NaN, all ones, to -0."""
         b = self.b
-        bits = b.bitcast(x, i32)
+        raised = b.bitcast(x, u32) + 0x8000
         if not weight:
-            bits = b.min(bits, 0x7FFF0000)
-        return b.unpack(b.bitcast(bits + 0x8000, Vector(u16, 2)))[1]
+            raised = b.select(b.ne(x, x), b.bitcast(x, u32), raised)
+        return b.unpack(b.bitcast(raised, Vector(u16, 2)))[1]
 
     def _to_tf32(self, x: Value) -> Value:
         """To nearest, ties away from zero: thirteen bits go."""

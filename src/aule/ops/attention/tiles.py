@@ -285,17 +285,18 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
     ),
     # H200, 48 KiB, S 2048 full.
     "vulkan": (
-        # In f16 dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count
-        # as 220 and, in bf16 and without rounding, as 212; then sums with V in registers as 231, rows by 16 188, and
-        # both together with dO and V in registers 200. Sums of 64 keys, for which V has room, 183 to 195.
+        # f16: dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count
+        # as 220; sums of 64 keys, with V in memory, 183 to 195. bf16: both together 198. Sums with V in registers 231;
+        # both together 212, with dO and V in registers 200, sums with rows by 16 188. These four had P and dS truncated
+        # by the driver's conversion, which is faster and not used.
         FragmentBackwardEntry(
             64,
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, True),
         ),
-        # In bf16 without rounding sums 199, both together 179. Rows by 16, and V in memory: sums 162, both together
-        # 148 in f16. 128 keys over eight subgroups 155, 96 over six in two stages 117.
+        # bf16, truncated likewise: sums 199, both together 179; rows by 16 and V in memory, sums 162 (154 if rounded);
+        # sums of 128 keys over eight subgroups 155, of 96 over six in two stages 117.
         FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True)),
     ),
     # Not measured, only compiled, as above. None of them spills, with any modifiers.
