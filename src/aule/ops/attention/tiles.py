@@ -313,6 +313,7 @@ def choose_backward_fragments(
 WARPGROUPS_BACKWARD: tuple[tuple[int, FragmentShape], ...] = (
     (64, FragmentShape(128, 128, 8, 4, False, warpgroups=True)),
     (128, FragmentShape(128, 64, 8, 4, False, warpgroups=True)),
+    (256, FragmentShape(64, 64, 8, 2, False, columns=2, warpgroups=True)),
 )
 """Tiles of dK and dV with sums over warpgroups, for head dimensions up to the number before them."""
 
@@ -322,10 +323,13 @@ def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_
     if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
         return None
     for dim, shape in WARPGROUPS_BACKWARD:
-        # Warpgroups share dQ by panels of columns, and each has at least one.
-        if max(head_dim, value_dim) > dim or -(-head_dim // PANEL) < shape.threads // 2 // shape.block_kv:
+        if max(head_dim, value_dim) > dim:
             continue
-        if shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes:
+        # Warpgroups share dQ by panels of columns, of which each has at least one, and where they have the same keys
+        # dK and dV as well, by whole ones.
+        enough = -(-head_dim // PANEL) >= shape.threads // 2 // shape.block_kv
+        whole = shape.columns == 1 or all(d % (shape.columns * PANEL) == 0 for d in (head_dim, value_dim))
+        if enough and whole and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes:
             return shape
     return None
 
