@@ -18,6 +18,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     f32,
     i32,
     u32,
@@ -127,6 +128,11 @@ def _dot_pairs(v: Verifier, op: Op) -> None:
     pair = with_element(type_, u32)
     expected = f"two operands of {pair} and one of {type_}"
     v.require(op, [arg.type for arg in op.args] == [pair, pair, type_], expected)
+
+
+def _e4m3_halves(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    v.require(op, op.args[0].type == u32 and op.result.type == Vector(f16, 4), "u32, and f16x4 as the result")
 
 
 def _select(v: Verifier, op: Op) -> None:
@@ -402,7 +408,7 @@ def _intrinsic(v: Verifier, op: Op) -> None:
 RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "const": _const, "leaf": _leaf,
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
-    "cast": _cast, "bitcast": _bitcast,
+    "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy,

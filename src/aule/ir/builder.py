@@ -27,6 +27,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     i32,
     with_element,
 )
@@ -258,6 +259,10 @@ class Builder:
         """The same bits as another type of the same size."""
         return value if value.type == type_ else self.emit("bitcast", (value,), type_)
 
+    def e4m3_halves(self, word: Value) -> Value:
+        """The four e4m3 numbers of a u32 as a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
+        return self.emit("e4m3_halves", (word,), Vector(f16, 4))
+
     # -- vectors ---------------------------------------------------------------------------------------------------
 
     def vector(self, values: Sequence[Value]) -> Value:
@@ -355,6 +360,10 @@ class Builder:
     def barrier(self, global_memory: bool = False) -> None:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
+
+    def device_fence(self) -> None:
+        """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
+        self.emit("device_fence", (), None)
 
     def workgroup_any(self, value: Value) -> Value:
         """Whether a bool is true in any thread of the workgroup; a barrier, too."""

@@ -17,7 +17,7 @@ from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, element
 from aule.render import _ptx_fragment, _ptx_math, _ptx_memory, _ptx_subgroup, _ptx_warpgroup
-from aule.render._ptx_convert import bitcast, cast_lanes
+from aule.render._ptx_convert import bitcast, cast_lanes, e4m3_halves
 from aule.render._ptx_emitter import (
     DECLARED,
     Arch,
@@ -140,6 +140,7 @@ class _Body:
             "select": lambda op: _ptx_math.select(e, op),
             "cast": self._cast,
             "bitcast": lambda op: bitcast(e, op),
+            "e4m3_halves": lambda op: e4m3_halves(e, op),
             "make_vector": self._make_vector,
             "splat": self._splat,
             "extract": self._extract,

@@ -195,7 +195,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
-        self.converts = target.backend == "cuda"
+        self.converts, self.e4m3 = target.backend == "cuda", target.e4m3
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")
         self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")

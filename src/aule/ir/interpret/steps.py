@@ -15,6 +15,7 @@ from aule.ir.interpret.numbers import (
     bitcast_function,
     cast_function,
     constant,
+    e4m3_halves,
     function,
     memory_dtype,
     register_dtype,
@@ -103,6 +104,10 @@ def _bitcast(m: Machine, op: Op) -> Step:
     source, target = op.args[0].type, op.result.type
     assert isinstance(source, Scalar | Vector) and isinstance(target, Scalar | Vector)
     return m.apply(op, bitcast_function(source, target))
+
+
+def _e4m3_halves(m: Machine, op: Op) -> Step:
+    return m.apply(op, e4m3_halves)
 
 
 # Vectors: a row per vector lane.
@@ -366,6 +371,7 @@ COMPILERS: dict[str, Compiler] = {
     "group_id": _group_id, "group_count": _group_count,
     "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
+    "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
