@@ -9,7 +9,7 @@ import decode_cases
 import numpy as np
 import pytest
 import test_fragment_interpreted as fragments
-from test_forward_interpreted import layouts_of
+from op_plans import layouts_of
 
 from aule.codegen import TARGETS
 from aule.engine.attention import STORED, contiguous_strides

@@ -24,7 +24,7 @@ from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import Fragments, FragmentTile, Transfer, row_stride
+from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer, row_stride
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.rotated_fragment import exchange_bytes, transfer_of
 
@@ -48,16 +48,17 @@ class _Kernel(GradientKernel):
         self.strides = tuple(row_stride(dim) for dim in dims)
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
-        self.other_start = rows * sum(self.strides)
+        self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
+        self.resident: list[list[Value]] = []
         self.stage_size = width * sum(self.strides)
         # What passes through shared memory between the products, by key: dS, and P.
         self.kept_stride = row_stride(width)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
         self.p_start = self.ds_start + rows * self.kept_stride
-        size = self.shape.backward_elements(*dims, config.sums)
+        self.size = self.shape.backward_elements(*dims, config.sums)
         if config.rope is not None:
-            size = max(size, exchange_bytes(rows, config.head_dim) // 2)
-        self.memory = b.shared("tiles", self.engine.elem, size)
+            self.size = max(self.size, exchange_bytes(rows, config.head_dim) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, self.size)
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """The way of the others' rows. With one stage they must wait in registers until everyone is done."""
@@ -67,13 +68,36 @@ class _Kernel(GradientKernel):
 
     def load_own(self) -> None:
         """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
-        for matrix, start in zip(self.own, self.own_start, strict=True):
-            transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
-            transfer.clear_padding(start, 1)
-            transfer.start(self.row0, start)
-            transfer.finish(start)
-            if self.config.sums and start is self.own_start[0]:
-                transfer.rewrite_own(start, self.finite)
+        first, second = self.own
+        transfer = self._bring(first, self.own_start[0])
+        if self.config.sums:
+            transfer.rewrite_own(self.own_start[0], self.finite)
+        if self.shape.resident_q:
+            self._load_resident(second, self.own_start[1])
+        else:
+            self._bring(second, self.own_start[1])
+
+    def _bring(self, matrix: Matrix, start: Value) -> Transfer:
+        transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
+        transfer.clear_padding(start, 1)
+        transfer.start(self.row0, start)
+        transfer.finish(start)
+        return transfer
+
+    def _load_resident(self, matrix: Matrix, start: Value) -> None:
+        """Bring rows into registers, by way of memory that is the others' afterwards; as many columns at a time as it
+        has room for."""
+        b, engine, shape = self.b, self.engine, self.shape
+        room = self.size - shape.block_q * self.strides[0]
+        piece = (room // shape.block_q - RUN) // SIZE * SIZE
+        for first in range(0, matrix.cols, piece):
+            transfer = self._bring(matrix.columns(b, first, min(first + piece, matrix.cols)), start)
+            own = start + self.subgroup_row * transfer.stride
+            b.barrier()
+            for col in range(0, transfer.source.cols, SIZE):
+                rows = range(0, shape.rows, engine.way.height)
+                self.resident.append([engine.load_left(self.memory, own, transfer.stride, r, col) for r in rows])
+            b.barrier()
 
     def stage(self, i: Value) -> tuple[Value, Value]:
         """Where the two other matrices lie for tile number ``i``."""
@@ -84,6 +108,8 @@ class _Kernel(GradientKernel):
 
     def left(self, which: int, k: int) -> list[Value]:
         """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
+        if which == 1 and self.resident:
+            return self.resident[k]
         stride = self.strides[which]
         start = self.own_start[which] + self.subgroup_row * stride
         rows = range(0, self.shape.rows, self.engine.way.height)

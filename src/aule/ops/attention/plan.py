@@ -112,7 +112,8 @@ def plan_forward(
     if shape is None and all(aligned(RUN)[:3]) and not masked and problem.rope is None:
         shape = choose_warpgroups(target, problem.dtype, *dims)
     if shape is None and rotates_runs(problem):
-        shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+        rotated = problem.rope is not None
+        shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
     run = RUN if isinstance(shape, FragmentShape) else QUAD
     memory: dict[str, Any] = rope_options(views, run, aligned_base) | {
@@ -182,7 +183,7 @@ def plan_backward(
     if adds and problem.rope is None and all(aligned(RUN, names)):
         # Rows that are rotated or put together on their way take registers that this kernel does not have.
         keys_shape = keys_shape or choose_backward_warpgroups(target, problem.dtype, *dims)
-    keys_shape = keys_shape or _backward_fragments(problem, target, "keys")
+    keys_shape = keys_shape or _backward_fragments(problem, target, "sums" if adds else "keys")
     keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
     clear = padded(problem.batch * problem.heads_q * row_tiles * tile_size, QUAD)
