@@ -227,16 +227,31 @@ class _Keys(KeysKernel):
     def _partial(self, way: _Pass, tile: Value) -> Value:
         return self.partial(tile * self.shape.block_kv, self.row0 + self.group_row, ROWS, way.end)
 
+    def _weigh(self, way: _Pass, S: FragmentTile, at: _Sites, partial: Value) -> list[list[Value]] | None:
+        """As `weigh`; P of what dropout drops is negative, which takes no registers."""
+        b = self.b
+        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
+        kept = self.kept(way.head, at.place, len(at.keys), len(at.columns), 1)
+        if kept is not None:
+            S.map(lambda x, r, c: b.select(kept[r][c], x, -x))
+        return slope
+
+    def _applied(self, p: list[list[Value]]) -> list[list[Value]]:
+        """P without what dropout drops. NaN stays."""
+        if not self.config.dropout:
+            return p
+        zero = self.b.const(0.0, f32)
+        return [[self.b.select(x < 0.0, zero, x) for x in row] for row in p]
+
     def _gradients(
-        self,
-        p: list[list[Value]],
-        at: _Sites,
-        slope: list[list[Value]] | None,
-        kept: list[list[Value]] | None,
-        partial: Value,
+        self, p: list[list[Value]], at: _Sites, slope: list[list[Value]] | None, partial: Value
     ) -> list[list[Value]]:
         """dS, when dP is there; guarded only where keys may be dropped."""
         b, dP, everywhere = self.b, self.dP, self.config.everywhere
+        kept = None
+        if self.config.dropout:
+            kept = [[x >= 0.0 for x in row] for row in p]
+            p = [[b.abs(x) for x in row] for row in p]
         ds = self.differentiate(p, dP.values(), lambda r, c: at.delta[c], slope, kept, guarded=everywhere)
         if everywhere:
             return ds
@@ -256,8 +271,15 @@ class _Narrow(_Keys):
 
     Warpgroups meet once a tile, in two halves. A thread arrives when its dS is in memory, and so are the rows that it
     has fetched for the tile after the next one; it starts the next scores, whose rows were there a tile ago, and only
-    then waits for the others' dS. By then it is done with all of the tile before, whose memory the fourth tile from
-    there takes.
+    then waits for the others' dS.
+
+    What this orders: a thread that has waited in tile n knows that all have arrived there. They have then written dS of
+    tile n, numbers of tile n + 1 and rows of tile n + 2, and no product of tile n - 1 is under way any more: all of
+    that tile's memory may be taken. So there are four stages of rows (of n and n + 1, which may be read, of n + 2, and
+    of n + 3, which come in now) and two of dS. Numbers have two places, too: those of n + 1, stored in tile n, lie
+    where those of n - 1 lay, which everybody had read before arriving in tile n - 1, where the writer has waited. One
+    lane arrives for its subgroup, behind a barrier of the subgroup, which orders the other lanes' accesses before it:
+    so what compute-sanitizer's racecheck reports of the numbers is no race.
     """
 
     def passage(self, way: _Pass, first: Value) -> None:
@@ -313,14 +335,13 @@ class _Narrow(_Keys):
         """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
         b, engine, S, at = self.b, self.engine, self.S[part], self._sites(tile, part)
         b.comment("P^T = exp2(K Q^T - lse)")
-        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
+        slope = self._weigh(way, S, at, partial)
         p = S.values()
-        kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
         b.comment("dV = dV + P^T dO")
-        self._start_result(tile, 1, part, engine.pack(self.dropped(p, kept), engine.left)[0])
+        self._start_result(tile, 1, part, engine.pack(self._applied(p), engine.left)[0])
         b.comment("dS^T = P^T * (V dO^T - delta)")
         b.warpgroup_wait(1 + further)
-        factors = engine.pack(self._gradients(p, at, slope, kept, partial), engine.left)[0]
+        factors = engine.pack(self._gradients(p, at, slope, partial), engine.left)[0]
         b.comment("dK = dK + dS^T Q")
         self._start_result(tile, 0, part, factors)
         start = self._ds_at(tile) + part * self.ds_shape.stride
@@ -358,14 +379,13 @@ class _Wide(_Keys):
         col = self.part * (ROWS // 2)
         self._start_scores(tile, 1, 0)
         b.comment("P^T = exp2(K Q^T - lse)")
-        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
+        slope = self._weigh(way, S, at, partial)
         p = S.values()
-        kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
-        factors = engine.pack(self.dropped(p, kept), engine.left)[0]
+        factors = engine.pack(self._applied(p), engine.left)[0]
         engine.put_factors(self.memory, b.const(p_at, i32), self.ds_shape, self.subgroup_row, col, factors)
         b.comment("dS^T = P^T * (V dO^T - delta)")
         b.warpgroup_wait(0)
-        factors = engine.pack(self._gradients(p, at, slope, kept, partial), engine.left)[0]
+        factors = engine.pack(self._gradients(p, at, slope, partial), engine.left)[0]
         engine.put_factors(self.memory, b.const(ds_at, i32), self.ds_shape, self.subgroup_row, col, factors)
         if more:
             self._land(way, tile + 1, tile + 1)

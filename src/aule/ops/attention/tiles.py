@@ -339,8 +339,14 @@ def choose_backward_fragments(
 
 
 WARPGROUPS_BACKWARD: tuple[tuple[int, FragmentShape], ...] = (
+    # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal, all launches; "before" is with a barrier in
+    # the place of the meeting, and slower passes before and after.
+    # 400 / 422; before, three stages 376 / 395, two 372 / 397. Fragments 267 / 271.
     (64, FragmentShape(128, 128, 8, 4, False, warpgroups=True)),
+    # 457 / 487; before, three stages 422 / 448, two 428 / 452. Fragments 283 / 278.
     (128, FragmentShape(128, 64, 8, 4, False, warpgroups=True)),
+    # 313 / -; before, 294 / 327. Fragments 220 / 231.
+    (256, FragmentShape(64, 64, 8, 2, False, columns=2, warpgroups=True)),
 )
 """Tiles of dK and dV with sums over warpgroups, for head dimensions up to the number before them."""
 
@@ -350,10 +356,13 @@ def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_
     if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
         return None
     for dim, shape in WARPGROUPS_BACKWARD:
-        # Warpgroups share dQ by panels of columns, and each has at least one.
-        if max(head_dim, value_dim) > dim or -(-head_dim // PANEL) < shape.threads // 2 // shape.block_kv:
+        if max(head_dim, value_dim) > dim:
             continue
-        if shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes:
+        # Warpgroups share dQ by panels of columns, of which each has at least one, and where they have the same keys
+        # dK and dV as well, by whole ones.
+        enough = -(-head_dim // PANEL) >= shape.threads // 2 // shape.block_kv
+        whole = shape.columns == 1 or all(d % (shape.columns * PANEL) == 0 for d in (head_dim, value_dim))
+        if enough and whole and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes:
             return shape
     return None
 
