@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
@@ -17,6 +17,7 @@ from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
 from aule.tile.spans import Span, SpanShape
+from aule.tile.stages import COPIED_BYTES, copies_past_registers
 from aule.tile.vector import vector_unit, work_type
 from aule.view import TensorView, broadcast
 
@@ -209,6 +210,10 @@ class RowTuning:
         Of a workgroup at least, where rows are short.
     resident : int
         Threads for each of the device's units, in kernels whose workgroups take one block of rows after the other.
+    ahead : int
+        Blocks of rows that are copied ahead in kernels with sums of columns, where a device can and has the memory.
+    ahead_parts, ahead_batch, ahead_most, ahead_resident : int
+        ``sum_parts``, ``sum_batch``, ``sum_most`` and ``resident`` of such kernels.
     """
 
     parts: int = 4
@@ -218,6 +223,11 @@ class RowTuning:
     sum_most: int = 16
     threads: int = 128
     resident: int = 1024
+    ahead: int = 2
+    ahead_parts: int = 2
+    ahead_batch: int = 1
+    ahead_most: int = 32
+    ahead_resident: int = 768
 
 
 TUNING = RowTuning()
@@ -225,23 +235,46 @@ _SCRATCH = (1024, 4096, 16384)
 """Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
+_EXCHANGED = 2048
+"""Bytes of shared memory that are left to sums along rows, and to the driver, where rows are copied ahead."""
 
 
 def choose_rows(
-    target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False
+    target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False, copied: int = 0
 ) -> tuple[RowShape, SpanShape]:
-    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads."""
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads. ``copied`` is
+    how many arrays of them could be copied ahead, all that are read."""
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
         batch = 4 if sums else 1
         scratch = next((n for n in _SCRATCH if length <= n), 0)
         span = SpanShape(lanes, tail=length % lanes, unroll=1 if sums else 4, scratch=scratch)
         return RowShape(batch=batch, loops=True, exact=rows % batch == 0), span
+    tuning = TUNING
+    if not sums:
+        return _over_threads(target, length, width, rows, tuning.parts, tuning.most)
+    if copied and copies_past_registers(target) and width * SCALARS[dtype].bytes == COPIED_BYTES:
+        shape, span = _over_threads(
+            target, length, width, rows, tuning.ahead_parts, tuning.ahead_most, tuning.ahead_batch
+        )
+        stage = copied * span.parts * shape.batch * shape.workgroup * COPIED_BYTES
+        memory = target.max_shared_bytes // max(tuning.ahead_resident // shape.workgroup, 1) - _EXCHANGED
+        ahead = min(tuning.ahead, memory // stage - 1) if stage else 0
+        if ahead > 0:
+            return replace(shape, ahead=ahead), span
+    return _over_threads(target, length, width, rows, tuning.sum_parts, tuning.sum_most, tuning.sum_batch)
+
+
+def _over_threads(
+    target: Target, length: int, width: int, rows: int, wanted: int, kept: int, at_once: int = 0
+) -> tuple[RowShape, SpanShape]:
+    """Rows over the threads of a GPU, so that one has ``wanted`` parts of 16 bytes; not in registers if that would be
+    more than ``kept`` columns. ``at_once`` rows where there are sums of columns."""
     pieces, tuning = -(-length // width), TUNING
-    best = max(8 // width, 1) * (tuning.sum_parts if sums else tuning.parts)
+    best = max(8 // width, 1) * wanted
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
     most = 1 << (min(target.max_threads, 1024).bit_length() - 1)
-    threads = 1
+    threads, sums = 1, at_once > 0
     while threads < most and pieces > threads * best:
         threads *= 2
     if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
@@ -252,10 +285,10 @@ def choose_rows(
         threads = -(-pieces // each // smallest) * smallest
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    if parts * width > (tuning.sum_most if sums else tuning.most):
+    if parts * width > kept:
         slots = 1 if sums else slots  # sums that are not in registers are a workgroup's own
         return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
-    batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
+    batch = at_once if sums and rows >= at_once * slots * _units(target) else 1
     exact = rows % (slots * batch) == 0
     return RowShape(threads, slots, batch, sums, exact), SpanShape(width, parts, pieces % threads != 0)
 
@@ -267,8 +300,8 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return grid_of(op, blocks, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    resident = max(TUNING.resident // shape.workgroup, 1)
-    return (min(blocks, _units(target) * resident), 1, 1)
+    threads = TUNING.ahead_resident if shape.ahead else TUNING.resident
+    return (min(blocks, _units(target) * max(threads // shape.workgroup, 1)), 1, 1)
 
 
 def _units(target: Target) -> int:

@@ -21,12 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from aule.ir import Builder, Value
+from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, Vector, element, i32
 from aule.target import Target
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
+
+if TYPE_CHECKING:
+    from aule.tile.stages import Stages
 
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
@@ -50,6 +54,8 @@ class RowShape:
         Workgroups take one block of rows after the other, instead of one each.
     exact : bool
         All blocks are whole: ``slots * batch`` divides the number of rows.
+    ahead : int
+        Blocks that are on their way to shared memory while one is worked on (`aule.tile.stages`), in kernels that loop.
     """
 
     threads: int = 1
@@ -57,6 +63,7 @@ class RowShape:
     batch: int = 1
     loops: bool = False
     exact: bool = False
+    ahead: int = 0
 
     @property
     def workgroup(self) -> int:
@@ -145,8 +152,8 @@ class Rows:
         self.column_sums = 0
         """How many `ColumnSums` have used shared memory."""
 
-    def run(self, body: Callable[[], None]) -> None:
-        """Trace ``body`` for the rows of this workgroup."""
+    def run(self, body: Callable[[], None], stages: Stages | None = None) -> None:
+        """Trace ``body`` for the rows of this workgroup, which come by way of ``stages`` where there are such."""
         b, shape = self.b, self.shape
         blocks = (self.count + (shape.block - 1)) // shape.block
         if shape.loops:
@@ -154,13 +161,37 @@ class Rows:
             if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
                 each = (blocks + (step - 1)) // step
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
+            turn = None if stages is None else self._start(first, last, step, stages)
             with b.loop(first, last, step, name="block") as block:
+                if stages is not None and turn is not None:
+                    stages.current = turn.value
+                    self._fetch(block + step * shape.ahead, last, self._turned(stages.current + shape.ahead), stages)
+                    b.async_wait(shape.ahead)
                 self._take(block, body)
+                if stages is not None and turn is not None:
+                    turn.value = self._turned(stages.current + 1)
                 if self._exchanges == 1:
                     b.barrier()  # before the next block's exchange takes the same memory; two take turns
         else:
             with b.if_(self.group < blocks):
                 self._take(self.group, body)
+
+    def _start(self, first: Value, last: Value, step: Value, stages: Stages) -> Var:
+        """Send for the blocks before which there is none to work on; returns the number of the first one's stage."""
+        for early in range(self.shape.ahead):
+            self._fetch(first + step * early, last, self.b.const(early, i32), stages)
+        return self.b.var(self.b.const(0, i32), "stage")
+
+    def _fetch(self, block: Value, last: Value, stage: Value, stages: Stages) -> None:
+        """Send for a block, if there is such a one; a group of copies either way, so that those behind can be counted."""
+        with self.b.if_(block < last):
+            self._take(block, lambda: stages.fetch(stage))
+        self.b.async_commit()
+
+    def _turned(self, stage: Value) -> Value:
+        """A number of a stage that may have gone once around the ring."""
+        stages = self.shape.ahead + 1
+        return self.b.select(stage < stages, stage, stage - stages)
 
     def finish(self) -> None:
         """What a kernel ends with: PoCL 3.1 takes the last condition before its end for one on which all threads

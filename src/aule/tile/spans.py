@@ -14,6 +14,7 @@ from aule.ir import Value, Var
 from aule.ir.types import element, i32
 from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
+from aule.tile.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -133,19 +134,29 @@ class Span:
     def __init__(self, rows: Rows, shape: SpanShape, length: Value) -> None:
         self.rows, self.shape, self.length = rows, shape, length
         self.lane = rows.b.cast(rows.lane, element(length.type))
-        self._held: dict[tuple[int, int, int], tuple[object, Value]] = {}
+        self._held: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
+        self.stages: Stages | None = None
+        """Where rows come from that are copied ahead."""
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def hold(self, *sources: Source | Columns) -> None:
-        """Start to read whole rows, so that all loads are under way together. Nothing where they are not kept."""
+        """Start to read whole rows, so that all loads are under way together. Nothing where they are not kept, or have
+        been copied ahead."""
+        wanted = [x for x in sources if self.stages is None or isinstance(x, Columns) or not self.stages.holds(x)]
         if self.shape.parts:
             for number in range(self.shape.parts):
-                for source in sources:
-                    for part in self._held_parts(number):
+                for source in wanted:
+                    for part in self.held_parts(number):
                         part.raw(source)
+
+    def copy_ahead(self, *arrays: RowArray) -> Stages | None:
+        """Let rows of arrays be copied ahead, for `Rows.run`, where the shape says so."""
+        if self.rows.shape.ahead:
+            self.stages = Stages(self, arrays)
+        return self.stages
 
     def sum(self, f: Callable[[Part], Value]) -> PerRow:
         """The sum of ``f`` over each row."""
@@ -242,7 +253,7 @@ class Span:
         if shape.parts:
             for first in range(0, shape.parts, shape.unroll):
                 last = min(first + shape.unroll, shape.parts)
-                visit([self._held_parts(number) for number in range(first, last)])
+                visit([self.held_parts(number) for number in range(first, last)])
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
@@ -265,7 +276,8 @@ class Span:
             there = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
             visit([self._parts(whole, None, there, shape.tail)])
 
-    def _held_parts(self, number: int) -> list[Part]:
+    def held_parts(self, number: int) -> list[Part]:
+        """The part of each row that has this number, where a thread has some."""
         shape = self.shape
         col = (self.lane + number * self.rows.shape.threads) * shape.width
         inside = col < self.length if shape.ragged and number == shape.parts - 1 else None
@@ -280,12 +292,17 @@ class Span:
         """Elements of an array at a part; once, where rows are kept in registers."""
         if isinstance(what, Columns):
             return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
+        stages = self.stages
+        if stages is not None and stages.holds(what):
+            return self._once(part, part.row, what, lambda: stages.read(part, what), self._passes)
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""
         if part.number is not None:
-            return self._once(part, part.row, what, lambda: what.f(part))
+            # Made of what each pass reads again, it is made again.
+            number = 0 if self.stages is None else self._passes
+            return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:
             part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)
         return part.made[what]
@@ -305,10 +322,11 @@ class Span:
         b.store(memory, at, value, align=1)
         return value
 
-    def _once(self, part: Part, row: int, what: object, make: Callable[[], Value]) -> Value:
+    def _once(self, part: Part, row: int, what: object, make: Callable[[], Value], number: int = 0) -> Value:
+        """What is made for a part, the first time: in all passes, or in the one of this number."""
         if part.number is None:
             return make()
-        key = (id(what), row, part.number)
+        key = (id(what), row, part.number, number)
         if key not in self._held:
             self._held[key] = (what, make())  # with the array, whose identity is the key
         return self._held[key][1]

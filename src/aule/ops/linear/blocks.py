@@ -13,6 +13,7 @@ from aule.tile.arrangement import uniform
 from aule.tile.fragment import multiplies
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
+from aule.tile.stages import copies_past_registers
 from aule.tile.vector import vector_unit, work_type
 
 COPIED = (
@@ -53,7 +54,7 @@ def choose_blocks(
         rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
         return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
     if dtype in ("f16", "bf16") and multiplies(target, dtype) and uniform(target):
-        copies = aligned and k % COPIED_DEPTH == 0 and target.backend == "cuda" and target.arch != "sm_75"
+        copies = aligned and k % COPIED_DEPTH == 0 and copies_past_registers(target)
         table = COPIED if copies else CARRIED if aligned else CARRIED[-1:]
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]

@@ -158,7 +158,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
             to = rows.source(result)
         span.each(write, list(sums.values()))
 
-    rows.run(body)
+    rows.run(body, span.copy_ahead(*arrays.values()))
     for total in sums.values():
         total.finish()
     return k.finish()

@@ -62,7 +62,8 @@ def norm_step(
     count = math.prod(problem.shape[:-1])
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
     width = min(view_width(view) for view in rows.values())
-    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums))
+    read = len(rows) - ("dx" in rows)
+    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums), read if sums else 0)
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
     config = NormConfig(
