@@ -242,8 +242,8 @@ _EXCHANGED = 2048
 def choose_rows(
     target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False, copied: int = 0
 ) -> tuple[RowShape, SpanShape]:
-    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads. ``copied`` is
-    how many arrays of them could be copied ahead, all that are read."""
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads. ``copied``
+    says how many arrays are read, where they may be copied ahead."""
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
         batch = 4 if sums else 1

@@ -56,6 +56,18 @@ class Derived:
     costly: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """What is multiplied on its way into a sum: one operation does both."""
+
+    x: Value
+    y: Value
+
+
+Term = Value | Product
+"""What a sum is made of."""
+
+
 class Group:
     """Parts of a row that follow each other and are visited together; ``made`` is for what they share.
 
@@ -121,6 +133,12 @@ class Part:
             return value
         return b.select(self.inside, value, b.const(otherwise, element(value.type)))
 
+    def kept_term(self, term: Term, otherwise: float) -> Term:
+        """The same of a term of a sum; of a product, which is added, both factors become zero."""
+        if isinstance(term, Product):
+            return Product(self.kept(term.x, 0.0), self.kept(term.y, 0.0))
+        return self.kept(term, otherwise)
+
 
 class Span:
     """The columns of rows, or some of them.
@@ -158,11 +176,11 @@ class Span:
             self.stages = Stages(self, arrays)
         return self.stages
 
-    def sum(self, f: Callable[[Part], Value]) -> PerRow:
+    def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """The sum of ``f`` over each row."""
         return self.sums(f)[0]
 
-    def sums(self, *fs: Callable[[Part], Value]) -> list[PerRow]:
+    def sums(self, *fs: Callable[[Part], Term]) -> list[PerRow]:
         """Several sums in one pass."""
         return self.rows.reduce("add", self.partials("add", lambda p: [f(p) for f in fs], len(fs)))
 
@@ -204,7 +222,7 @@ class Span:
         first, *rest = rows.reduce("add", ended)
         return most, first, rest
 
-    def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
+    def partials(self, kind: str, f: Callable[[Part], Sequence[Term]], count: int) -> list[PerRow]:
         """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
         rows, b = self.rows, self.rows.b
         # On CPUs sums are vectors, and several, since an addition waits for the one before; on GPUs lanes are added up
@@ -217,8 +235,7 @@ class Span:
             for part in parts:
                 for total, x in zip(totals[part.row], f(part), strict=True):
                     variable = total[chain % chains]
-                    x = part.kept(x, NEUTRAL[kind])
-                    variable.value = b.binary(kind, variable.value, x if rows.vectors else rows.combine(kind, x))
+                    variable.value = self._combined(kind, variable.value, part.kept_term(x, NEUTRAL[kind]))
 
         self.walk(add)
         ended = [
@@ -227,13 +244,30 @@ class Span:
         ]
         return [PerRow(tuple(row[i] for row in ended)) for i in range(count)]
 
-    def each(self, f: Callable[[Part], Sequence[Value] | None], sums: Sequence[ColumnSums] = ()) -> None:
+    def _combined(self, kind: str, total: Value, term: Term) -> Value:
+        """A total with one more term: on CPUs vectors, on GPUs the sum of the term's lanes."""
+        rows, b = self.rows, self.rows.b
+        if not isinstance(term, Product):
+            return b.binary(kind, total, term if rows.vectors else rows.combine(kind, term))
+        if rows.vectors or self.shape.width == 1:
+            return b.fma(term.x, term.y, total)
+        # Two chains, since an addition waits for the one before.
+        pairs = list(zip(b.unpack(term.x), b.unpack(term.y), strict=True))
+        other = b.binary("mul", *pairs[1])
+        for i, (x, y) in enumerate(pairs):
+            if i % 2 == 0:
+                total = b.fma(x, y, total)
+            elif i > 1:
+                other = b.fma(x, y, other)
+        return total + other
+
+    def each(self, f: Callable[[Part], Sequence[Term] | None], sums: Sequence[ColumnSums] = ()) -> None:
         """Visit every part; what ``f`` returns is added to the sums of its columns."""
 
         def visit(parts: list[Part], _: int) -> None:
             found = [f(part) or () for part in parts]
             for i, total in enumerate(sums):
-                total.add(parts, [values[i] for values in found])
+                total.add(parts, [terms[i] for terms in found])
 
         self.walk(visit)
 
@@ -419,20 +453,26 @@ class ColumnSums:
         if not span.shape.parts:
             self._visit(lambda part: self.zero)
 
-    def add(self, parts: list[Part], values: Sequence[Value]) -> None:
+    def add(self, parts: list[Part], terms: Sequence[Term]) -> None:
         """Add what the rows have at a place; rows that do not exist add nothing."""
         rows, b = self.span.rows, self.span.rows.b
-        counted = [
-            value if exists is None else b.select(exists, value, self.zero)
-            for exists, value in zip(rows.exists, values, strict=True)
-        ]
-        total: Any = fold(b, "add", counted)
         number = parts[0].number
-        if number is not None:
-            self.sums[number].value = self.sums[number].value + total
-            return
-        before = self.span.load(parts[0], self.array, self.start)
-        self._store(parts[0], before + total)
+        total = self.span.load(parts[0], self.array, self.start) if number is None else self.sums[number].value
+
+        def counted(exists: Value | None, value: Value) -> Value:
+            return value if exists is None else b.select(exists, value, self.zero)
+
+        values = []
+        for exists, term in zip(rows.exists, terms, strict=True):
+            if isinstance(term, Product):
+                total = b.fma(counted(exists, term.x), counted(exists, term.y), total)
+            else:
+                values.append(counted(exists, term))
+        total = fold(b, "add", [total, *values])
+        if number is None:
+            self._store(parts[0], total)
+        else:
+            self.sums[number].value = total
 
     def finish(self) -> None:
         """Store what registers hold, added up over the workgroup's slots."""

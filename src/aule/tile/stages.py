@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aule.ir import Value
-from aule.ir.types import element, i32
+from aule.ir.types import element
 from aule.target import Target
 from aule.tile.rows import RowArray, Source
 
@@ -45,8 +45,6 @@ class Stages:
         elem = element(arrays[0].buffer.type)
         self.memory = rows.b.shared("stages", elem, self.size * (shape.ahead + 1))
         self.own = rows.b.thread_id() * span.shape.width
-        self.current = rows.b.const(0, i32)
-        """The stage of the block that is worked on."""
 
     def fetch(self, stage: Value) -> None:
         """Start to copy the rows that `Rows` has now."""
@@ -66,7 +64,7 @@ class Stages:
 
     def read(self, part: Part, source: Source) -> Value:
         """A part of the block that is worked on."""
-        return self.span.rows.b.load(self.memory, self._place(self.current, part, source), self.span.shape.width)
+        return self.span.rows.b.load(self.memory, self._place(self.span.rows.turn, part, source), self.span.shape.width)
 
     def _place(self, stage: Value, part: Part, source: Source) -> Value:
         assert part.number is not None
