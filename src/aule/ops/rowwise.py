@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, f32, i32, i64
+from aule.ir.types import SCALARS, Scalar, element, f32, i32, i64
 from aule.ops.attention.validate import FLOAT_DTYPES
 from aule.ops.parameters import Access, Parameters
 from aule.ops.step import Step, grid_of
@@ -454,22 +454,24 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
         total = b.var(b.splat(b.const(0.0, work), width))
         with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
             total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
-        value = total.value
+        scratch = None
         if config.lanes > 1:
             scratch = b.shared("sums", f32, config.columns * config.lanes)
-            b.store(scratch, lane * config.columns + column, value)
+            b.store(scratch, lane * config.columns + column, total.value)
             b.barrier()
-            value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
-        exists = b.eq(lane, 0) & (col < length)
         to = inside
         if config.pairs:
             half = p.number("pairs")
             neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
             to = b.select(inside < half * 2, neighbours, inside)
-        for i, (name, dtype) in enumerate(config.outputs):
-            out = p.buffer(name, SCALARS[dtype], "write")
-            with b.if_(exists & b.eq(number, i)):
-                b.store(out, b.cast(to, p.index), b.cast(value, SCALARS[dtype]), align=1)
+        outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
+        with b.if_(b.eq(lane, 0) & (col < length)):
+            value = total.value
+            if scratch is not None:
+                value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
+            for i, out in enumerate(outs):
+                with b.if_(b.eq(number, i)):
+                    b.store(out, b.cast(to, p.index), b.cast(value, element(out.type)), align=1)
 
     if config.width == 1:
         add(col, 1)
