@@ -13,8 +13,9 @@ from aule.ir import KernelIR, Value
 from aule.ir.types import SCALARS
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
+from aule.tile.column_sums import ColumnSums
 from aule.tile.rows import Columns, PerRow, Source
-from aule.tile.spans import ColumnSums, Derived, Part, Product, Term
+from aule.tile.spans import Derived, Part, Product, Term
 
 
 @dataclass(frozen=True, kw_only=True)

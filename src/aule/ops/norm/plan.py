@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
+from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import (
     choose_rows,
-    column_sum_step,
     extent,
     lay_out,
     operand,
