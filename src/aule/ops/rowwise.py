@@ -212,6 +212,9 @@ class RowTuning:
         Blocks of rows that are copied ahead in kernels with sums of columns, where a device can and has the memory.
     ahead_parts, ahead_batch, ahead_most, ahead_resident : int
         ``sum_parts``, ``sum_batch``, ``sum_most`` and ``resident`` of such kernels.
+    ahead_threads : int
+        Of a row at most in such kernels, as long as they can keep it: fewer leave room for a second workgroup, and have
+        more registers each, which sums of long rows need.
     """
 
     parts: int = 4
@@ -221,11 +224,12 @@ class RowTuning:
     sum_most: int = 16
     threads: int = 128
     resident: int = 1024
-    ahead: int = 2
+    ahead: int = 3
     ahead_parts: int = 2
     ahead_batch: int = 1
     ahead_most: int = 32
-    ahead_resident: int = 768
+    ahead_resident: int = 512
+    ahead_threads: int = 256
 
 
 TUNING = RowTuning()
@@ -252,28 +256,39 @@ def choose_rows(
         return RowShape(batch=batch, loops=True, exact=rows % batch == 0), span
     tuning = TUNING
     if not sums:
-        return _over_threads(target, length, width, rows, tuning.parts, tuning.most)
+        return _over_threads(target, length, width, rows, _Share(tuning.parts, tuning.most))
     if copied and copies_past_registers(target) and width * SCALARS[dtype].bytes == COPIED_BYTES:
-        shape, span = _over_threads(
-            target, length, width, rows, tuning.ahead_parts, tuning.ahead_most, tuning.ahead_batch
-        )
+        share = _Share(tuning.ahead_parts, tuning.ahead_most, tuning.ahead_batch, tuning.ahead_threads)
+        shape, span = _over_threads(target, length, width, rows, share)
         memory = target.max_shared_bytes // max(tuning.ahead_resident // shape.workgroup, 1)
         ahead = min(tuning.ahead, _blocks_in(memory, target, dtype, shape, span, copied) - 1)
         if ahead > 0:
             return replace(shape, ahead=ahead), span
-    return _over_threads(target, length, width, rows, tuning.sum_parts, tuning.sum_most, tuning.sum_batch)
+    share = _Share(tuning.sum_parts, tuning.sum_most, tuning.sum_batch)
+    return _over_threads(target, length, width, rows, share)
 
 
-def _over_threads(
-    target: Target, length: int, width: int, rows: int, wanted: int, kept: int, at_once: int = 0
-) -> tuple[RowShape, SpanShape]:
-    """Rows over the threads of a GPU, so that one has ``wanted`` parts of 16 bytes; not in registers if that would be
-    more than ``kept`` columns. ``at_once`` rows where there are sums of columns."""
-    pieces, tuning = -(-length // width), TUNING
-    best = max(8 // width, 1) * wanted
+@dataclass(frozen=True)
+class _Share:
+    """What a thread of a GPU is to have of rows: parts of 16 bytes at best, columns at most if it is to keep them, rows
+    at once where there are sums of columns; and how many threads share a row at most, while they can keep it."""
+
+    parts: int
+    most: int
+    batch: int = 0
+    threads: int = 1024
+
+
+def _over_threads(target: Target, length: int, width: int, rows: int, share: _Share) -> tuple[RowShape, SpanShape]:
+    """Rows over the threads of a GPU."""
+    pieces, tuning, sums = -(-length // width), TUNING, share.batch > 0
+    best = max(8 // width, 1) * share.parts
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
-    most = 1 << (min(target.max_threads, 1024).bit_length() - 1)
-    threads, sums = 1, at_once > 0
+    limit = 1 << (min(target.max_threads, 1024).bit_length() - 1)
+    most = min(share.threads, limit)
+    while most < limit and pieces * width > most * share.most:
+        most *= 2
+    threads = 1
     while threads < most and pieces > threads * best:
         threads *= 2
     if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
@@ -284,10 +299,10 @@ def _over_threads(
         threads = -(-pieces // each // smallest) * smallest
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    if parts * width > kept:
+    if parts * width > share.most:
         slots = 1 if sums else slots  # sums that are not in registers are a workgroup's own
         return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
-    batch = at_once if sums and rows >= at_once * slots * _units(target) else 1
+    batch = share.batch if sums and rows >= share.batch * slots * _units(target) else 1
     exact = rows % (slots * batch) == 0
     return RowShape(threads, slots, batch, sums, exact), SpanShape(width, parts, pieces % threads != 0)
 
