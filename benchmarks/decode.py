@@ -1,7 +1,7 @@
 """Decoding beside PyTorch: one query token for each sequence against long caches, contiguous, paged and quantised.
 
     python benchmarks/decode.py [--cases a,b] [--no-flex] [--no-vulkan] [--csv FILE]
-    python benchmarks/decode.py --tune CASE[,CASE] ALTERNATIVE ...
+    python benchmarks/decode.py --tune CASE[,CASE] [--backend B] [--at-once N] ALTERNATIVE ...
 
 bf16, 32 query and 8 key heads, d128. Peers in the same run: `F.scaled_dot_product_attention(enable_gqa=True)` with its
 best backend, and FlexAttention compiled (FlexDecoding). Device times are those of a CUDA graph of many calls; through
@@ -11,12 +11,15 @@ against float64 first.
 
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
-the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first.
+the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where sequences
+are split, each is timed with the parts added up by the last workgroup, and by a second launch; ``--at-once`` are the
+parts that a thread of the last workgroup has under way.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -32,8 +35,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aule
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, load_steps
+from aule.engine.memory import zeroed
 from aule.engine.probe import find_layout
 from aule.errors import AuleError
+from aule.ops.decode import last
 from aule.ops.decode.config import FragmentDecodeShape
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.shapes import choose_decode_shape
@@ -77,6 +82,8 @@ CASES = {
     "long": Case(1, 65536),
     "long-paged": Case(1, 65536, 16),
     "short": Case(1, 512),
+    "1k": Case(1, 1024),
+    "4k": Case(1, 4096),
     "32k": Case(4, 32768, 16),
     "32k-int8": Case(4, 32768, 16, torch.int8),
     "32k-fp8": Case(4, 32768, 16, torch.float8_e4m3fn),
@@ -241,29 +248,39 @@ class Engine:
         self.memory = {name: view.storage for name, view in self.views.items()}
         self.memory["o"] = self.device.alloc(2 * int(np.prod(self.problem.out_shape)))
 
-    def run(self, shape: Any = None, splits: int | None = None, repeats: int = 21) -> tuple[float, float, str]:
+    def run(
+        self, shape: Any = None, splits: int | None = None, gather: bool | None = None, repeats: int = 21
+    ) -> tuple[float, float, str]:
         """Median seconds, error, and what was planned."""
-        plan = plan_decode(self.problem, self.views, self.device.target, shape=shape, splits=splits)
+        plan = plan_decode(self.problem, self.views, self.device.target, shape=shape, splits=splits, gather=gather)
         ready = load_steps(plan, self.device)
         memory = self.memory | {name: self.device.alloc(4 * n) for name, n in ready.workspace.items()}
+        memory |= {name: zeroed(self.device, words) for name, words in ready.zeroed.items()}
         values = {f"{name}_ptr": x for name, x in memory.items()}
         launches = []
         for step, loaded in ready.steps:
             arguments = values | dict(step.scalars)
             launches.append((loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params]))
-        start = time.perf_counter()
-        while time.perf_counter() - start < 0.5:
-            for launch in launches:
-                self.device.launch(*launch)
-            self.device.synchronize()
-        times = [sum(self.device.time_launch(*launch) for launch in launches) for _ in range(repeats)]
+        if self.device.target.backend == "cuda":
+            seconds = graph_seconds(lambda: self._launch(launches, torch.cuda.current_stream().cuda_stream), 20)
+        else:
+            start = time.perf_counter()
+            while time.perf_counter() - start < 0.5:
+                self._launch(launches)
+                self.device.synchronize()
+            times = [sum(self.device.time_launch(*launch) for launch in launches) for _ in range(repeats)]
+            seconds = statistics.median(times)
         found = np.empty(self.problem.out_shape, np.uint16)
         self.device.download(memory["o"], found)
         error = self.inputs.error(torch.from_numpy(found).view(torch.bfloat16).cuda())
         for name in ready.workspace:
             self.device.free(memory[name])
         config, count = plan.steps[0].config, plan.steps[0].scalars["splits"]
-        return statistics.median(times), error, f"{config.shape} splits {count}"
+        return seconds, error, f"{config.shape} splits {count} launches {len(launches)}"
+
+    def _launch(self, launches: list[Any], stream: int | None = None) -> None:
+        for launch in launches:
+            self.device.launch(*launch, stream=stream)
 
     def close(self) -> None:
         for allocation in self.memory.values():
@@ -288,12 +305,17 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     if case.small:
         row |= {"aule_host_us": round(1e6 * host_seconds(inputs.ours), 1), "sdpa_host_us": round(1e6 * peer["host"], 1)}
     if not args.no_flex:
-        call = flex(inputs)
-        flex_seconds = graph_seconds(call, calls)
-        row |= {
-            "flex_us": round(1e6 * flex_seconds, 1), "flex_error": f"{inputs.error(call()):.1e}",
-            "flex_over_aule": round(flex_seconds / seconds, 2),
-        }  # fmt: skip
+        try:
+            call = flex(inputs)
+            flex_error = inputs.error(call())
+            flex_seconds = graph_seconds(call, calls)
+            row |= {
+                "flex_us": round(1e6 * flex_seconds, 1), "flex_error": f"{flex_error:.1e}",
+                "flex_over_aule": round(flex_seconds / seconds, 2),
+            }  # fmt: skip
+        except RuntimeError as problem:  # what Dynamo and Inductor raise, too
+            row |= {"flex_us": "not compiled", "flex_error": "", "flex_over_aule": ""}
+            print(f"flex {name}: {str(problem).strip().splitlines()[0]}")
     if not args.no_vulkan:
         try:
             engine = Engine(inputs, "vulkan")
@@ -334,15 +356,20 @@ def tune(names: str, alternatives: list[str], backend: str) -> None:
         engine = Engine(inputs, backend)
         for text in ["", *alternatives]:
             shape, splits = alternative(text, engine.problem, engine.device.target) if text else (None, None)
-            try:
-                seconds, error, planned = engine.run(shape, splits)
+            for gather in (None, True, False):
+                try:
+                    seconds, error, planned = engine.run(shape, splits, gather)
+                except AuleError as problem:
+                    print(f"{name} {backend} {text}: {problem}", flush=True)
+                    break
+                form = {None: "as planned", True: "one launch", False: "two launches"}[gather]
                 print(
-                    f"{name} {backend} {text or 'plan'}: {1e6 * seconds:.1f} us, "
+                    f"{name} {backend} {text or 'plan'}, {form}: {1e6 * seconds:.1f} us, "
                     f"{inputs.case.bytes / seconds / 1e9:.0f} GB/s, error {error:.1e}; {planned}",
                     flush=True,
                 )
-            except AuleError as problem:
-                print(f"{name} {backend} {text}: {problem}", flush=True)
+                if "splits 1 " in planned:
+                    break
         engine.close()
 
 
@@ -354,10 +381,14 @@ def main() -> None:
     parser.add_argument("--csv")
     parser.add_argument("--tune")
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--at-once", type=int)
     parser.add_argument("alternatives", nargs="*")
     args = parser.parse_args()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
+    if args.at_once:
+        os.environ["AULE_DISK_CACHE"] = "0"  # which does not know of it
+        last.AT_ONCE = args.at_once
     if args.tune:
         tune(args.tune, args.alternatives, args.backend)
         return

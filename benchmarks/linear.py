@@ -1,7 +1,8 @@
 """layer_norm_linear and cross_entropy, ours and PyTorch's in one run, each result checked against float64 first.
 
     python benchmarks/linear.py [--csv FILE] [--ops layer_norm_linear,cross_entropy] [--no-compile]
-    python benchmarks/linear.py --sweep          # tiles of the product, ours alone
+    python benchmarks/linear.py --sweep          # tiles of the product on mma.sync, ours alone
+    python benchmarks/linear.py --launches       # each launch of both directions, for tiles of warpgroups
     python benchmarks/linear.py --cpu            # PyTorch eager on the CPU, fp32 and bf16
 
 On a CUDA machine, bf16, beside PyTorch eager and torch.compile (LayerNorm, then cuBLAS), and through Vulkan where it is
@@ -26,11 +27,14 @@ from fused import copy_speed, gradient_tensors, graph_seconds, vulkan_seconds, w
 from result_file import write_csv
 
 import aule
+from aule.backends import registry
+from aule.engine.fused import prepare, result_views
 from aule.errors import AuleError
 from aule.frontends import torch_fused
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
-from aule.ops.linear.config import FragmentBlocks
+from aule.ops.linear.config import FragmentBlocks, WarpgroupBlocks
+from aule.ops.spec import OpSpec
 
 ROWS: list[dict[str, Any]] = []
 PRODUCTS = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 4096), (4096, 12288, 4096), (2048, 2048, 8192)]
@@ -57,14 +61,24 @@ def logits_and_target(rows: int, vocabulary: int, dtype: torch.dtype, device: st
 
 
 def check(name: str, call: Callable[..., Any], peer: Callable[..., Any], tensors: list[torch.Tensor]) -> float:
-    """The largest error over the largest number, of the first 256 rows of the result."""
-    few = [tensors[0][:256], *tensors[1:]]
+    """The largest error over the largest number, of the result and of its gradients; of 256 rows of logits."""
     if name == "cross_entropy":
-        few[1] = tensors[1][:256]
-    right = peer(*(x.double() if x.is_floating_point() else x for x in few))
-    error = float((call(*few).double() - right).abs().max() / right.abs().max())
-    assert error < TOLERANCE[tensors[0].dtype], f"{name}: error {error}"
-    return error
+        tensors = [x[:256] for x in tensors]
+    found, right = (
+        result_and_gradients(f, [x.to(dtype) if x.is_floating_point() else x for x in tensors])
+        for f, dtype in ((call, tensors[0].dtype), (peer, torch.float64))
+    )
+    errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, right, strict=True)]
+    assert max(errors) < TOLERANCE[tensors[0].dtype], f"{name}: errors {errors}"
+    return max(errors)
+
+
+def result_and_gradients(call: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    wanted = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    out = call(*wanted)
+    torch.manual_seed(5)
+    grad = torch.randn(out.shape, device=out.device).bfloat16().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [x for x in wanted if x.requires_grad], grad)]
 
 
 def times(call: Callable[..., Any], tensors: list[torch.Tensor]) -> tuple[float, float, float]:
@@ -165,6 +179,58 @@ def sweep(sizes: tuple[int, int, int]) -> None:
     blocks.COPIED = default
 
 
+def launches(sizes: tuple[int, int, int]) -> None:
+    """Microseconds of every launch of both directions, for some tiles of warpgroups, beside PyTorch's product."""
+    tensors = linear_operands(*sizes, torch.bfloat16, "cuda")
+    m, n, k = sizes
+    x, weight = tensors[0], tensors[3]
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    peers = {"x w^T": lambda: x @ weight.T, "dy w": lambda: dy @ weight, "dy^T x": lambda: dy.T @ x}
+    for name, call in peers.items():
+        print(f"PyTorch {name}: {1e6 * repeated_seconds(call):.1f} us", flush=True)
+    spec = CATALOGUE["layer_norm_linear"]
+    assert spec.gradient is not None
+    options = tuple(option.default for option in spec.options)
+    default = blocks.WARPGROUPS
+    for tile in [WarpgroupBlocks(128, 256, group=group) for group in (8, 16)]:
+        blocks.WARPGROUPS = ((tile, 1.0),)
+        torch_fused._cuda_launches.clear()
+        error = check("layer_norm_linear", aule.layer_norm_linear, eager_linear, tensors)
+        line = []
+        for made, given in ((spec, tensors), (spec.gradient, gradient_tensors("layer_norm_linear", tensors, [dy]))):
+            for name, seconds in launch_seconds(made, given, options):
+                speed = f" ({2e-12 * m * n * k / seconds:.0f})" if "linear" in name else ""
+                line.append(f"{name} {1e6 * seconds:.1f}{speed}")
+        print(f"{tile} error {error:.1e}: {', '.join(line)}", flush=True)
+    blocks.WARPGROUPS = default
+
+
+def launch_seconds(spec: OpSpec, tensors: list[Any], options: tuple[Any, ...]) -> list[tuple[str, float]]:
+    """Seconds of each launch of a call, with the name of its kernel."""
+    device = registry.find("cuda")
+    found = torch_fused.prepare_on(spec, tensors, options, spec.outputs, device)
+    memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
+    memory |= {name: torch.empty(shape, dtype=dtype, device="cuda") for name, dtype, shape, _ in found.outputs}
+    memory |= {name: torch.randn(count, device="cuda") for name, count in found.workspace.items()}
+    call = torch_fused._bound(spec, tensors, options, spec.outputs)
+    ready = prepare(spec, call, dict(call.views) | result_views(call), device)
+    times = []
+    for (step, _), (launch, buffers) in zip(ready.steps, found.launches, strict=True):
+        pointers = [memory[name].data_ptr() for name in buffers]
+
+        def run(launch: Any = launch, pointers: list[int] = pointers) -> None:
+            launch(pointers, torch.cuda.current_stream().cuda_stream)
+
+        name = getattr(step.config, "name", type(step.config).__name__)
+        times.append((name, repeated_seconds(run)))
+    return times
+
+
+def repeated_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of a call among others of its kind: the first launch of a graph takes longer."""
+    return graph_seconds(lambda: [call() for _ in range(8)]) / 8
+
+
 def compare_cpu(name: str, sizes: tuple[int, ...], dtype: torch.dtype, rounds: int) -> None:
     tensors = OPERANDS[name](*sizes, dtype, "cpu")
     call, peer = getattr(aule, name), PEERS[name]
@@ -200,6 +266,7 @@ def main() -> None:
     parser.add_argument("--ops", default="layer_norm_linear,cross_entropy")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--launches", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
@@ -215,7 +282,9 @@ def main() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             if args.sweep:
                 sweep(PRODUCTS[0])
-            for name in [] if args.sweep else args.ops.split(","):
+            if args.launches:
+                launches(PRODUCTS[0])
+            for name in [] if args.sweep or args.launches else args.ops.split(","):
                 for sizes in SIZES[name]:
                     compare(name, sizes, not args.no_compile)
     if args.csv and ROWS:

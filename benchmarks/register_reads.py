@@ -1,6 +1,6 @@
 """How many cycles the FFMAs of the forward kernel take by their register reads; needs ptxas and nvdisasm, no GPU.
 
-    python benchmarks/register_reads.py 128 64,64,16,8,16,16,1,0,168 64,128,16,8,16,16,0,64
+    python benchmarks/register_reads.py 128 64,64,16,8,16,16,1,0,168,1 64,128,16,8,16,16,0,64
 
 The model: an FFMA takes as many cycles as it reads registers from one of the two banks (even and odd numbers), at least
 one; an operand that the instruction before kept in the operand cache (``.reuse`` in the same place) is not read. With
@@ -71,7 +71,8 @@ def cycles(block: list[str]) -> int:
 def main(head_dim: int, shapes: list[str]) -> None:
     for shape in shapes:
         numbers = [int(x) for x in shape.split(",")]
-        config = ForwardConfig("f32", head_dim, head_dim, SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:]))
+        tiles = SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])
+        config = ForwardConfig(dtype="f32", head_dim=head_dim, value_dim=head_dim, shape=tiles)
         said, code = disassemble(ptx.render(build_forward(config, TARGET), TARGET).code)
         registers = re.search(r"Used (\d+) registers", said)
         spills = re.search(r"(\d+) bytes spill stores", said)

@@ -6,7 +6,7 @@
 
 Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], with r: before
 it when the block's own rows stay in shared memory, or for matrix units f:rows,width,subgroups,stages[,registers[,
-columns]].
+columns]], or for warpgroups (``sums`` alone) the same behind w:.
 ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added up by the kernel of the others; its five products
 are counted, and the time is that of all its launches.
 """
@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from forward import timed
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tune_forward import warm_up
 
 from aule.backends import registry
@@ -114,6 +117,26 @@ class Case:
         each = ", ".join(f"{1e3 * x:.3f}" for x in spent)
         return f"{rate:6.1f} TFLOPS of its own products, {each} ms, error {worst:.1e}{verdict}; {shown}"
 
+    def peer(self, backend: SDPBackend, repeats: int = 5) -> str:
+        """PyTorch's backward pass on tensors of the same shape."""
+        inputs = [torch.randn(self.dims, device="cuda").to(DTYPES[self.dtype]).requires_grad_() for _ in range(3)]
+        dout = torch.randn(self.dims, device="cuda").to(DTYPES[self.dtype])
+        try:
+            with sdpa_kernel([backend]):
+                out = F.scaled_dot_product_attention(*inputs, is_causal=self.problem.causal)
+
+            def call() -> None:
+                torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+            begin = time.perf_counter()
+            while time.perf_counter() - begin < 0.5:  # until the clocks are up
+                call()
+                torch.cuda.synchronize()
+            seconds = timed(call, repeats)
+        except RuntimeError as error:
+            return f"refused: {str(error)[:150]}"
+        return f"{self.problem.flops / 2 * 5 / seconds / 1e12:6.1f} TFLOPS, {1e3 * seconds:.3f} ms"
+
     def close(self) -> None:
         for allocation in self.memory.values():
             self.device.free(allocation)
@@ -122,9 +145,9 @@ class Case:
 def parsed(text: str) -> SimtShape | FragmentShape:
     kind, _, listed = text.rpartition(":")
     numbers = [int(x) for x in listed.split(",")]
-    if kind == "f":
+    if kind in ("f", "w"):
         columns = {"columns": numbers[5]} if len(numbers) > 5 else {}
-        return FragmentShape(*numbers[:4], False, *numbers[4:5], **columns)
+        return FragmentShape(*numbers[:4], False, *numbers[4:5], warpgroups=kind == "w", **columns)
     return SimtShape(*numbers[:6], kind == "r", 0, *numbers[6:])
 
 
@@ -135,6 +158,7 @@ def main() -> None:
     parser.add_argument("cases")
     parser.add_argument("of", choices=["queries", "keys", "sums"])
     parser.add_argument("shapes", nargs="+")
+    parser.add_argument("--peers", action="store_true", help="time PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION first")
     args = parser.parse_args()
     device = registry.find(args.device)
     assert device is not None
@@ -142,6 +166,8 @@ def main() -> None:
     for text in args.cases.split(","):
         dim, seq, kind = text.split(":")
         case = Case(device, args.dtype, int(dim), int(seq), kind == "causal")
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if args.peers else ():
+            print(f"{args.device} {args.dtype} d{dim} S{seq} {kind} {backend.name:27} {case.peer(backend)}", flush=True)
         for shape in args.shapes:
             line = case.measure(args.of, parsed(shape))
             print(f"{args.device} {args.dtype} d{dim} S{seq} {kind} {args.of} {shape:22} {line}", flush=True)

@@ -14,7 +14,7 @@ from aule.ir.interpret import interpret
 from aule.ops.elements import as_float
 from aule.ops.spec import Call, OpSpec
 from aule.runtime.base import Device
-from aule.target import Target
+from aule.target import FragmentLayout, Target
 
 Arrays = Mapping[str, Any]
 
@@ -33,6 +33,15 @@ def run(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], device: Device
     return {name: as_float(x, call.outputs[name].dtype) for name, x in on_host(spec, call, device).items()}
 
 
+def layouts_of(device: Target) -> dict[str, FragmentLayout]:
+    """How the fragments of a device lie, as the interpreter wants it."""
+    results = device.matrix_layout
+    left, right = device.matrix_factors or (results, None)
+    return {
+        use: layout for use, layout in zip(("accumulator", "a", "b"), (results, left, right), strict=True) if layout
+    }
+
+
 def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The same by the launches that a target would have, with the sanitizer's eyes on them."""
     call = bound(spec, arrays, options)
@@ -43,7 +52,8 @@ def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target
     for step in plan.steps:
         kernel = step.build(step.config, target)
         arguments = [step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in kernel.params]
-        interpret(kernel, step.grid, arguments, subgroup_size=target.subgroup_size or None)
+        size = target.subgroup_size or None
+        interpret(kernel, step.grid, arguments, subgroup_size=size, layouts=layouts_of(target))
     return {name: as_float(x, call.outputs[name].dtype) for name, x in results.items()}
 
 

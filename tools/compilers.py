@@ -191,7 +191,7 @@ def nvidia_target(arch: str) -> Target:
         "cuda", arch, "nvidia", arch=arch, subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
         max_shared_bytes=SHARED_LIMITS[arch], max_grid=(2**31 - 1, 65535, 65535), max_buffers=256,
         max_buffer_bytes=1 << 40, f16=True, f64=True, int64=True, storage16=True, storage8=True,
-        bf16=arch != "sm_75",
+        bf16=arch != "sm_75", e4m3=int(arch.removeprefix("sm_")) >= 90, device_fence=True,
     )  # fmt: skip
 
 

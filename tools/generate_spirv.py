@@ -30,8 +30,8 @@ INSTRUCTIONS = """
     LogicalEqual LogicalNotEqual LogicalOr LogicalAnd LogicalNot Select
     IEqual INotEqual UGreaterThan SGreaterThan UGreaterThanEqual SGreaterThanEqual ULessThan SLessThan ULessThanEqual
     SLessThanEqual FOrdEqual FUnordNotEqual FOrdLessThan FOrdGreaterThan FOrdLessThanEqual FOrdGreaterThanEqual
-    ControlBarrier AtomicExchange AtomicIAdd AtomicSMin AtomicUMin AtomicSMax AtomicUMax AtomicAnd AtomicOr AtomicXor
-    AtomicFAddEXT
+    ControlBarrier MemoryBarrier AtomicExchange AtomicIAdd AtomicSMin AtomicUMin AtomicSMax AtomicUMax AtomicAnd
+    AtomicOr AtomicXor AtomicFAddEXT
     GroupNonUniformAll GroupNonUniformAny GroupNonUniformShuffle GroupNonUniformShuffleXor
     GroupNonUniformIAdd GroupNonUniformFAdd GroupNonUniformSMin GroupNonUniformUMin GroupNonUniformFMin
     GroupNonUniformSMax GroupNonUniformUMax GroupNonUniformFMax

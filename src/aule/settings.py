@@ -66,6 +66,11 @@ def omp_num_threads() -> int | None:
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
 
 
+def omp_stack_size() -> str | None:
+    """``OMP_STACKSIZE`` or ``GOMP_STACKSIZE``: the stack of OpenMP's threads, where it is not the usual one."""
+    return os.environ.get("OMP_STACKSIZE") or os.environ.get("GOMP_STACKSIZE")
+
+
 def vulkan_validation() -> bool:
     """``AULE_VULKAN_VALIDATION=1`` loads Khronos' validation layer and logs what it says."""
     return os.environ.get("AULE_VULKAN_VALIDATION", "0") == "1"

@@ -126,6 +126,10 @@ class Target:
     """8-bit elements in buffers can be read and written directly."""
     bf16: bool = False
     """bf16 conversion in hardware."""
+    e4m3: bool = False
+    """Conversion of four e4m3 numbers to fp16 in hardware."""
+    device_fence: bool = False
+    """Workgroups of a launch can order what they do to buffers: the language has fences of the whole device."""
     matrix_units: tuple[str, ...] = ()
     """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
     matrix_shape: tuple[int, int, int] = (16, 16, 16)

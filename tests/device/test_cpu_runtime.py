@@ -30,7 +30,7 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.runtime import _cpu_llvm, _cpu_pool, cpu
+from aule.runtime import _cpu_llvm, _cpu_openmp, _cpu_pool, cpu
 from aule.runtime.base import Device
 
 try:
@@ -564,10 +564,10 @@ def test_every_workgroup_is_done_once(device: cpu.CpuDevice, threads: int, monke
     counted(device, SLOW_COUNT, 2000)
 
 
-def test_threads_take_part(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each workgroup of the first few waits until another has begun: alone, a thread would wait for ever."""
-    monkeypatch.setenv("AULE_NUM_THREADS", "3")
-    group = """
+MEET = kernel(
+    "meet",
+    cell("x", 0, "ptr"),
+    """
   %mine = atomicrmw add ptr %x, i32 1 seq_cst
   br label %wait
 wait:
@@ -575,14 +575,25 @@ wait:
   %all = icmp sge i32 %begun, 3
   br i1 %all, label %over, label %wait
 over:
-"""
-    program = device.load(kernel("meet", cell("x", 0, "ptr"), group, INCREMENT_PARAMS))
+""",
+    INCREMENT_PARAMS,
+)
+"""Each of three workgroups waits until all have begun: on fewer threads they would wait for ever."""
+
+
+def meet(device: cpu.CpuDevice) -> None:
+    program = device.load(MEET)
     for _ in range(20):
         x = np.zeros(1, np.int32)
         memory = device.import_host(x)
         assert memory is not None
         device.launch(program, (3, 1, 1), [memory])
         assert x[0] == 3
+
+
+def test_threads_take_part(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AULE_NUM_THREADS", "3")
+    meet(device)
 
 
 def test_serial_launches_and_those_of_one_workgroup_stay_in_the_thread(
@@ -646,6 +657,61 @@ def test_torch_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.fixture
+def openmp(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[_cpu_openmp.Team]:
+    """Three threads of PyTorch's, and none of ours."""
+    torch = pytest.importorskip("torch")
+    team = _cpu_openmp.team(device._machine)
+    if team is None:
+        pytest.skip("PyTorch is linked to no OpenMP library with GNU's entry point")
+
+    def refuse(self: _cpu_pool.Pool, helpers: int) -> int:
+        raise AssertionError(f"{helpers} threads of our own")
+
+    monkeypatch.delenv("AULE_NUM_THREADS", raising=False)
+    monkeypatch.setattr(_cpu_pool.Pool, "ready", refuse)
+    run = device._run
+    monkeypatch.setattr(device, "_run", lambda *arguments: run(*arguments[:5], openmp=True))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield team
+    torch.set_num_threads(before)
+
+
+def test_threads_of_pytorch_take_part(device: cpu.CpuDevice, openmp: _cpu_openmp.Team) -> None:
+    meet(device)
+    for total in (2, 3, 7, 1000):
+        counted(device, COUNT, total, 50)
+    counted(device, SLOW_COUNT, 2000)
+
+
+def test_a_team_of_pytorch_serves_one_launch_at_a_time(device: cpu.CpuDevice, openmp: _cpu_openmp.Team) -> None:
+    many_launches(device)
+
+
+def test_threads_of_pytorch_serve_launches_that_are_long_and_quicker_there() -> None:
+    def served(ours: float, theirs: float, habit: _cpu_openmp.Habit, count: int = 64) -> int:
+        chosen = 0
+        for _ in range(count):
+            mine = habit.choose()
+            habit.note(mine, theirs if mine else ours)
+            chosen += mine
+        return chosen
+
+    assert served(1e-5, 1e-5, _cpu_openmp.Habit()) == 0
+    habit = _cpu_openmp.Habit()
+    assert served(4e-3, 2e-3, habit) >= 58
+    assert served(4e-3, 9e-3, habit) <= 8  # others use the cores now
+    assert served(4e-3, 2e-3, habit, 192) >= 96
+    assert served(1e-5, 1e-5, habit) <= 1
+
+
+def test_stacks_that_were_chosen_for_openmp_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("OMP_STACKSIZE", "64k")
+    assert _cpu_openmp._entry() == 0
+
+
 def test_threads_that_cannot_be_started(
     device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -664,6 +730,11 @@ def test_threads_that_cannot_be_started(
 
 def test_launches_of_many_python_threads(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AULE_NUM_THREADS", "3")
+    many_launches(device)
+
+
+def many_launches(device: cpu.CpuDevice) -> None:
+    """Launches of several threads of Python at the same time."""
     failures: list[BaseException] = []
     program = device.load(COUNT)
     shared = device.prepare(program, (500, 1, 1), ())
@@ -765,10 +836,15 @@ thread.join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_fork(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", ["ours", "PyTorch's"])
+def test_fork(tmp_path: Path, threads: str) -> None:
     source = tmp_path / "count.ll"
     source.write_bytes(COUNT.code)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(source)], check=True, timeout=120)
+    code = FORK
+    if threads == "PyTorch's":
+        pytest.importorskip("torch")
+        code = code.replace('os.environ["AULE_NUM_THREADS"] = "3"', "import torch\ntorch.set_num_threads(3)")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(source)], check=True, timeout=120)
 
 
 EXIT = """

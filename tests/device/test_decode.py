@@ -12,6 +12,7 @@ import pytest
 import aule
 from aule.engine.decode import decode_on_host
 from aule.ops.attention.reference import compare
+from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.sequences import expect_decode
 from aule.runtime.base import Device
 
@@ -51,6 +52,23 @@ def call(given: dict[str, Any], **options: Any) -> Any:
     if "block_tables" in given:
         return aule.flash_attention_paged(q, k, v, **given, return_lse=True, **options)
     return aule.decode_attention(q, k, v, **given, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("name", ["cuda", "vulkan"])
+def test_the_last_workgroup_adds_up_parts(name: str) -> None:
+    """Several calls in turn: each finds what counts its parts as the one before found it."""
+    device = devices.need(name)
+    case = next(case for case in CASES if case.id == "parts")
+    given = decode_cases.make(case)
+    for lens in ((2100, 700), (1, 0), (900, 650)):
+        given["context_lens"] = np.array(lens, np.int32)
+        problem, operands = decode_cases.problem_of(case, given)
+        views = decode_views(operands, operands.q)
+        assert len(plan_decode(problem, views, device.target).steps) == 1
+        out, lse = decode_on_host("flash_attention_paged", problem, operands, device)
+        judged, expected = expect_decode(problem, operands)
+        verdict = compare(judged, out, lse, expected)
+        assert verdict, verdict.message
 
 
 @pytest.mark.parametrize("name", ["vulkan", "opencl"])

@@ -67,7 +67,14 @@ def test_result_and_gradients(backend: str, number: int) -> None:
     device = None if backend == "numpy" else need(backend)
     if device is not None:
         spare(device, number)
-    dtype, shape, features = CASES[number]
+    judge(device, *CASES[number])
+
+
+def test_products_of_many_rows_of_pairs_on_a_cpu() -> None:
+    judge(need("cpu"), "bfloat16", (800, 70), 600)
+
+
+def judge(device: Any, dtype: str, shape: tuple[int, ...], features: int) -> None:
     arrays = given(dtype, shape, features)
     other = naive(arrays)
     dy = arrays.pop("dy")

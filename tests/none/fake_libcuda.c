@@ -251,6 +251,15 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status)
     *status = stream ? stream->capturing : 0;
     return OK;
 }
+CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status, unsigned long long *number,
+                                   void *graph, void *dependencies, void *count)
+{
+    ENTER(1);
+    *status = stream ? stream->capturing : 0;
+    if (*status)
+        *number = 7;
+    return OK;
+}
 CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
     ENTER(1);

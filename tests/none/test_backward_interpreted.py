@@ -8,7 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from test_forward_interpreted import layouts_of
+from op_plans import layouts_of
 
 from aule.engine.attention import STORED, contiguous_strides, named
 from aule.ir.interpret import interpret

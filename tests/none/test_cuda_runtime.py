@@ -478,6 +478,9 @@ class TestLaunch:
         prepared = device.prepare(program, (1, 1, 1), [pooled])
         prepared.launch((pooled.address,), stream.value or 0)
         assert not {"cuEventRecord", "cuStreamWaitEvent", "cuStreamSynchronize", "cuMemAlloc_v2"} & set(fake.calls())
+        assert device.capture(stream.value or 0) == 7
+        fake.lib.fake_capture(stream, 0)
+        assert device.capture(stream.value or 0) == 0
         fake.lib.fake_pop()
 
     def test_context_is_restored(self, fake: Fake, device: CudaDevice) -> None:

@@ -105,24 +105,43 @@ def test_the_maximum_may_grow_far() -> None:
     check(case, ROW_HALVES, k=(np.abs(given["k"]) * rise).astype(np.float16), q=np.abs(given["q"]))
 
 
+CONVERTS = replace(NVIDIA, e4m3=True)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.cache == "e4m3"], ids=str)
+def test_devices_that_convert_e4m3(case: decode_cases.Case) -> None:
+    check(case, CONVERTS, 2)
+
+
+def test_nan_of_dropped_bytes_does_not_count() -> None:
+    case = decode_cases.Case("nan", (50, 40), 3, (2, 1), (64, 64), "f16", "e4m3", 16, options={"window": (6, 0)})
+    given = decode_cases.make(case)
+    codes, tables = given["v"].view(np.uint8), given["block_tables"]
+    codes[tables[0, 2], :9] = 0x7F  # keys 32 to 40: the window begins behind them
+    codes[tables[1, 1], :15] = 0xFF  # keys 16 to 30
+    check(case, CONVERTS, v=given["v"])
+
+
 @pytest.mark.parametrize("cache", ["i8", "e4m3"])
 def test_bytes_become_their_numbers(cache: str) -> None:
-    """All 256 of them, as fp16 and as fp32."""
+    """All 256 of them, as fp16 and as fp32, and by a device's own conversion."""
     b = Builder("bytes", 64)
     words, out = b.buffer("words", u32), b.buffer("out", f32, "write")
     t = b.thread_id()
     word = b.load(words, t)
     even, odd = (b.unpack(b.cast(b.bitcast(x, Vector(f16, 2)), f32)) for x in half_pairs(b, word, cache))
     found = [even[0], odd[0], even[1], odd[1], *floats(b, word, cache), *floats(b, word, cache, halves=True)]
-    for i, x in enumerate(found):
-        b.store(out, t * 12 + i, x)
-    got = np.zeros((64, 3, 4), np.float32)
+    native = b.unpack(b.cast(b.e4m3_halves(word), f32)) if cache == "e4m3" else floats(b, word, cache)
+    for i, x in enumerate([*found, *native]):
+        b.store(out, t * 16 + i, x)
+    got = np.zeros((64, 4, 4), np.float32)
     interpret(b.finish(), (1, 1, 1), [np.arange(256, dtype=np.uint8).view(np.uint32), got])
     codes = np.arange(256, dtype=np.uint8)
     wanted = codes.view(np.int8).astype(np.float32) if cache == "i8" else E4M3[codes].astype(np.float32)
-    unit = np.array([1, 1, 1] if cache == "i8" else [E4M3_HALF, 1, E4M3_HALF], np.float32)
+    unit = np.array([1, 1, 1, 1] if cache == "i8" else [E4M3_HALF, 1, E4M3_HALF, 1], np.float32)
     numbers = np.isfinite(wanted)  # codes 127 and 255 of e4m3 are none
-    found = got.transpose(1, 0, 2).reshape(3, 256)
+    found = got.transpose(1, 0, 2).reshape(4, 256)
+    np.testing.assert_array_equal(np.isnan(found[3]), ~numbers)
     np.testing.assert_array_equal(found[:, numbers], (unit[:, None] * wanted)[:, numbers])
 
 

@@ -9,7 +9,7 @@ import decode_cases
 import numpy as np
 import pytest
 import test_fragment_interpreted as fragments
-from test_forward_interpreted import layouts_of
+from op_plans import layouts_of
 
 from aule.codegen import TARGETS
 from aule.engine.attention import STORED, contiguous_strides
@@ -32,7 +32,7 @@ NARROW = replace(PTX, subgroup_size=8, subgroup_sizes=(8,))
 def run(
     problem: DecodeProblem, operands: DecodeOperands, target: Target, splits: int | None = None, **shape: int
 ) -> tuple[Any, Any]:
-    """Plan and interpret; result and log-sum-exp."""
+    """Plan and interpret; result and log-sum-exp. Parts are added up in one launch where the target has fences."""
     out = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "device", None)
     views = decode_views(operands, out)
     for name, view in views.items():
@@ -46,6 +46,8 @@ def run(
     if shape:
         plan = plan_decode(problem, views, target, splits=splits, shape=replace(plan.steps[0].config.shape, **shape))
     memory |= {name: np.full(count, np.nan, np.float32) for name, count in plan.workspace.items()}
+    zeroed = {name: np.zeros(count, np.int32) for name, count in plan.zeroed.items()}
+    memory |= zeroed
     values = {f"{name}_ptr": array for name, array in memory.items()}
     for step in plan.steps:
         kernel = step.build(step.config, target)
@@ -57,6 +59,7 @@ def run(
                 given[i] = given[i].reshape(-1).view(np.uint32)
         layouts = layouts_of(target)
         interpret(kernel, step.grid, given, subgroup_size=target.subgroup_size or 32, layouts=layouts)
+    assert not any(words.any() for words in zeroed.values())
     return memory["o"], memory["lse"]
 
 
@@ -76,6 +79,11 @@ def test_subgroups(case: decode_cases.Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts(case: decode_cases.Case) -> None:
     check(case, NARROW, 3, subgroups=1)
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_parts_in_two_launches(case: decode_cases.Case) -> None:
+    check(case, replace(NARROW, device_fence=False), 3, subgroups=1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

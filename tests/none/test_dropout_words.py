@@ -10,7 +10,7 @@ import pytest
 import aule
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
-from aule.ir.types import Vector, i32, u32
+from aule.ir.types import Vector, i32, u32, u64
 from aule.ops.attention.dropout import Dropout, keep_scale, kept, philox_words, seed_words, threshold
 from aule.tile.random import philox
 from aule.tile.vector import Vectors
@@ -28,14 +28,16 @@ KNOWN = [
 """Random123's known answers for philox4x32-10: counter, key, result."""
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
-def test_philox_gives_the_published_answers(counter: Any, key: Any, result: Any) -> None:
+def test_philox_gives_the_published_answers(counter: Any, key: Any, result: Any, wide: bool) -> None:
     assert [int(word) for word in philox_words(counter, key)] == list(result)
     b = Builder("known_answer", workgroup=1)
     given, out = b.buffer("given", u32), b.buffer("out", u32, "write")
     words = [b.load(given, i) for i in range(6)]
-    for i, word in enumerate(philox(b, (words[0], words[1], words[2], words[3]), (words[4], words[5]))):
-        b.store(out, i, word)
+    x = [b.cast(word, u64 if wide else u32) for word in words[:4]]
+    for i, word in enumerate(philox(b, (x[0], x[1], x[2], x[3]), (words[4], words[5]))):
+        b.store(out, i, b.cast(word, u32))
     found = np.zeros(4, np.uint32)
     interpret(b.finish(), (1, 1, 1), [np.array([*counter, *key], np.uint32), found])
     assert found.tolist() == list(result)

@@ -74,7 +74,7 @@ MATRIX_CASES = [
 
 VULKAN = Target(
     "vulkan", "plain", subgroup_size=32, max_threads=1024, max_shared_bytes=49152, f16=True, int64=True, storage16=True,
-    storage8=True, language_version=13, extensions=SIMPLE,
+    storage8=True, device_fence=True, language_version=13, extensions=SIMPLE,
 )  # fmt: skip
 VULKAN_TARGETS = {
     "everything": VULKAN,
@@ -93,7 +93,8 @@ VULKAN_TARGETS = {
     ),
     "waves of 64": Target(
         "vulkan", "waves of 64", "amd", subgroup_size=64, subgroup_sizes=(32, 64), max_threads=1024,
-        max_shared_bytes=65536, f16=True, int64=True, storage16=True, storage8=True, language_version=13,
+        max_shared_bytes=65536, f16=True, int64=True, storage16=True, storage8=True, device_fence=True,
+        language_version=13,
         extensions=(*SIMPLE, "VK_KHR_vulkan_memory_model", "VK_KHR_shader_float_controls"),
     ),
 }  # fmt: skip

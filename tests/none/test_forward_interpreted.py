@@ -8,18 +8,21 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
+from op_plans import layouts_of
 
 from aule.engine.attention import contiguous_strides, named
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
 from aule.ops.attention.forward import build_forward
+from aule.ops.attention.forward_fragment import LAG
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
-from aule.ops.attention.tiles import ENTRIES, OWN
+from aule.ops.attention.tiles import ENTRIES, OWN, choose_shape
 from aule.ops.attention.validate import Operands, attention_problem
-from aule.target import FragmentLayout, Target
+from aule.target import Target
 from aule.tile.fragment import FragmentShape
+from aule.tile.math import LN2, LOG2E
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 
@@ -35,15 +38,6 @@ STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 def target(subgroup_size: int) -> Target:
     sizes = (subgroup_size,) if subgroup_size else ()
     return Target("vulkan", subgroup_size=subgroup_size, subgroup_sizes=sizes, max_shared_bytes=1 << 20, int64=True)
-
-
-def layouts_of(device: Target) -> dict[str, FragmentLayout]:
-    """How the fragments of a device lie, as the interpreter wants it."""
-    results = device.matrix_layout
-    left, right = device.matrix_factors or (results, None)
-    return {
-        use: layout for use, layout in zip(("accumulator", "a", "b"), (results, left, right), strict=True) if layout
-    }
 
 
 def run(
@@ -113,6 +107,40 @@ def test_guarded_product_has_no_race(shape: str, bad: float) -> None:
     problem, operands = attention_problem(**views, causal=True, return_lse=True)
     out, lse = run(problem, operands, SMALL_SHAPES[shape], target(8))
     assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("device", [target(8), target(0), replace(target(8), backend="webgpu")],
+                         ids=["subgroups", "none", "webgpu"])  # fmt: skip
+def test_maximum_that_runs_ahead(device: Target) -> None:
+    """Rows whose scores grow from tile to tile, by less and by more than m may lag behind, beside one that is NaN."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, 1, n, 8), np.float32) for n in (16, 64, 64))
+    q = np.abs(q) * np.linspace(0, 4, 16, dtype=np.float32)[:, None]
+    k = np.abs(k) * np.linspace(-3, 3, 64, dtype=np.float32)[:, None]
+    q[:, :, 3] = np.nan
+    views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v}.items()}
+    problem, operands = attention_problem(**views, return_lse=True)
+    out, lse = run(problem, operands, SMALL_SHAPES["resident"], device)
+    rows = np.arange(16) != 3
+    s = (q[0, 0, rows].astype(np.float64) @ k[0, 0].astype(np.float64).T) * (problem.scale * LOG2E)
+    highest = s.max(axis=1, keepdims=True)
+    assert (highest - s[:, :16].max(axis=1, keepdims=True)).max() > 2 * LAG
+    weights = np.exp2(s - highest)
+    total = weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(out[0, 0, rows], weights @ v[0, 0] / total, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(lse[0, 0, rows], ((highest + np.log2(total)) * LN2)[:, 0], rtol=1e-5, atol=1e-5)
+    assert np.isnan(out[0, 0, 3]).all()
+
+
+def test_late_only_where_workgroups_hide_it() -> None:
+    """Three of 73 KiB fit into Hopper's shared memory, and one into what Ada has."""
+    hopper = Target("cuda", vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
+                    max_shared_bytes=227 * 1024)  # fmt: skip
+    ada = replace(hopper, max_shared_bytes=99 * 1024)
+    assert choose_shape(hopper, 128, 128).late
+    assert not choose_shape(hopper, 128, 128, modifiers=1).late
+    assert not choose_shape(ada, 128, 128).late
+    assert not choose_shape(replace(hopper, backend="vulkan"), 128, 128).late
 
 
 def test_indices_of_64_bits() -> None:

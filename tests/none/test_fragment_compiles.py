@@ -94,7 +94,7 @@ def test_backward(arch: str, head_dim: int, deterministic: bool, tmp_path: Path)
     assert [step.config.of for step in kernels] == (["queries", "keys"] if deterministic else ["keys"])
     for step in kernels:
         text, spilled = assemble(step.build(step.config, device), device, tmp_path)
-        assert ("atom.global.add.f32" in text) == (not deterministic)
+        assert ("atom.global.add" in text) == (not deterministic)
         assert spilled <= SPILLED
 
 

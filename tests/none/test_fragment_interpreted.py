@@ -6,16 +6,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import grid
+import ml_dtypes
 import numpy as np
 import pytest
 from test_backward_interpreted import run as backward
 from test_forward_interpreted import run
 
+from aule.ir import Builder
+from aule.ir.interpret import interpret
+from aule.ir.types import bf16, f32
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.target import FragmentLayout, Target
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment import Components, FragmentShape
 
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
 """Of the interpreter: lane L holds elements 8 L ... 8 L + 7, which is half of row L / 2."""
@@ -25,6 +29,7 @@ SHAPES = {
     "one-stage": FragmentShape(32, 32, 2, 1, True),
     "q-in-memory": FragmentShape(32, 16, 2, 2, False),
     "two-blocks-of-rows": FragmentShape(32, 32, 1, 1, False),
+    "some-of-q-in-memory": FragmentShape(32, 16, 2, 1, False, held=16),
     "warpgroups": FragmentShape(64, 16, 4, 2, False, warpgroups=True),
 }
 CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "bf16")]
@@ -104,6 +109,7 @@ BACKWARD = {
     "two-stages": FragmentShape(32, 32, 2, 2, False),
     "one-stage": FragmentShape(32, 16, 2, 1, False),
     "two-blocks-of-rows": FragmentShape(32, 32, 1, 2, False),
+    "one-in-registers": FragmentShape(32, 16, 2, 1, True),
 }
 
 
@@ -136,6 +142,23 @@ def test_gradients(case: grid.Case, shape: str, deterministic: bool) -> None:
     arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in inputs.items()}
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
+
+
+def test_factors_rounded_by_integers() -> None:
+    """Halves of bf16 where a device does not convert: to nearest but for ties, Inf and NaN as they are."""
+    numbers = (np.random.default_rng(0).standard_normal(64) * 2.0 ** np.arange(-32, 32)).astype(np.float32)
+    numbers[:5] = np.inf, -np.inf, np.nan, 0.0, -0.0
+    numbers.view(np.uint32)[5] = 0x7FFFFFFF  # the NaN of NVIDIA's arithmetic
+    b = Builder("halves", 32, 32)
+    source, out = b.buffer("source", f32), b.buffer("out", f32, "write")
+    engine = Components(b, replace(target(""), backend="vulkan"), bf16)
+    at = b.thread_id() * 2
+    for half in engine.rounded(b.unpack(b.load(source, at, 2)), weights=False):
+        b.store(out, at, b.cast(half, f32))
+        at = at + 1
+    found = np.zeros(64, np.float32)
+    interpret(b.finish(), (1, 1, 1), [numbers, found])
+    np.testing.assert_array_equal(found, np.asarray(numbers.astype(ml_dtypes.bfloat16), np.float32))
 
 
 def test_a_negative_scale() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
+from op_plans import layouts_of
 from test_backward_interpreted import run as backward
-from test_forward_interpreted import layouts_of, run
+from test_forward_interpreted import run
 
 from aule.engine import probe
 from aule.errors import InvalidArgumentError

@@ -18,6 +18,7 @@ from aule.errors import KernelError
 from aule.ir import Builder, Value
 from aule.ir.interpret import SanitizerError, interpret
 from aule.ir.ops import OPS
+from aule.ir.passes import narrow_vectors
 from aule.ir.types import (
     SCALARS,
     Fragment,
@@ -580,6 +581,27 @@ def test_atomic_add_of_floats_in_shared_memory() -> None:
     assert got.tolist() == [2016.0] * 3
 
 
+@pytest.mark.parametrize("count", [48, 64])
+def test_atomic_add_of_vectors(count: int) -> None:
+    """Each element for itself, in one piece or as the passes take it apart; eight places for all lanes."""
+    b = Builder("vectors", workgroup=64)
+    out, before = b.buffer("out", f32, "readwrite"), b.buffer("before", f32, "write")
+    t = b.thread_id()
+    with b.if_(t < count):
+        x = b.cast(t, f32)
+        b.store(before, t * 4, b.atomic("add", out, (t & 7) * 4, b.vector([x, x + 1.0, x + 2.0, x + 3.0])))
+    kernel = b.finish()
+    terms = (np.arange(count)[:, None] + np.arange(4.0)).reshape(-1, 8, 4).astype(np.float32)
+    singly = narrow_vectors(kernel, 4)
+    assert not any(isinstance(op.args[2].type, Vector) for op in singly.walk() if op.opcode == "atomic")
+    for each in (kernel, singly):
+        verify(each)
+        got, old = np.zeros(32, np.float32), np.zeros(256, np.float32)
+        interpret(each, (1, 1, 1), [got, old])
+        np.testing.assert_array_equal(got.reshape(8, 4), terms.sum(axis=0))
+        np.testing.assert_array_equal(old[: 4 * count].reshape(-1, 8, 4), terms.cumsum(axis=0) - terms)
+
+
 def test_bf16_buffers_as_bits_or_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     b = Builder("double", workgroup=8)
@@ -789,10 +811,15 @@ def test_sanitizer_errors_are_kernel_errors() -> None:
 
 
 def test_every_operation_is_exercised(request: pytest.FixtureRequest) -> None:
-    """Runs last: the kernels above contain every operation of the language, but one that the sanitizer's tests use."""
+    """Runs last: the kernels above contain every operation of the language, but those that the sanitizer's tests and
+    kernels use."""
     collected = {getattr(item, "originalname", "") for item in request.session.items}
     mine = {name for name in globals() if name.startswith("test_")}
     if not mine <= collected or "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("only part of this file runs in this process")
-    assert set(OPS) - EXERCISED == {"subgroup_barrier"}
+    hoppers = {name for name in OPS if name.startswith("warpgroup")}
+    assert set(OPS) - EXERCISED - hoppers == {
+        "subgroup_barrier", "workgroup_any", "device_fence", "e4m3_halves", "prefetch", "async_copy",
+        "async_commit", "async_wait",
+    }  # fmt: skip
     assert set(SCALARS) == {"bool", *MEMORY}

@@ -602,6 +602,73 @@ def test_writing_what_another_workgroup_read() -> None:
     np.testing.assert_array_equal(values, 2)
 
 
+@pytest.mark.parametrize("missing", ["", "barrier before", "release", "ticket", "acquire", "barrier after"])
+def test_the_last_workgroup_reads_what_all_have_written(missing: str) -> None:
+    """A ticket and two fences order workgroups; whatever is left out of that, the race is seen."""
+    b = Builder("last", workgroup=32)
+    data, out, tickets = (
+        b.buffer("data", i32, "readwrite"),
+        b.buffer("out", i32, "write"),
+        b.buffer("tickets", i32, "readwrite"),
+    )
+    t, group, groups = b.thread_id(), b.group_id(), b.group_count()
+    write = here()
+    b.store(data, group * 32 + t, group + t)
+    b.barrier(global_memory=missing != "barrier before")
+    drawn = b.var(b.const(-1, i32))
+    with b.if_(b.eq(t, 0)):
+        if missing != "release":
+            b.device_fence()
+        drawn.value = b.atomic("add", tickets, group if missing == "ticket" else 0, 1)
+        if missing != "acquire":
+            b.device_fence()
+    last = b.eq(group, groups - 1) if missing == "ticket" else b.workgroup_any(b.eq(drawn.value, groups - 1))
+    with b.if_(last):
+        b.barrier(global_memory=missing != "barrier after")
+        total = b.var(b.const(0, i32))
+        with b.loop(0, groups) as i:
+            read = here()
+            total.value = total.value + b.load(data, i * 32 + (t ^ 1))
+        b.store(out, t, total.value)
+        with b.if_(b.eq(t, 0)):
+            b.atomic("exchange", tickets, 0, 0)
+    grid = (70, 1, 1)  # several batches of lanes
+    arrays = [np.zeros(70 * 32, np.int32), np.zeros(32, np.int32), np.zeros(70, np.int32)]
+    if missing:
+        contains(report(b, arrays, grid), "race in global memory on data[", write, read)
+        return
+    passes(b, arrays, grid)
+    np.testing.assert_array_equal(arrays[1], 70 * (np.arange(32) ^ 1) + 69 * 35)
+    assert not arrays[2].any()
+
+
+def test_writing_what_another_workgroup_has_read_before_a_fence() -> None:
+    def kernel(fences: bool) -> Builder:
+        b = Builder("turns", workgroup=32)
+        data, ticket = b.buffer("data", i32, "readwrite"), b.buffer("ticket", i32, "readwrite")
+        out = b.buffer("out", i32, "write")
+        t = b.thread_id()
+        b.store(out, b.group_id() * 32 + t, b.load(data, t))
+        b.barrier(global_memory=True)
+        drawn = b.var(b.const(-1, i32))
+        with b.if_(b.eq(t, 0)):
+            if fences:
+                b.device_fence()
+            drawn.value = b.atomic("add", ticket, 0, 1)
+            if fences:
+                b.device_fence()
+        with b.if_(b.workgroup_any(b.eq(drawn.value, b.group_count() - 1))):
+            b.barrier(global_memory=True)
+            b.store(data, t, t)
+        return b
+
+    def arrays() -> list[Any]:
+        return [np.zeros(32, np.int32), np.zeros(1, np.int32), np.zeros(96, np.int32)]
+
+    passes(kernel(True), arrays(), (3, 1, 1))
+    contains(report(kernel(False), arrays(), (3, 1, 1)), "race in global memory on data[")
+
+
 # -- fragments -----------------------------------------------------------------------------------------------------
 
 

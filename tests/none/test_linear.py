@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from op_plans import error, interpreted, reference
+from op_plans import bound, error, interpreted, reference
 from test_fragment_compiles import SPILLED, assemble
 from test_fragment_compiles import target as nvidia
 from test_fragment_interpreted import target as fragment_target
@@ -19,7 +19,8 @@ from aule.codegen import TARGETS
 from aule.engine.fused import result_views
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
-from aule.ops.linear.config import FragmentBlocks, ProductConfig
+from aule.ops.linear.config import FragmentBlocks, ProductConfig, WarpgroupBlocks
+from aule.target import NVIDIA_LAYOUT
 from aule.view import TensorView, contiguous_strides
 
 SPEC = CATALOGUE["layer_norm_linear"]
@@ -68,12 +69,41 @@ def test_interpreted(tiny: None, way: str, sizes: tuple[int, int, int]) -> None:
         assert error(found[name], gradient) < allowed, name
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes", "made"),
+    [(128, (384, 128, 136), {"layer_norm_linear", "linear_weight_backward"}),
+     (64, (150, 256, 128), {"layer_norm_linear", "linear_backward"})],
+    ids=["two", "one"],
+)  # fmt: skip
+def test_warpgroups(rows: int, sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two warpgroups, several tiles for each workgroup, some of them at the edges; ``made`` are the products
+    that they make."""
+    monkeypatch.setattr(blocks, "WARPGROUPS", ((WarpgroupBlocks(rows, 64, group=2), 1.0),))
+    device = replace(fragment_target(), matrix_layout=NVIDIA_LAYOUT, compute_units=3)
+    given = arrays(np.float16, *sizes)
+    if rows == 128:  # of a wider dtype, as in mixed precision
+        given |= {name: given[name].astype(np.float32) for name in ("weight_norm", "bias_norm", "bias")}
+    else:
+        given = {name: given[name] for name in ("x", "weight", "dy")}
+    assert SPEC.gradient is not None
+    seen = set()
+    for spec, operands in ((SPEC, {n: x for n, x in given.items() if n != "dy"}), (SPEC.gradient, given)):
+        call = bound(spec, operands, {})
+        configs = [step.config for step in spec.plan(call.problem, call.views | result_views(call), device).steps]
+        seen |= {config.name for config in configs if isinstance(getattr(config, "blocks", None), WarpgroupBlocks)}
+        found, right = interpreted(spec, operands, {}, device), reference(spec, operands, {})
+        for name, values in right.items():
+            assert error(found[name], values) < 1e-3, name
+    assert seen == made
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_tiles_fit(dtype: str) -> None:
     """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
     for left, right in ((False, False), (False, True), (True, True)):
         for table, target in ((blocks.COPIED, 227 << 10), (blocks.CARRIED, 48 << 10)):
             assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
+        assert all(tile.shared_bytes(left, right) <= 227 << 10 for tile, _ in blocks.WARPGROUPS)
     chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)
     assert chosen == blocks.COPIED[2]  # 99 KiB: what consumer cards have
     assert blocks.choose_blocks(TARGETS["ptx"], "f32", (4096,) * 3, False, False, True).threads == 256
@@ -98,8 +128,12 @@ def test_assembled(arch: str, length: int, tmp_path: Path) -> None:
         for step in steps:
             if isinstance(step.config, ProductConfig):
                 text, spilled = assemble(step.build(step.config, device), device, tmp_path)
-                assert "mma.sync" in text and "ldmatrix" in text
+                if isinstance(step.config.blocks, WarpgroupBlocks):
+                    assert "wgmma.mma_async" in text
+                else:
+                    assert "mma.sync" in text and "ldmatrix" in text
                 if spec is SPEC:
+                    assert ("wgmma" in text) == (arch == "sm_90" and length % 64 == 0)
                     assert ("cp.async.cg" in text) == (arch != "sm_75" and length % 64 == 0)
                 assert spilled <= (SPILLED if arch == "sm_75" else 0)
 

@@ -264,6 +264,14 @@ def test_products_of_pairs_are_refused(language: str) -> None:
         render(language, b.finish())
 
 
+@pytest.mark.parametrize("language", GOLDEN)
+def test_fences_of_the_device_are_refused(language: str) -> None:
+    b = Builder("fence", 32)
+    b.device_fence()
+    with pytest.raises(KernelError, match="has no fence of the device"):
+        render(language, b.finish())
+
+
 @pytest.mark.parametrize("language", ["opencl", "wgsl"])
 def test_fragments_are_refused_where_there_are_none(language: str) -> None:
     case = next(c for c in cases() if "fragments" in c.needs)

@@ -479,6 +479,16 @@ def test_refusals_name_the_remedy(make: object, message: str) -> None:
     assert "test_render_ptx.py" in str(caught.value)
 
 
+def test_bytes_are_converted_where_there_is_an_instruction() -> None:
+    b = Builder("bytes", 32)
+    words, out = b.buffer("words", u32), b.buffer("out", f16, "write")
+    b.store(out, b.thread_id() * 4, b.e4m3_halves(b.load(words, b.thread_id())))
+    kernel = b.finish()
+    assert text(kernel, "sm_90").count("cvt.rn.f16x2.e4m3x2") == 2
+    with pytest.raises(KernelError, match="shift the bits into place"):
+        text(kernel, "sm_89")
+
+
 @pytest.mark.parametrize("arch", ["", "sm_70", "gfx90a"])
 def test_unknown_architectures_are_refused(arch: str) -> None:
     with pytest.raises(KernelError, match="sm_75 or newer"):

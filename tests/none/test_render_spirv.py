@@ -378,8 +378,14 @@ def test_refusals() -> None:
         pair = b.const(0, u32)
         b.store(b.buffer("out", f32, "write"), 0, b.dot_pairs(pair, pair, b.const(1.0, f32)))
 
+    def bytes_(b: Builder) -> None:
+        halves = b.e4m3_halves(b.const(0, u32))
+        b.store(b.buffer("out", f32, "write"), 0, b.cast(b.extract(halves, 0), f32))
+
     with pytest.raises(KernelError, match=r"\[spirv\] expected no products of packed pairs"):
         render(kernel_of("pairs", pairs), TARGET)
+    with pytest.raises(KernelError, match=r"\[spirv\] expected no conversion of e4m3"):
+        render(kernel_of("bytes", bytes_), TARGET)
     with pytest.raises(KernelError, match=r"\[spirv\] expected a target with f64"):
         render(kernel_of("double", double), dataclasses.replace(TARGET, f64=False))
     with pytest.raises(KernelError, match=r"\[spirv\] expected portable operations, got an intrinsic of ptx"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from aule.engine import programs as engine
 
 torch = pytest.importorskip("torch")
 
-from aule.frontends import torch_decode  # noqa: E402
+from aule.frontends import torch_decode, torch_zeroed  # noqa: E402
 
 
 @pytest.fixture
@@ -48,10 +49,36 @@ def test_a_repeated_call_is_planned_once(device: Interpreted) -> None:
 
 def test_parts_of_a_sequence_are_added_up(device: Interpreted) -> None:
     q, k, v = normal(1, 2, 16), normal(1, 1, 1400, 16), normal(1, 1, 1400, 16)
-    out = aule.decode_attention(q, k, v, sinks=normal(2), window=900)
-    assert device.prepared == 2
     wanted = aule.decode_attention(q, k, v, sinks=normal(2), window=900, backend="numpy")
+    for _ in range(2):  # what counts the parts is left as it was found
+        out = aule.decode_attention(q, k, v, sinks=normal(2), window=900)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    assert device.prepared == 1
+    device.target = replace(device.target, device_fence=False)
+    torch_decode._known.clear()
+    out = aule.decode_attention(q, k, v, sinks=normal(2), window=900)
+    assert device.prepared == 3
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_streams_and_captures_count_apart(device: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever may run at the same time draws its tickets elsewhere; what runs in turn, from the same words."""
+    captures = {0: 0, 1: 0, 2: 0}
+    monkeypatch.setattr(device, "capture", captures.__getitem__, raising=False)
+    monkeypatch.setattr(torch_zeroed, "_pieces", {})
+    home = torch.device("cpu")
+
+    def address(stream: int, capture: int = 0, words: int = 8) -> int:
+        captures[stream] = capture
+        return torch_zeroed.zeroed(device, home, stream, words)
+
+    apart = [(0, 0), (1, 0), (2, 0), (1, 5), (2, 5), (1, 6)]
+    found = [address(*key) for key in apart]
+    assert len(set(found)) == len(apart)
+    assert found == [address(*key) for key in apart]
+    large = address(1, 0, 5000)
+    assert large != found[1] and large == address(1)
+    assert not torch_zeroed._pieces[home.index, 1, 0].any()
 
 
 def test_packed_queries_on_quantised_pages(device: Interpreted) -> None:

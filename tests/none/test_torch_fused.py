@@ -12,7 +12,7 @@ import aule
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="these run on the CPU engine")
 
-from aule.frontends import torch_fused_ops  # noqa: E402
+from aule.frontends import torch_fused, torch_fused_ops  # noqa: E402
 from aule.ops.catalogue import CATALOGUE  # noqa: E402
 
 F = torch.nn.functional
@@ -127,6 +127,25 @@ def test_dropout_draws_from_pytorch_s_generator() -> None:
     p = torch.softmax(x.double(), -1)
     dp = (first.double() > 0) * 2.0  # the gradient has the forward pass's mask
     torch.testing.assert_close(grad.double(), p * (dp - (p * dp).sum(-1, keepdim=True)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_dropped_is_seen_in_the_result_or_drawn_again(dtype: Any) -> None:
+    spec, options = CATALOGUE["softmax_dropout"], (0.5, True, 2.0)
+    assert spec.gradient is not None
+    x, dy = made(3, 40, 133, dtype=dtype), made(3, 40, 133, dtype=dtype, seed=1)
+    y = torch_fused.compute(spec, (x, None, SEED), options, None, spec.outputs)[0]
+    seen, drawn = (
+        torch_fused.compute(spec.gradient, (dy, x, None, SEED, given), options, None, ("dx",))[0] for given in (y, None)
+    )
+    assert bool((y == 0).any()) and torch.equal(seen, drawn)
+
+
+def test_a_result_is_kept_for_the_gradient_only_where_it_is_of_use() -> None:
+    spec, x = CATALOGUE["softmax_dropout"], made(4, 8)
+    assert torch_fused.saved(spec, (x, None, SEED), x)[-1] is x
+    assert torch_fused.saved(spec, (x, None, None), x)[-1] is None
+    assert torch_fused.saved(spec, (x.to("meta"), None, SEED), x)[-1] is None
 
 
 def test_rope_in_place() -> None:

@@ -49,6 +49,6 @@ def _line(measured: Measured) -> str:
 
 def _text(shape: Shape) -> str:
     if isinstance(shape, FragmentShape):
-        where = "registers" if shape.resident_q else "memory"
+        where = "registers" if shape.resident_q else "registers and memory" if shape.held else "memory"
         return f"{shape.block_q}x{shape.block_kv}, {shape.subgroups} subgroups, {shape.stages} stages, Q in {where}"
     return f"{shape.block_q}x{shape.block_kv}, {shape.threads_x}x{shape.threads_y} threads, by {shape.chunk_k}"

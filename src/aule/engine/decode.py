@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.engine import cpu
-from aule.engine.memory import STORED, Arena, check_memory, host_view
+from aule.engine.memory import STORED, Arena, check_memory, host_view, zeroed
 from aule.engine.probe import find_layout
 from aule.engine.programs import StepLaunches, launch_steps, load_steps
 from aule.ops.decode import sequences
@@ -91,6 +91,7 @@ def _through_device(
                 device.upload(memory["o"], finished)
                 device.upload(memory["lse"], np.full(problem.out_shape[:3], -np.inf, np.float32))
             memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
+            memory |= {name: zeroed(device, words) for name, words in ready.zeroed.items()}
             launch_steps(ready, device, memory)
             device.download(memory["o"], finished)
             if lse is not None:

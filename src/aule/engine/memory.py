@@ -14,6 +14,8 @@ from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
 
+_LEAST_ZEROED = 1024
+
 STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64}
 """NumPy's type for the elements of a result (bf16 as its bits)."""
 
@@ -39,6 +41,25 @@ def check_memory(op: str, dtype: str, views: Mapping[str, TensorView], device: D
 def host_view(dtype: str, array: Array) -> TensorView:
     """A view of an array of stored elements in host memory."""
     return TensorView(dtype, array.shape, tuple(step // array.itemsize for step in array.strides), "host", array)
+
+
+def zeroed(device: Device, words: int) -> Allocation:
+    """At least so many 32-bit words of a device's own, for launches that find them zero and leave them zero.
+
+    Work on a device is ordered, so all launches can have the same, whoever starts them; streams of others, on which
+    CUDA's can be launched as well, are not, and need memory of their own.
+    """
+    # Those that are too small stay, for whoever has them in hand: each is at least twice as large as the one before.
+    # Two threads may make one each, which does no harm.
+    pieces: list[Allocation] = vars(device).setdefault("_engine_zeroed", [])
+    for piece in pieces:
+        if piece.nbytes >= 4 * words:
+            return piece
+    zeros = np.zeros(1 << (max(words, _LEAST_ZEROED) - 1).bit_length(), np.int32)
+    made = device.alloc(zeros.nbytes)
+    device.upload(made, zeros)
+    pieces.append(made)
+    return made
 
 
 class Arena:

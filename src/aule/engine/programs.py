@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aule.backends import registry
@@ -57,6 +57,8 @@ class StepLaunches:
     steps: tuple[tuple[Step, Program], ...]
     workspace: Mapping[str, int]
     """fp32 elements of each further buffer, by name."""
+    zeroed: Mapping[str, int] = field(default_factory=dict)
+    """Words of each further buffer that is zero before the launches and behind them, by name."""
 
 
 def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
@@ -65,7 +67,7 @@ def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
     for step in plan.steps:
         loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))  # type: ignore[misc]
         steps.append((step, loaded))
-    return StepLaunches(tuple(steps), plan.workspace)
+    return StepLaunches(tuple(steps), plan.workspace, plan.zeroed)
 
 
 def launch_steps(ready: StepLaunches, device: Device, memory: Mapping[str, Any]) -> None:

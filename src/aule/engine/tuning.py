@@ -103,7 +103,8 @@ def candidates(target: Target, dtype: str, head_dim: int) -> list[Shape]:
         if has_warpgroups(target, dtype):
             shapes += _warpgroups(head_dim)
     else:
-        shapes += [entry.shape for entry in (*OWN.get(target.vendor, ()), *ENTRIES)]
+        own = (*OWN.get(target.backend, ()), *OWN.get(target.vendor, ()))
+        shapes += [entry.shape for entry in (*own, *ENTRIES)]
     fitting = [shape for shape in shapes if _shared(shape, target, head_dim) <= target.max_shared_bytes]
     return [shape for shape in dict.fromkeys(fitting) if shape.threads <= target.max_threads]
 

@@ -20,6 +20,7 @@ from aule.frontends.torch import device_view, raw_stream, signature
 from aule.frontends.torch_decode_host import integers, on_host, staged
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_views import checked_out, require_tensor
+from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
 from aule.options import DecodeOptions
@@ -55,14 +56,17 @@ def _driven(q: Any, backend: str | None) -> bool:
 
 
 class _Ready:
-    """One signature planned and built: the launches, each with the names of its buffers, and the elements of the parts
-    that they share and of the log-sum-exps behind these."""
+    """One signature planned and built: the launches, each with the names of its buffers; the elements of the parts that
+    they share and of the log-sum-exps behind these; and the words that they find and leave zero."""
 
-    __slots__ = ("launches", "like_q", "lse_shape", "out_shape", "parts", "workspace")
+    __slots__ = ("device", "launches", "like_q", "lse_shape", "out_shape", "parts", "tickets", "workspace")
 
-    def __init__(self, operands: DecodeOperands, launches: Any, parts: int, workspace: int, like_q: bool) -> None:
-        self.launches = launches
-        self.parts, self.workspace = parts, workspace
+    def __init__(
+        self, operands: DecodeOperands, device: Any, launches: Any, parts: int, workspace: int, tickets: int,
+        like_q: bool,
+    ) -> None:  # fmt: skip
+        self.device, self.launches = device, launches
+        self.parts, self.workspace, self.tickets = parts, workspace, tickets
         self.like_q = like_q
         self.out_shape, self.lse_shape = operands.out_shape, operands.lse_shape
 
@@ -132,6 +136,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         pointers["part"] = memory.data_ptr()
         pointers["part_lse"] = pointers["part"] + 4 * found.parts
     stream = raw_stream(index)
+    if found.tickets:
+        pointers["tickets"] = zeroed(found.device, q.device, stream, found.tickets)
     for launch, buffers in found.launches:
         launch([pointers[name] for name in buffers], stream)
     return (out, lse) if want_lse else out
@@ -188,7 +194,7 @@ def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
         launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     parts, workspace = ready.workspace.get("part", 0), sum(ready.workspace.values())
-    return _Ready(operands, tuple(launches), parts, workspace, like_q)
+    return _Ready(operands, device, tuple(launches), parts, workspace, ready.zeroed.get("tickets", 0), like_q)
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

@@ -105,10 +105,7 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         where = place(spec, ctx.options)
         if where is not None:
             ctx.mark_dirty(tensors[where])
-        outputs = output if isinstance(output, tuple) else (output,)
-        known = dict(zip((x.name for x in spec.operands), tensors, strict=True))
-        known |= dict(zip(spec.outputs, outputs, strict=True))
-        ctx.save_for_backward(*(known[name] for name in saved_names(spec)))
+        ctx.save_for_backward(*saved(spec, tensors, output))
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
@@ -140,6 +137,16 @@ def saved_names(spec: OpSpec) -> list[str]:
     gradient = required_gradient(spec)
     theirs = {f"d{name}" for name in spec.outputs}
     return [operand.name for operand in gradient.operands if operand.name not in theirs]
+
+
+def saved(spec: OpSpec, tensors: Sequence[Any], output: Any) -> list[Any]:
+    """Those of a call, in the order of their names."""
+    known = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
+    known |= dict(zip(spec.outputs, output if isinstance(output, tuple) else (output,), strict=True))
+    for operand in required_gradient(spec).operands:
+        if operand.spares is not None and (known[operand.spares] is None or not tensors[0].is_cpu):
+            known[operand.name] = None
+    return [known[name] for name in saved_names(spec)]
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aule.frontends.torch import no_second_derivative
-from aule.frontends.torch_fused import DTYPES, compute, gradients, named_options, saved_names
+from aule.frontends.torch_fused import DTYPES, compute, gradients, named_options, saved
 from aule.frontends.torch_views import dtype_name
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.catalogue import CATALOGUE
@@ -105,10 +105,7 @@ def _keep(spec: OpSpec) -> Any:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         given = _Arguments(spec, inputs, gradient=False)
         ctx.options, ctx.backend = given.options, given.backend
-        outputs = output if isinstance(output, tuple) else (output,)
-        known = dict(zip((x.name for x in spec.operands), given.tensors, strict=True))
-        known |= dict(zip(spec.outputs, outputs, strict=True))
-        ctx.save_for_backward(*(known[name] for name in saved_names(spec)))
+        ctx.save_for_backward(*saved(spec, given.tensors, output))
 
     return keep
 

@@ -18,6 +18,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     f32,
     i32,
     u32,
@@ -129,6 +130,11 @@ def _dot_pairs(v: Verifier, op: Op) -> None:
     v.require(op, [arg.type for arg in op.args] == [pair, pair, type_], expected)
 
 
+def _e4m3_halves(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    v.require(op, op.args[0].type == u32 and op.result.type == Vector(f16, 4), "u32, and f16x4 as the result")
+
+
 def _select(v: Verifier, op: Op) -> None:
     assert op.result is not None
     condition, type_ = op.args[0].type, op.result.type
@@ -223,8 +229,11 @@ def _store(v: Verifier, op: Op) -> None:
 def _atomic(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer = v.memory(op, ("global", "shared"), reads=True, writes=True)
-    v.require(op, op.args[2].type == pointer.elem and op.result.type == pointer.elem,
-              f"{pointer.elem} as the value and as the result")  # fmt: skip
+    type_ = op.args[2].type
+    together = isinstance(type_, Vector) and type_.lanes in (2, 4) and type_.elem == pointer.elem == f32
+    v.require(op, type_ == pointer.elem or (together and pointer.space == "global"),
+              f"{pointer.elem}, or two or four f32 of global memory, as the value")  # fmt: skip
+    v.require(op, op.result.type == type_, "the value's type as the result's")
     kinds = ("add",) if pointer.elem.name == "f32" else _ATOMIC_KINDS
     v.require(op, pointer.elem.name in ("i32", "u32", "f32"), "i32, u32 or f32 in memory")
     if op.attrs["kind"] not in kinds:
@@ -399,7 +408,7 @@ def _intrinsic(v: Verifier, op: Op) -> None:
 RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "const": _const, "leaf": _leaf,
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
-    "cast": _cast, "bitcast": _bitcast,
+    "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy,

@@ -27,6 +27,7 @@ from aule.ir.types import (
     Vector,
     bool_,
     element,
+    f16,
     i32,
     with_element,
 )
@@ -146,8 +147,8 @@ class Builder:
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any) -> Value:
         """Read-modify-write; returns what was there before."""
-        elem = element(pointer.type)
-        return self.emit("atomic", (pointer, self._index(index), self.coerce(value, elem)), elem, kind=kind)
+        value = self.coerce(value, element(pointer.type))
+        return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind)
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 
@@ -258,6 +259,10 @@ class Builder:
         """The same bits as another type of the same size."""
         return value if value.type == type_ else self.emit("bitcast", (value,), type_)
 
+    def e4m3_halves(self, word: Value) -> Value:
+        """The four e4m3 numbers of a u32 as a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
+        return self.emit("e4m3_halves", (word,), Vector(f16, 4))
+
     # -- vectors ---------------------------------------------------------------------------------------------------
 
     def vector(self, values: Sequence[Value]) -> Value:
@@ -355,6 +360,10 @@ class Builder:
     def barrier(self, global_memory: bool = False) -> None:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
+
+    def device_fence(self) -> None:
+        """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
+        self.emit("device_fence", (), None)
 
     def workgroup_any(self, value: Value) -> Value:
         """Whether a bool is true in any thread of the workgroup; a barrier, too."""

@@ -21,7 +21,11 @@ Beyond the entries below:
   to, a loop whose index passes the largest number of its type, the contents of shared and private memory before they
   are written (a ``private`` in a loop starts undefined in each round), and whatever a race leaves behind.
 * *A race* is two accesses of one element by two threads, at least one a plain store, or one plain and one atomic, that
-  no barrier orders. Barriers order the threads that take part in them; nothing orders two workgroups.
+  nothing orders. Barriers order the threads that take part in them. Workgroups are ordered by ``device_fence`` alone:
+  *what came before* a fence is what a barrier over global memory had ordered before the thread, and *what comes after*
+  one is what such a barrier orders behind it. What came before a fence of one thread, which then changes an element by
+  an atomic, comes before all that comes after a fence of another thread, which has found that change, or a later one of
+  the same element, by an atomic.
 * *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
   ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
   access "read", indices of loops with uniform bounds, variables that are only ever set to uniform values in uniform
@@ -116,6 +120,12 @@ OPS: dict[str, OpInfo] = {
         1,
         "the same bits as another scalar or vector of the same size; lane 0 of a vector is the lowest; no bool",
     ),
+    "e4m3_halves": OpInfo(
+        "cast",
+        1,
+        "u32 -> vector of four f16: the numbers that its bytes are as e4m3, the lowest first; exact, with NaN for 0x7F "
+        "and 0xFF. Only targets with ``e4m3`` have it",
+    ),
     # -- vectors -----------------------------------------------------------------------------------------------------
     "make_vector": OpInfo("vector", None, "n scalars -> vector of n"),
     "splat": OpInfo("vector", 1, "scalar -> vector with it in every lane"),
@@ -150,7 +160,8 @@ OPS: dict[str, OpInfo] = {
         "memory",
         3,
         "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
-        "i32/u32; add on f32 where the target can",
+        "i32/u32; add on f32 where the target can, and on a vector of 2 or 4 f32 in global memory, at a multiple of "
+        "their number: each for itself, but PTX says it in one instruction",
         ("kind",),
     ),
     "async_copy": OpInfo(
@@ -192,6 +203,13 @@ OPS: dict[str, OpInfo] = {
         "every thread of the workgroup arrives; shared memory (and global, if so said) written before is seen after; "
         "only in uniform control flow",
         ("global_memory",),
+        result=False,
+    ),
+    "device_fence": OpInfo(
+        "sync",
+        0,
+        "by any thread: with an atomic it orders what workgroups do to global memory; see *a race*. Only targets with "
+        "``device_fence`` have it",
         result=False,
     ),
     "workgroup_any": OpInfo(

@@ -110,7 +110,7 @@ class IncrementalAttentionKernel(EmittedKernel):
         resolved = _resolved(target)
         problem = self._problem()
         return plan_decode(
-            problem, self._views(), resolved, shape=self._shape(problem, resolved), splits=self._splits()
+            problem, self._views(), resolved, shape=self._shape(problem, resolved), splits=self._splits(), gather=False
         ).steps[0]
 
     def build(self, target: str | Target | None = None) -> KernelIR:
@@ -249,7 +249,8 @@ class FlashDecodingReduceKernel(EmittedKernel):
     def plan(self, target: str | Target | None = None) -> Step:
         """Configuration, grid and scalar arguments for contiguous arrays."""
         first = self._first()
-        return plan_decode(first._problem(), first._views(), _resolved(target), splits=self.num_chunks).steps[1]
+        problem, views = first._problem(), first._views()
+        return plan_decode(problem, views, _resolved(target), splits=self.num_chunks, gather=False).steps[1]
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel; default target: ``aule.codegen.target_for("ptx")``."""

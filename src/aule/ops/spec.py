@@ -18,10 +18,18 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Operand:
-    """An array that an op takes. One named ``seed`` is made by front ends from a number: the two words of it."""
+    """An array that an op takes. One named ``seed`` is made by front ends from a number: the two words of it.
+
+    Attributes
+    ----------
+    spares : str or None
+        Of a gradient: the operand whose work this one, a result of the op, spares a CPU. It is kept where that one is
+        given and memory is the host's; on a device it would cost more to read than to do without.
+    """
 
     name: str
     optional: bool = False
+    spares: str | None = None
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ class Step:
 @dataclass(frozen=True)
 class StepPlan:
     """Launches in order, and the elements of each workspace, by buffer name, that they share; of the type that is
-    computed in."""
+    computed in. ``zeroed`` are further ones, of 32-bit words, that are zero before the launches and behind them."""
 
     steps: tuple[Step, ...]
     workspace: Mapping[str, int] = field(default_factory=dict)
+    zeroed: Mapping[str, int] = field(default_factory=dict)
 
 
 def grid_of(op: str, blocks: int, target: Target) -> tuple[int, int, int]:

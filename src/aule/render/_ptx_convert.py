@@ -127,6 +127,16 @@ def join(e: Emitter, parts: Sequence[str], from_bits: int, to_bits: int, result_
     return e.emit(f"mov.b{to_bits}", result_class, f"{{{', '.join(parts)}}}")
 
 
+def e4m3_halves(e: Emitter, op: Op) -> None:
+    """Two numbers at a time."""
+    assert op.result is not None
+    if e.arch.number < 90:
+        raise refuse(op, "sm_90 or newer", e.arch.name, "shift the bits into place")
+    halves = split(e, e.registers(op.args[0])[0], 32, 16)
+    pairs = [e.emit("cvt.rn.f16x2.e4m3x2", "r", half) for half in halves]
+    e.bind(op.result, tuple(part for pair in pairs for part in split(e, pair, 32, 16)))
+
+
 def bitcast(e: Emitter, op: Op) -> None:
     """Lanes keep their order, the lowest first, as in memory."""
     assert op.result is not None

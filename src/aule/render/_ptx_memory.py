@@ -168,7 +168,7 @@ def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str]) -> No
 
 
 def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """``atom``, relaxed and seen by the whole device."""
+    """``atom``, relaxed and seen by the whole device; a vector in one piece where the architecture can."""
     assert op.result is not None
     memory, kind = addresses.memory(op.args[0]), op.attrs["kind"]
     name = memory.elem.name
@@ -185,8 +185,20 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     else:
         raise refuse(op, "an atomic of ir.ops on i32, u32 or f32", f"{kind} on {name}", "use another type")
     base, offset = addresses.locate(memory, op.args[1])
-    cls, value = register_class(memory.elem), e.operands(op.args[2])[0]
-    e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
+    cls = register_class(memory.elem)
+    if lane_count(op.result) == 1:
+        value = e.operands(op.args[2])[0]
+        e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
+        return
+    values = e.registers(op.args[2])
+    if e.arch.number < 90:
+        places = [at(base, offset + i * memory.elem.bytes) for i in range(len(values))]
+        singly = [e.emit(f"atom.global.{suffix}", cls, *pair) for pair in zip(places, values, strict=True)]
+        e.bind(op.result, tuple(singly))
+        return
+    old = [e.new(cls) for _ in values]
+    e.line(f"atom.global.add.v{len(values)}.f32 {{{', '.join(old)}}}, {at(base, offset)}, {{{', '.join(values)}}};")
+    e.bind(op.result, tuple(old))
 
 
 def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:

@@ -14,9 +14,10 @@ _CLAMP = "0x1F"
 def render(e: Emitter, op: Op) -> None:
     """Any operation of the categories ``sync`` and ``subgroup``."""
     if op.opcode == "barrier":
-        if op.attrs["global_memory"]:
-            e.line("membar.gl;")
-        e.line("bar.sync 0;")
+        e.line("bar.sync 0;")  # which orders all memory for the threads that take part
+        return
+    if op.opcode == "device_fence":
+        e.line("fence.acq_rel.gpu;")
         return
     if op.opcode == "workgroup_any":
         assert op.result is not None

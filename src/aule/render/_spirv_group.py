@@ -63,9 +63,12 @@ class Group:
         self._target = target
         self._value = value
         self._vulkan_model = vulkan_model
+        # The Vulkan model's device scope is a feature of its own; one queue family is all that a kernel runs on.
+        self._device = Scope.QueueFamily if vulkan_model else Scope.Device
         self.emitters: dict[str, Callable[[Op], Parts | None]] = {
             "atomic": self._atomic,
             "barrier": self._workgroup_barrier,
+            "device_fence": self._device_fence,
             "subgroup_barrier": self._subgroup_barrier,
             "shuffle": self._shuffle,
             "shuffle_xor": self._shuffle_xor,
@@ -96,9 +99,7 @@ class Group:
                 f"[spirv] atomic {kind} on {pointer.type} is not possible on {self._target.name}; "
                 "use i32 or u32, or another way to add up"
             )
-        # The Vulkan model's device scope is a feature of its own; one queue family is all that a kernel runs on.
-        device = Scope.QueueFamily if self._vulkan_model else Scope.Device
-        scope = self._m.constant(u32, Scope.Workgroup if shared else device)
+        scope = self._m.constant(u32, Scope.Workgroup if shared else self._device)
         address, _ = self._memory.element_address(op)
         relaxed = self._m.constant(u32, 0)
         return (self._m.result(instruction, self._m.type(elem), address, scope, relaxed, self._value(value)),)
@@ -113,11 +114,19 @@ class Group:
         self._barrier(Scope.Subgroup, 0)
 
     def _barrier(self, scope: int, more: int) -> None:
-        semantics = MemorySemantics.AcquireRelease | MemorySemantics.WorkgroupMemory | more
+        within = self._m.constant(u32, scope)
+        self._m.emit(Spv.ControlBarrier, within, within, self._semantics(MemorySemantics.WorkgroupMemory | more))
+
+    def _device_fence(self, op: Op) -> None:
+        scope = self._m.constant(u32, self._device)
+        self._m.emit(Spv.MemoryBarrier, scope, self._semantics(MemorySemantics.UniformMemory))
+
+    def _semantics(self, memory: int) -> int:
+        """Of a barrier or fence in both directions, over kinds of memory."""
+        semantics = MemorySemantics.AcquireRelease | memory
         if self._vulkan_model:
             semantics |= MemorySemantics.MakeAvailable | MemorySemantics.MakeVisible
-        within = self._m.constant(u32, scope)
-        self._m.emit(Spv.ControlBarrier, within, within, self._m.constant(u32, semantics))
+        return self._m.constant(u32, semantics)
 
     def _subgroup(self, capability: int, instruction: int, op: Op, *operands: int) -> Parts:
         assert op.result is not None

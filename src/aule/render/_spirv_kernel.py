@@ -71,7 +71,7 @@ class KernelRenderer:
         self.fragments = any(name.startswith("fragment") for name in opcodes)
         self.subgroups = bool(opcodes & SUBGROUP_OPS)
         self._check(opcodes)
-        coherent = any(op.opcode == "barrier" and op.attrs["global_memory"] for op in kernel.walk())
+        coherent = "device_fence" in opcodes or any(op.attrs.get("global_memory") for op in kernel.walk())
         self.memory = Memory(
             self.m, self.r, kernel, self.indices, value=self._scalar, quotient=self._quotient,
             coherent=coherent, vulkan_model=self.fragments, computable=computable,
@@ -99,6 +99,7 @@ class KernelRenderer:
             "if": self._if,
             "loop": self._loop,
             "dot_pairs": self._dot_pairs,
+            "e4m3_halves": self._e4m3_halves,
             "intrinsic": self._intrinsic,
             # Nobody reads a binary.
             "comment": lambda op: None,
@@ -388,6 +389,9 @@ class KernelRenderer:
 
     def _dot_pairs(self, op: Op) -> Parts:
         raise KernelError("[spirv] expected no products of packed pairs, got dot_pairs; multiply in f32")
+
+    def _e4m3_halves(self, op: Op) -> Parts:
+        raise KernelError("[spirv] expected no conversion of e4m3, got e4m3_halves; shift the bits into place")
 
     def _intrinsic(self, op: Op) -> Parts:
         raise KernelError(

@@ -93,6 +93,7 @@ class Op:
     BitwiseAnd = 199
     Not = 200
     ControlBarrier = 224
+    MemoryBarrier = 225
     AtomicExchange = 229
     AtomicIAdd = 234
     AtomicSMin = 236

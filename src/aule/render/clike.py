@@ -213,6 +213,8 @@ class Printer(ABC):
                 self.emit(*self.barrier(op.attrs["global_memory"]))
             case "subgroup_barrier":
                 self.emit(self.subgroup_barrier())
+            case "device_fence":
+                raise KernelError(f"{self.kernel.name}: {self.language} has no fence of the device ({op.where})")
             case "intrinsic":
                 self._intrinsic(op)
             case "fragment_store":

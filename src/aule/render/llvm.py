@@ -26,7 +26,7 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.passes import soft_half
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, bf16, element, f16, i32
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32
 from aule.render import _llvm_math
 from aule.render._llvm_emitter import Emitter, lanes_of, literal, llvm_type, refuse
 from aule.target import Target
@@ -198,6 +198,7 @@ class _Body:
             "compare": lambda op: _llvm_math.arithmetic(e, op, processor),
             "fma": lambda op: _llvm_math.arithmetic(e, op, processor),
             "dot_pairs": lambda op: _llvm_math.dot_pairs(e, op, processor),
+            "e4m3_halves": self._e4m3_halves,
             "select": lambda op: _llvm_math.select(e, op),
             "cast": lambda op: _llvm_math.cast_op(e, op, processor),
             "bitcast": lambda op: _llvm_math.bitcast(e, op),
@@ -217,6 +218,7 @@ class _Body:
             "if": self._if,
             # A workgroup of one thread has nobody to wait for, and exchanges values with itself.
             "sync": lambda op: None,
+            "device_fence": lambda op: e.line("fence acq_rel"),
             "subgroup": lambda op: self._bind(op, e.operand(op.args[0])),
             "fragment": self._fragment,
             "intrinsic": self._intrinsic,
@@ -251,6 +253,9 @@ class _Body:
     def _bind(self, op: Op, text: str) -> None:
         assert op.result is not None
         self.emitter.bind(op.result, text)
+
+    def _e4m3_halves(self, op: Op) -> None:
+        raise refuse(op, "no conversion of e4m3", op.opcode, "shift the bits into place")
 
     # -- leaves and vectors ----------------------------------------------------------------------------------------
 
@@ -333,6 +338,8 @@ class _Body:
 
     def _atomic(self, op: Op) -> None:
         elem, kind = element(op.args[2].type), op.attrs["kind"]
+        if isinstance(op.args[2].type, Vector):
+            raise KernelError(f"[llvm] expected an atomic of one element, got {op.args[2].type}; add one by one")
         if kind == "exchange":
             kind = "xchg"
         elif elem.is_float:

@@ -17,7 +17,7 @@ from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, element
 from aule.render import _ptx_fragment, _ptx_math, _ptx_memory, _ptx_subgroup, _ptx_warpgroup
-from aule.render._ptx_convert import bitcast, cast_lanes
+from aule.render._ptx_convert import bitcast, cast_lanes, e4m3_halves
 from aule.render._ptx_emitter import (
     DECLARED,
     Arch,
@@ -73,6 +73,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     version = arch.version
     if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
         version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
+    if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
+        version = "8.1"  # the first with atomics of vectors
     lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
     if dynamic:  # aligned for the panels of warpgroups' products
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]
@@ -138,6 +140,7 @@ class _Body:
             "select": lambda op: _ptx_math.select(e, op),
             "cast": self._cast,
             "bitcast": lambda op: bitcast(e, op),
+            "e4m3_halves": lambda op: e4m3_halves(e, op),
             "make_vector": self._make_vector,
             "splat": self._splat,
             "extract": self._extract,

@@ -7,7 +7,8 @@ not queue up to start. Workers are Python threads only in that Python started th
 How a launch goes. The caller writes the job, opens it, invites workers and works itself. A worker that wakes while the
 job is open joins; one that wakes late goes back to sleep. When the caller runs out of work, so has everybody: it closes
 the job and waits for those that joined, not for those that were invited. Hence a small launch costs little more than
-the wake-ups. A second launch at the same time finds the pool taken and runs in its own thread alone.
+the wake-ups. A second launch at the same time finds the pool taken and runs in its own thread alone. Where PyTorch says
+how many threads there are, they are PyTorch's instead (`_cpu_openmp`).
 
 Waiting begins with a short spin (`_SPIN_SECONDS`), since launches come in sequences; then a thread sleeps on one of
 CPython's own locks, which exist on every system and need no interpreter.
@@ -40,7 +41,8 @@ _STATE, _TAKEN, _CURSOR, _JOB, _FIXED, _WORKERS = (_LINE * n for n in (0, 1, 2, 
 _KERNEL = ("ptr", "ptr", "i64", "i64", "i32", "i32", "i32")
 KERNEL_TYPES = _KERNEL
 """Types of a kernel's parameters: argument cells, counter, total, chunk, and the grid's three numbers."""
-_RUN = ("ptr", "ptr", "ptr", "i64", "i64", "i32", "i32", "i32", "i64")
+RUN_TYPES = ("ptr", "ptr", "ptr", "i64", "i64", "i32", "i32", "i32", "i64")
+"""Those of a launch: see `Pool.run`."""
 _PAUSE = {"x86_64": "call void @llvm.x86.sse2.pause()", "aarch64": "call void @llvm.aarch64.hint(i32 1)"}
 _PAUSE_DECLARATION = {
     "x86_64": "declare void @llvm.x86.sse2.pause()",
@@ -275,7 +277,7 @@ tell:
 }}
 """
 _OPEN, _WAITING = 1 << 32, 1 << 33
-_ENTRIES = {"aule_run": _RUN, "aule_work": ("ptr", "i64"), "aule_spin": ("i64",)}
+_ENTRIES = {"aule_run": RUN_TYPES, "aule_work": ("ptr", "i64"), "aule_spin": ("i64",)}
 
 _lock = threading.Lock()
 _code: _cpu_llvm.Code | None = None
@@ -313,14 +315,28 @@ def _text(arch: str) -> str:
 
 def thread_count() -> int:
     """Threads that a launch may use now."""
+    return threads()[0]
+
+
+def threads() -> tuple[int, bool]:
+    """Threads that a launch may use now, and whether it is PyTorch that says so."""
     chosen = settings.num_threads()
     if chosen is None:
         # Who tells PyTorch how many threads to use means us too. A module that is just being imported has no function.
         ask = getattr(sys.modules.get("torch"), "get_num_threads", None)
-        chosen = ask() if ask is not None else settings.omp_num_threads()
+        if ask is not None:
+            return min(int(ask()), _MOST_WORKERS + 1), True
+        chosen = settings.omp_num_threads()
     if chosen is None:
         chosen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(int(chosen), _MOST_WORKERS + 1)
+    return min(chosen, _MOST_WORKERS + 1), False
+
+
+def native(address: int, types: tuple[str, ...]) -> Callable[..., None]:
+    """Compiled code as a function of Python's, which runs without the interpreter's lock."""
+    integers = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
+    made: Callable[..., None] = ctypes.CFUNCTYPE(None, *(integers[t] for t in types))(address)
+    return made
 
 
 class Pool:
@@ -337,9 +353,8 @@ class Pool:
 
     def __init__(self, code: tuple[int, ...]) -> None:
         run, work, spin = code
-        integers = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
-        self.run: Callable[..., None] = ctypes.CFUNCTYPE(None, *(integers[t] for t in _RUN))(run)
-        self._work: Callable[..., None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(work)
+        self.run = native(run, RUN_TYPES)
+        self._work = native(work, _ENTRIES["aule_work"])
         api: Any = ctypes.pythonapi
         self._new_lock = _function(api.PyThread_allocate_lock, ctypes.c_void_p)
         self._acquire = _function(api.PyThread_acquire_lock, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
@@ -353,7 +368,7 @@ class Pool:
         fixed[0] = ctypes.cast(api.PyThread_acquire_lock, ctypes.c_void_p).value or 0
         fixed[1] = ctypes.cast(api.PyThread_release_lock, ctypes.c_void_p).value or 0
         fixed[2] = self._closed_lock()
-        fixed[3] = _spins(ctypes.CFUNCTYPE(None, ctypes.c_int64)(spin))
+        fixed[3] = _spins(native(spin, _ENTRIES["aule_spin"]))
         self._lock = threading.Lock()
         self._workers = 0
         self._most = _MOST_WORKERS

@@ -38,6 +38,7 @@ def read_target(machine: Machine, threads: int) -> Target:
         int64=True,
         storage16=True,
         storage8=True,
+        device_fence=True,
         extensions=machine.extensions,
     )
 

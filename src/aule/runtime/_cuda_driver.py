@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamSynchronize": (PTR,),
     "cuStreamWaitEvent": (PTR, PTR, UINT),
     "cuStreamIsCapturing": (PTR, PTR),
+    "cuStreamGetCaptureInfo_v2": (PTR, PTR, PTR, PTR, PTR, PTR),
     "cuEventCreate": (PTR, UINT),
     "cuEventDestroy_v2": (PTR,),
     "cuEventRecord": (PTR, PTR),
@@ -117,7 +118,7 @@ class Driver:
         except AttributeError as error:
             raise BackendUnavailableError(
                 "cuda",
-                f"[cuda] expected a driver of CUDA 11 or later, got one that lacks an entry point ({error}); "
+                f"[cuda] expected a driver of CUDA 11.3 or later, got one that lacks an entry point ({error}); "
                 "update the NVIDIA driver",
             ) from None
         # Only since CUDA 12.4. It ends the lazy loading of a kernel, so that its first launch can be captured.
@@ -242,6 +243,8 @@ def read_target(driver: Driver, handle: int) -> Target:
         storage16=True,
         storage8=True,
         bf16=capability >= (8, 0),
+        e4m3=capability >= (9, 0),
+        device_fence=True,
         matrix_units=matrix_units,
         matrix_layout=NVIDIA_LAYOUT if matrix_units else None,
     )

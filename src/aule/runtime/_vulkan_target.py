@@ -333,6 +333,8 @@ def inspect(instance: Instance, position: int) -> Facts:
         storage16="storageBuffer16BitAccess" in features,
         storage8="storageBuffer8BitAccess" in features,
         bf16="shaderBFloat16Type" in features,
+        # On top of another driver's language the fence may become a barrier, which one thread alone must not reach.
+        device_fence="VK_KHR_portability_subset" not in available,
         matrix_units=_matrix_units(vk, physical, features) if "cooperativeMatrix" in features else (),
         language_version=(version >> 22) * 10 + (version >> 12 & 0x3FF),
         extensions=tuple(sorted(reported)),

@@ -20,6 +20,7 @@ import ctypes
 import os
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.runtime import _cpu_llvm, _cpu_pool, _cpu_target
+from aule.runtime import _cpu_llvm, _cpu_openmp, _cpu_pool, _cpu_target
 from aule.runtime._refused import save_refused
 from aule.runtime.base import Allocation, Device, Program
 
@@ -85,7 +86,7 @@ class _Kernel:
 class PreparedLaunch:
     """A launch whose kernel, grid and scalars are fixed; made by `CpuDevice.prepare`. Threads may share it."""
 
-    __slots__ = ("_buffers", "_device", "_grid", "_kernel", "_most", "_pack", "_program", "_total", "_values")
+    __slots__ = ("_buffers", "_device", "_grid", "_habit", "_kernel", "_most", "_pack", "_program", "_total", "_values")
 
     def __init__(
         self, device: CpuDevice, program: Program, grid: tuple[int, int, int], scalars: Sequence[Any], serial: bool
@@ -99,6 +100,7 @@ class PreparedLaunch:
         self._grid = grid
         self._total = device._total(program, grid)
         self._most = 0 if serial else self._total - 1
+        self._habit = _cpu_openmp.Habit()
         if len(scalars) != len(kernel.scalars):
             raise _refuse_arguments(
                 program.artifact, TypeError(f"{len(scalars)} values for {len(kernel.scalars)} scalars")
@@ -131,7 +133,10 @@ class PreparedLaunch:
         values = self._values.copy()
         for i, pointer in zip(self._buffers, pointers, strict=True):
             values[i] = pointer
-        device._run(self._kernel.address, self._cells(values), self._grid, self._total, self._most)
+        cells, theirs = self._cells(values), self._habit.choose()
+        start = time.perf_counter()
+        device._run(self._kernel.address, cells, self._grid, self._total, self._most, theirs)
+        self._habit.note(theirs, time.perf_counter() - start)
 
 
 class CpuDevice(Device):
@@ -281,12 +286,21 @@ class CpuDevice(Device):
             raise LaunchError(f"[cpu] {program.artifact.entry} expected fewer than 2**62 workgroups, got {grid}")
         return total
 
-    def _run(self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, most: int) -> None:
-        """Run every workgroup, with as many workers beside this thread as are wanted, at most ``most``."""
+    def _run(
+        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, most: int, openmp: bool = False
+    ) -> None:
+        """Run every workgroup, with as many workers beside this thread as are wanted, at most ``most``; or with
+        PyTorch's threads, where there are such."""
         if not total:
             return
+        count, theirs = _cpu_pool.threads() if most else (1, False)
+        team = _cpu_openmp.team(self._machine) if openmp and theirs and count > 1 else None
+        if team is not None:
+            # All of them, or the library would end threads now and start them again for the next operator.
+            team.run(team.address, kernel, cells, total, 1, *grid, count - 1)
+            return
         pool = _cpu_pool.pool(self._machine)
-        helpers = pool.ready(min(_cpu_pool.thread_count() - 1, most)) if most else 0
+        helpers = pool.ready(min(count - 1, most)) if most else 0
         pool.run(pool.address, kernel, cells, total, 1, *grid, helpers)
 
     def launch(

@@ -637,6 +637,18 @@ class CudaDevice(Device):
         self._require(self._api.cuStreamIsCapturing(stream, ctypes.byref(status)), "asking for the state of a capture")
         return status.value != 0
 
+    def capture(self, stream: int) -> int:
+        """The number, never used again, of the capture into a CUDA graph that a stream takes part in; 0 for none."""
+        status, number = cu.INT(), cu.DEV()
+        with self._lock:
+            self._check()
+            with self._pushed():
+                code = self._api.cuStreamGetCaptureInfo_v2(
+                    stream, ctypes.byref(status), ctypes.byref(number), None, None, None
+                )
+                self._require(code, "asking for the state of a capture")
+        return number.value if status.value else 0
+
     def _wait(self, stream: ctypes.c_void_p, other: ctypes.c_void_p) -> None:
         """Work given to ``stream`` from now on waits for the work ``other`` has now. The host does not wait.
 

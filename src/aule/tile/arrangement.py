@@ -137,9 +137,14 @@ def weigh_bits(b: Builder, x: Value, weights: Sequence[int]) -> Value:
     return total
 
 
-def place_in_block(b: Builder, way: Arrangement, row: Value, col: Value) -> Value:
+def added_together(target: Target) -> int:
+    """How many components of a lane one atomic addition takes."""
+    return 4 if target.backend == "cuda" and int(target.arch.removeprefix("sm_").rstrip("af") or 0) >= 90 else 1
+
+
+def place_in_block(b: Builder, way: Arrangement, row: Value, col: Value, run: int = 1) -> Value:
     """Where an element of a tile lies among the 256 of its 16 x 16: these are kept accumulator by accumulator,
-    component by component, the lanes side by side."""
+    component by component (or ``run`` of them together), the lanes side by side."""
     places = []
     for rows, cols in ((way.results.lane_rows, way.results.lane_cols), (way.results.part_rows, way.results.part_cols)):
         # Every bit of row and column within an accumulator is a bit of either lane or component.
@@ -148,6 +153,8 @@ def place_in_block(b: Builder, way: Arrangement, row: Value, col: Value) -> Valu
         ]
         places.append(weigh_bits(b, row, weights[0]) + weigh_bits(b, col, weights[1]))
     at = places[1] * way.lanes + places[0]
+    if run > 1:
+        at = (places[1] // run * way.lanes + places[0]) * run + places[1] % run
     for place, size, step in ((row, way.height, SIZE // way.width), (col, way.width, 1)):
         if size < SIZE:
             at = at + place // size * (step * way.height * way.width)
@@ -155,6 +162,7 @@ def place_in_block(b: Builder, way: Arrangement, row: Value, col: Value) -> Valu
 
 
 def number_in_block(way: Arrangement, row: int, col: int, part: int) -> int:
-    """The same for lane 0: of component ``part`` of an accumulator whose first element is at ``row``, ``col``."""
+    """The same for lane 0: of component ``part``, the first of its run, of an accumulator whose first element is at
+    ``row``, ``col``. The next lane's is a run further."""
     block = row // way.height * (SIZE // way.width) + col // way.width
     return block * way.height * way.width + part * way.lanes

@@ -5,8 +5,8 @@ result is which column of a matrix, as long as everybody agrees. So a lane need 
 layout gives it: it takes as many neighbouring ones, and nothing passes through shared memory. `Direct.source` says
 which column of a matrix stands where, for the other factor.
 
-Rows are `u32` words in memory, whatever they hold: two elements of 16 bits or four of 8, which become fp16 here
-(`aule.tile.quantised`).
+Rows are `u32` words in memory, whatever they hold: two elements of 16 bits or four of 8, which become fp16 here, by the
+device's own conversion or by moving their bits (`aule.tile.quantised`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aule.target import FragmentLayout
 from aule.tile.arrangement import SIZE, weigh_bits
 from aule.tile.fragment import Components
 from aule.tile.matrix import Matrix
-from aule.tile.quantised import half_pairs
+from aule.tile.quantised import E4M3_HALF, half_pairs
 from aule.view import ITEMSIZE
 
 Along = Literal["columns", "rows"]
@@ -56,6 +56,10 @@ class Direct:
         self.lanes = 1 << len(self._lane_weights)
         """That share a row."""
         self.size = ITEMSIZE[cache]
+        self.converts = cache == "e4m3" and engine.e4m3
+        """Bytes become fp16 by an instruction for it, and not by moving their bits."""
+        self.unit = E4M3_HALF if cache == "e4m3" and not self.converts else 1.0
+        """What elements are multiplied by on their way."""
         self.run = choose_run(engine.layout, dim, cache, along)
         self.pieces = -(-dim // (self.lanes * self.run))
         self.padded = self.pieces * self.lanes * self.run
@@ -80,10 +84,9 @@ class Direct:
         """The runs that this lane holds of the row that begins at an element."""
         b, shift = self.b, 1 if self.size == 2 else 2
         words = replace(matrix, cols=self.dim >> shift)
-        return [
-            words.load_quad(b, start >> shift, self.column(piece) >> shift, self.padded >> shift, self.words)
-            for piece in range(self.pieces)
-        ]
+        first = self._rank * self.words  # to which further runs add what is known: addresses with an offset
+        columns = [first + piece * self.lanes * self.words for piece in range(self.pieces)]
+        return [words.load_quad(b, start >> shift, column, self.padded >> shift, self.words) for column in columns]
 
     def source(self, place: Value) -> Value:
         """The matrix's column that stands at a place along the fragments, counted over all of them."""
@@ -92,7 +95,7 @@ class Direct:
 
         def weight_of(bit: int) -> int:
             """Of a bit of the number of an element in its lane."""
-            if self.size == 1 and bit < 2:  # bytes 0 and 2 are a pair
+            if self.size == 1 and bit < 2 and not self.converts:  # bytes 0 and 2 are a pair
                 return 2 >> bit
             return 1 << (bit if bit < run else bit + lanes)
 
@@ -111,13 +114,26 @@ class Direct:
         words = _unpack(self.b, runs)
         if self.size == 2:
             return words
+        if self.converts:
+            return [pair for word in words for pair in self._halves(word)]
         return [pair for word in words for pair in half_pairs(self.b, word, self.cache)]
+
+    def _halves(self, word: Value) -> list[Value]:
+        """Four bytes as fp16, two by two."""
+        return self.b.unpack(self.b.bitcast(self.b.e4m3_halves(word), Vector(u32, 2)))
 
     def pair_words(self, runs: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Two rows' elements of each column."""
         b = self.b
         words = []
         for x, y in zip(_unpack(b, runs), _unpack(b, others), strict=True):
+            if self.converts:
+                words += [
+                    word
+                    for pairs in zip(self._halves(x), self._halves(y), strict=True)
+                    for word in interleaved(b, *pairs)
+                ]
+                continue
             both = interleaved(b, x, y)
             if self.size == 2:
                 words += both

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import PANEL, SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u32
+from aule.ir.types import PANEL, SCALARS, Fragment, Scalar, Vector, bf16, f32, i32, u16, u32
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
@@ -45,7 +45,8 @@ class FragmentShape:
         2: K and V of the next tile come in while this one is worked on, with one barrier a tile. 1: V comes in under
         the first product, the next K under the second, with two barriers and half the memory.
     resident_q : bool
-        Q stays in registers; otherwise it is read from shared memory again for every tile.
+        Q stays in registers; otherwise it is read from shared memory again for every tile. In a backward kernel the
+        second of the matrices that it owns.
     registers : int
         Registers a thread may use, where the language can say so.
     lanes : int
@@ -57,6 +58,9 @@ class FragmentShape:
         Results pass through shared memory to become factors.
     warpgroups : bool
         Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
+    held : int
+        The last columns of Q, a multiple of 16, that stay in registers where the others do not: what shared memory
+        has no room for.
     """
 
     block_q: int
@@ -69,6 +73,7 @@ class FragmentShape:
     columns: int = 1
     staged: bool = False
     warpgroups: bool = False
+    held: int = 0
 
     @property
     def threads(self) -> int:
@@ -79,24 +84,41 @@ class FragmentShape:
         """Rows of one subgroup."""
         return self.block_q * self.columns // self.subgroups
 
+    def q_columns(self, head_dim: int) -> int:
+        """Columns of Q that are read from shared memory for every tile."""
+        return 0 if self.resident_q else max(padded(head_dim, SIZE) - self.held, 0)
+
     def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
-        """Elements of Q, and of one stage of K and of V."""
-        k_row, v_row = (padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (head_dim, value_dim))
-        return self.block_q * k_row, self.block_kv * k_row, self.block_kv * v_row
+        """Elements of Q that stay, and of one stage of K and of V."""
+        stays = self.q_columns(head_dim)
+        q_row, k_row, v_row = (
+            padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (stays, head_dim, value_dim)
+        )
+        return self.block_q * q_row if stays else 0, self.block_kv * k_row, self.block_kv * v_row
 
     def tile_elements(self, head_dim: int, value_dim: int) -> int:
-        """Elements of Q, K and V of a forward kernel. Q that stays in registers passes through the others' memory, and
-        over warpgroups V has a stage more."""
+        """Elements of Q, K and V of a forward kernel. What stays of Q in registers passes through the others' memory,
+        and over warpgroups V has a stage more."""
         q, k, v = self.shared_elements(head_dim, value_dim)
         stages = self.stages * (k + v) + (v if self.warpgroups else 0)
-        return max(q, stages) if self.resident_q else q + stages
+        passing = padded(head_dim, SIZE) - self.q_columns(head_dim)
+        return q + max(stages, self.block_q * row_stride(passing) if passing else 0)
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also
-        adds up dQ; and dS and P where subgroups share rows."""
-        rows = (self.block_q + self.stages * self.block_kv) * (row_stride(head_dim) + row_stride(value_dim))
+        adds up dQ; and dS and P where subgroups share rows. What it keeps in registers passes through the others'
+        memory, 16 columns at a time if need be. Warpgroups have dS twice: the next is written while products read the
+        last."""
+        if self.warpgroups:
+            widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
+            return (self.block_q + self.stages * self.block_kv) * widths + 2 * self.block_q * padded(
+                self.block_kv, PANEL
+            )
+        k_row, v_row = row_stride(head_dim), row_stride(value_dim)
         tiles = 2 if self.columns > 1 else int(sums)
-        return rows + tiles * self.block_q * row_stride(self.block_kv)
+        rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * row_stride(self.block_kv)
+        passing = max(rest, self.block_q * row_stride(SIZE))
+        return self.block_q * k_row + (passing if self.resident_q else rest + self.block_q * v_row)
 
     def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
         """Shared memory of a forward kernel, and over warpgroups of where they meet."""
@@ -190,7 +212,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
-        self.converts = target.backend == "cuda"
+        self.converts, self.e4m3 = target.backend == "cuda", target.e4m3
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")
         self.left, self.right = Fragment(elem, rows, SIZE, "a"), Fragment(elem, SIZE, cols, "b")
@@ -220,15 +242,19 @@ class Components:
     def pairs(self, parts: list[Value], weights: bool) -> list[Value]:
         """The same two at a time, which some devices convert in one instruction."""
         b, elem = self.b, self.elem
-        pairs = []
-        for x, y in zip(parts[::2], parts[1::2], strict=True):
-            if elem == bf16 and weights and not self.converts:
-                # Half a unit upwards: right but for ties, and for NVIDIA's NaN, all ones, which becomes -0.
-                low, high = (b.bitcast(v, u32) + 0x8000 for v in (x, y))
-                pairs.append(b.bitcast((low >> 16) | (high & 0xFFFF0000), Vector(bf16, 2)))
-            else:
-                pairs.append(b.cast(b.vector([x, y]), elem))
-        return pairs
+        if elem != bf16 or self.converts:
+            return [b.cast(b.vector([x, y]), elem) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        halves = [b.bitcast(self._upper_half(x, weights), bf16) for x in parts]
+        return [b.vector([x, y]) for x, y in zip(halves[::2], halves[1::2], strict=True)]
+
+    def _upper_half(self, x: Value, weight: bool) -> Value:
+        """bf16 by integers: half a unit upwards, right but for ties. That would carry NVIDIA's NaN, 0x7FFFFFFF, over to
+        -0; other devices' NaN has few bits set, of either sign, and stays."""
+        b = self.b
+        bits = b.bitcast(x, i32)
+        if not weight:
+            bits = b.min(bits, 0x7FFF0000)
+        return b.unpack(b.bitcast(bits + 0x8000, Vector(u16, 2)))[1]
 
     def _to_tf32(self, x: Value) -> Value:
         """To nearest, ties away from zero: thirteen bits go."""
@@ -357,8 +383,10 @@ class Fragments(Components):
         for r, row in enumerate(values):
             line = start + self.row(r) * stride
             for c in range(0, len(row), self.run):
-                strip = self.incoming(b.vector(row[c : c + self.run]))
-                b.store(memory, line + self.col(c), strip)
+                strip = list(row[c : c + self.run])
+                paired = self.elem != f32 and self.run == 2
+                rounded = self.pairs(strip, weights=False)[0] if paired else self.incoming(b.vector(strip))
+                b.store(memory, line + self.col(c), rounded)
 
     def incoming(self, values: Value) -> Value:
         """Elements of a matrix as they are multiplied: rounded where that is another type. NaN and Inf stay."""
@@ -467,8 +495,10 @@ class Transfer:
         """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
         them exist; otherwise those past the end are replaced by the last one."""
         b, source = self.b, self.source
-        whole = whole and self.regular and self.direct and source.even
-        base = source.base + source.index(b, first) * source.row_stride + self.offset if whole else None
+        # Such rows lie evenly apart, and a thread's runs one below the other: a start, and steps from there.
+        even = whole and self.regular and source.even and source.aligned and source.col_stride is None
+        even = even and self.cols == source.cols
+        base = source.base + source.index(b, first) * source.row_stride + self.offset if even else None
         own = target + self.own
         for i in range(self.count):
 
@@ -477,10 +507,13 @@ class Transfer:
                     index = base + source.row_stride * (i * self.step)
                 else:
                     index = source.row_start(b, first + row)
+                    if not self.direct:
+                        self.registers[i].value = source.load_quad(b, index, col, self.cols, RUN)
+                        return
+                    index = index + source.index(b, col)
                 if not self.direct:
-                    self.registers[i].value = source.load_quad(b, index, col, self.cols, RUN)
+                    self.registers[i].value = b.load(source.buffer, index, RUN)
                     return
-                index = index if base is not None else index + source.index(b, col)
                 to = own + i * self.step * self.stride if self.regular else target + self.address(row, col)
                 b.async_copy(self.memory, to, source.buffer, index, RUN)
 

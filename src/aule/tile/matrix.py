@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from aule.ir import Builder, Value
@@ -52,6 +52,13 @@ class Matrix:
     def even(self) -> bool:
         """Whether all rows lie ``row_stride`` apart."""
         return True
+
+    def columns(self, b: Builder, first: int, end: int) -> Matrix:
+        """The columns from ``first`` up to ``end``."""
+        if (first, end) == (0, self.cols):
+            return self
+        assert self.rotary is None, "what is rotated belongs together"
+        return replace(self, base=self.base + self._offset(b, b.const(first, i32)), cols=end - first)
 
     def row_start(self, b: Builder, row: Value) -> Value:
         """Index of a row's first element. A row past the end is replaced by the last one: whoever uses it masks it."""

@@ -25,8 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Scalar, f32, i32
+from aule.ir.types import Scalar, bool_, f32, i32
 from aule.target import Target
+from aule.tile.kept import KeptRows, RowVariables
 from aule.tile.math import is_finite
 from aule.tile.matrix import QUAD, Matrix, divmod_const
 from aule.tile.rotary import Angles, Rotary
@@ -61,6 +62,9 @@ class SimtShape:
     registers : int
         Registers a thread may use, where the language can say so. Left to itself, ptxas may aim at more resident
         workgroups than the shape was chosen for, and spill.
+    late : bool
+        V's first step is fetched when the scores are there, and not under their last step, where it holds registers
+        all along: for shapes of which enough workgroups reside to hide the latency.
     """
 
     block_q: int
@@ -72,6 +76,7 @@ class SimtShape:
     resident_q: bool
     block_p: int = 0
     registers: int = 255
+    late: bool = False
 
     @property
     def part(self) -> int:
@@ -117,8 +122,10 @@ class SimtShape:
         return sizes
 
     def shared_bytes(self, head_dim: int, value_dim: int, subgroups: bool) -> int:
-        """Shared memory of a kernel with this shape, the flags of the value guard included."""
-        return _bytes(self.shared_elements(head_dim, value_dim, subgroups)) + 16
+        """Shared memory of a forward kernel with this shape, m and l of its rows and the flags of the value guard
+        included."""
+        kept = {"m": self.block_q, "l": self.threads * self.rows}
+        return _bytes(self.shared_elements(head_dim, value_dim, subgroups) | kept) + 16
 
     def backward_elements(self, dim: int, sums: bool) -> dict[str, int]:
         """The same for a kernel of gradients, ``dim`` the wider of the head dimensions: no row is reduced, two matrices
@@ -252,6 +259,7 @@ class Simt:
     ) -> None:  # fmt: skip
         """``sizes`` are those of the shared arrays, where they are not the forward pass's."""
         self.b = b
+        self.target = target
         self.shape = shape
         self.thread = b.thread_id()
         pair, parity = divmod_const(b, self.thread, LANES_PER_COLUMN)
@@ -300,9 +308,12 @@ class Simt:
         strip = shape.strip(value_dim)
         return RegisterTile(self, shape.rows, cols, strip if cols % strip == 0 else 1, init)
 
-    def row_vars(self, init: Value) -> list[Var]:
-        """A variable for each row this thread works on."""
-        return [self.b.var(init) for _ in range(self.shape.rows)]
+    def common_rows(self, name: str, init: Value) -> KeptRows | RowVariables:
+        """A number for each row that all its threads agree on. WGSL has no barrier of subgroups, without which it could
+        not be kept in shared memory."""
+        if self.rows_scratch is None and self.target.backend == "webgpu":
+            return RowVariables(self, init)
+        return KeptRows(self, name, init, common=True)
 
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """Combine the threads of each row; every one of them gets the result."""
@@ -326,6 +337,11 @@ class Simt:
             result.append(total)
         return result
 
+    def any_of_rows(self, condition: Value) -> Value:
+        """Whether a condition holds in any thread of those that reduce their rows together: a subgroup. Where there
+        are none it may hold, without asking."""
+        return self.b.subgroup_any(condition) if self.rows_scratch is None else self.b.const(True, bool_)
+
     # -- staging ---------------------------------------------------------------------------------------------------
 
     def stager(self, elem: Scalar, angles: tuple[Scalar, int] | None = None) -> Stager:
@@ -340,8 +356,12 @@ class Simt:
         """Which row and column of a chunk this thread's ``i``-th quad is, and its number. Neighbouring lanes go along a
         row: eight lanes in eight rows would spare bank conflicts on the way in, but reading eight cache lines at a time
         costs more than that (H200, d128: 30.8 instead of 35.2 TFLOPS)."""
+        b, per_row = self.b, chunk.cols // QUAD
         number = self.thread + i * self.shape.threads
-        row, quad = divmod_const(self.b, number, chunk.cols // QUAD)
+        if self.shape.threads % per_row == 0:  # all in one column: their addresses differ by constants
+            row, quad = divmod_const(b, self.thread, per_row)
+            return row + i * (self.shape.threads // per_row), quad * QUAD, number
+        row, quad = divmod_const(b, number, per_row)
         return row, quad * QUAD, number
 
     def row_starts(self, chunk: Chunk, source: Matrix, row: Value) -> list[Row]:

@@ -19,6 +19,9 @@ from aule.tile.stages import Stages
 if TYPE_CHECKING:
     from aule.tile.column_sums import ColumnSums
 
+_LINE = 64
+"""Bytes of a cache line."""
+
 
 @dataclass(frozen=True)
 class SpanShape:
@@ -158,14 +161,18 @@ class Span:
         self._held: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
+        self._fetched: tuple[Source, ...] = ()
         self.stages: Stages | None = None
         """Where rows come from that are copied ahead."""
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def hold(self, *sources: Source | Columns) -> None:
-        """Start to read whole rows, so that all loads are under way together. Nothing where they are not kept, or have
-        been copied ahead."""
+        """Start to read whole rows, so that all loads are under way together, unless they have been copied ahead. On
+        CPUs, which do not keep them, `each` fetches the rows that come next into the cache where it is not the first
+        pass: it would be the next one's that waits for memory."""
+        if self.rows.vectors:
+            self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
         wanted = [x for x in sources if self.stages is None or isinstance(x, Columns) or not self.stages.holds(x)]
         if self.shape.parts:
             for number in range(self.shape.parts):
@@ -267,12 +274,26 @@ class Span:
     def each(self, f: Callable[[Part], Sequence[Term] | None], sums: Sequence[ColumnSums] = ()) -> None:
         """Visit every part; what ``f`` returns is added to the sums of its columns."""
 
-        def visit(parts: list[Part], _: int) -> None:
+        first_pass = self._passes == 0
+
+        def visit(parts: list[Part], place: int) -> None:
+            if not first_pass:
+                self._fetch_next(parts, place)
             found = [f(part) or () for part in parts]
             for i, total in enumerate(sums):
                 total.add(parts, [terms[i] for terms in found])
 
         self.walk(visit)
+
+    def _fetch_next(self, parts: list[Part], place: int) -> None:
+        """Fetch what the thread's next rows have at a place into the cache, by whole lines."""
+        rows, b = self.rows, self.rows.b
+        for part in parts if self._fetched else ():
+            for source in self._fetched:
+                line = max(_LINE // element(source.array.buffer.type).bytes // self.shape.width, 1)
+                if place % line == 0:
+                    start = source.array.start(rows.numbers[part.row] + rows.shape.batch)
+                    b.prefetch(source.array.buffer, start + b.cast(part.col, element(start.type)))
 
     def walk(self, visit: Callable[[list[Part], int], None]) -> None:
         """Call ``visit`` with the parts of all rows at each place, and the place's number within a step."""

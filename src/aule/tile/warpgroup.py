@@ -47,8 +47,12 @@ class PanelShape:
 
     def offset(self, row: Value, col: Value) -> Value:
         """Where a run of eight elements lies behind the start; ``col`` is a multiple of eight."""
-        run = ((col >> 3) ^ row) & 7
-        return (col >> 6) * self.stride + row * PANEL + run * 8
+        return (col >> 6) * self.stride + row * PANEL + self.run(row, col) * 8
+
+    @staticmethod
+    def run(row: Value, col: Value) -> Value:
+        """Which run of its row of a panel an element is in."""
+        return ((col >> 3) ^ row) & 7
 
     def element_offset(self, row: Value, col: Value) -> Value:
         """The same of any element."""
@@ -117,6 +121,27 @@ class Warpgroups(Fragments):
         for k in range(depth):
             factor = left.left(k) if isinstance(left, PanelFactor) else left[k]
             self.b.warpgroup_mma(tile, factor, right.right(k), fresh and k == 0)
+
+    def put_factors(
+        self, memory: Value, start: Value, shape: PanelShape, row: Value, col: Value, factors: Sequence[Value]
+    ) -> None:
+        """Store left factors side by side in panels from ``start`` on; ``row`` and ``col`` are where the first of this
+        subgroup begins, the column a multiple of all their columns and in the first panel."""
+        b = self.b
+        # Bits of a lane's row and column, of a component's and of the subgroup's are different ones, so that the order
+        # of runs within a row, which is their exclusive or, can be put together from them.
+        own = (
+            start
+            + (row + self.lane_row) * PANEL
+            + shape.run(self.lane_row, self.lane_col + col) * 8
+            + (self.lane_col & 7)
+        )
+        for k, factor in enumerate(factors):
+            for part in range(0, len(self.places), 2):
+                y, x = self.places[part]
+                (panel, x), order = divmod(x + k * SIZE, PANEL), (x + k * SIZE) // 8 ^ y
+                at = (own ^ (order % 8 * 8)) + (panel * shape.stride + y * PANEL + x % 8)
+                b.store(memory, at, b.vector([b.fragment_get(factor, part + i) for i in range(2)]))
 
 
 class PanelTransfer(Transfer):

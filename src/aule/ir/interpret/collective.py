@@ -27,8 +27,14 @@ def _synchronise(m: Machine, op: Op, all_memory: bool) -> Step:
             elif all_memory:
                 teams = None if slots is None else lanes.group[slots * lanes.workgroup]
                 shadow.synchronise(op, teams, True)
+        if m.fences is not None and all_memory:
+            m.fences.barrier(np.unique(lanes.group) if slots is None else lanes.group[slots * lanes.workgroup])
 
     return step
+
+
+def _device_fence(m: Machine, op: Op) -> Step | None:
+    return None if m.fences is None else m.fences.fence
 
 
 def _workgroup_any(m: Machine, op: Op) -> Step:
@@ -116,7 +122,8 @@ def _subgroup_all(m: Machine, op: Op) -> Step:
 
 
 COMPILERS: dict[str, Compiler] = {
-    "barrier": _barrier, "workgroup_any": _workgroup_any, "subgroup_barrier": _subgroup_barrier,
+    "barrier": _barrier, "device_fence": _device_fence, "workgroup_any": _workgroup_any,
+    "subgroup_barrier": _subgroup_barrier,
     "shuffle": _shuffle, "shuffle_xor": _shuffle_xor,
     "subgroup_reduce": _subgroup_reduce, "subgroup_any": _subgroup_any, "subgroup_all": _subgroup_all,
 }  # fmt: skip

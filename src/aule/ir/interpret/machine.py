@@ -9,6 +9,7 @@ import numpy as np
 
 from aule.artifact import Param
 from aule.errors import KernelError
+from aule.ir.interpret.fences import Fences
 from aule.ir.interpret.lanes import Lanes
 from aule.ir.interpret.memory import Memory, flat_buffer
 from aule.ir.interpret.numbers import Array, constant, memory_dtype
@@ -57,6 +58,8 @@ class Machine:
         What each pointer points to.
     group_ids : list
         Registers that hold the workgroup's index along an axis, filled for every batch.
+    fences : Fences or None
+        What is ordered between workgroups, where the kernel has fences and races are looked for.
     layouts : mapping
         How fragments lie over a subgroup, by their use.
     copies, products : list
@@ -76,6 +79,9 @@ class Machine:
         self.layouts = layouts
         batches = -(-self.total // max(1, _BATCH_LANES // kernel.workgroup))
         self.lanes = Lanes(kernel, grid, -(-self.total // batches), subgroup_size)
+        self.fences: Fences | None = None
+        if sanitize and any(op.opcode == "device_fence" for op in kernel.walk()):
+            self.fences = Fences(self.lanes, self.total)
         self.registers: list[Any] = []
         self.memory: dict[Value, Memory] = {}
         self.shadows: list[Shadow] = []
@@ -125,7 +131,9 @@ class Machine:
         shadow = None
         if self.sanitize and param.access != "read":
             teams = self.total + self.lanes.groups
-            shadow = self._shadow(Shadow(self.lanes, param.name, data.size, data.size, shared=False, teams=teams))
+            shadow = self._shadow(
+                Shadow(self.lanes, param.name, data.size, data.size, shared=False, teams=teams, fences=self.fences)
+            )
         self.memory[value] = Memory(self.lanes, param.name, elem, data, data.size, shadow=shadow)
 
     def _share(self, array: Value) -> None:

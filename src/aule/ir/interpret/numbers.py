@@ -137,6 +137,17 @@ def _dot_pairs(a: Array, b: Array, c: Array) -> Array:
     return c
 
 
+def e4m3_halves(words: Array) -> Array:
+    """A row of f16 for each byte."""
+    magnitude = np.arange(128)
+    exponent, mantissa = magnitude >> 3, magnitude & 7
+    size = np.where(exponent > 0, (8 + mantissa) * np.exp2(exponent - 10.0), mantissa * 2.0**-9)
+    size[127] = np.nan
+    table = np.concatenate([size, -size]).astype(np.float16)
+    result: Array = table[words >> (8 * np.arange(4, dtype=np.uint32))[:, None] & 0xFF]
+    return result
+
+
 def cast_function(source: Scalar, target: Scalar) -> Function:
     """Conversion of numbers from one element type to another."""
     if target.name == "bf16":

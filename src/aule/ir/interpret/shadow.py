@@ -1,9 +1,9 @@
 """Who touched which element of memory: the bookkeeping behind the interpreter's sanitizer.
 
 Every access of shared memory, and of a global buffer that is written, gets a time. An earlier access is *ordered*
-before a later one when the same lane did both, or when a barrier that both lanes took part in came between. Two
-accesses of one element by two lanes, not both reading, not both atomic and neither ordered before the other, are a
-race, whatever the lockstep of this interpreter made of them.
+before a later one when the same lane did both, or when a barrier that both lanes took part in came between; between
+workgroups, where `fences.py` says so. Two accesses of one element by two lanes, not both reading, not both atomic and
+neither ordered before the other, are a race, whatever the lockstep of this interpreter made of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from aule.ir.interpret.fences import Fences
 from aule.ir.interpret.lanes import Lanes, SanitizerError
 from aule.ir.interpret.numbers import Array
 from aule.ir.kernel import Op
@@ -65,11 +66,14 @@ class Shadow:
     """Last writes and recent reads of every element of one shared array or one global buffer.
 
     Lanes belong to *teams* whose barriers order them: subgroups for shared memory, workgroups for global memory. A
-    barrier of the workgroup orders everything in shared memory, so there times before ``outer`` do not count.
+    barrier of the workgroup orders everything in shared memory, so there times before ``outer`` do not count. Of global
+    memory, ``fences`` know what is ordered between workgroups, where a kernel has fences.
     """
 
-    def __init__(self, lanes: Lanes, name: str, size: int, length: int, *, shared: bool, teams: int) -> None:
-        self.lanes = lanes
+    def __init__(
+        self, lanes: Lanes, name: str, size: int, length: int, *, shared: bool, teams: int, fences: Fences | None = None
+    ) -> None:
+        self.lanes, self.fences = lanes, fences
         self.name = name
         self.size = size
         self.length = length
@@ -146,6 +150,8 @@ class Shadow:
             record.lane[elements] = _SEVERAL
         for elements in apart:
             record.team[elements] = _SEVERAL
+        if self.fences is not None:
+            self.fences.atomic(self.name, address)
         self.dirty[self.domain.take(party.team)] = True
 
     def require_written(self, op: Op, address: Array, active: Array | None) -> None:
@@ -160,8 +166,11 @@ class Shadow:
             raise self.lanes.error(op, lane, f"read of shared memory that was never written: {place}")
 
     def _ordered(self, record: _Record, op: Op, verb: str, address: Array, party: _Party) -> None:
-        unordered = record.unordered(record.time.take(address), address, party)
-        if unordered is not None:
+        time = record.time.take(address)
+        unordered = record.unordered(time, address, party)
+        if unordered is not None and self.fences is not None:
+            unordered &= ~self.fences.orders(time, record.team.take(address), party.team)
+        if unordered is not None and unordered.any():
             self._race(record, op, verb, address, unordered, party)
 
     # -- barriers --------------------------------------------------------------------------------------------------
@@ -218,6 +227,8 @@ class Shadow:
                     continue
                 late &= (read >= self.outer.take(team)) & (record.lane.take(address) != lane)
                 late &= (record.team.take(address) != team) | (read >= self.sync.take(team))
+                if self.fences is not None:
+                    late &= ~self.fences.orders(read, team, record.team.take(address))
                 if late.any():
                     where = tuple(np.argwhere(late)[0])
                     reader = self._op(read if np.ndim(read) == 0 else read[where])

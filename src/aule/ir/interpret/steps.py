@@ -15,6 +15,7 @@ from aule.ir.interpret.numbers import (
     bitcast_function,
     cast_function,
     constant,
+    e4m3_halves,
     function,
     memory_dtype,
     register_dtype,
@@ -105,6 +106,10 @@ def _bitcast(m: Machine, op: Op) -> Step:
     return m.apply(op, bitcast_function(source, target))
 
 
+def _e4m3_halves(m: Machine, op: Op) -> Step:
+    return m.apply(op, e4m3_halves)
+
+
 # Vectors: a row per vector lane.
 
 
@@ -182,15 +187,19 @@ def _atomic(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, source, result = m.slot(op.args[1]), m.slot(op.args[2]), m.result(op)
     merge = atomic_function(op.attrs["kind"])
+    type_ = op.args[2].type
+    count = type_.lanes if isinstance(type_, Vector) else 1
 
     def step() -> None:
         active = lanes.active
-        address = memory.addresses(op, registers[index], active, 1, 1)
-        value = registers[source] if active is None else registers[source][active]
-        old = memory.atomic(op, address, value, active, merge)
+        address = memory.addresses(op, registers[index], active, count, count)
+        value = registers[source] if active is None else registers[source][..., active]
+        # The elements of a vector are updated each for itself.
+        rows = zip(np.atleast_2d(address), np.atleast_2d(value), strict=True)
+        old = np.stack([memory.atomic(op, place, x, active, merge) for place, x in rows]).reshape(value.shape)
         if active is not None:
-            whole = np.zeros(lanes.count, old.dtype)
-            whole[active] = old
+            whole = np.zeros((*old.shape[:-1], lanes.count), old.dtype)
+            whole[..., active] = old
             old = whole
         registers[result] = old
 
@@ -362,6 +371,7 @@ COMPILERS: dict[str, Compiler] = {
     "group_id": _group_id, "group_count": _group_count,
     "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
+    "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "atomic": _atomic,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,

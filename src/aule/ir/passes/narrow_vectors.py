@@ -1,6 +1,7 @@
 """Vectors wider than a language has become several: eight fp16 are loaded as two aligned fours.
 
 A ``permute`` becomes the lanes it takes, put together: few languages can say more, and a GPU's registers are scalars.
+So does an ``atomic`` of several elements, which only PTX has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _NarrowVectors(Rewriter):
         self.hooks |= {
             "bitcast": self._bitcast, "make_vector": self._make_vector, "splat": self._splat, "extract": self._extract,
             "permute": self._permute, "load": self._load, "store": self._store, "var": self._var, "get": self._get,
-            "set": self._set,
+            "set": self._set, "atomic": self._atomic,
         }  # fmt: skip
 
     def _pieces(self, type_: Type) -> int:
@@ -111,6 +112,13 @@ class _NarrowVectors(Rewriter):
         align = math.gcd(op.attrs["align"], self._max)
         for i, part in enumerate(parts):
             self.b.store(pointer, index + i * self._max, part, align)
+
+    def _atomic(self, op: Op) -> Lowered | None:
+        if lanes_of(op.args[2].type) == 1:
+            return self.clone(op)
+        pointer, index = self.value(op.args[0]), self.value(op.args[1])
+        lanes = [lane for part in self.parts(op.args[2]) for lane in self.b.unpack(part)]
+        return self._grouped([self.b.atomic(op.attrs["kind"], pointer, index + i, x) for i, x in enumerate(lanes)])
 
     def _var(self, op: Op) -> Lowered | None:
         assert op.result is not None and isinstance(op.result.type, Ref)

@@ -18,19 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
-from aule.ops.attention import modifiers as mod
+from aule.ir.types import f32, i32
+from aule.ops.attention.backward_matrix import GradientKernel, KeysKernel
 from aule.ops.attention.config import FragmentBackwardConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
-from aule.tile.arrangement import SIZE, number_in_block
+from aule.tile.arrangement import SIZE
 from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer, row_stride
-from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
-from aule.tile.rotated_fragment import exchange_bytes, transfer_of, turned_back
-from aule.tile.simt import padded
+from aule.tile.rotated_fragment import exchange_bytes, transfer_of
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
@@ -43,56 +39,26 @@ def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> K
     return b.finish()
 
 
-class _Kernel:
-    """Parameters, memory, and the passage of one workgroup's rows over the others'."""
-
-    scores: Scores
-    row0: Value
-    """The first row that the workgroup owns."""
-    own: tuple[Matrix, Matrix]
+class _Kernel(GradientKernel):
+    """Memory, and the passage of one workgroup's rows over the others'."""
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
-        self.b, self.config, self.shape = b, config, config.shape
-        self.index: Scalar = i64 if config.index64 else i32
-        self.p = Parameters(b, config, self.index)
-        number = self.p.number
-        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
-        self.scale = number("scale", f32)
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
-        self.exists = self.task < number("blocks")
-        self.engine = Fragments(b, target, self.shape, config.dtype)
-        # The subgroup's first row, and which of the columns it has where it shares its rows.
-        down, self.part = divmod_const(b, self.engine.subgroup, self.shape.columns)
-        self.subgroup_row = down * self.shape.rows
-        self.own_width = self.shape.block_kv // self.shape.columns
+        super().__init__(b, config, target, Fragments(b, target, config.shape, config.dtype))
         dims = config.head_dim, config.value_dim
         self.strides = tuple(row_stride(dim) for dim in dims)
-        self.depths = tuple(padded(dim, SIZE) // SIZE for dim in dims)
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
-        self.other_start = rows * sum(self.strides)
+        self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
+        self.resident: list[list[Value]] = []
         self.stage_size = width * sum(self.strides)
         # What passes through shared memory between the products, by key: dS, and P.
         self.kept_stride = row_stride(width)
         self.ds_start = self.other_start + self.shape.stages * self.stage_size
         self.p_start = self.ds_start + rows * self.kept_stride
-        size = self.shape.backward_elements(*dims, config.sums)
+        self.size = self.shape.backward_elements(*dims, config.sums)
         if config.rope is not None:
-            size = max(size, exchange_bytes(rows, config.head_dim) // 2)
-        self.memory = b.shared("tiles", self.engine.elem, size)
-
-    def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, scores = self.config, self.scores
-        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
-        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
-        return rotating(self.p, name, found, scores.batch, scores.shift)
-
-    def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        scores = self.scores
-        first, aligned = scores.extent.first(name), cols % RUN == 0
-        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
-        return rotating(self.p, name, found, scores.batch, scores.shift)
+            self.size = max(self.size, exchange_bytes(rows, config.head_dim) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, self.size)
 
     def transfer(self, matrix: Matrix) -> Transfer:
         """The way of the others' rows. With one stage they must wait in registers until everyone is done."""
@@ -102,24 +68,36 @@ class _Kernel:
 
     def load_own(self) -> None:
         """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
-        for matrix, start in zip(self.own, self.own_start, strict=True):
-            transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
-            transfer.clear_padding(start, 1)
-            transfer.start(self.row0, start)
-            transfer.finish(start)
-            if self.config.sums and start is self.own_start[0]:
-                transfer.rewrite_own(start, self.finite)
+        first, second = self.own
+        transfer = self._bring(first, self.own_start[0])
+        if self.config.sums:
+            transfer.rewrite_own(self.own_start[0], self.finite)
+        if self.shape.resident_q:
+            self._load_resident(second, self.own_start[1])
+        else:
+            self._bring(second, self.own_start[1])
 
-    def finite(self, run: Value) -> Value:
-        """Zeros for Inf and NaN. dS is 0 where a key is dropped, and 0 times either is NaN; where it is not dropped,
-        the log-sum-exp has been NaN since the forward pass."""
-        b, elem = self.b, self.engine.elem
-        exponent = 0x7F80 if elem == bf16 else 0x7C00
-        parts = []
-        for x in b.unpack(run):
-            word = b.cast(b.bitcast(x, u16), u32)
-            parts.append(b.select((word & 0x7FFF) < exponent, x, b.const(0, elem)))
-        return b.vector(parts)
+    def _bring(self, matrix: Matrix, start: Value) -> Transfer:
+        transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
+        transfer.clear_padding(start, 1)
+        transfer.start(self.row0, start)
+        transfer.finish(start)
+        return transfer
+
+    def _load_resident(self, matrix: Matrix, start: Value) -> None:
+        """Bring rows into registers, by way of memory that is the others' afterwards; as many columns at a time as it
+        has room for."""
+        b, engine, shape = self.b, self.engine, self.shape
+        room = self.size - shape.block_q * self.strides[0]
+        piece = (room // shape.block_q - RUN) // SIZE * SIZE
+        for first in range(0, matrix.cols, piece):
+            transfer = self._bring(matrix.columns(b, first, min(first + piece, matrix.cols)), start)
+            own = start + self.subgroup_row * transfer.stride
+            b.barrier()
+            for col in range(0, transfer.source.cols, SIZE):
+                rows = range(0, shape.rows, engine.way.height)
+                self.resident.append([engine.load_left(self.memory, own, transfer.stride, r, col) for r in rows])
+            b.barrier()
 
     def stage(self, i: Value) -> tuple[Value, Value]:
         """Where the two other matrices lie for tile number ``i``."""
@@ -130,6 +108,8 @@ class _Kernel:
 
     def left(self, which: int, k: int) -> list[Value]:
         """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
+        if which == 1 and self.resident:
+            return self.resident[k]
         stride = self.strides[which]
         start = self.own_start[which] + self.subgroup_row * stride
         rows = range(0, self.shape.rows, self.engine.way.height)
@@ -161,112 +141,10 @@ class _Kernel:
             self.shape.block_kv // SIZE,
         )
 
-    def result_width(self, which: int) -> int:
-        """Columns of a result that one subgroup makes."""
-        return self.depths[which] // self.shape.columns * SIZE
-
     def packed(self, values: list[list[Value]]) -> Callable[[int], list[Value]]:
         """This lane's elements as left factors, a column of fragments at a time."""
         factors = self.engine.pack(values, self.engine.left)
         return lambda k: [row[k] for row in factors]
-
-    def weigh(
-        self,
-        S: FragmentTile,
-        head: Value,
-        place: Callable[[int, int], tuple[Value, Value]],
-        partial: Value,
-        base: Callable[[int, int], Value],
-    ) -> list[list[Value]] | None:
-        """P in the place of S; ``place`` gives query row and key of an element, ``base`` what is added to its scaled
-        score. Returns the derivative of the softcap where there is one."""
-        b, scores, config = self.b, self.scores, self.config
-        slope: list[list[Value]] | None = None
-        if not config.folded:
-            S.map(lambda s, r, c: s * self.scale)
-        for number, modifier in enumerate(scores.modifiers(head, {"mask": "any", "bias": "any"})):
-
-            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
-                row, key = place(r, c)
-                return modifier.apply(b, s, mod.Site(scores.batch, head, row, key, row + scores.shift))
-
-            if modifier.everywhere:
-                S.map(apply)
-            else:
-                with b.if_(partial):
-                    S.map(apply)
-            if config.softcap and number == 0:
-                inverse = b.rcp(self.p.number("softcap", f32))
-                bent = [[x * inverse for x in row] for row in S.values()]
-                slope = [[1.0 - x * x for x in row] for row in bent]
-        if config.folded:
-            S.map(lambda s, r, c: b.exp2(b.fma(s, self.scale, base(r, c))))
-        else:
-            S.map(lambda s, r, c: b.exp2(s + base(r, c)))
-        return slope
-
-    def differentiate(
-        self,
-        p: list[list[Value]],
-        dp: list[list[Value]],
-        delta: Callable[[int, int], Value],
-        slope: list[list[Value]] | None,
-        kept: list[list[Value]] | None,
-    ) -> list[list[Value]]:
-        """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides."""
-        b, zero = self.b, self.b.const(0.0, f32)
-        result = []
-        for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
-            line = []
-            for c, (weight, x) in enumerate(zip(weights, row, strict=True)):
-                if kept is not None:
-                    x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
-                ds = b.select(b.eq(weight, 0.0), zero, weight * (x - delta(r, c)))
-                line.append(ds if slope is None else ds * slope[r][c])
-            result.append(line)
-        return result
-
-    def kept(
-        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], rows: int, cols: int, run: int
-    ) -> list[list[Value]] | None:
-        """Which weights dropout keeps; None when all. ``run`` elements of a row that follow each other are keys that
-        do."""
-        dropout = self.scores.dropout()
-        if dropout is None:
-            return None
-        head_number = self.scores.batch * self.heads + head
-        result: list[list[Value]] = []
-        for r in range(rows):
-            line: list[Value] = []
-            for c in range(0, cols, run):
-                row, key = place(r, c)
-                line += dropout.strip(head_number, row, key, run)
-            result.append(line)
-        return result
-
-    def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
-        """What is added to the scaled scores of a query row, and its delta. For a row past the end, or one that keeps
-        nothing, that is -inf: its weights are 0."""
-        b, scores = self.b, self.scores
-        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
-        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
-        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
-        empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
-        return b.select(empty, b.const(NEG_INF, f32), lse * -LOG2E), delta
-
-    def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
-        b, run = self.b, self.engine.run
-        first = self.part * self.result_width(which)
-        if out.rotary is None:
-            values = tile.values()
-        else:
-            values = turned_back(self.engine, self.memory, tile, out, (self.row0, self.subgroup_row, first))
-        for r, row in enumerate(values):
-            at = self.row0 + self.subgroup_row + tile.row(r)
-            with b.if_(at < out.rows):
-                for c in range(0, len(row), run):
-                    strip = [x if factor is None else x * factor for x in row[c : c + run]]
-                    out.store(b, at, first + tile.col(c), strip, padded(out.cols, SIZE))
 
     # -- the passage ---------------------------------------------------------------------------------------------------
 
@@ -376,27 +254,15 @@ class _Queries(_Kernel):
         self.store(dQ, out, self.p.number("dq_factor", f32), 0)
 
 
-class _Keys(_Kernel):
-    """dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
+class _Keys(_Kernel, KeysKernel):
+    """dK and dV of a block of keys."""
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        blocks = self.p.number("blocks_each")
-        head_number = self.task // blocks
-        self.row0 = (self.task % blocks) * self.shape.block_q
-        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
-        scores = self.scores = Scores(self.p, batch)
-        if config.packed:
-            self.exists = self.exists & (self.row0 < scores.seq_kv)
-        self.own = (
-            self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
-            self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
-        )
-        # Of the query rows of a tile: what is added to scores, and delta.
-        self.numbers = b.shared("numbers", f32, 2 * self.shape.stages * self.shape.block_kv)
+        self.own_keys()
 
     def run(self) -> None:
-        b, engine, shape, scores, config = self.b, self.engine, self.shape, self.scores, self.config
+        b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
         dK, dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
         width = shape.block_kv
         end = b.min(self.row0 + shape.block_q, scores.seq_kv)
@@ -405,10 +271,7 @@ class _Keys(_Kernel):
         self.load_own()
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, dK, dV)
-        factor = self.p.number("keep_scale", f32) if config.dropout else None
-        self.store(dV, self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim), factor, 1)
-        out = self.gradient("dk", self.kv_head, scores.seq_kv, config.head_dim)
-        self.store(dK, out, self.p.number("dq_factor", f32), 0)
+        self.store_results(dK, dV)
 
     def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
         """What the rows of one query head bring to the block's dK and dV."""
@@ -419,29 +282,13 @@ class _Keys(_Kernel):
         fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
         own_key = self.row0 + self.subgroup_row
 
-        def numbers_at(tile: Value) -> Value:
-            return (tile & 1) * (2 * width) if shape.stages == 2 else b.const(0, i32)
-
-        def start(tile: Value) -> None:
-            with b.if_(engine.thread < width):
-                for variable, x in zip(fetched, self.row_numbers(head, tile * width + engine.thread), strict=True):
-                    variable.value = x
-
-        def arrive(tile: Value, at: tuple[Value, Value]) -> None:
-            with b.if_(engine.thread < width):
-                for i, variable in enumerate(fetched):
-                    b.store(self.numbers, numbers_at(tile) + i * width + engine.thread, variable.value)
-
         def body(tile: Value, at: tuple[Value, Value]) -> None:
             row0 = tile * width
-            reach = scores.reach(row0 + scores.shift, b.min(row0 + width, scores.seq_q) - 1 + scores.shift)
-            # Keys past the end are in nobody's way until they are added up.
-            past = self.row0 + shape.block_q if config.sums else end
-            partial = (self.row0 < reach.full_first) | (past > reach.full_end)
+            partial = self.partial(row0, self.row0, shape.block_q, end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
             column0 = self.part * self.own_width
-            base, delta = (self._columns(S, numbers_at(tile) + (column0 + i * width)) for i in range(2))
+            base, delta = (self.columns(S, self.numbers_at(tile) + (column0 + i * width)) for i in range(2))
             columns = [row0 + column0 + S.col(c) for c in range(len(base))]
             keys = [own_key + S.row(r) for r in range(engine.rows_held)]
 
@@ -454,11 +301,7 @@ class _Keys(_Kernel):
             p = S.values()
             kept = self.kept(head, place, len(p), len(p[0]), 1)
             ds = self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept)
-            if kept is not None:
-                zero = b.const(0.0, f32)
-                p = [
-                    [b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)
-                ]
+            p = self.dropped(p, kept)
             shared = shape.columns > 1
             if config.sums or shared:
                 self._keep(ds, self.ds_start)
@@ -474,7 +317,10 @@ class _Keys(_Kernel):
                     b.barrier()
                 self._add_to_sums(head, row0)
 
-        self.passage((queries, results), first, last, body, arrive, start)
+        self.passage(
+            (queries, results), first, last, body,
+            lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
+        )  # fmt: skip
 
     def _keep(self, values: list[list[Value]], start: int) -> None:
         """P^T or dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last
@@ -509,7 +355,7 @@ class _Keys(_Kernel):
 
     def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
         """``rows`` by ``cols`` times 16 rows and columns of the tile, from its ``row`` and ``col`` on."""
-        b, engine, scores, way = self.b, self.engine, self.scores, self.engine.way
+        engine, way = self.engine, self.engine.way
         ds_start, k_start = self.ds_start + row, self.own_start[0] + col
         tile = engine.tile(rows * SIZE, cols * SIZE)
         engine.multiply(
@@ -521,25 +367,4 @@ class _Keys(_Kernel):
             lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * way.width),
             self.shape.block_q // SIZE,
         )
-        # Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts
-        # them. Rows past the end have their place there, too, and add nothing.
-        sums = self.p.buffer("dq_sum", f32, "readwrite")
-        above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + (row0 + row) // SIZE
-        block = b.cast(above, self.index) * self.depths[0] + b.cast(col // SIZE, self.index)
-        start = block * (SIZE * SIZE) + b.cast(b.lane_id(), self.index)
-        for i, variables in enumerate(tile.vars):
-            for j, variable in enumerate(variables):
-                fragment = variable.value
-                (down, top), (right, left) = divmod(i * way.height, SIZE), divmod(j * way.width, SIZE)
-                first = (down * self.depths[0] + right) * SIZE * SIZE
-                for part in range(way.results.parts):
-                    at = first + number_in_block(way, top, left, part)
-                    b.atomic("add", sums, start + at, b.fragment_get(fragment, part))
-
-    def _columns(self, S: FragmentTile, start: Value) -> list[Value]:
-        """What belongs to this lane's columns, out of shared memory."""
-        b, run = self.b, self.engine.run
-        result: list[Value] = []
-        for c in range(0, len(self.engine.part_cols) * len(S.vars[0]), run):
-            result += b.unpack(b.load(self.numbers, start + S.col(c), run))
-        return result
+        self.add_to_sums(tile, head, row0 + row, col)

@@ -8,7 +8,7 @@ from aule.ops.attention.config import DeltaConfig, RoundConfig, ScoreConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotary_of
 from aule.target import Target
-from aule.tile.arrangement import SIZE, arrange, place_in_block
+from aule.tile.arrangement import SIZE, added_together, arrange, place_in_block
 from aule.tile.matrix import QUAD, divmod_const
 from aule.tile.simt import padded
 from aule.tile.sums import TileSums
@@ -29,12 +29,13 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     o, do = (
         p.matrix(name, batch, head, seq_q, config.value_dim, unit, aligned=aligned) for name, unit, aligned in names
     )
-    cols = padded(config.value_dim, QUAD)
+    run = config.run
+    cols = padded(config.value_dim, run)
     starts = o.row_start(b, row), do.row_start(b, row)
     partial = b.var(b.const(0.0, f32), "delta")
-    with b.loop(lane * QUAD, cols, config.lanes * QUAD, name="col") as col:
-        x = b.cast(o.load_quad(b, starts[0], col, cols), f32)
-        y = b.cast(do.load_quad(b, starts[1], col, cols), f32)
+    with b.loop(lane * run, cols, config.lanes * run, name="col") as col:
+        x = b.cast(o.load_quad(b, starts[0], col, cols, run), f32)
+        y = b.cast(do.load_quad(b, starts[1], col, cols, run), f32)
         for a, c in zip(b.unpack(x), b.unpack(y), strict=True):
             partial.value = b.fma(a, c, partial.value)
     result = partial.value
@@ -46,10 +47,10 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
         b.store(p.buffer("delta", f32, "write"), number, result)
     if config.clear:
         total = p.number("clear", index)
-        first = b.cast(thread, index)
+        first = b.cast(thread, index) * QUAD
         threads = b.cast(b.group_count(0) * b.group_count(1) * config.threads, index)
-        with b.loop(first, total, threads, name="at") as at:
-            b.store(p.buffer("dq_sum", f32, "write"), at, b.const(0.0, f32))
+        with b.loop(first, total, threads * QUAD, name="at") as at:
+            b.store(p.buffer("dq_sum", f32, "write"), at, b.splat(b.const(0.0, f32), QUAD))
     # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree.
     b.barrier()
     return b.finish()
@@ -58,6 +59,8 @@ def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
 def build_round(config: RoundConfig, target: Target) -> KernelIR:
     """Trace the kernel that makes dQ of its sums: one thread for two neighbouring elements of a row, or for one where a
     row has an odd number of them."""
+    if config.quads:
+        return _build_round_quads(config, target)
     b = Builder("attention_round", config.threads)
     index: Scalar = i64 if config.index64 else i32
     elem, dim, run = SCALARS[config.dtype], config.head_dim, config.run
@@ -87,6 +90,42 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     return b.finish()
 
 
+def _build_round_quads(config: RoundConfig, target: Target) -> KernelIR:
+    """The same where four components that were added together are two neighbours in each of two rows: they are read
+    together, twice by each thread."""
+    b = Builder("attention_round", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    elem, dim = SCALARS[config.dtype], config.head_dim
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
+    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
+    factor, seq_q, tiles = p.number("dq_factor", f32), p.number("seq_q"), p.number("row_tiles")
+    rows, each = arrange(target).results.part_rows, 2
+    apart = next(row for row in rows if row)
+    group = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * (config.threads * each)
+    # Rows of a head come in blocks of 16, of which the first eight stand for all.
+    numbers = [group + (i * config.threads) + b.thread_id() for i in range(each)]
+    found = []
+    for number in numbers:
+        line, strip = divmod_const(b, number, dim // 2)
+        block, row = line // apart, line % apart
+        at = block * (dim // SIZE) + (strip >> 3)
+        place = place_in_block(b, arrange(target), row, (strip & 7) * 2, added_together(target))
+        quad = b.var(b.splat(b.const(0.0, f32), QUAD))
+        with b.if_(number < p.number("round_quads")):
+            quad.value = b.load(sums, b.cast(at, index) * (SIZE * SIZE) + b.cast(place, index), QUAD)
+        found.append((block, row, strip * 2, quad.value))
+    for number, (block, row, col, quad) in zip(numbers, found, strict=True):
+        head_number, tile = block // tiles, block % tiles
+        first = tile * SIZE + row
+        parts = [x * factor for x in b.unpack(quad)]
+        for i in range(2):
+            inside = (first + i * apart < seq_q) & (number < p.number("round_quads"))
+            with b.if_(inside):
+                to = b.cast(head_number * seq_q + first + i * apart, index) * dim + b.cast(col, index)
+                b.store(out, to, b.cast(b.vector(parts[2 * i : 2 * i + 2]), elem))
+    return b.finish()
+
+
 def _place_in_sums(b: Builder, config: RoundConfig, target: Target, above: Value, row: Value, col: Value) -> Value:
     """Where the kernel of dK and dV has added up an element of dQ; ``above`` tiles of rows are other heads'."""
     index: Scalar = i64 if config.index64 else i32
@@ -97,4 +136,5 @@ def _place_in_sums(b: Builder, config: RoundConfig, target: Target, above: Value
         return b.cast(above + tile, index) * layout.tile_size + b.cast(place, index)
     block = (above + (row >> 4)) * -(-config.head_dim // SIZE) + (col >> 4)
     start = b.cast(block, index) * (SIZE * SIZE)
-    return start + b.cast(place_in_block(b, arrange(target), row & 15, col & 15), index)
+    place = place_in_block(b, arrange(target), row & 15, col & 15, added_together(target))
+    return start + b.cast(place, index)

@@ -178,6 +178,8 @@ class DeltaConfig:
     index64: bool
     clear: bool = False
     """dQ's sums are set to zero."""
+    run: int = 4
+    """Neighbouring elements that travel together."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,8 @@ class RoundConfig:
     rope: Rope | None = None
     """dQ is rotated back."""
     rope_unit: bool = True
+    quads: bool = False
+    """Sums of whole blocks lie four together, two neighbours in each of two rows."""
 
     @property
     def run(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.ir import Builder, Value
-from aule.ir.types import u32
+from aule.ir.types import Vector, u32, u64
 from aule.tile.random import MULTIPLIERS, ROUNDS, WEYL, philox
 from aule.tile.vector import Vectors
 
@@ -121,21 +121,33 @@ class Dropout:
     def vectors(self, engine: Vectors, head: Value, row: Value, column: Value, scale: Value) -> list[Value]:
         """What the weights of four vectors of columns from ``column``, a multiple of four, are multiplied by."""
         b, lanes = self.b, engine.lanes
-        x = self.words(head, row, engine.count(column >> 2))
         zero, factor = engine.const(0.0), b.splat(scale, lanes)
-        return [b.select(word >= self.limit, factor, zero) for word in interleaved(b, x, lanes)]
+        return [b.select(word >= self.limit, factor, zero) for word in self.vector_words(head, row, column, lanes)]
+
+    def vector_words(self, head: Value, row: Value, column: Value, lanes: int) -> list[Value]:
+        """The words of those columns, as four vectors."""
+        b = self.b
+        if lanes < WORDS:
+            places = b.vector([b.const(i, u32) for i in range(lanes)]) + b.cast(column >> 2, u32)
+            return _interleaved(b, self.words(head, row, places), lanes)
+        quads, result = lanes // 2, []
+        for first in (0, quads):
+            places = b.vector([b.const(first + i, u64) for i in range(quads)]) + b.cast(column >> 2, u64)
+            words = philox(b, (places, b.cast(row, u64), b.cast(head, u64), b.const(0, u64)), self.key)
+            # Low halves of two words in turns; then twos of them.
+            low = [b.bitcast(word, Vector(u32, lanes)) for word in words]
+            turns = tuple(i // 2 * 2 + lanes * (i % 2) for i in range(lanes))
+            twos = [b.bitcast(b.permute(x, y, turns), Vector(u64, quads)) for x, y in (low[:2], low[2:])]
+            for at in (0, quads // 2):
+                order = tuple(at + i // 2 + quads * (i % 2) for i in range(quads))
+                result.append(b.bitcast(b.permute(twos[0], twos[1], order), Vector(u32, lanes)))
+        return result
 
 
-def interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
-    """Component 0 of lane 0, component 1 of lane 0 ... component 3 of the last lane, as four vectors."""
+def _interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
+    """Component 0 of lane 0, component 1 of lane 0 ... component 3 of the last lane, as four vectors of two."""
     result = []
     for first in range(0, WORDS * lanes, lanes):
-        at = [divmod(first + i, WORDS) for i in range(lanes)]  # lane and component
-        if lanes < WORDS:
-            (lane, one), (other, two) = at
-            result.append(b.permute(x[one], x[two], (lane, lanes + other)))
-            continue
-        even = b.permute(x[0], x[1], tuple(lane + lanes * (component & 1) for lane, component in at))
-        odd = b.permute(x[2], x[3], tuple(lane + lanes * (component & 1) for lane, component in at))
-        result.append(b.permute(even, odd, tuple(i + lanes * (component >> 1) for i, (_, component) in enumerate(at))))
+        (lane, one), (other, two) = [divmod(first + i, WORDS) for i in range(lanes)]  # lane and component
+        result.append(b.permute(x[one], x[two], (lane, lanes + other)))
     return result

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
-from aule.ops.attention.forward_fragment import build_forward_fragment
+from aule.ops.attention.forward_fragment import LAG, build_forward_fragment
 from aule.ops.attention.forward_warpgroup import build_forward_warpgroup
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
-from aule.ops.attention.scores import Extent
+from aule.ops.attention.scores import Extent, block_of
 from aule.target import Target
-from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, is_finite
+from aule.tile.kept import KeptRows
+from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, is_finite
 from aule.tile.matrix import Matrix
 from aule.tile.rotary import Rotary
 from aule.tile.simt import RegisterTile, Row, Simt, wave_size
@@ -40,13 +41,13 @@ def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: 
 
 
 def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block) -> None:
-    """``O = softmax(Q K^T) V`` for one block of rows, with the running maximum m and sum l of the paper."""
-    zero, lowest = b.const(0.0, f32), b.const(LOWEST, f32)
-    m, l = engine.row_vars(lowest), engine.row_vars(zero)
+    """``O = softmax(Q K^T) V`` for one block of rows, with the running maximum m and sum l of the paper. What is
+    subtracted as m may lag behind the maximum by `LAG` powers of two, so that O is rarely multiplied through."""
+    zero = b.const(0.0, f32)
+    start, weight = block.start(engine.tx)
+    m, l = engine.common_rows("m", start), KeptRows(engine, "l", weight, common=False)
     S, O = engine.score_tile(zero), engine.output_tile(config.value_dim, zero)
     stream = _Stream(b, config, engine, block)
-    if config.sinks:
-        block.start_from_sink(m, l, engine.tx)
 
     with b.loop(block.first_tile, block.last_tile, name="tile") as tile:
         partial = stream.partial(tile)
@@ -61,18 +62,23 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
                 with b.if_(partial):
                     block.modify(S, modifier, tile)
 
-        b.comment("online softmax: P = exp2(S - m), l = l * alpha + sum P, O = O * alpha")
-        s = S.values()
-        highest = engine.reduce_rows("max", [_fold(b, "max", row) for row in s])
-        p: list[list[Value]] = []
-        for r, row in enumerate(s):
-            m_new = b.max(m[r].value, highest[r])
-            alpha = b.exp2(m[r].value - m_new)
-            m[r].value = m_new
-            p.append([b.exp2(x - m_new) for x in row])
-            l[r].value = b.fma(l[r].value, alpha, _fold(b, "add", p[r]))  # of this thread's columns alone until the end
-            for o in O.vars[r]:
-                o.value = o.value * alpha
+        b.comment("online softmax: P = exp2(S - m), l = l + sum P; m follows the maximum once that is far ahead")
+        s, base = S.values(), [b.var(x, "m") for x in m.load()]
+        highest = [fold(b, "max", row) for row in s]
+        ahead = [high - low.value > LAG for high, low in zip(highest, base, strict=True)]
+        with b.if_(engine.any_of_rows(fold(b, "or", ahead))):
+            alpha: list[Value] = []
+            for r, high in enumerate(engine.reduce_rows("max", highest)):
+                m_new = b.max(base[r].value, high)
+                alpha.append(b.exp2(base[r].value - m_new))
+                base[r].value = m_new
+                for o in O.vars[r]:
+                    o.value = o.value * alpha[r]
+            m.store([x.value for x in base])
+            l.store([x * y for x, y in zip(l.load(), alpha, strict=True)])
+        p = [[b.exp2(x - low.value) for x in row] for row, low in zip(s, base, strict=True)]
+        # Of this thread's columns alone until the end.
+        l.store([x + fold(b, "add", row) for x, row in zip(l.load(), p, strict=True)])
 
         if block.dropout is not None:
             p = block.drop(block.dropout, S, p, tile)
@@ -81,7 +87,7 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
         stream.values(S, O, p, tile, partial)
 
     b.comment("O / l, and the log-sum-exp")
-    total = engine.reduce_rows("add", [x.value for x in l])
+    total, maxima = engine.reduce_rows("add", l.load()), m.load()
     for r, row in enumerate(O.values()):
         nothing = b.eq(total[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
         inverse = b.select(nothing, zero, b.rcp(total[r]))
@@ -93,7 +99,7 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
                 strip = [x * inverse for x in row[c : c + O.strip]]
                 block.o.store(b, at, O.col(c), strip, engine.value_cols)
             if block.lse is not None:
-                lse = b.select(nothing, b.const(NEG_INF, f32), (m[r].value + b.log2(total[r])) * LN2)
+                lse = b.select(nothing, b.const(NEG_INF, f32), (maxima[r] + b.log2(total[r])) * LN2)
                 with b.if_(b.eq(engine.tx, 0)):
                     b.store(block.lse, block.lse_base + b.cast(at, block.index), lse)
     # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree, unless a barrier
@@ -137,10 +143,13 @@ class _Stream:
             b.barrier()
             with b.if_(chunk + 1 < chunks):
                 self._fetch_k(k_starts, chunk + 1)
-            with b.else_():
-                self._fetch_v(tile, b.const(0, i32))
+            if not shape.late:
+                with b.else_():
+                    self._fetch_v(tile, b.const(0, i32))
             engine.multiply_scores(S, self.stager.offset.value, chunk)
             self.stager.advance()
+        if shape.late:
+            self._fetch_v(tile, b.const(0, i32))
 
     def values(self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, partial: Value) -> None:
         """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory."""
@@ -196,9 +205,9 @@ class _Stream:
         b = self.b
         bad = []
         for quad, inside in quads:
-            wild = _fold(b, "or", [~is_finite(b, x) for x in b.unpack(quad)])
+            wild = fold(b, "or", [~is_finite(b, x) for x in b.unpack(quad)])
             bad.append(wild if inside is None else wild & inside)
-        with b.if_(_fold(b, "or", bad)):
+        with b.if_(fold(b, "or", bad)):
             b.atomic("max", self.flags, step & 1, step + 1)
 
     def _rotated(self, source: Matrix, chunk: Value) -> tuple[Rotary, Value, int] | None:
@@ -259,12 +268,11 @@ class _Block:
         self.scale = b.scalar("scale", f32)
         cap = b.scalar("softcap", f32) if config.softcap else None
 
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis. The last
-        # blocks of rows come first: with a causal mask they have the most work.
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < total
-        head_number, in_head = number // blocks, number % blocks
-        self.row0 = (blocks - 1 - in_head) * config.shape.block_q
+        head_number, block = block_of(config, number, blocks, total)
+        self.row0 = block * config.shape.block_q
         self.batch, self.head = head_number // heads, head_number % heads
         kv_head = self.head // group
         self.extent: Extent | None = None
@@ -323,7 +331,7 @@ class _Block:
         """The dot product of indices with strides that are parameters of their own."""
         b = self.b
         terms = [b.cast(i, self.index) * b.scalar(f"{name}_stride{n}", self.index) for n, i in enumerate(indices)]
-        return _fold(b, "add", terms)
+        return fold(b, "add", terms)
 
     def _reader(self, name: str, buffer: Value) -> Callable[[mod.Site], Value]:
         """Reads element (batch, head, row, column) of a mask or bias; rows and columns past the end read the last."""
@@ -379,25 +387,15 @@ class _Block:
             result.append([b.select(kept, x, zero) for kept, x in zip(keep, weights, strict=True)])
         return result
 
-    def start_from_sink(self, m: list[Var], l: list[Var], tx: Value) -> None:
-        """The sink is a key without a value: it is in m and l before the first tile. One thread of a row counts it."""
-        b = self.b
-        assert self.sink is not None
+    def start(self, tx: Value) -> tuple[Value, Value]:
+        """m and l before the first tile. The sink is a key without a value, which one thread of a row counts."""
+        b, zero = self.b, self.b.const(0.0, f32)
+        if self.sink is None:
+            return b.const(LOWEST, f32), zero
         sink = self.sink * LOG2E
         start = b.max(sink, LOWEST)
-        weight = b.select(b.eq(tx, 0), b.exp2(sink - start), b.const(0.0, f32))
-        for m_row, l_row in zip(m, l, strict=True):
-            m_row.value = start
-            l_row.value = weight
+        return start, b.select(b.eq(tx, 0), b.exp2(sink - start), zero)
 
 
 def _stored(dtype: str) -> Scalar:
     return u8 if dtype == "bool" else SCALARS[dtype]
-
-
-def _fold(b: Builder, kind: str, values: list[Value]) -> Value:
-    """Combine values two by two, so that the chain of dependent operations is short."""
-    while len(values) > 1:
-        pairs = [b.binary(kind, x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + values[len(pairs) * 2 :]
-    return values[0]

@@ -26,7 +26,7 @@ from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
-from aule.ops.attention.scores import Scores
+from aule.ops.attention.scores import Scores, block_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import RUN, Fragments, FragmentTile, row_stride
@@ -67,12 +67,11 @@ class FragmentForward:
         self.index: Scalar = i64 if config.index64 else i32
         p = self.p = Parameters(b, config, self.index)
         heads, blocks = p.number("heads_q"), p.number("blocks_q")
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis. The last
-        # blocks of rows come first: with a causal mask they have the most work.
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < p.number("blocks")
-        self.head_number = number // blocks
-        self.row0 = (blocks - 1 - number % blocks) * shape.block_q
+        self.head_number, block = block_of(config, number, blocks, p.number("blocks"))
+        self.row0 = block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
         scores = self.scores = Scores(p, batch)
@@ -111,7 +110,7 @@ class FragmentForward:
         engine = Fragments(b, target, shape, config.factor or config.dtype)
         q, k, v = shape.shared_elements(config.head_dim, config.value_dim)
         self.memory = b.shared("tiles", engine.elem, shape.tile_elements(config.head_dim, config.value_dim))
-        self.k_start = b.const(0 if shape.resident_q else q, i32)
+        self.k_start = b.const(q, i32)
         self.v_start = self.k_start + shape.stages * k
         self.k_size, self.v_size = k, v
         self.k_stride, self.v_stride = row_stride(config.head_dim), row_stride(config.value_dim)
@@ -311,25 +310,28 @@ class FragmentForward:
     def _load_q(self) -> Callable[[int], list[Value]]:
         """Bring in the block's rows of Q; returns what gives the fragments of 16 columns, one for each 16 rows."""
         b, engine, shape = self.b, self.engine, self.shape
-        start = b.const(0, i32)
-        transfer = transfer_of(engine, self.q, shape.block_q, self.memory)
-        transfer.clear_padding(start, 1)
-        transfer.start(self.row0, start)
-        transfer.finish(start)
-        own = self.subgroup_row * self.k_stride
+        stays, rows = shape.q_columns(self.q.cols), range(0, shape.rows, engine.way.height)
 
-        def load(k: int) -> list[Value]:
-            rows = range(0, shape.rows, engine.way.height)
-            return [engine.load_left(self.memory, own, self.k_stride, row, k * SIZE) for row in rows]
+        def bring(first: int, end: int, start: Value) -> Callable[[int], list[Value]]:
+            """The same for some of the columns, which come to lie in memory from ``start`` on."""
+            transfer = transfer_of(engine, self.q.columns(b, first, end), shape.block_q, self.memory)
+            transfer.clear_padding(start, 1)
+            transfer.start(self.row0, start)
+            transfer.finish(start)
+            own = start + self.subgroup_row * transfer.stride
+            return lambda k: [
+                engine.load_left(self.memory, own, transfer.stride, row, k * SIZE - first) for row in rows
+            ]
 
-        if not shape.resident_q:
-            self._clear_padding()  # the first barrier of the loop shows Q, too
-            return load
-        b.barrier()
-        fragments = [load(k) for k in range(self.k_depth)]
-        b.barrier()  # everyone has read Q: its memory is K's and V's from here on
-        self._clear_padding()
-        return lambda k: fragments[k]
+        load = bring(0, min(stays, self.q.cols), b.const(0, i32)) if stays else None
+        fragments: list[list[Value]] = []
+        if stays < self.q.cols:
+            passing = bring(stays, self.q.cols, self.k_start)
+            b.barrier()
+            fragments = [passing(k) for k in range(stays // SIZE, self.k_depth)]
+            b.barrier()  # everyone has read it: the memory is K's and V's from here on
+        self._clear_padding()  # the first barrier of the loop shows the rest of Q, too
+        return lambda k: load(k) if load is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
     def _clear_padding(self) -> None:
         self.keys.clear_padding(self.k_start, self.shape.stages)

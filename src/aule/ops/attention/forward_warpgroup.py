@@ -137,7 +137,7 @@ class _Forward(FragmentForward):
 
     def _arrive(self) -> None:
         """What this thread has fetched is there, and what it has read may be overwritten."""
-        self.keys.finish(self.k_start)
+        self.b.async_wait(0)
         self.b.warpgroup_publish()
         self.b.warpgroup_arrive(self.meeting)
 
@@ -196,12 +196,11 @@ class _Forward(FragmentForward):
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _load_queries(self) -> None:
-        """Bring in the block's rows of Q; the first barrier of the loop shows them."""
+        """Begin to bring in the block's rows of Q; they arrive with the first keys."""
         start = self.b.const(0, i32)
         transfer = self.engine.panels(self.q, self.shape.block_q, self.memory)
         transfer.clear_padding(start, 1)
         transfer.start(self.row0, start)
-        transfer.finish(start)
         self._clear_padding()
 
     def _clear_padding(self) -> None:
@@ -209,8 +208,8 @@ class _Forward(FragmentForward):
         self.values.clear_padding(self.v_start, 3)
 
     def _meet(self) -> None:
-        """What is on its way arrives, for all."""
-        self.keys.finish(self.k_start)
+        """What is on its way arrives, for all; but for V, whose copies are the latest."""
+        self.b.async_wait(1)
         self.b.warpgroup_publish()
         self.b.barrier()
 

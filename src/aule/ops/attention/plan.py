@@ -11,6 +11,7 @@ from aule.errors import InvalidArgumentError
 from aule.ops.attention.backward import build_backward
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.backward_rows import build_delta, build_round
+from aule.ops.attention.backward_warpgroup import build_backward_warpgroup
 from aule.ops.attention.config import (
     BackwardConfig,
     DeltaConfig,
@@ -25,18 +26,19 @@ from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
     choose_backward_fragments,
     choose_backward_shape,
+    choose_backward_warpgroups,
     choose_fragments,
     choose_shape,
     choose_warpgroups,
 )
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
-from aule.tile.arrangement import SIZE
+from aule.tile.arrangement import SIZE, added_together, arrange
 from aule.tile.fragment import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.rotated_fragment import exchange_bytes
-from aule.tile.simt import SimtShape
+from aule.tile.simt import SimtShape, padded
 from aule.tile.sums import TileSums
 from aule.view import TensorView
 
@@ -110,7 +112,8 @@ def plan_forward(
     if shape is None and all(aligned(RUN)[:3]) and not masked and problem.rope is None:
         shape = choose_warpgroups(target, problem.dtype, *dims)
     if shape is None and rotates_runs(problem):
-        shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]))
+        rotated = problem.rope is not None
+        shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
     run = RUN if isinstance(shape, FragmentShape) else QUAD
     memory: dict[str, Any] = rope_options(views, run, aligned_base) | {
@@ -177,15 +180,21 @@ def plan_backward(
     units = (unit["o"], unit["do"])
     adds = "ds" not in views and _can_add(problem, target)
     keys_shape = shapes[1] if shapes else None
-    keys_shape = keys_shape or _backward_fragments(problem, target, "keys")
+    if adds and problem.rope is None and all(aligned(RUN, names)):
+        # Rows that are rotated or put together on their way take registers that this kernel does not have.
+        keys_shape = keys_shape or choose_backward_warpgroups(target, problem.dtype, *dims)
+    keys_shape = keys_shape or _backward_fragments(problem, target, "sums" if adds else "keys")
     keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
-    clear = problem.batch * problem.heads_q * row_tiles * tile_size
+    clear = padded(problem.batch * problem.heads_q * row_tiles * tile_size, QUAD)
     sums = adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys_shape)
+    if not sums and isinstance(keys_shape, FragmentShape) and keys_shape.warpgroups:
+        keys_shape = _backward_fragments(problem, target, "keys") or choose_backward_shape(target, max(dims), dims)
     index64 = index64 or (sums and clear > 2**31 - 1)  # they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
+    run = RUN if problem.dtype != "f32" and all(aligned(RUN, ("o", "do"))) else QUAD
     delta = DeltaConfig(
-        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(QUAD, ("o", "do")), index64, sums
+        problem.dtype, problem.value_dim, _DELTA_THREADS, lanes, units, aligned(run, ("o", "do")), index64, sums, run
     )
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_tiles": row_tiles, "clear": clear}
@@ -211,17 +220,22 @@ def plan_backward(
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
-            steps.append(Step(config, build_backward_fragment, grid, scalars))
+            build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
+            steps.append(Step(config, build, grid, scalars))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
         return StepPlan(tuple(steps), {"delta": rows})
     added_by = None if isinstance(keys_shape, FragmentShape) else keys_shape
-    unit_tables = rope_options(views)["rope_unit"]
-    finish = RoundConfig(problem.dtype, problem.head_dim, _ROUND_THREADS, index64, added_by, problem.rope, unit_tables)
-    grid = grid_of("flash_attention", -(-rows * problem.head_dim // finish.run // _ROUND_THREADS), target)
-    steps.append(Step(finish, build_round, grid, numbers))
+    quads = added_by is None and problem.rope is None and problem.head_dim % SIZE == 0 and _in_quads(target)
+    finish = RoundConfig(
+        problem.dtype, problem.head_dim, _ROUND_THREADS, index64, added_by, problem.rope,
+        rope_options(views)["rope_unit"], quads,
+    )  # fmt: skip
+    count = clear // QUAD if quads else rows * problem.head_dim // finish.run
+    grid = grid_of("flash_attention", -(-count // (_ROUND_THREADS * (2 if quads else 1))), target)
+    steps.append(Step(finish, build_round, grid, numbers | {"round_quads": clear // QUAD}))
     return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
 
 
@@ -241,6 +255,14 @@ def _can_add(problem: AttentionProblem, target: Target) -> bool:
     if math.prod(problem.out_shape[:3]) * problem.head_dim // (2 - problem.head_dim % 2) > 2**31 - 1:
         return False  # threads of `build_round` are counted in 32 bits
     return target.backend == "cuda" or "VK_EXT_shader_atomic_float" in target.extensions
+
+
+def _in_quads(target: Target) -> bool:
+    """Whether four components that are added together are two neighbours in each of two rows."""
+    if added_together(target) != QUAD:
+        return False
+    way = arrange(target)
+    return way.results.part_bits[:2] == ((0, 1), (SIZE // 2, 0)) and (way.height, way.width) == (SIZE, SIZE)
 
 
 def _sums_of_head(problem: AttentionProblem, shape: SimtShape | FragmentShape) -> tuple[int, int]:

@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
 from aule.ops.attention import modifiers as mod
-from aule.ops.attention.config import Columns
+from aule.ops.attention.config import Columns, ScoreConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.parameters import Parameters
 from aule.tile.math import LOG2E
+
+
+def block_of(config: ScoreConfig, number: Value, blocks: Value, total: Value) -> tuple[Value, Value]:
+    """The head of workgroup ``number`` of ``total``, and which of its ``blocks`` blocks of rows it has.
+
+    With a causal mask the last blocks have the most work. Those of all heads come first, so that what is begun last is
+    short and no multiprocessor works alone at the end. Without one all have as much, and a head comes after the other,
+    whose K and V stay in the cache.
+    """
+    if config.right and not config.left:
+        heads = total // blocks
+        return number % heads, blocks - 1 - number // heads
+    return number // blocks, blocks - 1 - number % blocks
 
 
 @dataclass(frozen=True)

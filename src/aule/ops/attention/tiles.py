@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aule.errors import KernelError
+from aule.ir.types import PANEL
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import FragmentShape, factor_elem, fitted, multiplies
@@ -29,9 +30,8 @@ class Entry:
 
 #                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
 FIRST = Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64))
-"""H200, full, fp32, TFLOPS. d64, S 2048: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q
-not resident. d128, S 8192: 43.3 through PTX; equals 128x128 over 16x16 threads, beat Q not resident (40.6) and 64x128
-(42.7). 168 registers let three workgroups reside."""
+"""H200, S 2048, full, fp32, TFLOPS. d64: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q
+not resident. 168 registers let three workgroups reside."""
 
 ENTRIES: tuple[Entry, ...] = (
     FIRST,
@@ -48,10 +48,14 @@ ENTRIES: tuple[Entry, ...] = (
 """Alternatives in order of preference; the first that fits a device is taken."""
 
 OWN: dict[str, tuple[Entry, ...]] = {
+    # H200, d128, S 2048 full and causal, 8192 full and causal: 45.5, 44.5, 46.0, 46.9 TFLOPS. S 2048 full: not late and
+    # m in registers 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128 over 256 threads 42.9.
+    # d64, S 2048: 43.2 and 41.9.
+    "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True)),),
     "nvidia": (
         FIRST,
-        # H200, d128, where 48 KiB of shared memory is all: 38.8 TFLOPS through Vulkan; beat 64x64 (36.2) and chunks
-        # of 8 (36.1).
+        # The same through Vulkan, where 48 KiB of shared memory is all: 41.7, 39.5, 42.1, 42.3. S 2048 full: 64x64
+        # 38.9, and 39.7 with m and l in registers; 64x64 and late 36.0.
         Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64), (128, 0, 0)),
     ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
@@ -70,8 +74,11 @@ OWN: dict[str, tuple[Entry, ...]] = {
         Entry(SimtShape(32, 64, 16, 16, 16, 8, False), (40, 40, 40)),
     ),
 }
-"""What goes before `ENTRIES` on a vendor's devices. Intel's and AMD's are by rule, not measured: from compilers alone
-(docs/compiled.md)."""
+"""What goes before `ENTRIES` through a backend, and then on a vendor's devices. Intel's and AMD's are by rule, not
+measured: from compilers alone (docs/compiled.md)."""
+
+_HIDING = 3
+"""Workgroups for which there must be shared memory where they hide each other's latency (`SimtShape.late`)."""
 
 SMALL = Entry(SimtShape(32, 32, 8, 8, 8, 4, False), (240, 240, 160))
 """For OpenCL and WebGPU on a CPU, where compiling takes longer than computing (PoCL 3.1: 3 s instead of 6). Software
@@ -79,11 +86,13 @@ Vulkan keeps the tiles of real devices, so that tests without one run those too.
 
 
 def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f32", modifiers: int = 0) -> SimtShape:
-    """The first entry, of the vendor's own and then of `ENTRIES`, that fits the device and the head dimensions.
+    """The first entry, of the backend's and the vendor's own and then of `ENTRIES`, that fits the device and the head
+    dimensions.
 
-    The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are.
+    The ``registers`` of an entry are enough for fp32 without modifiers; anything more takes all there are, so that
+    fewer workgroups reside.
     """
-    entries = (*OWN.get(target.vendor, ()), *ENTRIES)
+    entries = (*OWN.get(target.backend, ()), *OWN.get(target.vendor, ()), *ENTRIES)
     if target.software and target.backend in ("opencl", "webgpu"):
         entries = (SMALL,)
     entries = tuple(replace(entry, shape=_narrowed(entry.shape, head_dim)) for entry in entries)
@@ -98,7 +107,7 @@ def choose_shape(target: Target, head_dim: int, value_dim: int, dtype: str = "f3
     # Not so on Intel, where such a shape spills.
     shuffling = (shape for shape in fitting if uses_subgroups(target, shape) and target.vendor != "intel")
     chosen = next(shuffling, fitting[0])
-    return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255)
+    return chosen if dtype == "f32" and not modifiers else replace(chosen, registers=255, late=False)
 
 
 @dataclass(frozen=True)
@@ -121,13 +130,17 @@ class FragmentEntry:
     strided: FragmentShape
 
 
-_Numbers = tuple[int, int, int, int, int]
+_Numbers = tuple[int, int, int, int, int] | tuple[int, int, int, int, int, int]
 
 
 def _entry(dim: int, plain: _Numbers, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
-    """An entry out of block_q, block_kv, subgroups, stages and resident_q."""
+    """An entry out of block_q, block_kv, subgroups, stages, resident_q and, where it is not zero, held."""
     return FragmentEntry(
-        dim, *(FragmentShape(q, kv, n, stages, bool(r)) for q, kv, n, stages, r in (plain, masked, strided))
+        dim,
+        *(
+            FragmentShape(q, kv, n, stages, bool(r), held=sum(held))
+            for q, kv, n, stages, r, *held in (plain, masked, strided)
+        ),
     )
 
 
@@ -152,14 +165,16 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
     ),
     # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is.
     "vulkan": (
-        # 312 / 304; keys by 32 312 / 283, by 96 in one stage 273 (S 8192 full, where this has 309) / -, 16 rows a
-        # subgroup and loops that the driver unrolls 249 / 232.
+        # 317 / 304, in bf16 309 / -; keys by 32 312 / 283, by 96 in one stage 273 (S 8192 full, where this has 309) /
+        # -, 16 rows a subgroup and loops that the driver unrolls 249 / 232.
         _entry(64, (128, 64, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
-        # 285 / 260; four subgroups 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240, 32 rows a subgroup
-        # 179 / -: the driver spills.
-        _entry(128, (128, 64, 8, 1, 1), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
-        # 183 / -; keys by 32 118 / -, 32 rows a subgroup 119 / -.
-        _entry(256, (64, 16, 4, 1, 1), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+        # 309 / 293, in bf16 301 / -; 32 columns of Q in registers 302 / -, 48 and keys by 48 271 / -, three subgroups
+        # and none 187 / -, all of them 179 / -. 16 rows a subgroup, eight of them, 285 / 262, in bf16 240 / -; four
+        # 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240.
+        _entry(128, (128, 32, 4, 1, 0, 16), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        # 198 / -; keys by 16 in two stages 195 / -, with all of Q in registers 191 / - and in one stage 183 / -, with
+        # 96 columns of it 176 / -; keys by 32 with all of Q 118 / -, 32 rows a subgroup 119 / -.
+        _entry(256, (64, 32, 4, 1, 0, 160), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
     # cycles per score without the guarded product, whose trips it overrates; WMMA alone would be 0.5 at d64.
@@ -186,8 +201,8 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 
 WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
     # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal.
-    # 382 / 429; 128 rows 349 / 389.
-    (64, FragmentShape(192, 128, 12, 2, False, 168, warpgroups=True)),
+    # 386 / 443; keys by 128 382 / 419, 128 rows and keys by 256 402 / 409, by 192 - / 395, by 128 349 / 389.
+    (64, FragmentShape(192, 144, 12, 2, False, 168, warpgroups=True)),
     # 534 / 566; keys by 96 475 / 531. With whole barriers 465 / 401, keys by 160 454 / 396.
     (128, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
     # 561 / 577. With whole barriers 552 / 447, keys by 48 509 / 436, by 32 417 / 375.
@@ -219,14 +234,16 @@ TF32: tuple[FragmentEntry, ...] = (
 
 
 def choose_fragments(
-    target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool, strided: bool
+    target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool, strided: bool, rotated: bool = False
 ) -> FragmentShape | None:
-    """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix."""
+    """Tiles on matrix units; None where there are none for the type, or not known how they hold a matrix. Columns that
+    are ``rotated`` on their way in stay together."""
     if not multiplies(target, dtype):
         return None
     itemsize = factor_elem(dtype).bits // 8
     for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.vendor, FRAGMENTS.get(target.backend, ())):
-        shape = fitted(entry.strided if strided else entry.masked if masked else entry.plain, target)
+        plain = entry.masked if rotated and entry.plain.held else entry.plain
+        shape = fitted(entry.strided if strided else entry.masked if masked else plain, target)
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
         if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
@@ -240,11 +257,13 @@ def _runs(shape: FragmentShape, target: Target) -> bool:
 
 @dataclass(frozen=True)
 class FragmentBackwardEntry:
-    """Tiles of the backward kernels on matrix units, for head dimensions up to ``dim``: of dQ, and of dK and dV."""
+    """Tiles of the backward kernels on matrix units, for head dimensions up to ``dim``: of dQ, of dK and dV, and of the
+    latter where dQ is added up there, if that is something else."""
 
     dim: int
     queries: FragmentShape
     keys: FragmentShape
+    sums: FragmentShape | None = None
 
 
 FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
@@ -264,13 +283,20 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # All by sums: 217 / -.
         FragmentBackwardEntry(256, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 64, 8, 2, False, columns=4)),
     ),
-    # H200, f16, 48 KiB, S 2048 full.
+    # H200, 48 KiB, S 2048 full.
     "vulkan": (
-        # dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as
-        # 220; sums, for which only 64 keys have room, as 183 to 195.
-        FragmentBackwardEntry(64, FragmentShape(128, 32, 4, 1, False), FragmentShape(128, 32, 4, 1, False)),
-        # dQ 216; 32 rows 198. dK and dV 201; 32 keys 165. Both together count as 148, sums as 159; with 32 keys 101.
-        FragmentBackwardEntry(128, FragmentShape(64, 16, 4, 1, False), FragmentShape(64, 16, 4, 1, False)),
+        # In f16 dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count
+        # as 220 and, in bf16 and without rounding, as 212; then sums with V in registers as 231, rows by 16 188, and
+        # both together with dO and V in registers 200. Sums of 64 keys, for which V has room, 183 to 195.
+        FragmentBackwardEntry(
+            64,
+            FragmentShape(128, 32, 4, 1, False),
+            FragmentShape(128, 32, 4, 1, False),
+            FragmentShape(128, 32, 4, 1, True),
+        ),
+        # In bf16 without rounding sums 199, both together 179. Rows by 16, and V in memory: sums 162, both together
+        # 148 in f16. 128 keys over eight subgroups 155, 96 over six in two stages 117.
+        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True)),
     ),
     # Not measured, only compiled, as above. None of them spills, with any modifiers.
     "amd": (
@@ -294,17 +320,39 @@ the backward pass."""
 def choose_backward_fragments(
     target: Target, dtype: str, head_dim: int, value_dim: int, of: str
 ) -> FragmentShape | None:
-    """Tiles of a backward kernel on matrix units; None where there are none."""
+    """Tiles of a backward kernel on matrix units, of "queries", of "keys", or of the latter with "sums"; None where
+    there are none."""
     if not multiplies(target, dtype):
         return None
     for entry in FRAGMENTS_BACKWARD.get(target.vendor, FRAGMENTS_BACKWARD.get(target.backend, ())):
-        shape = fitted(entry.queries if of == "queries" else entry.keys, target)
+        keys = entry.sums or entry.keys if of == "sums" else entry.keys
+        shape = fitted(entry.queries if of == "queries" else keys, target)
         # A thread brings in what belongs to a row of the others.
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target) or shape.threads < shape.block_kv:
             continue
         if any(-(-dim // SIZE) % shape.columns for dim in (head_dim, value_dim)):
             continue
         if shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes:
+            return shape
+    return None
+
+
+WARPGROUPS_BACKWARD: tuple[tuple[int, FragmentShape], ...] = (
+    (64, FragmentShape(128, 128, 8, 4, False, warpgroups=True)),
+    (128, FragmentShape(128, 64, 8, 4, False, warpgroups=True)),
+)
+"""Tiles of dK and dV with sums over warpgroups, for head dimensions up to the number before them."""
+
+
+def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
+    """Tiles of the kernel of dK and dV over warpgroups; None where there are none."""
+    if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
+        return None
+    for dim, shape in WARPGROUPS_BACKWARD:
+        # Warpgroups share dQ by panels of columns, and each has at least one.
+        if max(head_dim, value_dim) > dim or -(-head_dim // PANEL) < shape.threads // 2 // shape.block_kv:
+            continue
+        if shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes:
             return shape
     return None
 
@@ -407,8 +455,10 @@ def _narrowed(shape: SimtShape, head_dim: int) -> SimtShape:
 
 def _fits(entry: Entry, target: Target, head_dim: int, value_dim: int, modifiers: int) -> bool:
     shape = entry.shape
+    workgroups = _HIDING if shape.late else 1
+    shared = shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape))
     return (
         shape.threads <= target.max_threads
-        and shape.shared_bytes(head_dim, value_dim, uses_subgroups(target, shape)) <= target.max_shared_bytes
+        and workgroups * shared <= target.max_shared_bytes
         and shape.accumulators(value_dim) <= entry.accumulators[modifiers]
     )

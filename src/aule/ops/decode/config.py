@@ -139,7 +139,9 @@ class CacheConfig(ScoreConfig, ABC):
     cache : str
         Element type of keys and values.
     split : bool
-        The keys of a sequence are divided among workgroups, which leave partial results for the kernel that adds them.
+        The keys of a sequence are divided among workgroups, which leave partial results.
+    gather : bool
+        The last workgroup to finish adds those of its rows up; else another kernel does.
     whole : bool
         Keys that are looked up together lie in one page: those of a subgroup's step, or, on matrix units, of a block.
     unit : tuple of bool
@@ -150,6 +152,7 @@ class CacheConfig(ScoreConfig, ABC):
 
     cache: str
     split: bool = False
+    gather: bool = False
     whole: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
@@ -199,19 +202,12 @@ class ReduceConfig(ScoreConfig):
 
     Attributes
     ----------
-    quads : int
-        Threads along a row, four columns each.
-    slots : int
-        Threads that share the parts of a row.
+    threads : int
+        Of a workgroup, which has one row.
     aligned : bool
         Rows of o can be written as vectors of four.
     """
 
-    quads: int
-    slots: int
+    threads: int
     aligned: bool
     index64: bool
-
-    @property
-    def threads(self) -> int:
-        return self.quads * self.slots

@@ -20,6 +20,7 @@ from aule.ops.attention import modifiers as mod
 from aule.ops.attention.parameters import Parameters
 from aule.ops.decode.config import DecodeConfig
 from aule.ops.decode.join import Join
+from aule.ops.decode.last import add_up
 from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
@@ -145,6 +146,8 @@ class _Decode:
                 _assign(ahead, self._pages(start + 2 * shape.step))
             self._step(q, current, v, scales, rows, acc, start)
         self._finish(rows, acc)
+        if config.gather:
+            add_up(self.result, shape.rows, self.team.thread, shape.threads)
 
     def _queries(self) -> list[list[Value]]:
         """This lane's columns of every query row, scaled."""

@@ -26,6 +26,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.join import Join
 from aule.ops.decode.kernel import KERNEL_NAME
+from aule.ops.decode.last import add_up
 from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
@@ -34,7 +35,7 @@ from aule.tile.direct import Direct
 from aule.tile.fragment import Components, row_stride
 from aule.tile.math import LOWEST, fold, overflowing
 from aule.tile.matrix import QUAD, Matrix
-from aule.tile.quantised import E4M3_HALF
+from aule.tile.quantised import without_nan
 
 LAG = 8.0
 """How far, in powers of two, the maximum that is subtracted may lag behind."""
@@ -195,12 +196,17 @@ class _Decode:
             v = [b.var(run, "v") for run in self._fetch_values(start, pages)]
             scales = self._scales(start, pages)
             current = _values(k)
-            _assign(k, self._fetch_keys(start + shape.step, _values(ahead)))
-            if lookups:
-                _assign(here, _values(ahead))
-                _assign(ahead, self._pages(start + 2 * shape.step))
+            # The condition also keeps the loads here: without it ptxas puts those of bytes behind the first product,
+            # into the registers that this frees, and V is waited for.
+            with b.if_(start + shape.step < place.end):
+                _assign(k, self._fetch_keys(start + shape.step, _values(ahead)))
+                if lookups:
+                    _assign(here, _values(ahead))
+                    _assign(ahead, self._pages(start + 2 * shape.step))
             self._step(q, current, v, scales, rows, O, start)
         self._finish(rows, O)
+        if self.config.gather:
+            add_up(self.result, shape.rows, self.engine.thread, shape.threads)
 
     def _queries(self) -> tuple[list[Value], list[_Row]]:
         """Q as right factors, along columns in the order in which lanes hold those of K; and this lane's rows."""
@@ -253,8 +259,8 @@ class _Decode:
         b, place = self.b, self.place
         number = self.engine.lane_col + part
         scale = self.p.number("scale", f32)
-        if self.config.cache == "e4m3":
-            scale = scale * (1.0 / E4M3_HALF)
+        if self.keys.unit != 1.0:
+            scale = scale * (1.0 / self.keys.unit)
         if factors is not None:
             scale = scale * b.load(factors, b.min(number, self.shape.rows - 1))
         token, head = place.existing(number)
@@ -285,7 +291,10 @@ class _Decode:
             self._modify(S, rows, keys, everywhere=False)
         self._follow_maximum(S, scales, rows, O)
         P = self._weigh(S, scales, rows)
-        if self.config.quantised:  # whose values are all finite
+        if self.config.quantised:
+            if self.values.converts:  # which makes NaN of two bytes; others are all finite
+                with b.if_(edge):
+                    _assign(v, [without_nan(b, run) for run in _values(v)])
             self._add_values(O, P, _values(v))
             return
         wild = b.var(b.const(0, i32), "wild")
@@ -458,7 +467,7 @@ class _Decode:
         for mask in self._down:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
         join = Join(self.result, shape.subgroups, shape.rows, way.padded)
-        unit = 1.0 / E4M3_HALF if self.config.cache == "e4m3" else 1.0
+        unit = 1.0 / way.unit
         fragments = _values(O)
         for row, total in zip(rows, totals, strict=True):
             sums = []

@@ -42,6 +42,8 @@ class Place:
         if config.split:
             rest, self.part = self._split(rest, "splits")
         self.batch = b.min(rest, number("batches") - 1)  # there may be more workgroups than work
+        self.block_of_rows = (self.batch * number("heads_kv") + self.kv_head) * number("row_blocks") + row_block
+        """Number of the workgroup's rows among all blocks of rows."""
         self.group = number("group")
         self.q, self.k, self.v = (self.matrix(name) for name in "qkv")
         self.extent = Extent.of(parameters, self.batch)
@@ -55,7 +57,11 @@ class Place:
             self.exists = self.exists & (self.extent.seq_q <= number("tokens"))
         self.left = number("left") if config.left else None
         self.right = number("right") if config.right else None
+        self.parts = b.const(1, i32)
+        """Parts of the keys that these rows may keep."""
         self._reach(b.min(self.row0 + rows, self.rows) - 1, stretch, step)
+        if config.gather:  # which asks for parts that there are, and for no others
+            self.exists = self.exists & (self.part < self.parts)
 
     def _split(self, value: Value, name: str) -> tuple[Value, Value]:
         """Quotient and remainder by a parameter."""
@@ -73,8 +79,8 @@ class Place:
         if self.config.split:
             # Whole steps, as evenly as they go; a sequence that is short has fewer parts, and the others are empty.
             steps = (self.end - self.first + (step - 1)) // step
-            parts = b.min(b.max(steps // number("least_steps"), 1), number("splits"))
-            begin, finish = (b.min(self.part + i, parts) * steps // parts * step for i in (0, 1))
+            self.parts = b.min(b.max(steps // number("least_steps"), 1), number("splits"))
+            begin, finish = (b.min(self.part + i, self.parts) * steps // self.parts * step for i in (0, 1))
             self.first, self.end = self.first + begin, b.min(self.first + finish, self.end)
         self.full_first, self.full_end = reach.full_first, b.min(reach.full_end, self.end)
 

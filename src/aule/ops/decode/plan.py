@@ -12,6 +12,7 @@ from aule.ops.attention.config import Paging
 from aule.ops.attention.plan import aligned_rows, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape, ReduceConfig
+from aule.ops.decode.gather import row_quads
 from aule.ops.decode.kernel import build_decode
 from aule.ops.decode.kernel_fragment import build_decode_fragment
 from aule.ops.decode.prefill import few_tokens, page_scalars, plan_prefill
@@ -23,6 +24,7 @@ from aule.ops.decode.shapes import (
     choose_decode_shape,
     choose_splits,
     fragment_runs,
+    gathers,
     is_short,
 )
 from aule.ops.decode.validate import DecodeOperands
@@ -59,6 +61,7 @@ def plan_decode(
     aligned_base: dict[str, bool] | None = None,
     shape: DecodeShape | FragmentDecodeShape | None = None,
     splits: int | None = None,
+    gather: bool | None = None,
 ) -> StepPlan:
     """Plan decoding on a GPU.
 
@@ -72,6 +75,8 @@ def plan_decode(
         The shape of a workgroup to use instead of the table's.
     splits : int, optional
         Parts of each sequence's keys, instead of the table's.
+    gather : bool, optional
+        Whether parts are added up in the launch that makes them; default: where that is possible and quicker.
     """
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return StepPlan(())
@@ -87,7 +92,7 @@ def plan_decode(
     many = plan_prefill(problem, views, target, paging, base_ok, index64)
     if many is not None and problem.total_q is None:
         return StepPlan((many,))
-    few = _plan_few(problem, views, target, paging, aligned, shape, splits, many is not None)
+    few = _plan_few(problem, views, target, paging, aligned, shape, splits, gather, many is not None)
     return few if many is None else replace(few, steps=(*few.steps, many))
 
 
@@ -99,6 +104,7 @@ def _plan_few(
     aligned: Callable[[str, int], bool],
     shape: DecodeShape | FragmentDecodeShape | None,
     splits: int | None,
+    gather: bool | None,
     shared: bool,
 ) -> StepPlan:
     """The launches of decoding; ``shared`` when another one takes the sequences of many rows."""
@@ -121,6 +127,10 @@ def _plan_few(
             splits = 1
         else:
             splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
+    if gather is None:
+        block_rows = min(shape.rows, problem.group * tokens)
+        buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
+        gather = gathers(shape, block_rows, splits, (problem.head_dim, problem.value_dim), buffers, target)
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -142,6 +152,7 @@ def _plan_few(
         "paging": paging,
         "unit": unit,
         "split": splits > 1,
+        "gather": splits > 1 and gather,
         "index64": largest > 2**31 - 1,
     }
     config: DecodeConfig | FragmentDecodeConfig
@@ -168,13 +179,15 @@ def _plan_few(
     first = Step(config, build, grid_of("decode_attention", blocks * splits, target), scalars)
     if splits == 1:
         return StepPlan((first,))
-    quads = min(-(-problem.value_dim // QUAD), target.max_threads)
+    workspace = {"part": rows * splits * problem.value_dim, "part_lse": rows * splits}
+    if gather:
+        return StepPlan((first,), workspace, {"tickets": blocks})
+    quads = row_quads(problem.value_dim, target.max_threads)
     reduce = ReduceConfig(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        quads=quads,
-        slots=max(1, min(_REDUCE_THREADS, target.max_threads) // quads),
+        threads=quads * max(1, min(_REDUCE_THREADS, target.max_threads) // quads),
         sinks=problem.sinks,
         lse=problem.return_lse,
         packed=config.packed,
@@ -184,7 +197,7 @@ def _plan_few(
         index64=config.index64,
     )
     second = Step(reduce, build_reduce, grid_of("decode_attention", rows, target), {**scalars, "blocks": rows})
-    return StepPlan((first, second), {"part": rows * splits * problem.value_dim, "part_lse": rows * splits})
+    return StepPlan((first, second), workspace)
 
 
 def _extent(view: TensorView) -> int:

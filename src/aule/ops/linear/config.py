@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aule.ir.types import PANEL
 from aule.tile.fragment import row_stride
 from aule.tile.simt import SimtShape
+from aule.tile.warpgroup import PanelShape
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,40 @@ class FragmentBlocks:
         return self.stages * sum(rows * stride for rows, _, stride in panels)
 
 
+WARPGROUP_STAGES = 4
+"""Two steps that may be multiplied by warpgroups, and the two that follow."""
+
+
+@dataclass(frozen=True)
+class WarpgroupBlocks:
+    """How a product of warpgroups is cut up: the result's tile of a workgroup, whose warpgroups have 64 rows each, and
+    the tiles above each other that are worked on at the same time."""
+
+    rows: int
+    cols: int
+    registers: int = 255
+    group: int = 8
+
+    @property
+    def depth(self) -> int:
+        return PANEL
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.rows
+
+    def panel(self, across: bool, outer: int) -> PanelShape:
+        """A factor's step as it is stored."""
+        return PanelShape(self.depth, outer) if across else PanelShape(outer, self.depth)
+
+    def shared_bytes(self, left_across: bool, right_across: bool) -> int:
+        """Shared memory with a left factor that is normalised: it lies row by row, and three numbers come with each of
+        the summed dimension."""
+        left, right = self.panel(left_across, self.rows), self.panel(right_across, self.cols)
+        elements = left.rows * row_stride(left.cols) + right.elements
+        return WARPGROUP_STAGES * (2 * elements + 3 * 4 * self.depth) + 16
+
+
 @dataclass(frozen=True)
 class VectorBlocks:
     """How a product on a CPU is cut up: the result's tile of a task, and the part of the summed dimension for which
@@ -104,6 +140,9 @@ class VectorBlocks:
     cols: int
     depth: int
     lanes: int
+
+
+Blocks = FragmentBlocks | WarpgroupBlocks | SimtShape | VectorBlocks
 
 
 @dataclass(frozen=True)
@@ -116,6 +155,8 @@ class ProductConfig:
         The dtype that is summed up in.
     whole : bool
         The summed dimension has whole steps only.
+    transposed : bool
+        ``out[i, j]`` is stored in row ``j``: of products of warpgroups, in whole runs.
     """
 
     name: str
@@ -124,6 +165,7 @@ class ProductConfig:
     right: FactorConfig
     out: StoredConfig
     bias: str | None
-    blocks: FragmentBlocks | SimtShape | VectorBlocks
+    blocks: Blocks
     whole: bool
     index64: bool
+    transposed: bool = False

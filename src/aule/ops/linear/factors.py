@@ -94,8 +94,7 @@ class Factor:
     def row(self, row: Value) -> RowAt:
         """A row, or the last one in the place of those behind it."""
         b, p = self.b, self.p
-        if self._may_miss:
-            row = b.min(row, self.rows - 1)
+        row = self._existing(row)
         start = self.stored.start(row)
         if self.norm is None:
             return RowAt(start)
@@ -105,6 +104,13 @@ class Factor:
             return RowAt(start, scale, shift, mean)
         # Of 16-bit numbers a mean that is large against the deviation has left nothing that could be lost here.
         return RowAt(start, scale, b.fma(-mean, scale, shift))
+
+    def place(self, row: Value) -> Value:
+        """Where such a row begins."""
+        return self.stored.start(self._existing(row))
+
+    def _existing(self, row: Value) -> Value:
+        return self.b.min(row, self.rows - 1) if self._may_miss else row
 
     def load(self, row: RowAt, col: Value, width: int) -> Value:
         """Elements of a row."""

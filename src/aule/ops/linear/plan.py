@@ -8,12 +8,24 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
+from aule.ir.types import PANEL
 from aule.ops.linear.blocks import choose_blocks
-from aule.ops.linear.config import Affine, FactorConfig, FragmentBlocks, ProductConfig, StoredConfig, VectorBlocks
+from aule.ops.linear.config import (
+    Affine,
+    Blocks,
+    FactorConfig,
+    FragmentBlocks,
+    ProductConfig,
+    StoredConfig,
+    VectorBlocks,
+    WarpgroupBlocks,
+)
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
+from aule.ops.linear.product_normalised import build_product_normalised
 from aule.ops.linear.product_simt import build_product_simt
 from aule.ops.linear.product_vector import build_product_vector
+from aule.ops.linear.product_warpgroup import build_product_warpgroup
 from aule.ops.linear.statistics import statistics_step
 from aule.ops.norm.plan import plan_norm_gradient
 from aule.ops.norm.problem import NormProblem
@@ -76,9 +88,17 @@ def plan_layer_norm_linear_gradient(
     if "dweight" in views:
         steps.append(statistics_step(problem.norm, x, target))
         workspace["statistics"] = 3 * problem.rows
-        left, right = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
+        gradient, normalised = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
         out = ("dweight", views["dweight"])
-        steps.append(product_step("linear_weight_backward", problem.dtype, left, right, out, target))
+
+        def product(left: Given, right: Given, transposed: bool) -> Step:
+            name = "linear_weight_backward"
+            return product_step(name, problem.dtype, left, right, out, target, transposed=transposed)
+
+        step = product(normalised, gradient, transposed=True)
+        if not isinstance(step.config.blocks, WarpgroupBlocks):
+            step = product(gradient, normalised, transposed=False)
+        steps.append(step)
     if "dbias" in views:
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
         sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
@@ -107,16 +127,22 @@ def product_step(
     out: tuple[str, TensorView],
     target: Target,
     bias: TensorView | None = None,
+    transposed: bool = False,
 ) -> Step:
-    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``."""
+    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``, or of ``out[j, i]``."""
     (rows, cols), (outer, inner) = _sizes(left.view), _sizes(right.view)
     m, k = (cols, rows) if left.across else (rows, cols)
     n = inner if right.across else outer
     if max(m, n, k) >= 1 << 30:
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
-    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned)
-    width = RUN if isinstance(blocks, FragmentBlocks) else QUAD
+    # Products of warpgroups normalise their left factor alone, two steps at a time, by what comes in whole runs.
+    whole = all(x is None or view_width(x) >= 16 // x.itemsize for x in left.norm or ())
+    whole = whole and (left.norm is None or k % (2 * PANEL) == 0)
+    blocks = choose_blocks(
+        target, dtype, (m, n, k), left.across, right.across, aligned, warpgroups=whole and right.norm is None
+    )
+    width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
 
@@ -148,26 +174,31 @@ def product_step(
         work="f64" if dtype == "f64" else "f32",
         left=factor(left),
         right=factor(right),
-        out=told(*out, 2 if isinstance(blocks, FragmentBlocks) else QUAD),
+        out=told(*out, 2 if isinstance(blocks, FragmentBlocks) else width),
         bias=None if bias is None else bias.dtype,
         blocks=blocks,
         whole=k % depth == 0,
+        transposed=transposed,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
+    if isinstance(blocks, WarpgroupBlocks):  # as few workgroups as take no more rounds over the device
+        count = -(-count // -(-count // target.compute_units))
     return Step(config, build_product, grid_of(name, count, target), scalars)
 
 
 def build_product(config: ProductConfig, target: Target) -> KernelIR:
     """Trace a product."""
+    if isinstance(config.blocks, WarpgroupBlocks):
+        return (build_product_warpgroup if config.left.norm is None else build_product_normalised)(config, target)
     if isinstance(config.blocks, FragmentBlocks):
         return build_product_fragment(config, target)
     return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)
 
 
-def _tile(blocks: FragmentBlocks | SimtShape | VectorBlocks) -> tuple[int, int, int]:
+def _tile(blocks: Blocks) -> tuple[int, int, int]:
     """Rows, columns and depth of a step."""
-    if isinstance(blocks, FragmentBlocks | VectorBlocks):
+    if not isinstance(blocks, SimtShape):
         return blocks.rows, blocks.cols, blocks.depth
     return blocks.block_q, blocks.block_kv, blocks.chunk_k
 

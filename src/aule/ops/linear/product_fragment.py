@@ -175,20 +175,26 @@ class _Product:
 
 
 def tile_of(b: Builder, m: Value, n: Value, rows: int, cols: int, group: int) -> tuple[Value, Value]:
-    """The first row and column of a workgroup's tile: ``group`` tiles down, then the next ones along."""
+    """The first row and column of a workgroup's tile."""
     number = b.group_id(0) + b.group_id(1) * b.group_count(0)
-    down, along = (m + (rows - 1)) // rows, (n + (cols - 1)) // cols
+    row, col = tile_at(b, number, (m + (rows - 1)) // rows, (n + (cols - 1)) // cols, group)
+    return row * rows, col * cols
+
+
+def tile_at(b: Builder, number: Value, down: Value, along: Value, group: int) -> tuple[Value, Value]:
+    """Row and column of a tile among ``down`` by ``along``: ``group`` tiles down, then the next ones along."""
     band = number // (along * group)
     inside = number - band * (along * group)
     height = b.min(down - band * group, group)
-    # Workgroups behind the last tile, where the grid had to be cut, have no height and no row that exists.
+    # Numbers behind the last tile, where the grid had to be cut, have no height and no row that exists.
     column = inside // b.max(height, 1)
-    return (band * group + (inside - column * b.max(height, 1))) * rows, column * cols
+    return band * group + (inside - column * b.max(height, 1)), column
 
 
-def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar) -> list[Value]:
-    """The bias of some columns, as numbers of a type; of columns that do not exist that of the last."""
+def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar, run: int = 1) -> list[Value]:
+    """The bias of some columns, as numbers of a type; of columns that do not exist that of the last. ``run`` of them
+    are neighbours, and all there or not."""
     b, buffer = p.b, p.buffer("bias", SCALARS[dtype])
     start, step = p.strided("bias"), p.number("bias_col_stride", p.index)
-    places = [b.cast(b.min(col, n - 1), p.index) for col in cols]
-    return [b.cast(b.load(buffer, start + place * step), work) for place in places]
+    places = [start + b.cast(b.min(col, n - run), p.index) * step for col in cols[::run]]
+    return [b.cast(b.load(buffer, place + step * i), work) for place in places for i in range(run)]

@@ -62,8 +62,9 @@ def norm_step(
     count = math.prod(problem.shape[:-1])
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
     width = min(view_width(view) for view in rows.values())
-    read = len(rows) - ("dx" in rows)
-    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums), read if sums else 0)
+    columns = any(name in views for name in _VECTORS)
+    copied = len(rows) - ("dx" in rows) if sums else 0
+    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums), columns, copied)
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
     config = NormConfig(

@@ -40,6 +40,8 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
     widest = max(problem.pairs, problem.rest)
     shape, span = choose_rows(target, problem.dtype, widest, width, count, sums=True)  # one part of each of many arrays
+    if target.backend == "cpu":
+        span = replace(span, unroll=1)
     heads, layout = _heads_last(problem, views, 1 if sums else _HEADS)
     loops = sums or target.backend == "cpu"
     shape = replace(shape, batch=heads, loops=loops, exact=count % (shape.slots * heads) == 0)

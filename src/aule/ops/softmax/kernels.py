@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
 from aule.ir.types import u32
-from aule.ops.attention.dropout import WORDS, Dropout, interleaved
+from aule.ops.attention.dropout import WORDS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.math import NEG_INF
@@ -22,6 +22,8 @@ class SoftmaxConfig(RowConfig):
     ----------
     mask : str or None
         The mask's dtype.
+    dropout : bool
+        What is kept is multiplied by a scale; a seed says what that is, or a result.
     folded : bool
         The scale can wait until the exponent: it keeps the order of scores, and nothing is added to them.
     """
@@ -42,7 +44,8 @@ class _Kernel:
         self.span = k.span
         self.x_array = k.array("x")
         self.mask_array = k.array("mask") if config.mask else None
-        self.seed = k.p.buffer("seed", u32) if config.dropout else None
+        self.y_array = k.array("y") if config.has("y") and config.has("dy") else None
+        self.seed = k.p.buffer("seed", u32) if config.dropout and self.y_array is None else None
 
     def take(self) -> None:
         """The rows at hand: scores, and their exponentials."""
@@ -54,6 +57,10 @@ class _Kernel:
         if self.mask_array is not None:
             self.mask = rows.source(self.mask_array)
             span.hold(self.mask)
+        self.y: Source | None = None
+        if self.y_array is not None:
+            self.y = rows.source(self.y_array)
+            span.hold(self.y)
         per_head = k.p.number("seq")
         self.row = rows.per_row(lambda number: number % per_head)
         self.head = rows.per_row(lambda number: number // per_head)
@@ -88,12 +95,19 @@ class _Kernel:
         return found
 
     def kept(self, p: Part, value: Value) -> Value:
-        """A value where its weight is kept, scaled, else zero."""
+        """A value where its weight is kept, else zero; the scale is in `inverse`."""
+        b = self.k.b
+        if self.y is not None:
+            return b.select(b.ne(p[self.y], 0.0), value, 0.0)  # zero: dropped, or rounded to nothing
         if self.seed is None:
             return value
-        b, width = self.k.b, self.span.shape.width
-        kept = _kept(self.dropout, p, p[self.head], p[self.row], width)
-        return b.select(kept, value * self.k.number("keep_scale"), 0.0)
+        return b.select(_kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width), value, 0.0)
+
+    def inverse(self, total: Value) -> Value:
+        """One over a sum of weights, times what is kept is multiplied by; zero where there are none. NaN stays."""
+        b = self.k.b
+        found = b.select(b.eq(total, 0.0), 0.0, b.rcp(total))
+        return found * self.k.number("keep_scale") if self.config.dropout else found
 
 
 def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
@@ -103,9 +117,7 @@ def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Val
         # A vector of counters makes the words of four vectors of columns.
         group, number = p.group
         if "words" not in group.made:
-            first = b.cast(group.col >> 2, u32)
-            counters = b.vector([b.const(i, u32) for i in range(width)]) + first
-            group.made["words"] = interleaved(b, dropout.words(head, row, counters), width)
+            group.made["words"] = dropout.vector_words(head, row, group.col, width)
         words: Value = group.made["words"][number]
         return words >= dropout.limit
     if width < WORDS:
@@ -132,7 +144,7 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
     def body() -> None:
         kernel.take()
         y = rows.source(y_array)
-        inverse = span.sum(lambda p: p[kernel.weights]).map(lambda s: _inverse(k, s))
+        inverse = span.sum(lambda p: p[kernel.weights]).map(kernel.inverse)
         span.each(lambda p: p.store(y, kernel.kept(p, p[kernel.weights] * p[inverse])))
 
     rows.run(body)
@@ -158,16 +170,12 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             counts = kernel.counts(p)
             return value if counts is None else b.select(counts, value, 0.0)
 
-        dp = Derived(gradient, costly=True)
+        dp = Derived(gradient, costly=kernel.seed is not None)
         total, along = span.sums(lambda p: p[kernel.weights], lambda p: p[kernel.weights] * p[dp])
-        inverse = total.map(lambda s: _inverse(k, s))
-        mean: PerRow = along.map(lambda s, i: s * i, inverse)
-        span.each(lambda p: p.store(dx, p[kernel.weights] * p[inverse] * (p[dp] - p[mean]) * scale))
+        factor = total.map(lambda s: kernel.inverse(s) * scale)
+        # One over the sum is in the factor, and a second time in the mean of what comes for the weights.
+        mean: PerRow = along.map(lambda s, t, f: b.select(b.eq(t, 0.0), 0.0, s / t) * f, total, factor)
+        span.each(lambda p: p.store(dx, p[kernel.weights] * (p[dp] * p[factor] - p[mean])))
 
     rows.run(body)
     return k.finish()
-
-
-def _inverse(k: RowKernel, total: Value) -> Value:
-    """One over a sum of weights; zero where there are none. NaN stays."""
-    return k.b.select(k.b.eq(total, 0.0), 0.0, k.b.rcp(total))

@@ -16,22 +16,28 @@ from aule.view import TensorView
 
 
 def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
-    """Plan a softmax (``x``, ``y``, and where present ``mask`` and ``seed``) or its gradient (``dy``, ``dx``)."""
+    """Plan a softmax (``x``, ``y``, and where present ``mask`` and ``seed``) or its gradient (``dy``, ``dx``).
+
+    With ``y`` given, a gradient on a CPU sees there what was dropped, and draws nothing again.
+    """
     count = math.prod(problem.shape[:-1])
     if count == 0:
         return StepPlan(())
+    backward = "dy" in views
+    if backward:
+        unused = "seed" if "y" in views and target.backend == "cpu" else "y"
+        views = {name: view for name, view in views.items() if name != unused}
     rows = {name: view for name, view in views.items() if name not in ("mask", "seed")}
     along = {name: view for name, view in views.items() if name != "seed"}
     layout = lay_out(problem.shape[:-1], {name: view.strides[:-1] for name, view in along.items()})
     width = min(view_width(view) for view in rows.values())
     shape, span = choose_rows(target, problem.dtype, problem.length, width, count)
-    backward = "dy" in views
     folded = problem.scale > 0 and problem.mask in (None, "bool")
     config = SoftmaxConfig(
         name="softmax_dropout_backward" if backward else "softmax_dropout",
         mask=problem.mask,
         causal=problem.causal,
-        dropout="seed" in views,
+        dropout=problem.dropout_p > 0.0,
         folded=folded,
         dtype=problem.dtype,
         shape=shape,

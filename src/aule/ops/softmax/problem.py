@@ -50,15 +50,16 @@ class SoftmaxProblem:
 def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]) -> Call:
     """Check a softmax, or its gradient. The mask is brought to the shape of ``x``, without a copy."""
     mask = views.get("mask")
-    floats = {name: view for name, view in views.items() if name in ("x", "dy")}
+    floats = {name: view for name, view in views.items() if name in ("x", "dy", "y")}
     if mask is not None and mask.dtype != "bool":
         floats["mask"] = mask
-    check_floats(op, "x", floats, ("x", "dy"))
+    check_floats(op, "x", floats, ("x", "dy", "y"))
     check_devices(op, "x", views)
     x = views["x"]
     check_rows(op, "x", x)
-    if "dy" in views:
-        check_shape(op, "dy", views["dy"], x.shape, "give it the shape of the result")
+    for name in ("dy", "y"):
+        if name in views:
+            check_shape(op, name, views[name], x.shape, "give it the shape of the result")
     normal = dict(views)
     if mask is not None:
         if mask.dtype not in ("bool", "f32", "f16", "bf16", "f64"):
@@ -67,6 +68,7 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
     p = checked_dropout(op, options["dropout_p"])
     if p == 0.0:
         normal.pop("seed", None)
+        normal.pop("y", None)
     else:
         normal["seed"] = checked_seed_words(op, views.get("seed"))
     problem = SoftmaxProblem(

@@ -23,7 +23,7 @@ SOFTMAX_DROPOUT = OpSpec(
     compute=softmax,
     gradient=OpSpec(
         name="softmax_dropout_backward",
-        operands=(Operand("dy"), Operand("x"), *_REST),
+        operands=(Operand("dy"), Operand("x"), *_REST, Operand("y", optional=True, spares="seed")),
         outputs=("dx",),
         options=_OPTIONS,
         bind=bind_softmax,

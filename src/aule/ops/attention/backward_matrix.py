@@ -1,0 +1,279 @@
+"""What the kernels of gradients on matrix units share: parameters, and what happens to scores between the products.
+
+A workgroup *owns* rows of two matrices and passes over the rows of two *others* (`backward_fragment`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
+from aule.ops.attention import modifiers as mod
+from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.rotating import rotating
+from aule.ops.attention.scores import Scores
+from aule.target import Target
+from aule.tile.arrangement import SIZE, added_together, number_in_block
+from aule.tile.fragment import RUN, Fragments, FragmentTile
+from aule.tile.math import LOG2E, NEG_INF
+from aule.tile.matrix import Matrix, divmod_const
+from aule.tile.rotated_fragment import turned_back
+from aule.tile.simt import padded
+
+
+class GradientKernel:
+    """Parameters, and the passage of one workgroup's rows over the others'."""
+
+    scores: Scores
+    row0: Value
+    """The first row that the workgroup owns."""
+    own: tuple[Matrix, Matrix]
+    memory: Value
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target, engine: Fragments) -> None:
+        self.b, self.config, self.shape, self.engine = b, config, config.shape, engine
+        self.together = added_together(target)
+        self.index: Scalar = i64 if config.index64 else i32
+        self.p = Parameters(b, config, self.index)
+        number = self.p.number
+        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
+        self.scale = number("scale", f32)
+        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
+        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        self.exists = self.task < number("blocks")
+        # The subgroup's first row, and which of the columns it has where it shares its rows.
+        down, self.part = divmod_const(b, engine.subgroup, self.shape.columns)
+        self.subgroup_row = down * self.shape.rows
+        self.own_width = self.shape.block_kv // self.shape.columns
+        self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
+
+    def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
+        config, scores = self.config, self.scores
+        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
+        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
+
+    def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
+        scores = self.scores
+        first, aligned = scores.extent.first(name), cols % RUN == 0
+        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
+        return rotating(self.p, name, found, scores.batch, scores.shift)
+
+    def finite(self, run: Value) -> Value:
+        """Zeros for Inf and NaN. dS is 0 where a key is dropped, and 0 times either is NaN; where it is not dropped,
+        the log-sum-exp has been NaN since the forward pass."""
+        b, elem = self.b, self.engine.elem
+        exponent = 0x7F80 if elem == bf16 else 0x7C00
+        parts = []
+        for x in b.unpack(run):
+            word = b.cast(b.bitcast(x, u16), u32)
+            parts.append(b.select((word & 0x7FFF) < exponent, x, b.const(0, elem)))
+        return b.vector(parts)
+
+    def weigh(
+        self,
+        S: FragmentTile,
+        head: Value,
+        place: Callable[[int, int], tuple[Value, Value]],
+        partial: Value,
+        base: Callable[[int, int], Value],
+    ) -> list[list[Value]] | None:
+        """P in the place of S; ``place`` gives query row and key of an element, ``base`` what is added to its scaled
+        score. Returns the derivative of the softcap where there is one."""
+        b, scores, config = self.b, self.scores, self.config
+        slope: list[list[Value]] | None = None
+        if not config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        for number, modifier in enumerate(scores.modifiers(head, {"mask": "any", "bias": "any"})):
+
+            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
+                row, key = place(r, c)
+                return modifier.apply(b, s, mod.Site(scores.batch, head, row, key, row + scores.shift))
+
+            if modifier.everywhere:
+                S.map(apply)
+            else:
+                with b.if_(partial):
+                    S.map(apply)
+            if config.softcap and number == 0:
+                inverse = b.rcp(self.p.number("softcap", f32))
+                bent = [[x * inverse for x in row] for row in S.values()]
+                slope = [[1.0 - x * x for x in row] for row in bent]
+        if config.folded:
+            S.map(lambda s, r, c: b.exp2(b.fma(s, self.scale, base(r, c))))
+        else:
+            S.map(lambda s, r, c: b.exp2(s + base(r, c)))
+        return slope
+
+    def differentiate(
+        self,
+        p: list[list[Value]],
+        dp: list[list[Value]],
+        delta: Callable[[int, int], Value],
+        slope: list[list[Value]] | None,
+        kept: list[list[Value]] | None,
+        guarded: bool = True,
+    ) -> list[list[Value]]:
+        """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides, unless somebody else sees to that
+        (``guarded``)."""
+        b, zero = self.b, self.b.const(0.0, f32)
+        result = []
+        for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
+            line = []
+            for c, (weight, x) in enumerate(zip(weights, row, strict=True)):
+                if kept is not None:
+                    x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
+                ds = weight * (x - delta(r, c))
+                if guarded:
+                    ds = b.select(b.eq(weight, 0.0), zero, ds)
+                line.append(ds if slope is None else ds * slope[r][c])
+            result.append(line)
+        return result
+
+    def kept(
+        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], rows: int, cols: int, run: int
+    ) -> list[list[Value]] | None:
+        """Which weights dropout keeps; None when all. ``run`` elements of a row that follow each other are keys that
+        do."""
+        dropout = self.scores.dropout()
+        if dropout is None:
+            return None
+        head_number = self.scores.batch * self.heads + head
+        result: list[list[Value]] = []
+        for r in range(rows):
+            line: list[Value] = []
+            for c in range(0, cols, run):
+                row, key = place(r, c)
+                line += dropout.strip(head_number, row, key, run)
+            result.append(line)
+        return result
+
+    def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
+        """What is added to the scaled scores of a query row, and its delta. For a row past the end, or one that keeps
+        nothing, that is -inf: its weights are 0."""
+        b, scores = self.b, self.scores
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
+        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
+        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
+        empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
+        return b.select(empty, b.const(NEG_INF, f32), lse * -LOG2E), delta
+
+    def result_width(self, which: int) -> int:
+        """Columns of a result that one subgroup makes."""
+        return self.depths[which] // self.shape.columns * SIZE
+
+    def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
+        b, run = self.b, self.engine.run
+        first = self.part * self.result_width(which)
+        if out.rotary is None:
+            values = tile.values()
+        else:
+            values = turned_back(self.engine, self.memory, tile, out, (self.row0, self.subgroup_row, first))
+        for r, row in enumerate(values):
+            at = self.row0 + self.subgroup_row + tile.row(r)
+            with b.if_(at < out.rows):
+                for c in range(0, len(row), run):
+                    strip = [x if factor is None else x * factor for x in row[c : c + run]]
+                    out.store(b, at, first + tile.col(c), strip, padded(out.cols, SIZE))
+
+
+class KeysKernel(GradientKernel):
+    """Of dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
+
+    kv_head: Value
+    numbers: Value
+    """Of the query rows of a tile: what is added to scores, and delta."""
+
+    def own_keys(self) -> None:
+        """Find out which keys are the workgroup's."""
+        b, config, blocks = self.b, self.config, self.p.number("blocks_each")
+        head_number = self.task // blocks
+        self.row0 = (self.task % blocks) * self.shape.block_q
+        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
+        scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_kv)
+        self.own = (
+            self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
+        )
+        self.numbers = b.shared("numbers", f32, 2 * min(self.shape.stages, 2) * self.shape.block_kv)
+
+    def numbers_at(self, tile: Value) -> Value:
+        """Where the numbers of a tile's rows lie."""
+        b = self.b
+        return (tile & 1) * (2 * self.shape.block_kv) if self.shape.stages > 1 else b.const(0, i32)
+
+    def fetch_numbers(self, head: Value, tile: Value, fetched: list[Var]) -> None:
+        """Fetch the numbers of a tile's rows, each by a thread of its own; `put_numbers` shows them to the others."""
+        b, width = self.b, self.shape.block_kv
+        with b.if_(self.engine.thread < width):
+            row = tile * width + self.engine.thread
+            for variable, x in zip(fetched, self.row_numbers(head, row), strict=True):
+                variable.value = x
+
+    def put_numbers(self, tile: Value, fetched: list[Var]) -> None:
+        b, width = self.b, self.shape.block_kv
+        with b.if_(self.engine.thread < width):
+            for i, variable in enumerate(fetched):
+                b.store(self.numbers, self.numbers_at(tile) + i * width + self.engine.thread, variable.value)
+
+    def columns(self, S: FragmentTile, start: Value) -> list[Value]:
+        """What belongs to this lane's columns, out of shared memory."""
+        b, run = self.b, self.engine.run
+        result: list[Value] = []
+        for c in range(0, len(self.engine.part_cols) * len(S.vars[0]), run):
+            result += b.unpack(b.load(self.numbers, start + S.col(c), run))
+        return result
+
+    def partial(self, row0: Value, key0: Value, keys: int, end: Value) -> Value:
+        """Whether some of a tile's rows may drop some of ``keys`` keys from ``key0`` on."""
+        b, scores = self.b, self.scores
+        last = b.min(row0 + self.shape.block_kv, scores.seq_q) - 1
+        reach = scores.reach(row0 + scores.shift, last + scores.shift)
+        # Keys past the end are in nobody's way until they are added up.
+        past = key0 + keys if self.config.sums else end
+        return (key0 < reach.full_first) | (past > reach.full_end)
+
+    def dropped(self, p: list[list[Value]], kept: list[list[Value]] | None) -> list[list[Value]]:
+        """P without what dropout drops."""
+        if kept is None:
+            return p
+        b, zero = self.b, self.b.const(0.0, f32)
+        return [[b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)]
+
+    def add_to_sums(self, tile: FragmentTile, head: Value, row: Value, col: Value, limited: bool = False) -> None:
+        """Add a tile, whose rows begin at query ``row``, to dQ's sums; ``limited`` when it may have too many columns.
+
+        Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts them.
+        Rows past the end have their place there, too, and add nothing.
+        """
+        b, scores, way, run = self.b, self.scores, self.engine.way, self.together
+        sums = self.p.buffer("dq_sum", f32, "readwrite")
+        above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + (row >> 4)
+        block = b.cast(above, self.index) * self.depths[0] + b.cast(col >> 4, self.index)
+        start = block * (SIZE * SIZE) + b.cast(b.lane_id() * run, self.index)
+
+        def add(i: int, j: int, fragment: Value) -> None:
+            (down, top), (right, left) = divmod(i * way.height, SIZE), divmod(j * way.width, SIZE)
+            first = (down * self.depths[0] + right) * SIZE * SIZE
+            for part in range(0, way.results.parts, run):
+                strip = [b.fragment_get(fragment, part + k) for k in range(run)]
+                b.atomic("add", sums, start + (first + number_in_block(way, top, left, part)), b.vector(strip))
+
+        for i, variables in enumerate(tile.vars):
+            for j, variable in enumerate(variables):
+                if limited:
+                    with b.if_(col + j * way.width < self.depths[0] * SIZE):
+                        add(i, j, variable.value)
+                else:
+                    add(i, j, variable.value)
+
+    def store_results(self, dK: FragmentTile, dV: FragmentTile) -> None:
+        config, scores = self.config, self.scores
+        factor = self.p.number("keep_scale", f32) if config.dropout else None
+        self.store(dV, self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim), factor, 1)
+        out = self.gradient("dk", self.kv_head, scores.seq_kv, config.head_dim)
+        self.store(dK, out, self.p.number("dq_factor", f32), 0)

@@ -1,0 +1,392 @@
+"""The kernel of dK and dV over warpgroups (NVIDIA's sm_90), which also adds up dQ.
+
+A workgroup owns a block of keys, 64 to a warpgroup, and passes over the query rows:
+
+    S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ += dS K
+
+Everything is read from shared memory by the products themselves, but for P^T and dS^T, which go on as left factors
+without leaving registers. Only dQ is made of all keys of the block: dS passes through shared memory, and each
+warpgroup makes a part of the tile's rows or of dQ's columns.
+
+Products run while a subgroup does something else. A tile's turn is
+
+    P of the scores           while dP is made
+    dS                        while P is multiplied
+    dS to memory              while dS is multiplied by Q
+    meeting the others        while the next scores are made
+    dQ, added to its sums
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import PANEL, f32, i32, u64
+from aule.ops.attention.backward_matrix import KeysKernel
+from aule.ops.attention.config import FragmentBackwardConfig
+from aule.target import Target
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment import FragmentTile
+from aule.tile.matrix import divmod_const
+from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelTransfer, Warpgroups
+
+
+def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> KernelIR:
+    """Trace the kernel."""
+    assert config.sums and config.shape.stages == (4 if config.shape.columns == 1 else 2)
+    b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
+    kernel = (_Narrow if config.shape.columns == 1 else _Wide)(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The passage over the rows of one query head: its tiles, and what brings them in."""
+
+    head: Value
+    last: Value
+    """Behind the last tile."""
+    end: Value
+    """Behind the last key of the block."""
+    transfers: tuple[PanelTransfer, PanelTransfer]
+    fetched: list[Var]
+
+
+@dataclass(frozen=True)
+class _Sites:
+    """Query rows of a lane's columns, keys of its rows, and by column what is added to scores, and delta."""
+
+    columns: list[Value]
+    keys: list[Value]
+    base: list[Value]
+    delta: list[Value]
+
+    def place(self, r: int, c: int) -> tuple[Value, Value]:
+        return self.columns[c], self.keys[r]
+
+
+class _Keys(KeysKernel):
+    """Memory, products, and the passage over the query rows."""
+
+    engine: Warpgroups
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target, Warpgroups(b, target, config.shape, config.dtype))
+        shape, engine = self.shape, self.engine
+        rows, width, dims = shape.block_q, shape.block_kv, (config.head_dim, config.value_dim)
+        self.own_shapes = [PanelShape(rows, dim) for dim in dims]
+        self.other_shapes = [PanelShape(width, dim) for dim in dims]
+        self.ds_shape = PanelShape(rows, width)
+        self.own_start = (b.const(0, i32), b.const(self.own_shapes[0].elements, i32))
+        self.other_start = sum(panels.elements for panels in self.own_shapes)
+        self.stage_size = sum(panels.elements for panels in self.other_shapes)
+        self.ds_start = self.other_start + shape.stages * self.stage_size
+        self.memory = b.shared("tiles", engine.elem, shape.backward_elements(*dims))
+        self.own_keys()
+        self.meeting = b.shared("meeting", u64, 1)
+        b.warpgroup_meeting(self.meeting)
+        self.parity = b.var(b.const(0, i32), "parity")
+        # Which keys are the warpgroup's, and which of the columns where several have the same.
+        down, self.part = divmod_const(b, engine.group, shape.columns)
+        self.subgroup_row = down * ROWS + (engine.subgroup & 3) * SIZE
+        self.group_row = down * ROWS
+        # Of dQ a warpgroup makes 64 rows, and of their columns some panels, or all.
+        blocks = width // ROWS
+        across = shape.subgroups // SUBGROUPS // blocks
+        self.dq_cols = self.depths[0] * SIZE
+        if across > 1:
+            self.dq_cols = -(-self.dq_cols // (across * PANEL)) * PANEL
+        right, self.dq_panel = divmod_const(b, engine.group, blocks)
+        self.dq_row, self.dq_col = self.dq_panel * ROWS, right * self.dq_cols
+        self.k_panel = right * (self.dq_cols // PANEL)
+        self.limited = across * self.dq_cols != self.depths[0] * SIZE
+        self.S = [engine.tile(shape.rows, ROWS // shape.columns) for _ in range(blocks)]
+        self.dP = engine.tile(shape.rows, ROWS // shape.columns)
+        self.dQ = engine.tile(shape.rows, self.dq_cols)
+        self.dK, self.dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
+
+    def run(self) -> None:
+        b, shape, scores = self.b, self.shape, self.scores
+        width = shape.block_kv
+        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
+        low, high = scores.rows_reaching(self.row0, end)
+        first, last = low // width, (high + (width - 1)) // width
+        self._load_own()
+        with b.loop(b.const(0, i32), self.group, name="member") as member, b.if_(first < last):
+            self._pass(self.kv_head * self.group + member, first, last, end)
+        self.store_results(self.dK, self.dV)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _load_own(self) -> None:
+        """Bring in K and V; the first barrier of a pass shows them."""
+        b, engine, shape = self.b, self.engine, self.shape
+        if self.limited:  # dQ is made of whole panels of K
+            zero = b.splat(b.const(0, engine.elem), 8)
+            with b.loop(0, self.own_shapes[0].elements // 8 // shape.threads, name="run") as i:
+                b.store(self.memory, (i * shape.threads + engine.thread) * 8, zero)
+            b.barrier()
+        for which, (matrix, start) in enumerate(zip(self.own, self.own_start, strict=True)):
+            transfer = engine.panels(matrix, shape.block_q, self.memory)
+            transfer.clear_padding(start, 1)
+            transfer.start(self.row0, start)
+            transfer.finish(start)
+            if which == 0:
+                transfer.rewrite_own(start, self.finite)
+
+    def _stage(self, tile: Value) -> tuple[Value, Value]:
+        """Where Q and dO of a tile lie."""
+        start = (tile & (self.shape.stages - 1)) * self.stage_size + self.other_start
+        return start, start + self.other_shapes[0].elements
+
+    def _fetch(self, way: _Pass, tile: Value) -> None:
+        """Begin to bring in a tile's rows."""
+        b, row0, at = self.b, tile * self.shape.block_kv, self._stage(tile)
+
+        def start(whole: bool) -> None:
+            for transfer, place in zip(way.transfers, at, strict=True):
+                transfer.start(row0, place, whole)
+
+        with b.if_(row0 + self.shape.block_kv <= self.scores.seq_q):
+            start(whole=True)
+        with b.else_():
+            start(whole=False)
+
+    def _land(self, way: _Pass, tile: Value, numbers: Value) -> None:
+        """What was fetched, rows of one tile and numbers of another, is there for everyone behind the next barrier."""
+        for transfer, place in zip(way.transfers, self._stage(tile), strict=True):
+            transfer.finish(place)
+        self.put_numbers(numbers, way.fetched)
+        self.b.warpgroup_publish()
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def _start(
+        self, tile: FragmentTile, left: PanelFactor | list[Value], right: PanelFactor, depth: int, fresh: bool
+    ) -> None:
+        """Start a product of its own group."""
+        b = self.b
+        b.warpgroup_fence()
+        self.engine.start_product(tile.vars[0], left, right, depth, fresh)
+        b.warpgroup_commit()
+
+    def _start_scores(self, tile: Value, which: int, part: int) -> None:
+        """``K Q^T``, or ``V dO^T``, of 64 of a tile's rows."""
+        own = PanelFactor(self.memory, self.own_start[which] + self.group_row * PANEL, self.own_shapes[which])
+        start = self._stage(tile)[which] + self.part * (ROWS // self.shape.columns * PANEL)
+        other = PanelFactor(self.memory, start, self.other_shapes[which], True, part * ROWS)
+        self._start((self.S[part], self.dP)[which], own, other, self.depths[which], fresh=True)
+
+    def _start_result(self, tile: Value, which: int, part: int, left: PanelFactor | list[Value]) -> None:
+        """``dK += dS^T Q``, or ``dV += P^T dO``, of 64 of a tile's rows."""
+        panels = self.other_shapes[which]
+        first = self.part * (self.result_width(which) // PANEL * panels.stride)
+        other = PanelFactor(self.memory, self._stage(tile)[which] + first, panels, row=part * ROWS)
+        self._start((self.dK, self.dV)[which], left, other, ROWS // SIZE, fresh=False)
+
+    def _start_queries(self, ds_at: Value) -> None:
+        """``dQ = dS K``, this warpgroup's part."""
+        left = PanelFactor(self.memory, ds_at + self.dq_panel * self.ds_shape.stride, self.ds_shape, transposed=True)
+        k_at = self.own_start[0] + self.k_panel * self.own_shapes[0].stride
+        right = PanelFactor(self.memory, k_at, self.own_shapes[0])
+        self._start(self.dQ, left, right, self.shape.block_q // SIZE, fresh=True)
+
+    # -- the passage ---------------------------------------------------------------------------------------------------
+
+    def _pass(self, head: Value, first: Value, last: Value, end: Value) -> None:
+        """What the rows of one query head bring to the block's dK and dV, and the block to their dQ."""
+        b, engine, scores, config = self.b, self.engine, self.scores, self.config
+        width = self.shape.block_kv
+        transfers = (
+            engine.panels(self.matrix("q", head, scores.seq_q, config.head_dim, 0), width, self.memory),
+            engine.panels(self.matrix("do", head, scores.seq_q, config.value_dim, 3), width, self.memory),
+        )
+        way = _Pass(head, last, end, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
+        for stage in range(self.shape.stages):
+            for transfer, place in zip(transfers, self._stage(b.const(stage, i32)), strict=True):
+                transfer.clear_padding(place, 1)
+        self.passage(way, first)
+        b.barrier()  # the next pass begins with the same memory
+
+    def passage(self, way: _Pass, first: Value) -> None:
+        """All tiles, from the first on."""
+        raise NotImplementedError
+
+    def _sites(self, tile: Value, part: int) -> _Sites:
+        """Where this lane's elements of 64 rows of a tile stand, and what belongs to its columns."""
+        shape, S = self.shape, self.S[part]
+        col = self.part * (ROWS // shape.columns) + part * ROWS
+        base, delta = (self.columns(S, self.numbers_at(tile) + (col + i * shape.block_kv)) for i in range(2))
+        columns = [tile * shape.block_kv + col + S.col(c) for c in range(len(base))]
+        keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(self.engine.rows_held)]
+        return _Sites(columns, keys, base, delta)
+
+    def _partial(self, way: _Pass, tile: Value) -> Value:
+        return self.partial(tile * self.shape.block_kv, self.row0 + self.group_row, ROWS, way.end)
+
+    def _gradients(
+        self,
+        p: list[list[Value]],
+        at: _Sites,
+        slope: list[list[Value]] | None,
+        kept: list[list[Value]] | None,
+        partial: Value,
+    ) -> list[list[Value]]:
+        """dS, when dP is there; guarded only where keys may be dropped."""
+        b, dP, everywhere = self.b, self.dP, self.config.everywhere
+        ds = self.differentiate(p, dP.values(), lambda r, c: at.delta[c], slope, kept, guarded=everywhere)
+        if everywhere:
+            return ds
+        dP.assign(ds)
+        zero = b.const(0.0, f32)
+        with b.if_(partial):
+            dP.map(lambda x, r, c: b.select(b.eq(p[r][c], 0.0), zero, x))
+        return dP.values()
+
+    def _add_queries(self, way: _Pass, tile: Value) -> None:
+        row = tile * self.shape.block_kv + self.dq_row + (self.engine.subgroup & 3) * SIZE
+        self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
+
+
+class _Narrow(_Keys):
+    """Every warpgroup has its own keys, and P and dS go on as left factors in registers.
+
+    Warpgroups meet once a tile, in two halves. A thread arrives when its dS is in memory, and so are the rows that it
+    has fetched for the tile after the next one; it starts the next scores, whose rows were there a tile ago, and only
+    then waits for the others' dS. By then it is done with all of the tile before, whose memory the fourth tile from
+    there takes.
+    """
+
+    def passage(self, way: _Pass, first: Value) -> None:
+        b, last = self.b, way.last
+        self.fetch_numbers(way.head, first, way.fetched)
+        self._fetch(way, first)
+        self._land(way, first, first)
+        with b.if_(first + 1 < last):
+            self._fetch(way, first + 1)
+            self._land(way, first + 1, first)
+        b.barrier()
+        self.fetch_numbers(way.head, first + 1, way.fetched)
+        with b.if_(first + 2 < last):
+            self._fetch(way, first + 2)
+        self._start_scores(first, 0, 0)
+        b.warpgroup_wait(0)
+        with b.loop(first, last - 1, name="tile") as tile:
+            self._tile(way, tile, more=True)
+        self._tile(way, last - 1, more=False)
+
+    def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        """One tile, the first of whose scores are there; ``more`` when there is another one behind it. No product is
+        left running: ptxas would not follow it into the next turn and rather wait for each."""
+        b, parts = self.b, len(self.S)
+        partial = self._partial(way, tile)
+        for part in range(parts):
+            further = part + 1 < parts
+            self._start_scores(tile, 1, part)
+            if further:
+                self._start_scores(tile, 0, part + 1)
+            self._part(way, tile, part, partial, further)
+            if further:
+                b.warpgroup_wait(2)
+        if more:
+            self._land(way, tile + 2, tile + 1)
+        else:
+            b.warpgroup_publish()
+        b.warpgroup_arrive(self.meeting)
+        if more:
+            self._start_scores(tile + 1, 0, 0)
+        b.warpgroup_await(self.meeting, 0, self.parity.value)
+        self.parity.value = self.parity.value ^ 1
+        if more:
+            self.fetch_numbers(way.head, tile + 2, way.fetched)
+            with b.if_(tile + 3 < way.last):
+                self._fetch(way, tile + 3)
+        b.comment("dQ = dQ + dS K")
+        self._start_queries(self._ds_at(tile))
+        b.warpgroup_wait(0)
+        self._add_queries(way, tile)
+
+    def _part(self, way: _Pass, tile: Value, part: int, partial: Value, further: bool) -> None:
+        """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
+        b, engine, S, at = self.b, self.engine, self.S[part], self._sites(tile, part)
+        b.comment("P^T = exp2(K Q^T - lse)")
+        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
+        p = S.values()
+        kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
+        b.comment("dV = dV + P^T dO")
+        self._start_result(tile, 1, part, engine.pack(self.dropped(p, kept), engine.left)[0])
+        b.comment("dS^T = P^T * (V dO^T - delta)")
+        b.warpgroup_wait(1 + further)
+        factors = engine.pack(self._gradients(p, at, slope, kept, partial), engine.left)[0]
+        b.comment("dK = dK + dS^T Q")
+        self._start_result(tile, 0, part, factors)
+        start = self._ds_at(tile) + part * self.ds_shape.stride
+        engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, b.const(0, i32), factors)
+
+    def _ds_at(self, tile: Value) -> Value:
+        """Where dS of a tile lies: the next is written while products read the last."""
+        return (tile & 1) * self.ds_shape.elements + self.ds_start
+
+
+class _Wide(_Keys):
+    """Two warpgroups have the same keys. Each makes half of a tile's scores, by rows, and half of the results, by
+    columns, which one alone could not hold; P and dS pass through shared memory."""
+
+    def passage(self, way: _Pass, first: Value) -> None:
+        b, last = self.b, way.last
+        self.fetch_numbers(way.head, first, way.fetched)
+        self._fetch(way, first)
+        self._land(way, first, first)
+        b.barrier()
+        self.fetch_numbers(way.head, first + 1, way.fetched)
+        with b.if_(first + 1 < last):
+            self._fetch(way, first + 1)
+        self._start_scores(first, 0, 0)
+        b.warpgroup_wait(0)
+        with b.loop(first, last - 1, name="tile") as tile:
+            self._tile(way, tile, more=True)
+        self._tile(way, last - 1, more=False)
+
+    def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
+        """One tile, as above."""
+        b, engine, S, at = self.b, self.engine, self.S[0], self._sites(tile, 0)
+        partial = self._partial(way, tile)
+        ds_at, p_at = self.ds_start, self.ds_start + self.ds_shape.elements
+        col = self.part * (ROWS // 2)
+        self._start_scores(tile, 1, 0)
+        b.comment("P^T = exp2(K Q^T - lse)")
+        slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
+        p = S.values()
+        kept = self.kept(way.head, at.place, len(p), len(p[0]), 1)
+        factors = engine.pack(self.dropped(p, kept), engine.left)[0]
+        engine.put_factors(self.memory, b.const(p_at, i32), self.ds_shape, self.subgroup_row, col, factors)
+        b.comment("dS^T = P^T * (V dO^T - delta)")
+        b.warpgroup_wait(0)
+        factors = engine.pack(self._gradients(p, at, slope, kept, partial), engine.left)[0]
+        engine.put_factors(self.memory, b.const(ds_at, i32), self.ds_shape, self.subgroup_row, col, factors)
+        if more:
+            self._land(way, tile + 1, tile + 1)
+        else:
+            b.warpgroup_publish()
+        b.barrier()
+        p_factor, ds_factor = (PanelFactor(self.memory, b.const(start, i32), self.ds_shape) for start in (p_at, ds_at))
+        b.comment("dV = dV + P^T dO, dK = dK + dS^T Q, dQ = dQ + dS K")
+        self._start_result(tile, 1, 0, p_factor)
+        self._start_result(tile, 0, 0, ds_factor)
+        self._start_queries(b.const(ds_at, i32))
+        if more:
+            self._start_scores(tile + 1, 0, 0)
+        b.warpgroup_wait(int(more))
+        if more:
+            b.warpgroup_arrive(self.meeting)  # done with this tile's rows
+        self._add_queries(way, tile)
+        if more:
+            b.warpgroup_await(self.meeting, 0, self.parity.value)
+            self.parity.value = self.parity.value ^ 1
+            self.fetch_numbers(way.head, tile + 2, way.fetched)
+            with b.if_(tile + 2 < way.last):
+                self._fetch(way, tile + 2)
+            b.warpgroup_wait(0)

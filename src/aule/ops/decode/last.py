@@ -1,0 +1,51 @@
+"""The end of a split sequence in the launch that made its parts: the last workgroup of a block of rows adds them up.
+
+Every workgroup makes its part visible to the device and then draws a ticket, a number that counts up, from a word that
+belongs to its block of rows. Who draws the last one knows that all parts are there, adds them up, and sets the word
+back to zero, as it was found: nobody else will draw from it before the next launch.
+"""
+
+from __future__ import annotations
+
+from aule.ir import Value
+from aule.ir.types import i32
+from aule.ops.decode.gather import Gather, Row
+from aule.ops.decode.result import Result
+
+AT_ONCE = 16
+"""Parts that a thread loads before it uses any: a single workgroup does all the reading here, and waits for each."""
+
+
+def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
+    """Add up the parts of the workgroup's rows, which are all stored here, if no other is to come; uniform.
+
+    Parameters
+    ----------
+    rows : int
+        Query rows of a workgroup.
+    """
+    b, p, place = result.b, result.p, result.place
+    tickets = p.buffer("tickets", i32, "readwrite")
+    b.comment("draw a ticket")
+    # The barrier puts what all threads stored before the fence of the one that draws.
+    b.barrier(global_memory=True)
+    drawn = b.var(b.const(-1, i32), "drawn")
+    with b.if_(b.eq(thread, 0)):
+        b.device_fence()
+        drawn.value = b.atomic("add", tickets, place.block_of_rows, 1)
+        with b.if_(b.eq(drawn.value, place.parts - 1)):  # to others it would bring nothing but an empty cache
+            b.device_fence()
+    last = b.workgroup_any(b.eq(drawn.value, place.parts - 1))
+    with b.if_(last):
+        b.barrier(global_memory=True)  # what the one that drew has seen, all have seen
+
+        def row_of(number: Value) -> Row:
+            token, head = place.token(place.row0 + number)
+            return Row(result.row_number(number), place.batch, head, token, place.extent)
+
+        count = b.min(place.rows - place.row0, rows)
+        Gather(p, result.config, result.config.aligned[3], threads, AT_ONCE, "readwrite").add_rows(
+            count, place.parts, row_of
+        )
+        with b.if_(b.eq(thread, 0)):
+            b.atomic("exchange", tickets, place.block_of_rows, 0)

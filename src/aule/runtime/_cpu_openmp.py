@@ -1,0 +1,170 @@
+"""PyTorch's own threads, for launches between its operators.
+
+After an operator, OpenMP's threads go on spinning for some milliseconds in wait of the next one. Threads of ours would
+share the cores with them for just that time: on two cores a launch behind an operator took up to twice as long. So
+where PyTorch is loaded and says how many threads there are, a launch is a parallel region of the OpenMP library that
+PyTorch is linked to, in the same team, which is awake already.
+
+A region ends only when every thread has been there, and whoever waits for that spins. So where cores are shared with
+other processes our own threads, which come or come not, are the better ones, and always for short launches, which would
+take milliseconds instead of microseconds. A launch finds out which are (`Habit`).
+
+GNU's entry point is used, which LLVM's and Intel's libraries have too. Where there is none (macOS, Windows), and in a
+child of a fork, where GNU's library waits for threads that are gone, the threads are those of `_cpu_pool`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+from aule import settings
+from aule.runtime import _cpu_llvm
+from aule.runtime._cpu_pool import RUN_TYPES, native
+
+_LONG_SECONDS = 0.4e-3
+"""A launch that has ever taken less is short."""
+_TURNS = 16
+"""Of so many launches one looks whether the other threads have become the quicker ones."""
+
+# Every thread of the team takes workgroups until there are none; the region ends when all of them have come back. A
+# second launch at the same time runs in its own thread alone: a team for each would be too many threads.
+_CODE = """
+%job = type { ptr, ptr, ptr, i64, i64, i32, i32, i32 } ; kernel, args, next, total, chunk, grid
+
+@taken = internal global i64 0
+
+define internal void @work(ptr %job) {
+  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
+  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
+  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
+  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
+  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
+  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
+  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
+  %kernel = load ptr, ptr %job
+  %args = load ptr, ptr %args.at
+  %next = load ptr, ptr %next.at
+  %total = load i64, ptr %total.at
+  %chunk = load i64, ptr %chunk.at
+  %nx = load i32, ptr %nx.at
+  %ny = load i32, ptr %ny.at
+  %nz = load i32, ptr %nz.at
+  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
+  ret void
+}
+
+define void @aule_run_openmp(ptr %parallel, ptr %kernel, ptr %args, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz,
+                             i64 %helpers) {
+  %next = alloca [8 x i64], align 64
+  %job = alloca %job, align 64
+  store i64 0, ptr %next
+  %claimed = cmpxchg ptr @taken, i64 0, i64 1 acquire monotonic
+  %ours = extractvalue { i64, i1 } %claimed, 1
+  br i1 %ours, label %share, label %solo
+solo:
+  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
+  ret void
+share:
+  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
+  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
+  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
+  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
+  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
+  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
+  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
+  store ptr %kernel, ptr %job
+  store ptr %args, ptr %args.at
+  store ptr %next, ptr %next.at
+  store i64 %total, ptr %total.at
+  store i64 %chunk, ptr %chunk.at
+  store i32 %nx, ptr %nx.at
+  store i32 %ny, ptr %ny.at
+  store i32 %nz, ptr %nz.at
+  %count = trunc i64 %helpers to i32
+  %threads = add i32 %count, 1
+  call void %parallel(ptr @work, ptr %job, i32 %threads, i32 0)
+  store atomic i64 0, ptr @taken release, align 8
+  ret void
+}
+"""
+
+
+class Team:
+    """PyTorch's threads.
+
+    Attributes
+    ----------
+    run : callable
+        As `aule.runtime._cpu_pool.Pool.run`.
+    address : int
+        What it takes first: of the function that begins a parallel region.
+    """
+
+    def __init__(self, machine: _cpu_llvm.Machine, address: int) -> None:
+        code = _cpu_llvm.load(machine, _CODE, {"aule_run_openmp": RUN_TYPES})
+        code.keep_for_ever()
+        self.run = native(code.addresses[0], RUN_TYPES)
+        self.address = address
+
+
+class Habit:
+    """Whose threads serve a launch: PyTorch's if they took less time of late, and ours if it is short."""
+
+    __slots__ = ("_count", "_least", "_times")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._least = 0.0
+        self._times: list[float | None] = [None, None]
+
+    def choose(self) -> bool:
+        """Whether the next launch goes to PyTorch's threads. Now and then it is the turn of those that were slower."""
+        ours, theirs = self._times
+        if ours is None or self._least < _LONG_SECONDS:
+            return False
+        self._count += 1
+        return theirs is None or (theirs <= ours) != (self._count % _TURNS == 0)
+
+    def note(self, theirs: bool, seconds: float) -> None:
+        """How long it took."""
+        before = self._times[theirs]
+        self._least = seconds if self._times == [None, None] else min(self._least, seconds)
+        self._times[theirs] = seconds if before is None else before + (seconds - before) / 4
+
+
+_team: Team | None = None
+_asked = False
+
+
+def team(machine: _cpu_llvm.Machine) -> Team | None:
+    """PyTorch's threads, once it is loaded; None where they cannot be used."""
+    global _team, _asked
+    if not _asked:
+        address = _entry()
+        _team = Team(machine, address) if address else None
+        _asked = True
+    return _team
+
+
+def _entry() -> int:
+    """Address of the function that begins a parallel region, in the library that PyTorch uses; 0 if there is none."""
+    home = getattr(sys.modules.get("torch"), "__file__", None)
+    if home is None or settings.omp_stack_size():
+        return 0
+    try:
+        library = ctypes.CDLL(str(Path(home).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+def _after_fork() -> None:
+    global _team, _asked
+    _team, _asked = None, True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,83 @@
+"""The tiles that NVIDIA gets through Vulkan, where a workgroup has 48 KiB: what does not fit stays in registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grid
+import numpy as np
+import pytest
+from test_backward_interpreted import run as backward
+from test_forward_interpreted import run
+
+from aule.ops.attention.backward_fragment import build_backward_fragment
+from aule.ops.attention.config import FragmentBackwardConfig, FragmentConfig
+from aule.ops.attention.forward import build_forward
+from aule.ops.attention.plan import plan_backward, plan_forward
+from aule.ops.attention.problem import AttentionProblem, Rope
+from aule.ops.attention.reference import compare, expect
+from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
+from aule.ops.attention.tiles import choose_backward_fragments, choose_fragments
+from aule.ops.attention.validate import attention_problem
+from aule.target import NVIDIA_LAYOUT, Target
+
+TARGET = Target(
+    "vulkan", vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024, max_shared_bytes=48 << 10,
+    f16=True, int64=True, storage16=True, matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"),
+    matrix_layout=NVIDIA_LAYOUT, extensions=("VK_EXT_shader_atomic_float", "VK_KHR_shader_bfloat16"),
+)  # fmt: skip
+VOTE = 16
+"""Bytes of shared memory in which a workgroup votes."""
+
+
+def planned(dims: tuple[int, int], **options: Any) -> tuple[AttentionProblem, dict[str, Any]]:
+    problem = AttentionProblem(1, 1, 1, 200, 200, *dims, "f16", 0.1, **options)
+    widths = {"q": dims[0], "k": dims[0], "v": dims[1], "o": dims[1]}
+    widths |= {f"d{name}": width for name, width in widths.items()}
+    return problem, {name: grid.view_of(np.zeros((1, 1, 200, width), np.float16)) for name, width in widths.items()}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (128, 128), (40, 128), (256, 256), (200, 16)], ids=str)
+def test_tiles_fit(dims: tuple[int, int]) -> None:
+    problem, views = planned(dims, return_lse=True)
+    forward = plan_forward(problem, {name: views[name] for name in "qkvo"}, TARGET).config
+    assert isinstance(forward, FragmentConfig)
+    assert build_forward(forward, TARGET).shared_bytes + VOTE <= TARGET.max_shared_bytes
+    for deterministic in (False, True) if max(dims) <= 128 else ():
+        plan = plan_backward(replace(problem, deterministic=deterministic), views, TARGET)
+        kernels = [step.config for step in plan.steps if isinstance(step.config, FragmentBackwardConfig)]
+        assert [kernel.of for kernel in kernels] == (["queries", "keys"] if deterministic else ["keys"])
+        for kernel in kernels:
+            built = build_backward_fragment(kernel, TARGET)
+            assert built.shared_bytes <= TARGET.max_shared_bytes, kernel.shape
+
+
+def test_columns_that_are_rotated_stay_together() -> None:
+    problem, views = planned((128, 128), rope=Rope("f32", 128, False))
+    tables = {name: grid.view_of(np.zeros((1, 1, 200, 64), np.float32)) for name in ("cos", "sin")}
+    views = {name: views[name] for name in "qkvo"}
+    config = plan_forward(problem, views | tables, TARGET).config
+    assert isinstance(config, FragmentConfig) and config.shape.held == 0
+    build_forward(config, TARGET)
+    assert plan_forward(replace(problem, rope=None), views, TARGET).config.shape.held == 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (72, 80)], ids=str)
+def test_results(dims: tuple[int, int]) -> None:
+    """Forward with a part of Q in registers, and gradients by sums with V there; rows that fill no tile."""
+    rng = np.random.default_rng(2)
+    lengths = {"q": (2, 70, dims[0]), "k": (1, 50, dims[0]), "v": (1, 50, dims[1])}
+    arrays = {name: rng.standard_normal((1, *shape)).astype(np.float16) for name, shape in lengths.items()}
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    shape = choose_fragments(TARGET, "f16", *dims, False, False)
+    assert shape is not None and shape.held == 16
+    out, lse = run(problem, operands, shape, TARGET)
+    verdict = compare(problem, out, lse, expect(problem, **arrays))
+    assert verdict, verdict.message
+    keys = choose_backward_fragments(TARGET, "f16", *dims, "sums")
+    assert keys is not None and keys.resident_q
+    found, dout = backward(problem, operands, arrays, (keys, keys), True, TARGET)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
