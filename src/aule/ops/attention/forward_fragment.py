@@ -70,7 +70,8 @@ class FragmentForward:
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < p.number("blocks")
-        self.head_number, block = block_of(config, number, blocks, p.number("blocks"))
+        # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
+        self.head_number, block = block_of(config, number, blocks, p.number("blocks"), by_head=shape.warpgroups)
         self.row0 = block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")

@@ -14,14 +14,16 @@ from aule.ops.attention.parameters import Parameters
 from aule.tile.math import LOG2E
 
 
-def block_of(config: ScoreConfig, number: Value, blocks: Value, total: Value) -> tuple[Value, Value]:
+def block_of(
+    config: ScoreConfig, number: Value, blocks: Value, total: Value, by_head: bool = False
+) -> tuple[Value, Value]:
     """The head of workgroup ``number`` of ``total``, and which of its ``blocks`` blocks of rows it has.
 
     With a causal mask the last blocks have the most work. Those of all heads come first, so that what is begun last is
     short and no multiprocessor works alone at the end. Without one all have as much, and a head comes after the other,
-    whose K and V stay in the cache.
+    whose K and V stay in the cache; so does who asks for it ``by_head``.
     """
-    if config.right and not config.left:
+    if config.right and not config.left and not by_head:
         heads = total // blocks
         return number % heads, blocks - 1 - number // heads
     return number // blocks, blocks - 1 - number % blocks
