@@ -1,7 +1,7 @@
 """The ops beside attention, ours and PyTorch's in one run, each result checked against float64 before it is timed.
 
     python benchmarks/fused.py [--csv FILE] [--ops rms_norm,swiglu] [--lengths 1024,4096] [--mib 64,1024] [--no-compile]
-    python benchmarks/fused.py --sweep rms_norm,layer_norm        # how rows lie over threads, ours alone
+    python benchmarks/fused.py --sweep rms_norm,layer_norm --ways "ahead=1,2 ahead_parts=1,2,4"   # fields of RowTuning
     python benchmarks/fused.py --cpu [--one-thread] [--csv FILE]  # PyTorch eager on the CPU, fp32 and bf16
 
 On a CUDA machine, bf16: a plain copy of as many bytes, PyTorch eager, torch.compile, aule on the same tensors, and aule
@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ from aule.view import TensorView, contiguous_strides
 ROWS: list[dict[str, Any]] = []
 HEAD = 128
 """Columns of a head, for ops that rotate."""
+WAYS = "ahead=0 sum_parts=1,2 sum_batch=1,4 resident=512,1024|ahead=1,2,3 ahead_parts=1,2,4 ahead_resident=512,768,1024"
+"""What a sweep tries, backward."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,33 @@ def error_of(name: str, case: Case, tensors: list[torch.Tensor]) -> float:
     return max(float((last(got).double() - right).abs().max() / right.abs().max()) for got, right in pairs)
 
 
+def gradients(call: Callable[..., Any], tensors: list[torch.Tensor], case: Case) -> Callable[[], tuple[Any, ...]]:
+    """A call whose gradients can be asked for again and again; outputs weigh the same for everyone who is called."""
+    wanted = [
+        x.detach().requires_grad_(i < case.differentiable and x.is_floating_point()) for i, x in enumerate(tensors)
+    ]
+    outs = flat(call(*wanted))
+    torch.manual_seed(1)
+    weights = [torch.randn(out.shape, device=out.device).bfloat16() for out in outs]
+    grads = [torch.empty_like(out).copy_(weight) for out, weight in zip(outs, weights, strict=True)]
+    leaves = [x for x in wanted if x.requires_grad]
+    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
+
+
+def right_gradients(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """PyTorch's in float64, over all rows, since those of weights are sums of them."""
+    double = [x.double() if x.is_floating_point() else x for x in tensors]
+    return [x.float() for x in gradients(case.checks or case.peer, double, case)()]
+
+
+def gradient_error(name: str, case: Case, tensors: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Largest error, relative to the largest number of its kind."""
+    found = gradients(ours(name, case.options if case.checked is None else case.checked), tensors, case)()
+    return max(
+        float((got.float() - want).abs().max() / want.abs().max()) for got, want in zip(found, right, strict=True)
+    )
+
+
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
@@ -187,16 +217,8 @@ def graph_seconds(call: Callable[[], Any], repeats: int = 15) -> float:
 
 def directions(call: Callable[..., Any], tensors: list[torch.Tensor], case: Case) -> tuple[float, float]:
     """Seconds of a call, and of its gradient."""
-    with torch.no_grad():
-        forward = graph_seconds(lambda: call(*tensors))
-    wanted = [
-        x.detach().requires_grad_(i < case.differentiable and x.is_floating_point()) for i, x in enumerate(tensors)
-    ]
-    outs = flat(call(*wanted))
-    grads = [torch.randn_like(out) for out in outs]
-    leaves = [x for x in wanted if x.requires_grad]
-    backward = graph_seconds(lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True))
-    return forward, backward
+    forward = graph_seconds(partial(no_grad, call, tensors))
+    return forward, graph_seconds(gradients(call, tensors, case))
 
 
 def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...]) -> float:
@@ -259,7 +281,7 @@ def compare(name: str, length: int, mib: int, compiles: bool) -> None:
     tensors = case.make(n, length, torch.bfloat16, "cuda")
     size = tensors[0].numel() * tensors[0].element_size()
     call = ours(name, case.options)
-    error = error_of(name, case, tensors)
+    error = max(error_of(name, case, tensors), gradient_error(name, case, tensors, right_gradients(case, tensors)))
     assert error < 2e-2, f"{name}: error {error}"
     row: dict[str, Any] = {"op": name, "length": length, "rows": tensors[0].numel() // length, "mib": mib}
     row["copy"] = copy_speed(int(size * case.forward))
@@ -301,33 +323,48 @@ def seeded(name: str, tensors: list[Any]) -> list[Any]:
     return tensors
 
 
-def sweep(name: str, lengths: list[int], mib: int) -> None:
-    """Ways to lay rows over threads: terabytes a second of both directions, best first."""
+def grid_of_ways(text: str) -> list[dict[str, int]]:
+    """From ``ahead=1,2 parts=4`` to all choices of values for fields of `RowTuning`; ``|`` parts several such."""
+    ways = []
+    for grid in text.split("|"):
+        fields = [field.split("=") for field in grid.split()]
+        values = [[int(x) for x in numbers.split(",")] for _, numbers in fields]
+        ways += [dict(zip((name for name, _ in fields), way, strict=True)) for way in itertools.product(*values)]
+    return ways
+
+
+def sweep(name: str, lengths: list[int], mib: int, ways: list[dict[str, int]], direction: str) -> None:
+    """Ways to lay rows over threads: terabytes a second, best first, of results that are right."""
     case = CASES[name]
+    default = rowwise.TUNING
     for length in lengths:
         n = mib * 2**20 // (2 * length * case.arrays)
         tensors = case.make(n, length, torch.bfloat16, "cuda")
         size = tensors[0].numel() * tensors[0].element_size()
-        found: list[tuple[float, float, Any]] = []
-        default = rowwise.TUNING
-        ways = [replace(default, parts=p, threads=t) for p, t in itertools.product((1, 2, 4, 8), (64, 128, 256))]
-        ways += [
-            replace(default, sum_parts=p, sum_batch=s, resident=r)
-            for p, s, r in itertools.product((1, 2, 4), (1, 2, 4), (512, 1024, 2048))
-        ]
-        for way in ways:
-            rowwise.TUNING = way
+        right = right_gradients(case, tensors) if direction == "backward" else []
+        found: list[tuple[float, dict[str, int]]] = []
+        for way in [{}, *ways]:
+            rowwise.TUNING = replace(default, **way)
             torch_fused._cuda_launches.clear()
+            call = ours(name, case.options)
             try:
-                forward, backward = directions(ours(name, case.options), tensors, case)
+                if direction == "backward":
+                    error = gradient_error(name, case, tensors, right)
+                    speed = size * case.backward / graph_seconds(gradients(call, tensors, case)) / 1e12
+                else:
+                    error = error_of(name, case, tensors)
+                    forward = graph_seconds(partial(no_grad, call, tensors))
+                    speed = size * case.forward / forward / 1e12
             except (AuleError, RuntimeError) as failed:
                 print(f"{way}: {failed}")
                 continue
-            found.append((size * case.forward / forward / 1e12, size * case.backward / backward / 1e12, way))
+            if error < 2e-2:
+                found.append((speed, way))
+            else:
+                print(f"{name} {length} {way}: error {error}")
         rowwise.TUNING = default
-        for which, title in ((0, "forward"), (1, "backward")):
-            for entry in sorted(found, key=lambda e: -e[which])[:6]:
-                print(f"{name} {length} {title} {entry[which]:.2f} TB/s {entry[2]}", flush=True)
+        for speed, way in sorted(found, key=lambda entry: -entry[0]):
+            print(f"{name} {length} {direction} {speed:.3f} TB/s {way or 'as it is'}", flush=True)
 
 
 # -- CPU ---------------------------------------------------------------------------------------------------------------
@@ -347,18 +384,10 @@ def compare_cpu(name: str, n: int, length: int, dtype: torch.dtype, rounds: int,
     tensors = case.make(n, length, dtype, "cpu")
     call = ours(name, case.options)
     error = error_of(name, case, tensors)
-    wanted = [
-        x.detach().requires_grad_(i < case.differentiable and x.is_floating_point()) for i, x in enumerate(tensors)
-    ]
-    leaves = [x for x in wanted if x.requires_grad]
     runs: dict[str, Callable[[], Any]] = {}
     for peer, function in (("aule", call), ("eager", case.peer)):
-        outs = flat(function(*wanted))
-        grads = [torch.randn_like(out) for out in outs]
-        runs[f"{peer}_forward"] = lambda function=function: no_grad(function, tensors)
-        runs[f"{peer}_backward"] = lambda outs=outs, grads=grads: torch.autograd.grad(
-            outs, leaves, grads, retain_graph=True
-        )
+        runs[f"{peer}_forward"] = partial(no_grad, function, tensors)
+        runs[f"{peer}_backward"] = gradients(function, tensors, case)
     times: dict[str, list[float]] = {key: [] for key in runs}
     for run in runs.values():
         run()
@@ -395,6 +424,8 @@ def main() -> None:
     parser.add_argument("--mib", default="64,1024", help="bytes that a forward call moves, in MiB")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sweep", help="ops whose layouts are tried")
+    parser.add_argument("--ways", default=WAYS, help="fields of RowTuning and their values")
+    parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--one-thread", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
@@ -418,7 +449,7 @@ def main() -> None:
             for name in (args.sweep or args.ops).split(","):
                 for mib in [int(x) for x in args.mib.split(",")]:
                     if args.sweep:
-                        sweep(name, lengths, mib)
+                        sweep(name, lengths, mib, grid_of_ways(args.ways), args.direction)
                         continue
                     for length in lengths:
                         compare(name, length, mib, not args.no_compile)

@@ -69,13 +69,21 @@ def test_cases(case: fused_cases.Case, target: Target) -> None:
     fused_cases.judge(backward, grads, fused_cases.right(spec.gradient, backward), gradient=True)
 
 
-@pytest.mark.parametrize("way", [{"sum_batch": 2}, {"sum_parts": 2, "most": 16, "sum_most": 8}])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"ahead": 0, "sum_batch": 2},
+        {"ahead": 0, "sum_parts": 2, "most": 16, "sum_most": 8},
+        {"ahead": 1, "ahead_batch": 2, "ahead_resident": 128},
+        {"ahead": 3, "ahead_parts": 1, "ahead_resident": 128},
+    ],
+)
 def test_other_layouts(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows at once, and rows that are not kept in registers, with sums of columns."""
+    """Rows at once, rows that are not kept in registers, and rows that are copied ahead, with sums of columns."""
     monkeypatch.setattr(rowwise, "TUNING", replace(rowwise.TUNING, **way))
     for shape in ((9, 520), (33, 40), (5, 1003)):
         case = fused_cases.Case("layer_norm", shape)
-        for target in (TARGETS["subgroups"], TARGETS["barriers"]):
+        for target in (TARGETS["subgroups"], TARGETS["barriers"])[: 1 if way["ahead"] else 2]:
             spec = CATALOGUE[case.op]
             arrays = fused_cases.operands(case)
             call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))

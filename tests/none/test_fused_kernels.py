@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import aule
+from aule.artifact import Artifact
 from aule.codegen import generate, target_for
+from aule.engine.fused import result_views
 from aule.kernels import (
     FusedKernel,
     GeGLUKernel,
@@ -21,6 +23,9 @@ from aule.kernels import (
     SoftmaxDropoutKernel,
     SwiGLUKernel,
 )
+from aule.ops import rowwise
+from aule.ops.catalogue import CATALOGUE
+from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
     "swiglu": SwiGLUKernel(4096, 4096, dtype="bf16"),
@@ -71,7 +76,35 @@ def test_assembled_without_spills(name: str, tmp_path: Path) -> None:
         if name == "layer_norm_linear":  # beside numbers of each row and column
             rows = [line for line in rows if not re.search(r"\.f32|\.b16", line)]
         assert rows and all(re.search(r"\.v4\.(b32|f32)|seed|\.b32\s", line) for line in rows)
-    (tmp_path / "kernel.ptx").write_bytes(artifact.code)
-    command = [ptxas, "-arch=sm_90", "-v", "-o", str(tmp_path / "kernel.cubin"), str(tmp_path / "kernel.ptx")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "0 bytes spill stores" in done.stderr
+    assert "0 bytes spill stores" in assembled(ptxas, artifact, tmp_path)
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 16384])
+@pytest.mark.parametrize("name", ["rms_norm", "residual_layer_norm"])
+def test_gradients_copy_ahead(name: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of norms' gradients can be copied past the registers, and the sums of columns find room in those."""
+    monkeypatch.setattr(rowwise, "TUNING", replace(rowwise.TUNING, ahead=3))
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    spec = CATALOGUE[name].gradient
+    assert spec is not None
+    shapes = {operand.name: (1024, length) for operand in spec.operands} | {"weight": (length,), "bias": (length,)}
+    views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+    call = spec.call(
+        {operand.name: views[operand.name] for operand in spec.operands}, {o.name: o.default for o in spec.options}
+    )
+    target = replace(HOPPER, max_shared_bytes=232448)
+    step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+    artifact = generate(step.build(step.config, target), target)
+    loads = [line for line in artifact.text.splitlines() if "ld.global" in line]
+    assert len(loads) == step.config.spans[0].parts  # of the weight; all else comes by copies
+    assert artifact.text.count("cp.async.cg") > len(loads) and artifact.shared_bytes <= target.max_shared_bytes
+    assert "0 bytes spill stores" in assembled(ptxas, artifact, tmp_path)
+
+
+def assembled(ptxas: str, artifact: Artifact, folder: Path) -> str:
+    """What NVIDIA's assembler says of a kernel."""
+    (folder / "kernel.ptx").write_bytes(artifact.code)
+    command = [ptxas, "-arch=sm_90", "-v", "-o", str(folder / "kernel.cubin"), str(folder / "kernel.ptx")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr

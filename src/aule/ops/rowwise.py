@@ -1,22 +1,21 @@
-"""What ops that work row by row share: rows of any strides, how they lie over a device, and sums over their columns."""
+"""What ops that work row by row share: rows of any strides, and how they lie over a device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.validate import FLOAT_DTYPES
 from aule.ops.parameters import Access, Parameters
-from aule.ops.step import Step, grid_of
+from aule.ops.step import grid_of
 from aule.target import Target
-from aule.tile.math import fold
-from aule.tile.matrix import divmod_const
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
 from aule.tile.spans import Span, SpanShape
+from aule.tile.stages import COPIED_BYTES, copies_past_registers
 from aule.tile.vector import vector_unit, work_type
 from aule.view import TensorView, broadcast
 
@@ -209,6 +208,14 @@ class RowTuning:
         Of a workgroup at least, where rows are short.
     resident : int
         Threads for each of the device's units, in kernels whose workgroups take one block of rows after the other.
+    ahead : int
+        Blocks of rows that are copied ahead in kernels with sums of columns, where a device can and has the memory.
+        0 until it has been measured that this is faster (docs/performance.md).
+    ahead_parts, ahead_batch, ahead_most, ahead_resident : int
+        ``sum_parts``, ``sum_batch``, ``sum_most`` and ``resident`` of such kernels.
+    ahead_threads : int
+        Of a row at most in such kernels, as long as they can keep it: fewer leave room for a second workgroup, and have
+        more registers each, which sums of long rows need.
     """
 
     parts: int = 4
@@ -218,6 +225,12 @@ class RowTuning:
     sum_most: int = 16
     threads: int = 128
     resident: int = 1024
+    ahead: int = 0
+    ahead_parts: int = 2
+    ahead_batch: int = 1
+    ahead_most: int = 32
+    ahead_resident: int = 512
+    ahead_threads: int = 256
 
 
 TUNING = RowTuning()
@@ -227,19 +240,61 @@ _ROW_BYTES = (6 << 10, 5 << 10)
 """Bytes of a row up to which a CPU's thread takes one at a time, in kernels without and with sums of columns."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
+_ROW_SUMS, _COLUMN_SUMS = 5, 2
+"""Numbers for each row and each column that kernels with sums of columns exchange, at most."""
+_RESERVED = 1024
+"""Bytes of shared memory that CUDA takes of each workgroup's."""
 
 
 def choose_rows(
-    target: Target, dtype: str, length: int, width: int, rows: int, sums: bool = False, columns: bool = False
+    target: Target,
+    dtype: str,
+    length: int,
+    width: int,
+    rows: int,
+    sums: bool = False,
+    columns: bool = False,
+    copied: int = 0,
 ) -> tuple[RowShape, SpanShape]:
     """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads; ``sums`` of
-    columns are made, or arrays of one number for each of the ``columns`` are read."""
+    columns are made, or arrays of one number for each of the ``columns`` are read. ``copied`` says how many arrays of
+    rows are read, where they may be copied ahead."""
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, sums, columns)
-    pieces, tuning = -(-length // width), TUNING
-    best = max(8 // width, 1) * (tuning.sum_parts if sums else tuning.parts)
+    tuning = TUNING
+    if not sums:
+        return _over_threads(target, length, width, rows, _Share(tuning.parts, tuning.most))
+    if copied and copies_past_registers(target) and width * SCALARS[dtype].bytes == COPIED_BYTES:
+        share = _Share(tuning.ahead_parts, tuning.ahead_most, tuning.ahead_batch, tuning.ahead_threads)
+        shape, span = _over_threads(target, length, width, rows, share)
+        memory = target.max_shared_bytes // max(tuning.ahead_resident // shape.workgroup, 1)
+        ahead = min(tuning.ahead, _blocks_in(memory, target, dtype, shape, span, copied) - 1)
+        if ahead > 0:
+            return replace(shape, ahead=ahead), span
+    share = _Share(tuning.sum_parts, tuning.sum_most, tuning.sum_batch)
+    return _over_threads(target, length, width, rows, share)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a thread of a GPU is to have of rows: parts of 16 bytes at best, columns at most if it is to keep them, rows
+    at once where there are sums of columns; and how many threads share a row at most, while they can keep it."""
+
+    parts: int
+    most: int
+    batch: int = 0
+    threads: int = 1024
+
+
+def _over_threads(target: Target, length: int, width: int, rows: int, share: _Share) -> tuple[RowShape, SpanShape]:
+    """Rows over the threads of a GPU."""
+    pieces, tuning, sums = -(-length // width), TUNING, share.batch > 0
+    best = max(8 // width, 1) * share.parts
     smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
-    most = 1 << (min(target.max_threads, 1024).bit_length() - 1)
+    limit = 1 << (min(target.max_threads, 1024).bit_length() - 1)
+    most = min(share.threads, limit)
+    while most < limit and pieces * width > most * share.most:
+        most *= 2
     threads = 1
     while threads < most and pieces > threads * best:
         threads *= 2
@@ -251,12 +306,21 @@ def choose_rows(
         threads = -(-pieces // each // smallest) * smallest
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    if parts * width > (tuning.sum_most if sums else tuning.most):
+    if parts * width > share.most:
         slots = 1 if sums else slots  # sums that are not in registers are a workgroup's own
         return RowShape(threads, slots, 1, sums, rows % slots == 0), SpanShape(width)
-    batch = tuning.sum_batch if sums and rows >= tuning.sum_batch * slots * _units(target) else 1
+    batch = share.batch if sums and rows >= share.batch * slots * _units(target) else 1
     exact = rows % (slots * batch) == 0
     return RowShape(threads, slots, batch, sums, exact), SpanShape(width, parts, pieces % threads != 0)
+
+
+def _blocks_in(memory: int, target: Target, dtype: str, shape: RowShape, span: SpanShape, copied: int) -> int:
+    """Blocks of rows of some arrays that fit a workgroup's shared memory, beside what their sums take."""
+    size = work_type(SCALARS[dtype]).bytes
+    stage = copied * span.parts * shape.batch * shape.workgroup * COPIED_BYTES
+    stage += size * _ROW_SUMS * shape.batch * shape.workgroup // max(target.subgroup_size, 1)
+    slots = size * _COLUMN_SUMS * shape.workgroup * span.width if shape.slots > 1 else 0
+    return max(memory - slots - _RESERVED, 0) // stage if span.parts else 0
 
 
 def _choose_cpu_rows(
@@ -285,8 +349,8 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return grid_of(op, blocks, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    resident = max(TUNING.resident // shape.workgroup, 1)
-    return (min(blocks, _units(target) * resident), 1, 1)
+    threads = TUNING.ahead_resident if shape.ahead else TUNING.resident
+    return (min(blocks, _units(target) * max(threads // shape.workgroup, 1)), 1, 1)
 
 
 def _units(target: Target) -> int:
@@ -370,98 +434,3 @@ class RowKernel:
     def finish(self) -> KernelIR:
         self.rows.finish()
         return self.b.finish()
-
-
-# -- sums of columns ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ColumnSumConfig:
-    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. With ``pairs`` columns of
-    pairs come first ones, second ones and the rest, and are to be neighbours."""
-
-    dtype: str
-    outputs: tuple[tuple[str, str], ...]
-    columns: int
-    lanes: int
-    width: int
-    index64: bool
-    pairs: bool = False
-
-
-def column_sum_step(
-    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target, pairs: int = 0
-) -> Step:
-    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours."""
-    if target.backend == "cpu" and pairs:
-        columns = lanes = width = 1
-    elif target.backend == "cpu":
-        columns, lanes, width = 1, 1, vector_unit(target, work_type(SCALARS[dtype])).lanes
-    else:
-        columns, width = 32, 1
-        lanes = min(32, (1 << (target.max_threads.bit_length() - 1)) // columns)
-    config = ColumnSumConfig(
-        dtype,
-        tuple((name, view.dtype) for name, view in outputs),
-        columns,
-        lanes,
-        width,
-        partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
-        pairs > 0,
-    )
-    groups = -(-length // (columns * width))
-    if groups > target.max_grid[0]:
-        raise InvalidShapeError(
-            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * columns * width} columns on {target.name}, got "
-            f"{length}; use backend='cpu'"
-        )
-    grid = (groups, len(outputs), 1)
-    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
-    return Step(config, build_column_sum, grid, numbers)
-
-
-def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
-    """Trace the kernel: threads side by side have neighbouring columns, those of a column every n-th row."""
-    b = Builder("column_sum", config.columns * config.lanes)
-    cpu = target.backend == "cpu"
-    p = Parameters(b, i64 if cpu or config.index64 else i32)
-    work = work_type(SCALARS[config.dtype])
-    length, partials = p.number("length"), p.number("partials")
-    source = p.buffer("partial", work)
-    lane, column = divmod_const(b, b.thread_id(), config.columns)
-    number = b.group_id(1)
-    col = (b.group_id(0) * config.columns + column) * config.width
-    step = b.cast(length, p.index)
-
-    def add(col: Value, width: int) -> None:
-        inside = b.min(col, length - width)
-        start = step * b.cast(partials, p.index) * b.cast(number, p.index) + b.cast(inside, p.index)
-        total = b.var(b.splat(b.const(0.0, work), width))
-        with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
-            total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
-        value = total.value
-        if config.lanes > 1:
-            scratch = b.shared("sums", f32, config.columns * config.lanes)
-            b.store(scratch, lane * config.columns + column, value)
-            b.barrier()
-            value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
-        exists = b.eq(lane, 0) & (col < length)
-        to = inside
-        if config.pairs:
-            half = p.number("pairs")
-            neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
-            to = b.select(inside < half * 2, neighbours, inside)
-        for i, (name, dtype) in enumerate(config.outputs):
-            out = p.buffer(name, SCALARS[dtype], "write")
-            with b.if_(exists & b.eq(number, i)):
-                b.store(out, b.cast(to, p.index), b.cast(value, SCALARS[dtype]), align=1)
-
-    if config.width == 1:
-        add(col, 1)
-    else:
-        with b.if_(col + config.width <= length):
-            add(col, config.width)
-        with b.else_(), b.loop(col, length, name="rest") as rest:
-            add(rest, 1)
-    b.barrier()  # see `Rows.finish`
-    return b.finish()

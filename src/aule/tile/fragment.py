@@ -22,6 +22,7 @@ from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.math import is_finite
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
+from aule.tile.stages import copies_past_registers
 
 RUN = 8
 """Elements that travel together."""
@@ -280,7 +281,7 @@ class Fragments(Components):
         super().__init__(b, target, factor_elem(dtype))
         assert shape == fitted(shape, target), f"{shape} is not for {target.name}"
         self.shape = shape
-        self.copies = target.backend == "cuda" and target.arch != "sm_75"
+        self.copies = copies_past_registers(target)
         self.factor_cols = len(self.part_cols) * SIZE // self.way.width
         """Columns of a tile that a lane holds of the 16 of a left factor."""
         self._stage = b.shared("results", self.elem, shape.staged_elements) if shape.staged_elements else None

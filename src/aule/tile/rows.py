@@ -20,13 +20,18 @@ cache. On a CPU a row belongs to one thread, a part is a vector, and passes read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, Vector, element, i32
 from aule.target import Target
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
+
+if TYPE_CHECKING:
+    from aule.tile.stages import Stages
 
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
@@ -50,6 +55,8 @@ class RowShape:
         Workgroups take one block of rows after the other, instead of one each.
     exact : bool
         All blocks are whole: ``slots * batch`` divides the number of rows.
+    ahead : int
+        Blocks that are on their way to shared memory while one is worked on (`aule.tile.stages`), in kernels that loop.
     """
 
     threads: int = 1
@@ -57,6 +64,7 @@ class RowShape:
     batch: int = 1
     loops: bool = False
     exact: bool = False
+    ahead: int = 0
 
     @property
     def workgroup(self) -> int:
@@ -141,12 +149,15 @@ class Rows:
         """Of the rows this thread has, each an existing one."""
         self.exists: tuple[Value | None, ...] = ()
         """Whether they count; None where they are sure to. A row that does not repeats the last, and is not stored."""
+        self.turn = b.const(0, i32)
+        """Which of their blocks workgroups that loop are at, in a ring: neighbours do not share memory."""
+        self._turns = max(shape.ahead + 1, 2) if shape.loops else 1
         self._exchanges = 0
         self.column_sums = 0
         """How many `ColumnSums` have used shared memory."""
 
-    def run(self, body: Callable[[], None]) -> None:
-        """Trace ``body`` for the rows of this workgroup."""
+    def run(self, body: Callable[[], None], stages: Stages | None = None) -> None:
+        """Trace ``body`` for the rows of this workgroup, which come by way of ``stages`` where there are such."""
         b, shape = self.b, self.shape
         blocks = (self.count + (shape.block - 1)) // shape.block
         if shape.loops:
@@ -154,13 +165,30 @@ class Rows:
             if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
                 each = (blocks + (step - 1)) // step
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
+            if stages is not None:
+                for early in range(shape.ahead):
+                    self._fetch(first + step * early, last, b.const(early, i32), stages)
+            turn = b.var(b.const(0, i32), "turn")
             with b.loop(first, last, step, name="block") as block:
+                self.turn = turn.value
+                if stages is not None:
+                    self._fetch(block + step * shape.ahead, last, self._turned(self.turn + shape.ahead), stages)
+                    b.async_wait(shape.ahead)
                 self._take(block, body)
-                if self._exchanges == 1:
-                    b.barrier()  # before the next block's exchange takes the same memory; two take turns
+                turn.value = self._turned(self.turn + 1)
         else:
             with b.if_(self.group < blocks):
                 self._take(self.group, body)
+
+    def _fetch(self, block: Value, last: Value, stage: Value, stages: Stages) -> None:
+        """Send for a block, if there is one; a group of copies either way, so that they can be counted."""
+        with self.b.if_(block < last):
+            self._take(block, lambda: stages.fetch(stage))
+        self.b.async_commit()
+
+    def _turned(self, stage: Value) -> Value:
+        """A number of a stage that may have gone once around the ring."""
+        return self.b.select(stage < self._turns, stage, stage - self._turns)
 
     def finish(self) -> None:
         """What a kernel ends with: PoCL 3.1 takes the last condition before its end for one on which all threads
@@ -208,19 +236,54 @@ class Rows:
 
     def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:
         """Combine what the threads of a row have, all in one exchange; every thread gets the results."""
-        flat = [self._shuffled(kind, x, self.lanes) for partial in partials for x in partial.values]
+        values = [x for partial in partials for x in partial.values]
         if self.shape.threads > self.lanes:
-            flat = self._exchange(kind, flat)
+            values = self._exchange(kind, values)
+        else:
+            values = self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)
         batch = self.shape.batch
-        return [PerRow(tuple(flat[i : i + batch])) for i in range(0, len(flat), batch)]
+        return [PerRow(tuple(values[i : i + batch])) for i in range(0, len(values), batch)]
 
-    def _shuffled(self, kind: str, x: Value, lanes: int) -> Value:
-        """Combine over neighbouring lanes of a subgroup."""
-        mask = 1
-        while mask < lanes:
-            x = self.b.binary(kind, x, self.b.shuffle_xor(x, mask))
-            mask *= 2
-        return x
+    def _gathered(self, kind: str, values: list[Value], first: int, last: int) -> list[Value]:
+        """Combine over the lanes whose numbers differ in the bits from ``first`` to below ``last``.
+
+        Of two values a lane goes on with one and hands the other over, so that four over 32 lanes take 6 shuffles, not
+        20. Value ``n * i + j`` of n lanes is the j-th lane's i-th in the end.
+        """
+        b, mask = self.b, first
+        while mask < last:
+            upper = b.ne(self.lane & mask, 0) if len(values) > 1 else None
+            kept = []
+            for pair in (values[i : i + 2] for i in range(0, len(values), 2)):
+                if upper is None or len(pair) == 1:
+                    mine = given = pair[0]
+                else:
+                    mine, given = b.select(upper, pair[1], pair[0]), b.select(upper, pair[0], pair[1])
+                kept.append(b.binary(kind, mine, b.shuffle_xor(given, mask)))
+            values, mask = kept, mask * 2
+        return values
+
+    def _dealt(self, values: list[Value], count: int, first: int, last: int) -> list[Value]:
+        """Let all lanes have what `_gathered` has left to one each: ``count`` values."""
+        b, mask = self.b, last
+        counts = [count]  # of values before each of its steps
+        while mask > first:
+            counts.append(-(-counts[-1] // 2))
+            mask //= 2
+        for before in reversed(counts[:-1]):
+            last //= 2
+            if before == 1:
+                continue
+            upper = b.ne(self.lane & last, 0)
+            spread: list[Value] = []
+            for i, mine in enumerate(values):
+                if 2 * i + 1 == before:  # it had no other, and both lanes have it
+                    spread.append(mine)
+                    continue
+                other = b.shuffle_xor(mine, last)
+                spread += [b.select(upper, other, mine), b.select(upper, mine, other)]
+            values = spread
+        return values
 
     def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
         """Combine over the subgroups of a row through shared memory."""
@@ -228,20 +291,28 @@ class Rows:
         number, lane = divmod_const(b, self.lane, self.lanes)
         name = f"row_{kind}_{self._exchanges}"
         self._exchanges += 1
-        scratch = b.shared(name, self.work, self.shape.slots * count * parts)
-        mine = self.slot * (count * parts)
-        with b.if_(b.eq(lane, 0)):
-            for i, x in enumerate(values):
-                b.store(scratch, mine + i * parts + number, x)
+        scratch = b.shared(name, self.work, self._turns * self.shape.slots * count * parts)
+        mine = (self.turn * self.shape.slots + self.slot) * (count * parts)
+        for i, x in enumerate(self._gathered(kind, values, 1, self.lanes)):
+            to = mine + (lane + i * self.lanes) * parts + number
+            have = count - i * self.lanes
+            with b.if_(lane < have) if have < self.lanes else nullcontext():
+                b.store(scratch, to, x)
         b.barrier()
         if parts <= self.lanes and parts not in (2, 4):
-            # Each subgroup reads them all, a lane one: fewer registers than if every thread did so.
+            # Each subgroup reads them all, a lane one of as many values as fit: fewer registers than if every thread
+            # did so.
             width = 1 << (parts - 1).bit_length()
-            place = lane & (width - 1)
-            read = [b.load(scratch, mine + b.min(place, parts - 1) + i * parts) for i in range(count)]
-            if parts < width:
-                read = [b.select(place < parts, x, NEUTRAL[kind]) for x in read]
-            return [self._shuffled(kind, x, width) for x in read]
+            share, place = divmod_const(b, lane, width)
+            found: list[Value] = []
+            while len(found) < count:
+                fitting = min(self.lanes // width, 1 << ((count - len(found)).bit_length() - 1))
+                which = (share & (fitting - 1)) + len(found)
+                x = b.load(scratch, mine + which * parts + b.min(place, parts - 1))
+                if parts < width:
+                    x = b.select(place < parts, x, NEUTRAL[kind])
+                found += self._dealt(self._gathered(kind, [x], 1, width), fitting, width, width * fitting)
+            return found
         left = parts
         if parts > _READ_AT_ONCE:
             left = parts // _READ_AT_ONCE

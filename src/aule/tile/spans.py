@@ -1,4 +1,4 @@
-"""Passes over rows: parts of them as kernels see them, sums along them, and sums of their columns.
+"""Passes over rows: parts of them as kernels see them, and sums along them.
 
 See `aule.tile.rows`, which says how rows lie over threads.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aule.ir import Value, Var
+from aule.ir import Value
 from aule.ir.types import element, i32
 from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
+from aule.tile.stages import Stages
+
+if TYPE_CHECKING:
+    from aule.tile.column_sums import ColumnSums
 
 _LINE = 64
 """Bytes of a cache line."""
@@ -56,6 +60,18 @@ class Derived:
 
     f: Callable[[Part], Value]
     costly: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """What is multiplied on its way into a sum: one operation does both."""
+
+    x: Value
+    y: Value
+
+
+Term = Value | Product
+"""What a sum is made of."""
 
 
 class Group:
@@ -123,6 +139,12 @@ class Part:
             return value
         return b.select(self.inside, value, b.const(otherwise, element(value.type)))
 
+    def kept_term(self, term: Term, otherwise: float) -> Term:
+        """The same of a term of a sum; of a product, which is added, both factors become zero."""
+        if isinstance(term, Product):
+            return Product(self.kept(term.x, 0.0), self.kept(term.y, 0.0))
+        return self.kept(term, otherwise)
+
 
 class Span:
     """The columns of rows, or some of them.
@@ -136,30 +158,39 @@ class Span:
     def __init__(self, rows: Rows, shape: SpanShape, length: Value) -> None:
         self.rows, self.shape, self.length = rows, shape, length
         self.lane = rows.b.cast(rows.lane, element(length.type))
-        self._held: dict[tuple[int, int, int], tuple[object, Value]] = {}
+        self._held: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
         self._fetched: tuple[Source, ...] = ()
+        self.stages: Stages | None = None
+        """Where rows come from that are copied ahead."""
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def hold(self, *sources: Source | Columns) -> None:
-        """Start to read whole rows, so that all loads are under way together. On CPUs, which do not keep them, `each`
-        fetches the rows that come next into the cache where it is not the first pass: it would be the next one's that
-        waits for memory."""
+        """Start to read whole rows, so that all loads are under way together, unless they have been copied ahead. On
+        CPUs, which do not keep them, `each` fetches the rows that come next into the cache where it is not the first
+        pass: it would be the next one's that waits for memory."""
         if self.rows.vectors:
             self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
+        wanted = [x for x in sources if self.stages is None or isinstance(x, Columns) or not self.stages.holds(x)]
         if self.shape.parts:
             for number in range(self.shape.parts):
-                for source in sources:
-                    for part in self._held_parts(number):
+                for source in wanted:
+                    for part in self.held_parts(number):
                         part.raw(source)
 
-    def sum(self, f: Callable[[Part], Value]) -> PerRow:
+    def copy_ahead(self, *arrays: RowArray) -> Stages | None:
+        """Let rows of arrays be copied ahead, for `Rows.run`, where the shape says so."""
+        if self.rows.shape.ahead:
+            self.stages = Stages(self, arrays)
+        return self.stages
+
+    def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """The sum of ``f`` over each row."""
         return self.sums(f)[0]
 
-    def sums(self, *fs: Callable[[Part], Value]) -> list[PerRow]:
+    def sums(self, *fs: Callable[[Part], Term]) -> list[PerRow]:
         """Several sums in one pass."""
         return self.rows.reduce("add", self.partials("add", lambda p: [f(p) for f in fs], len(fs)))
 
@@ -201,7 +232,7 @@ class Span:
         first, *rest = rows.reduce("add", ended)
         return most, first, rest
 
-    def partials(self, kind: str, f: Callable[[Part], Sequence[Value]], count: int) -> list[PerRow]:
+    def partials(self, kind: str, f: Callable[[Part], Sequence[Term]], count: int) -> list[PerRow]:
         """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
         rows, b = self.rows, self.rows.b
         # On CPUs sums are vectors, and several, since an addition waits for the one before; on GPUs lanes are added up
@@ -214,8 +245,7 @@ class Span:
             for part in parts:
                 for total, x in zip(totals[part.row], f(part), strict=True):
                     variable = total[chain % chains]
-                    x = part.kept(x, NEUTRAL[kind])
-                    variable.value = b.binary(kind, variable.value, x if rows.vectors else rows.combine(kind, x))
+                    variable.value = self._combined(kind, variable.value, part.kept_term(x, NEUTRAL[kind]))
 
         self.walk(add)
         ended = [
@@ -224,7 +254,24 @@ class Span:
         ]
         return [PerRow(tuple(row[i] for row in ended)) for i in range(count)]
 
-    def each(self, f: Callable[[Part], Sequence[Value] | None], sums: Sequence[ColumnSums] = ()) -> None:
+    def _combined(self, kind: str, total: Value, term: Term) -> Value:
+        """A total with one more term: on CPUs vectors, on GPUs the sum of the term's lanes."""
+        rows, b = self.rows, self.rows.b
+        if not isinstance(term, Product):
+            return b.binary(kind, total, term if rows.vectors else rows.combine(kind, term))
+        if rows.vectors or self.shape.width == 1:
+            return b.fma(term.x, term.y, total)
+        # Two chains, since an addition waits for the one before.
+        pairs = list(zip(b.unpack(term.x), b.unpack(term.y), strict=True))
+        other = b.binary("mul", *pairs[1])
+        for i, (x, y) in enumerate(pairs):
+            if i % 2 == 0:
+                total = b.fma(x, y, total)
+            elif i > 1:
+                other = b.fma(x, y, other)
+        return total + other
+
+    def each(self, f: Callable[[Part], Sequence[Term] | None], sums: Sequence[ColumnSums] = ()) -> None:
         """Visit every part; what ``f`` returns is added to the sums of its columns."""
 
         first_pass = self._passes == 0
@@ -234,7 +281,7 @@ class Span:
                 self._fetch_next(parts, place)
             found = [f(part) or () for part in parts]
             for i, total in enumerate(sums):
-                total.add(parts, [values[i] for values in found])
+                total.add(parts, [terms[i] for terms in found])
 
         self.walk(visit)
 
@@ -264,7 +311,7 @@ class Span:
         if shape.parts:
             for first in range(0, shape.parts, shape.unroll):
                 last = min(first + shape.unroll, shape.parts)
-                visit([self._held_parts(number) for number in range(first, last)])
+                visit([self.held_parts(number) for number in range(first, last)])
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
@@ -287,7 +334,8 @@ class Span:
             there = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
             visit([self._parts(whole, None, there, shape.tail)])
 
-    def _held_parts(self, number: int) -> list[Part]:
+    def held_parts(self, number: int) -> list[Part]:
+        """The part of each row that has this number, where a thread has some."""
         shape = self.shape
         col = (self.lane + number * self.rows.shape.threads) * shape.width
         inside = col < self.length if shape.ragged and number == shape.parts - 1 else None
@@ -302,12 +350,17 @@ class Span:
         """Elements of an array at a part; once, where rows are kept in registers."""
         if isinstance(what, Columns):
             return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
+        stages = self.stages
+        if stages is not None and stages.holds(what):
+            return self._once(part, part.row, what, lambda: stages.read(part, what), self._passes)
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""
         if part.number is not None:
-            return self._once(part, part.row, what, lambda: what.f(part))
+            # Made of what each pass reads again, it is made again.
+            number = 0 if self.stages is None else self._passes
+            return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:
             part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)
         return part.made[what]
@@ -327,10 +380,11 @@ class Span:
         b.store(memory, at, value, align=1)
         return value
 
-    def _once(self, part: Part, row: int, what: object, make: Callable[[], Value]) -> Value:
+    def _once(self, part: Part, row: int, what: object, make: Callable[[], Value], number: int = 0) -> Value:
+        """What is made for a part, the first time: in all passes, or in the one of this number."""
         if part.number is None:
             return make()
-        key = (id(what), row, part.number)
+        key = (id(what), row, part.number, number)
         if key not in self._held:
             self._held[key] = (what, make())  # with the array, whose identity is the key
         return self._held[key][1]
@@ -400,78 +454,3 @@ class Span:
             piece = b.permute(value, None, tuple(range(done, done + run)))
             b.store(array.buffer, start + b.cast(col + done, index), piece, align=1)
             done += run
-
-
-class ColumnSums:
-    """Sums of each column over all rows of a workgroup: in registers where rows are, else in the memory of the result.
-
-    Each workgroup leaves a row of partial sums; another kernel adds those up (`aule.ops.rowwise`).
-
-    Parameters
-    ----------
-    array : RowArray
-        Of the type that is computed in; rows are workgroups.
-    """
-
-    def __init__(self, span: Span, array: RowArray) -> None:
-        self.span, rows = span, span.rows
-        b, width = rows.b, span.shape.width
-        self.array = array
-        self.start = array.start(rows.group)
-        self.zero = b.splat(b.const(0.0, rows.work), width)
-        self.sums: list[Var] = [b.var(self.zero) for _ in range(span.shape.parts)]
-        if not span.shape.parts:
-            self._visit(lambda part: self.zero)
-
-    def add(self, parts: list[Part], values: Sequence[Value]) -> None:
-        """Add what the rows have at a place; rows that do not exist add nothing."""
-        rows, b = self.span.rows, self.span.rows.b
-        counted = [
-            value if exists is None else b.select(exists, value, self.zero)
-            for exists, value in zip(rows.exists, values, strict=True)
-        ]
-        total: Any = fold(b, "add", counted)
-        number = parts[0].number
-        if number is not None:
-            self.sums[number].value = self.sums[number].value + total
-            return
-        before = self.span.load(parts[0], self.array, self.start)
-        self._store(parts[0], before + total)
-
-    def finish(self) -> None:
-        """Store what registers hold, added up over the workgroup's slots."""
-        if not self.sums:
-            return
-        rows, b, width = self.span.rows, self.span.rows.b, self.span.shape.width
-        slots = rows.shape.slots
-        if slots == 1:
-            self._visit(lambda part: self.sums[part.number or 0].value)
-            return
-        rows.column_sums += 1
-        scratch = b.shared(f"slots_{rows.column_sums}", rows.work, rows.shape.workgroup * width)
-        for number, variable in enumerate(self.sums):
-            b.store(scratch, b.thread_id() * width, variable.value)
-            b.barrier()
-            with b.if_(b.eq(rows.slot, 0)):
-                at = [(rows.lane + slot * rows.shape.threads) * width for slot in range(slots)]
-                variable.value = fold(b, "add", [b.load(scratch, i, width) for i in at])
-            if number + 1 < len(self.sums):
-                b.barrier()
-        with b.if_(b.eq(rows.slot, 0)):
-            self._visit(lambda part: self.sums[part.number or 0].value)
-
-    def _visit(self, f: Callable[[Part], Value]) -> None:
-        b = self.span.rows.b
-
-        def store(parts: list[Part], _: int) -> None:
-            part = parts[0]
-            if part.number is not None and part.inside is not None:
-                with b.if_(part.inside):
-                    self._store(part, f(part))
-            else:
-                self._store(part, f(part))
-
-        self.span.walk(store)
-
-    def _store(self, part: Part, value: Value) -> None:
-        self.span.store_run(self.array, self.start, part.col, value, part.count)

@@ -13,6 +13,7 @@ from aule.tile.arrangement import uniform
 from aule.tile.fragment import multiplies
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
+from aule.tile.stages import copies_past_registers
 from aule.tile.vector import has_pairs, vector_unit, work_type
 from aule.tile.warpgroup import has_warpgroups
 
@@ -70,7 +71,7 @@ def choose_blocks(
             rows = _CPU_PAIR_ROWS
         return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
     if dtype in ("f16", "bf16") and multiplies(target, dtype) and uniform(target):
-        copies = aligned and k % COPIED_DEPTH == 0 and target.backend == "cuda" and target.arch != "sm_75"
+        copies = aligned and k % COPIED_DEPTH == 0 and copies_past_registers(target)
         table = COPIED if copies else CARRIED if aligned else CARRIED[-1:]
         if copies and warpgroups and has_warpgroups(target, dtype):
             found = _choose_warpgroups(target, m, n, left_across, right_across)

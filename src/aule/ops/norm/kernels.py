@@ -13,8 +13,9 @@ from aule.ir import KernelIR, Value
 from aule.ir.types import SCALARS
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
+from aule.tile.column_sums import ColumnSums
 from aule.tile.rows import Columns, PerRow, Source
-from aule.tile.spans import ColumnSums, Derived, Part
+from aule.tile.spans import Derived, Part, Product, Term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +52,25 @@ class Normalised:
 
 
 def normalise(
-    k: RowKernel, x: Source | Derived, center: bool, also: Sequence[Callable[[Part, Value], Value]] = ()
+    k: RowKernel, x: Source | Derived, center: bool, also: Sequence[Callable[[Part, Value], Term]] = ()
 ) -> Normalised:
     """Statistics of rows; ``also`` are functions of a part and its columns, without the mean but for ``shift``, whose
     sums are wanted as well."""
     b, span = k.b, k.span
     inverse, eps = k.number("inverse_length"), k.number("eps")
 
-    def extra(x: Source | Derived) -> list[Callable[[Part], Value]]:
+    def square(x: Source | Derived) -> Callable[[Part], Term]:
+        return lambda p: Product(p[x], p[x])
+
+    def extra(x: Source | Derived) -> list[Callable[[Part], Term]]:
         return [lambda p, f=f: f(p, p[x]) for f in also]  # type: ignore[misc]
 
     if not center:
-        squares, *sums = span.sums(lambda p: p[x] * p[x], *extra(x))
+        squares, *sums = span.sums(square(x), *extra(x))
         return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums)
     mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
     near = Derived(lambda p: p[x] - p[mean])
-    left, squares, *sums = span.sums(lambda p: p[near], lambda p: p[near] * p[near], *extra(near))
+    left, squares, *sums = span.sums(lambda p: p[near], square(near), *extra(near))
     shift = left.map(lambda s: s * inverse)
     variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), shift)
     scale = variance.map(lambda v: b.unary("rsqrt", v + eps))
@@ -115,7 +119,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     """Trace the backward kernel: statistics are made again, which costs no memory, and with them ``dx``; the sums over
     rows of which the gradients of weight and bias are made stay where they are until the workgroup's last row."""
     k = RowKernel(config.name, config, target)
-    span, rows = k.span, k.rows
+    b, span, rows = k.b, k.span, k.rows
     inverse = k.number("inverse_length")
     names = [name for name in ("dy", "x", "h", "dh") if config.has(name)]
     arrays = {name: k.array(name) for name in names}
@@ -134,31 +138,30 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         def inner(p: Part) -> Value:
             return p[dy] if weight is None else p[dy] * p[weight]
 
-        also: list[Callable[[Part, Value], Value]] = [lambda p, x: inner(p) * x]
+        also: list[Callable[[Part, Value], Term]] = [lambda p, x: Product(inner(p), x)]
         if config.center:
             also.append(lambda p, x: inner(p))
         found = normalise(k, x, config.center, also)
         along, total = found.sums[0], found.sums[-1]
         if found.shift is not None:
             along = along.map(lambda s, t, m: s - t * m, total, found.shift)
-        along = along.map(lambda s, r: s * inverse * r * r, found.scale)
-        mean = total.map(lambda s: s * inverse)
+        # dx = scale * (inner - mean of inner - centred * along); its last two terms are `level` and `slope`
+        slope = along.map(lambda s, r: s * inverse * r * r * -r, found.scale)
+        level = total.map(lambda s, r: s * inverse * -r, found.scale)
 
-        def write(p: Part) -> list[Value]:
-            centred, scale = p[found.centred], p[found.scale]
+        def write(p: Part) -> list[Term]:
+            centred, scaled = p[found.centred], p[dy] * p[found.scale]
             if result is not None:
-                dx = inner(p) - centred * p[along]
-                if config.center:
-                    dx = dx - p[mean]
-                dx = dx * scale
+                dx = b.fma(centred, p[slope], p[level]) if config.center else centred * p[slope]
+                dx = scaled + dx if weight is None else b.fma(scaled, p[weight], dx)
                 p.store(to, dx + p[given["dh"]] if "dh" in given else dx)
-            return [p[dy] * (centred * scale) if name == "dweight" else p[dy] for name in sums]
+            return [Product(scaled, centred) if name == "dweight" else p[dy] for name in sums]
 
         if result is not None:
             to = rows.source(result)
         span.each(write, list(sums.values()))
 
-    rows.run(body)
+    rows.run(body, span.copy_ahead(*arrays.values()))
     for total in sums.values():
         total.finish()
     return k.finish()

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
+from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import (
     choose_rows,
-    column_sum_step,
     extent,
     lay_out,
     operand,
@@ -63,7 +63,8 @@ def norm_step(
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
     width = min(view_width(view) for view in rows.values())
     columns = any(name in views for name in _VECTORS)
-    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums), columns)
+    copied = len(rows) - ("dx" in rows) if sums else 0
+    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums), columns, copied)
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
     config = NormConfig(

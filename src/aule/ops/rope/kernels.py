@@ -11,9 +11,10 @@ from aule.ir import KernelIR, Value
 from aule.ir.types import i32
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
+from aule.tile.column_sums import ColumnSums
 from aule.tile.pairs import Pairs
 from aule.tile.rows import Columns, PerRow, Source
-from aule.tile.spans import ColumnSums, Part
+from aule.tile.spans import Part
 
 
 @dataclass(frozen=True, kw_only=True)

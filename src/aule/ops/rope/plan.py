@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from aule.ops.column_sum import column_sum_step
 from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
 from aule.ops.rope.problem import RopeProblem
 from aule.ops.rowwise import (
     RowLayout,
     choose_rows,
-    column_sum_step,
     extent,
     lay_out,
     operand,

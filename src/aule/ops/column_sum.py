@@ -1,0 +1,111 @@
+"""The kernel that adds up what workgroups have left of sums of columns (`aule.tile.column_sums`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aule.errors import InvalidShapeError
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import SCALARS, element, f32, i32, i64
+from aule.ops.parameters import Parameters
+from aule.ops.step import Step
+from aule.target import Target
+from aule.tile.math import fold
+from aule.tile.matrix import divmod_const
+from aule.tile.vector import vector_unit, work_type
+from aule.view import TensorView
+
+
+@dataclass(frozen=True)
+class ColumnSumConfig:
+    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. With ``pairs`` columns of
+    pairs come first ones, second ones and the rest, and are to be neighbours."""
+
+    dtype: str
+    outputs: tuple[tuple[str, str], ...]
+    columns: int
+    lanes: int
+    width: int
+    index64: bool
+    pairs: bool = False
+
+
+def column_sum_step(
+    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target, pairs: int = 0
+) -> Step:
+    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours."""
+    if target.backend == "cpu" and pairs:
+        columns = lanes = width = 1
+    elif target.backend == "cpu":
+        columns, lanes, width = 1, 1, vector_unit(target, work_type(SCALARS[dtype])).lanes
+    else:
+        columns, width = 32, 1
+        lanes = min(32, (1 << (target.max_threads.bit_length() - 1)) // columns)
+    config = ColumnSumConfig(
+        dtype,
+        tuple((name, view.dtype) for name, view in outputs),
+        columns,
+        lanes,
+        width,
+        partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
+        pairs > 0,
+    )
+    groups = -(-length // (columns * width))
+    if groups > target.max_grid[0]:
+        raise InvalidShapeError(
+            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * columns * width} columns on {target.name}, got "
+            f"{length}; use backend='cpu'"
+        )
+    grid = (groups, len(outputs), 1)
+    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
+    return Step(config, build_column_sum, grid, numbers)
+
+
+def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
+    """Trace the kernel: threads side by side have neighbouring columns, those of a column every n-th row."""
+    b = Builder("column_sum", config.columns * config.lanes)
+    cpu = target.backend == "cpu"
+    p = Parameters(b, i64 if cpu or config.index64 else i32)
+    work = work_type(SCALARS[config.dtype])
+    length, partials = p.number("length"), p.number("partials")
+    source = p.buffer("partial", work)
+    lane, column = divmod_const(b, b.thread_id(), config.columns)
+    number = b.group_id(1)
+    col = (b.group_id(0) * config.columns + column) * config.width
+    step = b.cast(length, p.index)
+
+    def add(col: Value, width: int) -> None:
+        inside = b.min(col, length - width)
+        start = step * b.cast(partials, p.index) * b.cast(number, p.index) + b.cast(inside, p.index)
+        total = b.var(b.splat(b.const(0.0, work), width))
+        with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
+            total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
+        scratch = None
+        if config.lanes > 1:
+            scratch = b.shared("sums", f32, config.columns * config.lanes)
+            b.store(scratch, lane * config.columns + column, total.value)
+            b.barrier()
+        to = inside
+        if config.pairs:
+            half = p.number("pairs")
+            neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
+            to = b.select(inside < half * 2, neighbours, inside)
+        outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
+        with b.if_(b.eq(lane, 0) & (col < length)):
+            value = total.value
+            if scratch is not None:
+                value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
+            for i, out in enumerate(outs):
+                with b.if_(b.eq(number, i)):
+                    b.store(out, b.cast(to, p.index), b.cast(value, element(out.type)), align=1)
+
+    if config.width == 1:
+        add(col, 1)
+    else:
+        with b.if_(col + config.width <= length):
+            add(col, config.width)
+        with b.else_(), b.loop(col, length, name="rest") as rest:
+            add(rest, 1)
+    b.barrier()  # see `Rows.finish`
+    return b.finish()

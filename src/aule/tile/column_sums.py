@@ -1,0 +1,91 @@
+"""Sums of columns over rows: what the gradients of weights and biases are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from aule.ir import Value, Var
+from aule.tile.math import fold
+from aule.tile.rows import RowArray
+from aule.tile.spans import Part, Product, Span, Term
+
+
+class ColumnSums:
+    """Sums of each column over all rows of a workgroup: in registers where rows are, else in the memory of the result.
+
+    Each workgroup leaves a row of partial sums; another kernel adds those up (`aule.ops.column_sum`).
+
+    Parameters
+    ----------
+    array : RowArray
+        Of the type that is computed in; rows are workgroups.
+    """
+
+    def __init__(self, span: Span, array: RowArray) -> None:
+        self.span, rows = span, span.rows
+        b, width = rows.b, span.shape.width
+        self.array = array
+        self.start = array.start(rows.group)
+        self.zero = b.splat(b.const(0.0, rows.work), width)
+        self.sums: list[Var] = [b.var(self.zero) for _ in range(span.shape.parts)]
+        if not span.shape.parts:
+            self._visit(lambda part: self.zero)
+
+    def add(self, parts: list[Part], terms: Sequence[Term]) -> None:
+        """Add what the rows have at a place; rows that do not exist add nothing."""
+        rows, b = self.span.rows, self.span.rows.b
+        number = parts[0].number
+        total = self.span.load(parts[0], self.array, self.start) if number is None else self.sums[number].value
+
+        def counted(exists: Value | None, value: Value) -> Value:
+            return value if exists is None else b.select(exists, value, self.zero)
+
+        values = []
+        for exists, term in zip(rows.exists, terms, strict=True):
+            if isinstance(term, Product):
+                total = b.fma(counted(exists, term.x), counted(exists, term.y), total)
+            else:
+                values.append(counted(exists, term))
+        total = fold(b, "add", [total, *values])
+        if number is None:
+            self._store(parts[0], total)
+        else:
+            self.sums[number].value = total
+
+    def finish(self) -> None:
+        """Store what registers hold, added up over the workgroup's slots."""
+        if not self.sums:
+            return
+        rows, b, width = self.span.rows, self.span.rows.b, self.span.shape.width
+        slots = rows.shape.slots
+        if slots == 1:
+            self._visit(lambda part: self.sums[part.number or 0].value)
+            return
+        rows.column_sums += 1
+        scratch = b.shared(f"slots_{rows.column_sums}", rows.work, rows.shape.workgroup * width)
+        for number, variable in enumerate(self.sums):
+            b.store(scratch, b.thread_id() * width, variable.value)
+            b.barrier()
+            with b.if_(b.eq(rows.slot, 0)):
+                at = [(rows.lane + slot * rows.shape.threads) * width for slot in range(slots)]
+                variable.value = fold(b, "add", [b.load(scratch, i, width) for i in at])
+            if number + 1 < len(self.sums):
+                b.barrier()
+        with b.if_(b.eq(rows.slot, 0)):
+            self._visit(lambda part: self.sums[part.number or 0].value)
+
+    def _visit(self, f: Callable[[Part], Value]) -> None:
+        b = self.span.rows.b
+
+        def store(parts: list[Part], _: int) -> None:
+            part = parts[0]
+            if part.number is not None and part.inside is not None:
+                with b.if_(part.inside):
+                    self._store(part, f(part))
+            else:
+                self._store(part, f(part))
+
+        self.span.walk(store)
+
+    def _store(self, part: Part, value: Value) -> None:
+        self.span.store_run(self.array, self.start, part.col, value, part.count)
