@@ -35,7 +35,7 @@ from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.runtime.base import Device
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 

@@ -30,7 +30,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.runtime.base import Device
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 

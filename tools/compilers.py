@@ -25,7 +25,8 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.render import opencl, ptx, spirv
 from aule.runtime.opencl import LARGE_REGISTERS
 from aule.target import RDNA3_LAYOUTS, Target
-from aule.tile.fragment import FragmentShape, has_units
+from aule.tile.fragment import has_units
+from aule.tile.fragment_shape import FragmentShape
 from aule.view import TensorView
 
 ROOT = Path(__file__).resolve().parent.parent

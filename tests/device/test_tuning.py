@@ -19,7 +19,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.tiles import choose_shape
 from aule.runtime.base import Device
 from aule.target import NVIDIA_LAYOUT, Target
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape
 from aule.view import TensorView
 

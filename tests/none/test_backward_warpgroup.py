@@ -27,7 +27,7 @@ from aule.ops.attention.reference_backward import compare_gradients, expect_grad
 from aule.ops.attention.validate import attention_problem
 from aule.render import ptx
 from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 from aule.view import TensorView
 
 ONE = FragmentShape(64, 64, 4, 4, False, warpgroups=True)

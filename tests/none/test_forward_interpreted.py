@@ -21,7 +21,7 @@ from aule.ops.attention.reference import compare
 from aule.ops.attention.tiles import ENTRIES, OWN, choose_shape
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.target import Target
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.simt import SimtShape
 from aule.view import TensorView

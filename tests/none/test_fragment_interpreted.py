@@ -19,7 +19,8 @@ from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.target import WARPGROUP_UNITS, FragmentLayout, Target
-from aule.tile.fragment import Components, FragmentShape
+from aule.tile.fragment import Components
+from aule.tile.fragment_shape import FragmentShape
 
 ROW_HALVES = FragmentLayout((0, 1, 2, 4, 8), (8, 0, 0, 0, 0), (0, 0, 0), (1, 2, 4))
 """Of the interpreter: lane L holds elements 8 L ... 8 L + 7, which is half of row L / 2."""

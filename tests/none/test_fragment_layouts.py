@@ -26,7 +26,8 @@ from aule.ops.attention.reference_backward import compare_gradients, expect_grad
 from aule.ops.attention.validate import attention_problem
 from aule.target import NVIDIA_LAYOUT, RDNA3_LAYOUTS, FragmentLayout, Target
 from aule.tile.arrangement import arrange
-from aule.tile.fragment import FragmentShape, fitted
+from aule.tile.fragment import fitted
+from aule.tile.fragment_shape import FragmentShape
 
 PERMUTED = FragmentLayout((8, 0, 2, 0, 1), (0, 4, 0, 1, 0), (0, 4, 0), (8, 0, 2))
 """Bits of the lane and of the component anywhere: nobody's layout."""

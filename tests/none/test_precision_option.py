@@ -23,7 +23,7 @@ from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
 from aule.render import spirv
 from aule.target import Target
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 
 CASES = [case for case in grid.forward_grid("small") if case.dtype == "f32"]
 SHAPES = [FragmentShape(32, 32, 2, 2, True), FragmentShape(32, 16, 2, 1, False)]

@@ -7,7 +7,7 @@ import argparse
 from aule.backends import registry
 from aule.engine.tuning import Measured, Shape, tune
 from aule.errors import InvalidArgumentError
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

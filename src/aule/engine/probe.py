@@ -22,7 +22,8 @@ from aule.ir.types import Fragment, f16, f32, i32
 from aule.runtime.base import Device
 from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange
-from aule.tile.fragment import Fragments, FragmentShape, fitted, has_units
+from aule.tile.fragment import Fragments, fitted, has_units
+from aule.tile.fragment_shape import FragmentShape
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("aule")

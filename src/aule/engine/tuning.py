@@ -27,7 +27,8 @@ from aule.ops.attention.tiles import ENTRIES, OWN, choose_fragments, choose_shap
 from aule.runtime.base import Device
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
-from aule.tile.fragment import FragmentShape, fitted, multiplies
+from aule.tile.fragment import fitted, multiplies
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape, uses_subgroups
 from aule.tile.warpgroup import has_warpgroups
 from aule.view import TensorView

@@ -13,7 +13,8 @@ from aule.errors import InvalidArgumentError
 from aule.ops.attention.tiles import ENTRIES, choose_fragments, choose_shape
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import FragmentShape, fitted, multiplies
+from aule.tile.fragment import fitted, multiplies
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 
 TILE_STEP = 8

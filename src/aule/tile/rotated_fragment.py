@@ -7,9 +7,11 @@ from collections.abc import Callable
 from aule.ir import Value
 from aule.ir.types import Vector, f32, i32, u32
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer
+from aule.tile.fragment import Fragments, FragmentTile
+from aule.tile.fragment_shape import RUN
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
+from aule.tile.transfer import Transfer
 
 
 def transfer_of(engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool = True) -> Transfer:

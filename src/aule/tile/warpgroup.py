@@ -15,8 +15,10 @@ from aule.ir import Builder, Value, Var
 from aule.ir.types import PANEL, Panels, i32
 from aule.target import WARPGROUP_UNITS, Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import Fragments, FragmentShape, Transfer
+from aule.tile.fragment import Fragments
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.matrix import Matrix
+from aule.tile.transfer import Transfer
 
 SUBGROUPS = 4
 """Of a warpgroup."""

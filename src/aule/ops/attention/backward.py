@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
-from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import BackwardConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import quad_angles, rotating
@@ -201,24 +200,11 @@ class _Kernel:
     ) -> RegisterTile | None:
         """P in the place of S; ``place`` gives query row and key of a register, ``lse`` what to subtract. Returns the
         derivative of the softcap where there is one."""
-        b, scores, config = self.b, self.scores, self.config
-        slope: RegisterTile | None = None
-        for number, modifier in enumerate(scores.modifiers(head, {"mask": "any", "bias": "any"})):
-
-            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
-                row, key = place(r, c)
-                return modifier.apply(b, s, mod.Site(scores.batch, head, row, key, row + scores.shift))
-
-            if modifier.everywhere:
-                S.map(apply)
-            else:
-                with b.if_(partial):
-                    S.map(apply)
-            if config.softcap and number == 0:
-                inverse = b.rcp(self.p.number("softcap", f32))
-                slope = self.engine.score_tile(b.const(0.0, f32))
-                bent = [[x * inverse for x in row] for row in S.values()]
-                slope.assign([[1.0 - x * x for x in row] for row in bent])
+        b, slope = self.b, None
+        bent = self.scores.modify(S, head, place, partial)
+        if bent is not None:
+            slope = self.engine.score_tile(b.const(0.0, f32))
+            slope.assign(bent)
         S.map(lambda s, r, c: b.exp2(s - lse(r, c)))
         return slope
 

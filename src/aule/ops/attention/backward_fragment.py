@@ -24,9 +24,11 @@ from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import RUN, Fragments, FragmentTile, Transfer, row_stride
+from aule.tile.fragment import Fragments, FragmentTile
+from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.rotated_fragment import exchange_bytes, transfer_of
+from aule.tile.transfer import Transfer
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:

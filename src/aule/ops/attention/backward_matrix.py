@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
-from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, number_in_block
-from aule.tile.fragment import RUN, Fragments, FragmentTile
+from aule.tile.fragment import Fragments, FragmentTile
+from aule.tile.fragment_shape import RUN
 from aule.tile.math import LOG2E, NEG_INF
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.rotated_fragment import turned_back
@@ -82,25 +82,10 @@ class GradientKernel:
     ) -> list[list[Value]] | None:
         """P in the place of S; ``place`` gives query row and key of an element, ``base`` what is added to its scaled
         score. Returns the derivative of the softcap where there is one."""
-        b, scores, config = self.b, self.scores, self.config
-        slope: list[list[Value]] | None = None
+        b, config = self.b, self.config
         if not config.folded:
             S.map(lambda s, r, c: s * self.scale)
-        for number, modifier in enumerate(scores.modifiers(head, {"mask": "any", "bias": "any"})):
-
-            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
-                row, key = place(r, c)
-                return modifier.apply(b, s, mod.Site(scores.batch, head, row, key, row + scores.shift))
-
-            if modifier.everywhere:
-                S.map(apply)
-            else:
-                with b.if_(partial):
-                    S.map(apply)
-            if config.softcap and number == 0:
-                inverse = b.rcp(self.p.number("softcap", f32))
-                bent = [[x * inverse for x in row] for row in S.values()]
-                slope = [[1.0 - x * x for x in row] for row in bent]
+        slope = self.scores.modify(S, head, place, partial)
         if config.folded:
             S.map(lambda s, r, c: b.exp2(b.fma(s, self.scale, base(r, c))))
         else:

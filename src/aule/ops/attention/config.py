@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ops.attention.problem import Rope
-from aule.tile.fragment import FragmentShape
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape
 
 Columns = Literal["unit", "same", "any"]

@@ -29,7 +29,8 @@ from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import RUN, Fragments, FragmentTile, row_stride
+from aule.tile.fragment import Fragments, FragmentTile
+from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.math import EXPONENTS, LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
 from aule.tile.rotated_fragment import transfer_of

@@ -34,7 +34,7 @@ from aule.ops.attention.tiles import (
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, arrange
-from aule.tile.fragment import RUN, FragmentShape
+from aule.tile.fragment_shape import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
 from aule.tile.matrix import QUAD
 from aule.tile.rotated_fragment import exchange_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
@@ -27,6 +28,14 @@ def block_of(
         heads = total // blocks
         return number % heads, blocks - 1 - number // heads
     return number // blocks, blocks - 1 - number % blocks
+
+
+class Tile(Protocol):
+    """A tile of any engine: a thread's elements by row and column."""
+
+    def values(self) -> list[list[Value]]: ...
+
+    def map(self, f: Callable[[Value, int, int], Value]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,32 @@ class Scores:
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
         result.append(mod.band(self.seq_kv, self.left, self.right))
         return result
+
+    def modify(
+        self, tile: Tile, head: Value, place: Callable[[int, int], tuple[Value, Value]], partial: Value
+    ) -> list[list[Value]] | None:
+        """Apply the modifiers of one query head's rows to a tile of scores; those that only drop keys where it is
+        ``partial``.
+
+        ``place`` gives query row and key of an element. Returns the derivative of the softcap where there is one.
+        """
+        b, slope = self.b, None
+        for number, modifier in enumerate(self.modifiers(head, {"mask": "any", "bias": "any"})):
+
+            def apply(s: Value, r: int, c: int, modifier: mod.Modifier = modifier) -> Value:
+                row, key = place(r, c)
+                return modifier.apply(b, s, mod.Site(self.batch, head, row, key, row + self.shift))
+
+            if modifier.everywhere:
+                tile.map(apply)
+            else:
+                with b.if_(partial):
+                    tile.map(apply)
+            if self.config.softcap and number == 0:
+                inverse = b.rcp(self.p.number("softcap", f32))
+                bent = [[x * inverse for x in row] for row in tile.values()]
+                slope = [[1.0 - x * x for x in row] for row in bent]
+        return slope
 
     def dropout(self) -> Dropout | None:
         """Which weights are kept; None when all are."""

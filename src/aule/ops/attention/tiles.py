@@ -8,7 +8,8 @@ from aule.errors import KernelError
 from aule.ir.types import PANEL
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
-from aule.tile.fragment import FragmentShape, factor_elem, fitted, multiplies
+from aule.tile.fragment import factor_elem, fitted, multiplies
+from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt import SimtShape, padded, uses_subgroups
 from aule.tile.warpgroup import has_warpgroups
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import row_stride
+from aule.tile.fragment_shape import row_stride
 from aule.tile.simt import padded
 
 WIDEST = 128

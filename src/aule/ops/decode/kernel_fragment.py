@@ -32,7 +32,8 @@ from aule.ops.decode.result import Result
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.direct import Direct
-from aule.tile.fragment import Components, row_stride
+from aule.tile.fragment import Components
+from aule.tile.fragment_shape import row_stride
 from aule.tile.math import LOWEST, fold, overflowing
 from aule.tile.matrix import QUAD, Matrix
 from aule.tile.quantised import without_nan

@@ -17,7 +17,7 @@ from aule.ops.attention.tiles import choose_fragments, choose_warpgroups
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.step import Step, grid_of
 from aule.target import Target
-from aule.tile.fragment import RUN
+from aule.tile.fragment_shape import RUN
 from aule.view import TensorView
 
 FEW_ROWS = 64

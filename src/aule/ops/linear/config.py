@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir.types import PANEL
-from aule.tile.fragment import row_stride
+from aule.tile.fragment_shape import row_stride
 from aule.tile.simt import SimtShape
 from aule.tile.warpgroup import PanelShape
 

@@ -32,7 +32,7 @@ from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import extent, lay_out, view_width
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
-from aule.tile.fragment import RUN
+from aule.tile.fragment_shape import RUN
 from aule.tile.matrix import QUAD
 from aule.tile.simt import SimtShape
 from aule.view import TensorView, contiguous_strides

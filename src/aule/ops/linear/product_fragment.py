@@ -17,7 +17,8 @@ from aule.ops.linear.factors import Factor, Panel, Stored
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import RUN, Fragments, FragmentShape, FragmentTile
+from aule.tile.fragment import Fragments, FragmentTile
+from aule.tile.fragment_shape import RUN, FragmentShape
 
 
 def build_product_fragment(config: ProductConfig, target: Target) -> KernelIR:

@@ -20,7 +20,7 @@ from aule.ops.linear.factors import Factor
 from aule.ops.linear.product_warpgroup import Cursor, WarpgroupProduct, Way
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import row_stride
+from aule.tile.fragment_shape import row_stride
 
 
 def build_product_normalised(config: ProductConfig, target: Target) -> KernelIR:

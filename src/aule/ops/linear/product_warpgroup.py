@@ -23,7 +23,7 @@ from aule.ops.linear.product_fragment import column_bias, tile_at
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import RUN, FragmentShape
+from aule.tile.fragment_shape import RUN, FragmentShape
 from aule.tile.matrix import divmod_const
 from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, Warpgroups
 

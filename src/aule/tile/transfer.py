@@ -1,0 +1,147 @@
+"""The way of matrices into shared memory, for kernels on matrix units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aule.ir import Value, Var
+from aule.ir.types import f32, i32
+from aule.tile.arrangement import SIZE
+from aule.tile.fragment_shape import RUN, row_stride
+from aule.tile.matrix import Matrix, divmod_const
+from aule.tile.simt import padded
+
+if TYPE_CHECKING:
+    from aule.tile.fragment import Fragments
+
+
+class Transfer:
+    """The way of one matrix into shared memory, some rows at a time.
+
+    ``start`` begins to fetch, ``finish`` makes what was fetched visible to the thread itself; a barrier behind that
+    shows it to all. With asynchronous copies the fetched rows go to ``target`` directly, otherwise they wait in
+    registers until ``finish`` stores them, rounded where the engine multiplies another type.
+    """
+
+    def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
+        self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
+        # What is rounded passes through registers.
+        copied = copies and source.elem == engine.elem != f32
+        self.direct = copied and source.aligned and source.col_stride is None
+        self.cols = source.cols if self.direct else padded(source.cols, SIZE)
+        self.runs = rows * self.cols // RUN
+        b, threads = self.b, engine.shape.threads
+        self.count = -(-self.runs // threads)
+        # Where a round of the workgroup is some whole rows, all of a thread's runs lie in one column.
+        self.step, rest = divmod(threads * RUN, self.cols)
+        self.regular = rest == 0 and self.runs % threads == 0
+        self.row, run = divmod_const(b, engine.thread, self.cols // RUN)
+        self.col = run * RUN
+        self.own = self.address(self.row, self.col)
+        self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
+        zero = b.splat(b.const(0, source.elem), RUN)
+        self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row to the next in shared memory."""
+        return row_stride(self.source.cols)
+
+    def address(self, row: Value, col: Value) -> Value:
+        """Where a run of elements lies behind the start of the rows."""
+        return row * self.stride + col
+
+    def place(self, i: int | Value) -> tuple[Value, Value, Value]:
+        """Row and column of this thread's ``i``-th run, and its number."""
+        number = self.engine.thread + i * self.engine.shape.threads
+        if self.regular:
+            return self.row + i * self.step, self.col, number
+        row, run = divmod_const(self.b, number, self.cols // RUN)
+        return row, run * RUN, number
+
+    def clear_padding(self, target: Value, times: int) -> None:
+        """Zeros behind the columns of ``times`` stages, which asynchronous copies leave as they are."""
+        b, engine = self.b, self.engine
+        gap = padded(self.source.cols, SIZE) - self.cols
+        if gap == 0:
+            return
+        zero = b.splat(b.const(0, engine.elem), RUN)  # the columns are whole runs, so the gap is one
+        with b.loop(0, -(-self.rows * times // engine.shape.threads), name="row") as i:
+            row = engine.thread + i * engine.shape.threads
+            with b.if_(row < self.rows * times):
+                b.store(self.memory, target + self.address(row, b.const(self.cols, i32)), zero)
+
+    def start(self, first: Value, target: Value, whole: bool = False) -> None:
+        """Fetch the rows from ``first`` on; ``target`` is where their memory starts. ``whole`` promises that all of
+        them exist; otherwise those past the end are replaced by the last one."""
+        b, source = self.b, self.source
+        # Such rows lie evenly apart, and a thread's runs one below the other: a start, and steps from there.
+        even = whole and self.regular and source.even and source.aligned and source.col_stride is None
+        even = even and self.cols == source.cols
+        base = source.base + source.index(b, first) * source.row_stride + self.offset if even else None
+        own = target + self.own
+        for i in range(self.count):
+
+            def fetch(row: Value, col: Value, i: int = i) -> None:
+                if base is not None:
+                    index = base + source.row_stride * (i * self.step)
+                else:
+                    index = source.row_start(b, first + row)
+                    if not self.direct:
+                        self.registers[i].value = source.load_quad(b, index, col, self.cols, RUN)
+                        return
+                    index = index + source.index(b, col)
+                if not self.direct:
+                    self.registers[i].value = b.load(source.buffer, index, RUN)
+                    return
+                to = own + i * self.step * self.stride if self.regular else target + self.address(row, col)
+                b.async_copy(self.memory, to, source.buffer, index, RUN)
+
+            self._each(i, fetch)
+        if self.direct:
+            b.async_commit()
+
+    def finish(self, target: Value) -> None:
+        """Wait for what was fetched and store it where it did not go by itself."""
+        b = self.b
+        if self.direct:
+            b.async_wait(0)
+            return
+        for i, register in enumerate(self.registers):
+            value = self.engine.incoming(register.value)
+            self._each(i, lambda row, col: b.store(self.memory, target + self.address(row, col), value))  # noqa: B023
+
+    def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:
+        """Call ``f`` with each run of elements in shared memory that this thread brought in."""
+        for i in range(self.count):
+            self._each(i, lambda row, col: f(self.b.load(self.memory, target + self.address(row, col), RUN)))
+
+    def rewrite_own(self, target: Value, f: Callable[[Value], Value]) -> None:
+        """Replace each run of elements in shared memory that this thread brought in by what ``f`` makes of it."""
+        b = self.b
+
+        def each(row: Value, col: Value) -> None:
+            at = target + self.address(row, col)
+            b.store(self.memory, at, f(b.load(self.memory, at, RUN)))
+
+        for i in range(self.count):
+            self._each(i, each)
+
+    def rewrite(self, first: Value, target: Value, f: Callable[[Value], Value]) -> None:
+        """Fetch the rows from ``first`` on again and store what ``f`` makes of each run. Slow."""
+        b = self.b
+        with b.loop(0, self.count, name="run") as i:
+            row, col, number = self.place(i)
+            with b.if_(number < self.runs):
+                start = self.source.row_start(b, first + row)
+                run = self.source.load_quad(b, start, col, self.cols, RUN)
+                b.store(self.memory, target + self.address(row, col), f(self.engine.incoming(run)))
+
+    def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
+        row, col, number = self.place(i)
+        if self.runs % self.engine.shape.threads and i == self.count - 1:
+            with self.b.if_(number < self.runs):
+                f(row, col)
+        else:
+            f(row, col)
