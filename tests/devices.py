@@ -55,18 +55,18 @@ def need(name: str) -> Device:
         pytest.skip(f"{name}: {error.message}")
 
 
-_THIRDS = {"vulkan": 0, "opencl": 1, "webgpu": 2, "metal": 0}
+_PARTS = {"vulkan": 0, "opencl": 1, "webgpu": 2, "metal": 0}
 
 
-def spare(device: Device, number: int) -> None:
-    """Skip two of three cases on software devices, the shim, and a processor of fewer features, to spare time, most of
-    which is compiling. Each has another third, so that together they run every case; a GPU and the processor as it is
-    run all of them themselves, and so does every device with ``AULE_FULL_GRID=1``."""
+def spare(device: Device, number: int, parts: int = 3) -> None:
+    """Run one case in ``parts`` on software devices, the shim, and a processor of fewer features, to spare time, most
+    of which is compiling. Each has others, so that with three together they run every case; a GPU and the processor as
+    it is run all of them themselves, and so does every device with ``AULE_FULL_GRID=1``."""
     backend = device.target.backend
     if backend == "cpu":
         mine = None if device is registry.find("cpu") else 1 if device is lowered("avx2") else 2
     else:
         software = device.target.software or (backend == "metal" and device is shim())
-        mine = _THIRDS.get(backend) if software else None
-    if mine is not None and number % 3 != mine and os.environ.get("AULE_FULL_GRID") != "1":
-        pytest.skip("one case in three is run here; AULE_FULL_GRID=1 runs all")
+        mine = _PARTS.get(backend) if software else None
+    if mine is not None and number % parts != mine and os.environ.get("AULE_FULL_GRID") != "1":
+        pytest.skip(f"one case in {parts} is run here; AULE_FULL_GRID=1 runs all")

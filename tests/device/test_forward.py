@@ -185,7 +185,7 @@ def test_other_target_same_answer() -> None:
     """Legalised kernels (no 16-bit storage, no fp16 arithmetic, no subgroups) agree on the same device."""
     device = devices.need("vulkan")
     base = device.target
-    cases = [c for c in CASES if c.dtype != "f32" and c.seq_q][:4]
+    cases = [c for c in CASES if c.dtype != "f32" and c.seq_q][:2]
     try:
         changes = ({"f16": False}, {"storage16": False, "storage8": False}, {"subgroup_size": 0, "subgroup_sizes": ()})
         for change in changes:
