@@ -50,6 +50,11 @@ class TensorView:
     def is_host(self) -> bool:
         return self.device == "host"
 
+    @property
+    def last_index(self) -> int:
+        """The largest index of an element from the start of ``storage``."""
+        return self.offset + sum((n - 1) * abs(s) for n, s in zip(self.shape, self.strides, strict=True) if n > 1)
+
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a C-contiguous array."""

@@ -162,7 +162,7 @@ def view_numbers(views: Mapping[str, TensorView]) -> dict[str, int | float]:
 
 def extent(view: TensorView) -> int:
     """Largest element index, with room for indices that are computed but not used."""
-    return view.offset + sum((n + 1) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
+    return view.last_index + 2 * sum(abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
 
 
 def view_width(view: TensorView, columns: int | None = None) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from aule import settings
 from aule.runtime import _cpu_llvm
-from aule.runtime._cpu_pool import RUN_TYPES, native
+from aule.runtime._cpu_pool import JOB_CALL, JOB_LOADS, JOB_PLACES, JOB_STORES, RUN_TYPES, native
 
 _LONG_SECONDS = 0.4e-3
 """A launch that has ever taken less is short."""
@@ -31,64 +31,32 @@ _TURNS = 16
 
 # Every thread of the team takes workgroups until there are none; the region ends when all of them have come back. A
 # second launch at the same time runs in its own thread alone: a team for each would be too many threads.
-_CODE = """
-%job = type { ptr, ptr, ptr, i64, i64, i32, i32, i32 } ; kernel, args, next, total, chunk, grid
+_CODE = f"""
+%job = type {{ ptr, ptr, ptr, i64, i64, i32, i32, i32 }} ; kernel, args, next, total, chunk, grid
 
 @taken = internal global i64 0
 
-define internal void @work(ptr %job) {
-  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
-  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
-  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
-  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
-  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
-  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
-  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
-  %kernel = load ptr, ptr %job
-  %args = load ptr, ptr %args.at
-  %next = load ptr, ptr %next.at
-  %total = load i64, ptr %total.at
-  %chunk = load i64, ptr %chunk.at
-  %nx = load i32, ptr %nx.at
-  %ny = load i32, ptr %ny.at
-  %nz = load i32, ptr %nz.at
-  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
-  ret void
-}
+define internal void @work(ptr %job) {{
+{JOB_PLACES}{JOB_LOADS}{JOB_CALL}  ret void
+}}
 
 define void @aule_run_openmp(ptr %parallel, ptr %kernel, ptr %args, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz,
-                             i64 %helpers) {
+                             i64 %helpers) {{
   %next = alloca [8 x i64], align 64
   %job = alloca %job, align 64
   store i64 0, ptr %next
   %claimed = cmpxchg ptr @taken, i64 0, i64 1 acquire monotonic
-  %ours = extractvalue { i64, i1 } %claimed, 1
+  %ours = extractvalue {{ i64, i1 }} %claimed, 1
   br i1 %ours, label %share, label %solo
 solo:
-  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
-  ret void
+{JOB_CALL}  ret void
 share:
-  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
-  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
-  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
-  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
-  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
-  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
-  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
-  store ptr %kernel, ptr %job
-  store ptr %args, ptr %args.at
-  store ptr %next, ptr %next.at
-  store i64 %total, ptr %total.at
-  store i64 %chunk, ptr %chunk.at
-  store i32 %nx, ptr %nx.at
-  store i32 %ny, ptr %ny.at
-  store i32 %nz, ptr %nz.at
-  %count = trunc i64 %helpers to i32
+{JOB_PLACES}{JOB_STORES}  %count = trunc i64 %helpers to i32
   %threads = add i32 %count, 1
   call void %parallel(ptr @work, ptr %job, i32 %threads, i32 0)
   store atomic i64 0, ptr @taken release, align 8
   ret void
-}
+}}
 """
 
 

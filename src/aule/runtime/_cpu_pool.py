@@ -49,6 +49,21 @@ _PAUSE_DECLARATION = {
     "aarch64": "declare void @llvm.aarch64.hint(i32)",
 }
 
+# A job is a kernel and what it is called with: where its fields lie, to fill them, to read them, and the call.
+_FIELDS = (
+    ("args", "ptr"), ("next", "ptr"), ("total", "i64"), ("chunk", "i64"), ("nx", "i32"), ("ny", "i32"), ("nz", "i32"),
+)  # fmt: skip
+JOB_PLACES = "".join(
+    f"  %{name}.at = getelementptr %job, ptr %job, i64 0, i32 {number}\n" for number, (name, _) in enumerate(_FIELDS, 1)
+)
+JOB_STORES = "  store ptr %kernel, ptr %job\n" + "".join(
+    f"  store {kind} %{name}, ptr %{name}.at\n" for name, kind in _FIELDS
+)
+JOB_LOADS = "  %kernel = load ptr, ptr %job\n" + "".join(
+    f"  %{name} = load {kind}, ptr %{name}.at\n" for name, kind in _FIELDS
+)
+JOB_CALL = f"  call void %kernel({', '.join(f'{kind} %{name}' for name, kind in _FIELDS)})\n"
+
 # The state counts the workers inside the job; OPEN lets more of them in, WAITING says that the caller sleeps.
 # A worker's flag: 0 awake and not invited, 1 invited, 2 asleep and not invited.
 _CODE = f"""
@@ -138,34 +153,17 @@ claim:
   %ours = extractvalue {{ i64, i1 }} %claimed, 1
   br i1 %ours, label %share, label %solo
 solo:
-  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
-  ret void
+{JOB_CALL}  ret void
 share:
   %job = getelementptr i8, ptr %pool, i64 {_JOB}
-  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
-  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
-  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
-  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
-  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
-  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
-  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
-  %helpers.at = getelementptr %job, ptr %job, i64 0, i32 8
-  store ptr %kernel, ptr %job
-  store ptr %args, ptr %args.at
-  store ptr %next, ptr %next.at
-  store i64 %total, ptr %total.at
-  store i64 %chunk, ptr %chunk.at
-  store i32 %nx, ptr %nx.at
-  store i32 %ny, ptr %ny.at
-  store i32 %nz, ptr %nz.at
-  store i64 %helpers, ptr %helpers.at
+{JOB_PLACES}  %helpers.at = getelementptr %job, ptr %job, i64 0, i32 8
+{JOB_STORES}  store i64 %helpers, ptr %helpers.at
   %cursor = getelementptr i8, ptr %pool, i64 {_CURSOR}
   store atomic i64 0, ptr %cursor monotonic, align 8
   %state = getelementptr i8, ptr %pool, i64 {_STATE}
   store atomic i64 @OPEN, ptr %state release, align 8
   call void @invite(ptr %pool)
-  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
-  %before = atomicrmw and ptr %state, i64 @COUNT acq_rel
+{JOB_CALL}  %before = atomicrmw and ptr %state, i64 @COUNT acq_rel
   %inside = and i64 %before, @COUNT
   %nobody = icmp eq i64 %inside, 0
   br i1 %nobody, label %finish, label %spin
@@ -210,14 +208,7 @@ entry:
   %spins = call i64 @spins(ptr %pool)
   %state = getelementptr i8, ptr %pool, i64 {_STATE}
   %job = getelementptr i8, ptr %pool, i64 {_JOB}
-  %args.at = getelementptr %job, ptr %job, i64 0, i32 1
-  %next.at = getelementptr %job, ptr %job, i64 0, i32 2
-  %total.at = getelementptr %job, ptr %job, i64 0, i32 3
-  %chunk.at = getelementptr %job, ptr %job, i64 0, i32 4
-  %nx.at = getelementptr %job, ptr %job, i64 0, i32 5
-  %ny.at = getelementptr %job, ptr %job, i64 0, i32 6
-  %nz.at = getelementptr %job, ptr %job, i64 0, i32 7
-  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+{JOB_PLACES}  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
   %caller.at = getelementptr %fixed, ptr %fixed, i64 0, i32 2
   %caller = load ptr, ptr %caller.at
   br label %wait
@@ -259,16 +250,7 @@ try:
   br i1 %in, label %work, label %enter
 work:
   call void @invite(ptr %pool)
-  %kernel = load ptr, ptr %job
-  %args = load ptr, ptr %args.at
-  %next = load ptr, ptr %next.at
-  %total = load i64, ptr %total.at
-  %chunk = load i64, ptr %chunk.at
-  %nx = load i32, ptr %nx.at
-  %ny = load i32, ptr %ny.at
-  %nz = load i32, ptr %nz.at
-  call void %kernel(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
-  %then = atomicrmw sub ptr %state, i64 1 acq_rel
+{JOB_LOADS}{JOB_CALL}  %then = atomicrmw sub ptr %state, i64 1 acq_rel
   %last = icmp eq i64 %then, @ONE_WAITING
   br i1 %last, label %tell, label %wait
 tell:

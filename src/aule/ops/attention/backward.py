@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, f32, i32, i64
+from aule.ir.types import SCALARS, f32, i32
+from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.rotating import quad_angles, rotating
+from aule.ops.attention.rotating import quad_angles
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
@@ -53,19 +53,14 @@ class _Phase:
     multiply: Callable[[Value], None]
 
 
-class _Kernel:
+class _Kernel(BackwardBlock):
     """What both kernels have: parameters, the engine, and products whose operands come in one chunk ahead."""
 
+    travels = QUAD
+
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
-        self.b, self.config, self.shape = b, config, config.shape
-        self.index: Scalar = i64 if config.index64 else i32
-        self.p = Parameters(b, config, self.index)
-        number = self.p.number
-        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
-        self.scale = number("scale", f32)
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
-        self.exists = self.task < number("blocks")
+        super().__init__(b, config)
+        self.config, self.shape = config, config.shape
         widest = max(config.head_dim, config.value_dim)
         sizes = self.shape.backward_elements(widest, config.sums)
         self.engine = Simt(b, target, self.shape, widest, widest, sizes)
@@ -77,20 +72,6 @@ class _Kernel:
         quads = max(first, *(chunk.per_thread(threads) for chunk in chunks))
         elem, angles = SCALARS[config.dtype], quad_angles(config)
         self.stager = Stager(engine, elem, quads, engine.stage, engine.stage_size, angles)
-
-    def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, scores = self.config, self.scores
-        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
-        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
-        return rotating(self.p, name, found, scores.batch, scores.shift)
-
-    def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        aligned, scores = cols % QUAD == 0, self.scores
-        first = scores.extent.first(name)
-        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
-        return rotating(self.p, name, found, scores.batch, scores.shift)
-
-    scores: Scores
 
     # -- products ------------------------------------------------------------------------------------------------------
 

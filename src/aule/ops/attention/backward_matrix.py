@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, Value, Var
-from aule.ir.types import Scalar, bf16, f32, i32, i64, u16, u32
+from aule.ir.types import bf16, f32, i32, u16, u32
+from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, number_in_block
@@ -23,43 +22,24 @@ from aule.tile.rotated_fragment import turned_back
 from aule.tile.simt import padded
 
 
-class GradientKernel:
+class GradientKernel(BackwardBlock):
     """Parameters, and the passage of one workgroup's rows over the others'."""
 
-    scores: Scores
+    travels = RUN
     row0: Value
     """The first row that the workgroup owns."""
     own: tuple[Matrix, Matrix]
     memory: Value
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target, engine: Fragments) -> None:
-        self.b, self.config, self.shape, self.engine = b, config, config.shape, engine
+        super().__init__(b, config)
+        self.config, self.shape, self.engine = config, config.shape, engine
         self.together = added_together(target)
-        self.index: Scalar = i64 if config.index64 else i32
-        self.p = Parameters(b, config, self.index)
-        number = self.p.number
-        self.heads, self.heads_kv, self.group = number("heads_q"), number("heads_kv"), number("group")
-        self.scale = number("scale", f32)
-        # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
-        self.exists = self.task < number("blocks")
         # The subgroup's first row, and which of the columns it has where it shares its rows.
         down, self.part = divmod_const(b, engine.subgroup, self.shape.columns)
         self.subgroup_row = down * self.shape.rows
         self.own_width = self.shape.block_kv // self.shape.columns
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
-
-    def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
-        config, scores = self.config, self.scores
-        first, unit, aligned = scores.extent.first(name), config.unit[number], config.aligned[number]
-        found = self.p.matrix(name, scores.batch, head, rows, cols, unit, aligned=aligned, first=first)
-        return rotating(self.p, name, found, scores.batch, scores.shift)
-
-    def gradient(self, name: str, head: Value, rows: Value, cols: int) -> Matrix:
-        scores = self.scores
-        first, aligned = scores.extent.first(name), cols % RUN == 0
-        found = self.p.matrix(name, scores.batch, head, rows, cols, True, "write", aligned=aligned, first=first)
-        return rotating(self.p, name, found, scores.batch, scores.shift)
 
     def finite(self, run: Value) -> Value:
         """Zeros for Inf and NaN. dS is 0 where a key is dropped, and 0 times either is NaN; where it is not dropped,

@@ -379,6 +379,5 @@ def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
 
 def _extent(view: TensorView) -> int:
     """Largest element index, and room for the kernel to compute one tile of rows and columns past it."""
-    axes = list(zip(view.shape, view.strides, strict=True))
-    inside = sum((n - 1) * abs(s) for n, s in axes if n > 1)
-    return view.offset + inside + sum(256 * abs(s) for n, s in axes[-2:] if n > 1)
+    rows = list(zip(view.shape, view.strides, strict=True))[-2:]
+    return view.last_index + sum(256 * abs(stride) for n, stride in rows if n > 1)

@@ -88,7 +88,7 @@ def plan_decode(
     paging: Paging = "none"
     if problem.page:
         paging = "shift" if problem.page & (problem.page - 1) == 0 else "divide"
-    index64 = max(_extent(view) for view in views.values()) > 2**31 - 1
+    index64 = max(view.last_index + 1 for view in views.values()) > 2**31 - 1
     many = plan_prefill(problem, views, target, paging, base_ok, index64)
     if many is not None and problem.total_q is None:
         return StepPlan((many,))
@@ -134,7 +134,7 @@ def _plan_few(
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
-    largest = max(rows * splits * problem.value_dim, *(_extent(view) for view in views.values()))
+    largest = max(rows * splits * problem.value_dim, *(view.last_index + 1 for view in views.values()))
     options: dict[str, Any] = {
         "dtype": problem.dtype,
         "cache": problem.cache,
@@ -198,11 +198,6 @@ def _plan_few(
     )
     second = Step(reduce, build_reduce, grid_of("decode_attention", rows, target), {**scalars, "blocks": rows})
     return StepPlan((first, second), workspace)
-
-
-def _extent(view: TensorView) -> int:
-    """Elements up to and including the last: no kernel here goes beyond."""
-    return view.offset + 1 + sum((n - 1) * abs(s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1)
 
 
 def _resident(shape: DecodeShape | FragmentDecodeShape) -> int:

@@ -87,7 +87,7 @@ def _append_step(
         threads=threads,
         lanes=lanes,
         width=width,
-        index64=any(_extent(view) > 2**31 - 1 for view in views.values()),
+        index64=any(view.last_index > 2**31 - 1 for view in views.values()),
     )
     pages, page = views["k_cache"].shape[:2]
     scalars = strides_of(views) | {
@@ -135,8 +135,3 @@ def plan_copy(
     for name, view in views.items():
         scalars |= {f"{name}_page": view.shape[2], f"{name}_layer": view.shape[1] * view.shape[2]}
     return StepPlan((Step(config, build_copy, (min(tasks, target.max_grid[0]), 1, 1), scalars),))
-
-
-def _extent(view: TensorView) -> int:
-    """Largest element index."""
-    return view.offset + sum(max(n - 1, 0) * abs(s) for n, s in zip(view.shape, view.strides, strict=True))
