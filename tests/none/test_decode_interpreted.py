@@ -93,7 +93,7 @@ def test_without_subgroups(case: decode_cases.Case) -> None:
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_long_indices(case: decode_cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aule.ops.decode.plan._extent", lambda view: 1 << 32)
+    monkeypatch.setattr("aule.view.TensorView.last_index", property(lambda view: 1 << 32))
     check(case, PTX, 2, subgroups=1)
 
 
