@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from aule.ir import Value
 from aule.ir.types import element, i32
+from aule.tile.early import Early
 from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
-from aule.tile.stages import Stages
 
 if TYPE_CHECKING:
     from aule.tile.column_sums import ColumnSums
@@ -160,31 +160,29 @@ class Span:
         self.lane = rows.b.cast(rows.lane, element(length.type))
         self._held: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
-        self._passes = 0
+        self.passes = 0
+        """That have begun."""
         self._fetched: tuple[Source, ...] = ()
-        self.stages: Stages | None = None
-        """Where rows come from that are copied ahead."""
+        self.early: Early | None = None
+        """Where rows come from that are read ahead of their turn."""
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def hold(self, *sources: Source | Columns) -> None:
-        """Start to read whole rows, so that all loads are under way together, unless they have been copied ahead. On
+        """Start to read whole rows, so that all loads are under way together, unless they have come early. On
         CPUs, which do not keep them, `each` fetches the rows that come next into the cache where it is not the first
         pass: it would be the next one's that waits for memory."""
         if self.rows.vectors:
             self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
-        wanted = [x for x in sources if self.stages is None or isinstance(x, Columns) or not self.stages.holds(x)]
+        early = self.early
+        wanted = [
+            x for x in sources if early is None or not (early.rereads if isinstance(x, Columns) else early.holds(x))
+        ]
         if self.shape.parts:
             for number in range(self.shape.parts):
                 for source in wanted:
                     for part in self.held_parts(number):
                         part.raw(source)
-
-    def copy_ahead(self, *arrays: RowArray) -> Stages | None:
-        """Let rows of arrays be copied ahead, for `Rows.run`, where the shape says so."""
-        if self.rows.shape.ahead:
-            self.stages = Stages(self, arrays)
-        return self.stages
 
     def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """The sum of ``f`` over each row."""
@@ -274,7 +272,7 @@ class Span:
     def each(self, f: Callable[[Part], Sequence[Term] | None], sums: Sequence[ColumnSums] = ()) -> None:
         """Visit every part; what ``f`` returns is added to the sums of its columns."""
 
-        first_pass = self._passes == 0
+        first_pass = self.passes == 0
 
         def visit(parts: list[Part], place: int) -> None:
             if not first_pass:
@@ -307,7 +305,7 @@ class Span:
     def _walk_steps(self, visit: Callable[[list[list[Part]]], None]) -> None:
         """The same, with all the places of a step together."""
         b, shape = self.rows.b, self.shape
-        self._passes += 1
+        self.passes += 1
         if shape.parts:
             for first in range(0, shape.parts, shape.unroll):
                 last = min(first + shape.unroll, shape.parts)
@@ -348,18 +346,20 @@ class Span:
 
     def loaded(self, part: Part, what: Source | Columns) -> Value:
         """Elements of an array at a part; once, where rows are kept in registers."""
+        early = self.early
         if isinstance(what, Columns):
+            if early is not None and early.rereads:
+                return self._once(part, -1, what, lambda: early.load(part, what.array, what.start), self.passes)
             return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
-        stages = self.stages
-        if stages is not None and stages.holds(what):
-            return self._once(part, part.row, what, lambda: stages.read(part, what), self._passes)
+        if early is not None and early.holds(what):
+            return self._once(part, part.row, what, lambda: early.read(part, what), self.passes)
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""
         if part.number is not None:
             # Made of what each pass reads again, it is made again.
-            number = 0 if self.stages is None else self._passes
+            number = self.passes if self.early is not None and self.early.again else 0
             return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:
             part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)
@@ -371,10 +371,10 @@ class Span:
         if what not in self._scratch:
             name = f"scratch_{len(self._scratch)}"
             memory = b.shared(name, rows.work, rows.shape.batch * (self.shape.scratch + self.shape.width))
-            self._scratch[what] = (memory, self._passes)
+            self._scratch[what] = (memory, self.passes)
         memory, first = self._scratch[what]
         at = part.col + part.row * (self.shape.scratch + self.shape.width)
-        if first != self._passes:
+        if first != self.passes:
             return b.load(memory, at, self.shape.width, align=1)
         value = what.f(part)
         b.store(memory, at, value, align=1)
