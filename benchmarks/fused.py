@@ -241,7 +241,7 @@ def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tu
         for name, view in results.items():
             count = contiguous_strides((1, *view.shape))[0]
             memory[name] = device.alloc(count * view.itemsize)
-        ready = prepare(spec, call, views | results, device)
+        ready = prepare(spec, call, dict(call.views) | results, device)
         memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
         times = []
         for _ in range(18):

@@ -73,12 +73,12 @@ def test_cases(case: fused_cases.Case, target: Target) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        SumTuning(batch=2),
-        SumTuning(parts=2, most=8),
-        SumTuning(parts=2, most=32, batch=2, widest=256, resident=128, ahead=1),
-        SumTuning(most=32, resident=128, ahead=3),
-        SumTuning(parts=2, resident=128, ahead=1, through="registers"),
-        SumTuning(parts=2, batch=2, most=32, resident=128, ahead=1, through="cache"),
+        SumTuning(parts=1, batch=2, ahead=0),
+        SumTuning(parts=2, most=8, ahead=0),
+        SumTuning(batch=2, resident=128),
+        SumTuning(parts=1, resident=128, ahead=3),
+        SumTuning(threads=256, batch=2, resident=256, ahead=2),
+        SumTuning(resident=128, through="registers"),
     ],
     ids=str,
 )

@@ -51,19 +51,23 @@ class SumTuning(RowTuning):
         Where to, as in `RowShape`.
     """
 
-    parts: int = 1
-    most: int = 16
+    parts: int = 2
+    most: int = 32
     batch: int = 1
-    widest: int = 1024
-    resident: int = 1024
-    ahead: int = 0
+    widest: int = 256
+    resident: int = 512
+    ahead: int = 1
     through: Through = "shared"
 
 
 TUNING = RowTuning()
-SUMS = SumTuning()
+SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
 """Where rows are loaded when their turn comes."""
 
+_MANY_PARTS = 2
+"""Parts of a thread where two arrays are written, through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with two
+and four: residual_rms_norm of 4096 columns 3.70, 3.49, of 16384 columns 3.65, 3.43; residual_layer_norm 3.30, 3.15 and
+2.73, 2.35; at 1024 columns the same. Through CUDA four are as fast as two."""
 _SCRATCH = (1024, 4096, 16384)
 """Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _ROW_BYTES = (6 << 10, 5 << 10)
@@ -74,8 +78,6 @@ _ROW_SUMS = 5
 """Numbers for each row that kernels with sums of columns exchange, at most."""
 _RESERVED = 1024
 """Bytes of shared memory that CUDA takes of each workgroup's."""
-_REGISTERS = 1 << 16
-"""Of a unit of NVIDIA's GPUs."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,14 @@ class Work:
         Arrays of one number for each column are read, or sums made.
     copied : tuple of int
         Bytes of an element of each array of rows that is read, where those may come ahead of their turn.
+    written : int
+        Arrays of rows that are written.
     """
 
     sums: int = 0
     columns: bool = False
     copied: tuple[int, ...] = ()
+    written: int = 1
 
 
 NO_SUMS = Work()
@@ -107,7 +112,8 @@ def choose_rows(
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
-        return _over_threads(target, length, width, rows, TUNING)
+        many = work.written > 1 and _vulkan_on_nvidia(target)
+        return _over_threads(target, length, width, rows, replace(TUNING, parts=_MANY_PARTS) if many else TUNING)
     tuning = choose_sums(target, length, work) if work.copied else SUMS
     shape, span = _over_threads(target, length, width, rows, tuning)
     if not tuning.ahead:
@@ -115,38 +121,98 @@ def choose_rows(
     ahead, resident = tuning.ahead, shape.resident
     if not span.parts or width * min(work.copied) != COPIED_BYTES:
         ahead = 0
-    elif tuning.through in ("shared", "again"):
+    elif tuning.through == "shared":
         rest, block = _shared_bytes(target, dtype, shape, span, work)
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
     if not ahead:
         return _over_threads(target, length, width, rows, SUMS)
-    registers = min(_REGISTERS // (resident * shape.workgroup), 255) if target.backend == "cuda" else 0
-    return replace(shape, resident=resident, registers=registers, ahead=ahead, through=tuning.through), span
+    return replace(shape, resident=resident, ahead=ahead, through=tuning.through), span
 
 
 def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
-    """What was fastest for kernels with sums of columns."""
+    """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`."""
     if copies_past_registers(target):
-        table = _COPIED[min(work.sums, 2)]
-        return next(tuning for longest, tuning in table if length <= longest)
-    return SUMS
+        measured = _COPIED
+    elif _vulkan_on_nvidia(target):
+        measured = _CARRIED
+    else:
+        return SUMS
+    if len(set(work.copied)) > 1:
+        return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
+    choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
+    return next((tuning for longest, tuning in choices if length <= longest), SUMS)
 
 
-_LONGEST = 1 << 31
-_COPIED: dict[int, tuple[tuple[int, SumTuning], ...]] = {
-    1: (
-        (4096, SumTuning(parts=2, most=32, batch=2, widest=256, resident=512, ahead=1)),
-        (_LONGEST, SumTuning(parts=2, most=32, widest=256, resident=512, ahead=2)),
+def _vulkan_on_nvidia(target: Target) -> bool:
+    return target.backend == "vulkan" and target.vendor == "nvidia"
+
+
+_Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
+_FOUR = SumTuning(parts=4)
+_COPIED: _Choices = {
+    (1, 2): (
+        (1024, SumTuning(resident=768, through="registers")),
+        (2048, SumTuning(threads=256, batch=2, ahead=2)),
+        (4096, SumTuning(batch=2)),
+        (16384, replace(_FOUR, ahead=2)),
     ),
-    2: (
-        (4096, SumTuning(parts=4, most=32, widest=256, resident=512, ahead=2)),
-        (_LONGEST, SumTuning(parts=2, most=32, widest=256, resident=512, ahead=1)),
+    (1, 3): ((2048, SumTuning(through="registers")), (4096, SumTuning(batch=2)), (16384, replace(_FOUR, ahead=2))),
+    (2, 2): ((4096, SumTuning(threads=256, batch=2, ahead=2)), (8192, replace(_FOUR, ahead=2)), (16384, _FOUR)),
+    (2, 3): (
+        (2048, SumTuning(through="registers")),
+        (4096, SumTuning(batch=2, ahead=2)),
+        (8192, SumTuning(widest=512, batch=2)),
+        (16384, _FOUR),
     ),
 }
-"""By sums for each column (two at most): for rows of up to so many columns. H200, bf16, 512 MiB, TB/s of dy, x and dx,
-against rows that are loaded when their turn comes: RMSNorm 4096 columns 3.88 (3.38), 16384 columns 3.79 (2.36);
-LayerNorm 3.72 (2.65) and 3.58 (1.37)."""
+"""By sums for each column and arrays that are read (norms without and with a residual): rows of up to so many columns.
+
+H200, bf16, 512 MiB, TB/s of what must be read and written; in parentheses `SUMS`:
+
+=======  ===================  ===================  ===================  ===================  ==================
+columns  1024                 2048                 4096                 8192                 16384
+=======  ===================  ===================  ===================  ===================  ==================
+(1, 2)   4.10 (3.79)          3.93 (3.58)          3.96 (3.40)          3.98 (2.98)          3.85 (2.33)
+(1, 3)   4.02 (3.77)          4.01 (3.72)          3.92 (3.67)          3.92 (3.37)          3.85 (1.97)
+(2, 2)   3.84 (3.46)          3.83 (2.89)          3.83 (2.66)          3.74 (2.17)          3.59 (1.32)
+(2, 3)   3.86 (3.47)          3.82 (3.22)          3.83 (3.14)          3.80 (2.79)          3.63 (0.56)
+=======  ===================  ===================  ===================  ===================  ==================
+
+Others: (1, 2) of 1024 columns through shared memory 3.87, through registers with 512 threads 3.62; (1, 3) with 768, of
+which some wait, 3.29. Of 4096 columns through registers 3.41 and, with two sums, 3.15. Of 16384 columns with two sums,
+two blocks ahead, 3.45.
+"""
+_CARRIED: _Choices = {
+    (1, 2): (
+        (8192, SumTuning(parts=1, widest=1024, resident=1024, through="registers")),
+        (16384, SumTuning(parts=4, widest=512, through="registers")),
+    ),
+    (1, 3): ((8192, SumTuning(parts=1, widest=1024, resident=1024, through="registers")),),
+    (2, 2): (
+        (8192, SumTuning(widest=512, through="registers")),
+        (16384, SumTuning(parts=4, widest=512, through="registers")),
+    ),
+    (2, 3): (
+        (2048, SumTuning(resident=768, through="registers")),
+        (4096, SUMS),
+        (8192, SumTuning(widest=512, through="registers")),
+        (16384, SumTuning(parts=4, widest=512, through="registers")),
+    ),
+}
+"""The same through Vulkan, 512 MiB; in parentheses `SUMS`:
+
+=======  ===================  ===================  ===================  ===================  ==================
+columns  1024                 2048                 4096                 8192                 16384
+=======  ===================  ===================  ===================  ===================  ==================
+(1, 2)   3.89 (3.42)          3.81 (3.23)          3.61 (3.00)          3.46 (2.47)          3.38 (3.14)
+(1, 3)   3.89 (3.75)          3.89 (3.45)          3.85 (3.39)          3.75 (3.02)          3.44
+(2, 2)   3.34 (2.93)          3.33 (2.80)          3.30 (2.67)          3.26 (2.38)          2.44 (1.77)
+(2, 3)   3.51 (2.50)          3.33 (2.34)          3.09                 3.40 (2.77)          2.07 (1.73)
+=======  ===================  ===================  ===================  ===================  ==================
+"""
+_MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
+"""Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
 
 
 def _over_threads(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:

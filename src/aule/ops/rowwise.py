@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, i32, i64, u32
+from aule.ir.types import SCALARS, Scalar, i32, i64
 from aule.ops.attention.validate import FLOAT_DTYPES
 from aule.ops.parameters import Access, Parameters
 from aule.target import Target
@@ -16,8 +16,7 @@ from aule.tile.carried import Carried
 from aule.tile.early import Early
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
 from aule.tile.spans import Span, SpanShape
-from aule.tile.stages import Stages, StagesAgain
-from aule.tile.touched import Touched
+from aule.tile.stages import Stages
 from aule.tile.vector import work_type
 from aule.view import TensorView, broadcast
 
@@ -206,7 +205,7 @@ class RowKernel:
 
     def __init__(self, name: str, config: RowConfig, target: Target) -> None:
         self.config = config
-        self.b = Builder(name, config.shape.workgroup, max_registers=config.shape.registers)
+        self.b = Builder(name, config.shape.workgroup)
         self.cpu = target.backend == "cpu"
         index: Scalar = i64 if self.cpu or config.index64 else i32
         self.column = i64 if self.cpu else i32
@@ -249,9 +248,9 @@ class RowKernel:
 
     def read_ahead(self, *arrays: RowArray) -> Early | None:
         """Let rows of arrays come ahead of their turn, for `Rows.run`, where the shape says so."""
-        kinds = {"shared": Stages, "again": StagesAgain, "registers": Carried, "cache": Touched}
         if self.config.shape.ahead:
-            self.span.early = kinds[self.config.shape.through](self.span, arrays, self.p.number("nothing", u32))
+            kind = Stages if self.config.shape.through == "shared" else Carried
+            self.span.early = kind(self.span, arrays)
         return self.span.early
 
     def partial(self, number: int = 0, shift: Value | int = 0) -> RowArray:

@@ -1,4 +1,5 @@
-"""Rows on their way to registers: loaded one block before their turn, where memory cannot be copied past registers."""
+"""Rows on their way to registers, one block before their turn: where memory cannot be copied past those, and for short
+rows."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ _Place = tuple[int, int, int]
 
 
 class Carried(Early):
-    """Registers for the parts that threads have of the rows of some arrays, of two blocks."""
+    """Registers for two blocks of rows."""
 
-    def __init__(self, span: Span, arrays: Sequence[RowArray], nothing: Value) -> None:
-        super().__init__(span, arrays, nothing)
+    def __init__(self, span: Span, arrays: Sequence[RowArray]) -> None:
+        super().__init__(span, arrays)
         self._next: dict[_Place, Var] = {}
         self._now: dict[_Place, Value] = {}
 
@@ -52,5 +53,4 @@ class Carried(Early):
 
     def read(self, part: Part, source: Source) -> Value:
         assert part.number is not None
-        array = next(i for i, array in enumerate(self.arrays) if source.array is array)
-        return self._now[(array, part.row, part.number)]
+        return self._now[(self.number(source), part.row, part.number)]

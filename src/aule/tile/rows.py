@@ -33,7 +33,7 @@ from aule.tile.matrix import divmod_const
 if TYPE_CHECKING:
     from aule.tile.early import Early
 
-Through = Literal["shared", "again", "registers", "cache"]
+Through = Literal["shared", "registers"]
 
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
@@ -59,13 +59,11 @@ class RowShape:
         All blocks are whole: ``slots * batch`` divides the number of rows.
     resident : int
         Workgroups for each of a device's units, in kernels that loop.
-    registers : int
-        That a thread may have, so that as many workgroups fit; 0 leaves it to the compiler.
     ahead : int
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
     through : str
-        Where they are on their way to: ``shared`` memory, or, with one block ahead, ``registers``
-        (`aule.tile.carried`) or the first-level ``cache`` (`aule.tile.touched`).
+        Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
+        (`aule.tile.carried`).
     """
 
     threads: int = 1
@@ -74,7 +72,6 @@ class RowShape:
     loops: bool = False
     exact: bool = False
     resident: int = 1
-    registers: int = 0
     ahead: int = 0
     through: Through = "shared"
 
@@ -165,8 +162,6 @@ class Rows:
         """Which of their blocks workgroups that loop are at, in a ring: neighbours do not share memory."""
         self._turns = max(shape.ahead + 1, 2) if shape.loops else 1
         self._exchanges = 0
-        self.latest: Value | None = None
-        """What was last combined over a row."""
         self.scratch: Value | None = None
         """Shared memory in which `ColumnSums` are added up."""
 
@@ -248,7 +243,7 @@ class Rows:
             values = self._exchange(kind, values)
         else:
             values = self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)
-        batch, self.latest = self.shape.batch, values[-1]
+        batch = self.shape.batch
         return [PerRow(tuple(values[i : i + batch])) for i in range(0, len(values), batch)]
 
     def _gathered(self, kind: str, values: list[Value], first: int, last: int) -> list[Value]:

@@ -160,8 +160,7 @@ class Span:
         self.lane = rows.b.cast(rows.lane, element(length.type))
         self._held: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
-        self.passes = 0
-        """That have begun."""
+        self._passes = 0
         self._fetched: tuple[Source, ...] = ()
         self.early: Early | None = None
         """Where rows come from that are read ahead of their turn."""
@@ -175,9 +174,7 @@ class Span:
         if self.rows.vectors:
             self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
         early = self.early
-        wanted = [
-            x for x in sources if early is None or not (early.rereads if isinstance(x, Columns) else early.holds(x))
-        ]
+        wanted = [x for x in sources if early is None or isinstance(x, Columns) or not early.holds(x)]
         if self.shape.parts:
             for number in range(self.shape.parts):
                 for source in wanted:
@@ -272,7 +269,7 @@ class Span:
     def each(self, f: Callable[[Part], Sequence[Term] | None], sums: Sequence[ColumnSums] = ()) -> None:
         """Visit every part; what ``f`` returns is added to the sums of its columns."""
 
-        first_pass = self.passes == 0
+        first_pass = self._passes == 0
 
         def visit(parts: list[Part], place: int) -> None:
             if not first_pass:
@@ -305,7 +302,7 @@ class Span:
     def _walk_steps(self, visit: Callable[[list[list[Part]]], None]) -> None:
         """The same, with all the places of a step together."""
         b, shape = self.rows.b, self.shape
-        self.passes += 1
+        self._passes += 1
         if shape.parts:
             for first in range(0, shape.parts, shape.unroll):
                 last = min(first + shape.unroll, shape.parts)
@@ -348,18 +345,16 @@ class Span:
         """Elements of an array at a part; once, where rows are kept in registers."""
         early = self.early
         if isinstance(what, Columns):
-            if early is not None and early.rereads:
-                return self._once(part, -1, what, lambda: early.load(part, what.array, what.start), self.passes)
             return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
         if early is not None and early.holds(what):
-            return self._once(part, part.row, what, lambda: early.read(part, what), self.passes)
+            return self._once(part, part.row, what, lambda: early.read(part, what), self._passes)
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""
         if part.number is not None:
             # Made of what each pass reads again, it is made again.
-            number = self.passes if self.early is not None and self.early.again else 0
+            number = self._passes if self.early is not None and self.early.again else 0
             return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:
             part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)
@@ -371,10 +366,10 @@ class Span:
         if what not in self._scratch:
             name = f"scratch_{len(self._scratch)}"
             memory = b.shared(name, rows.work, rows.shape.batch * (self.shape.scratch + self.shape.width))
-            self._scratch[what] = (memory, self.passes)
+            self._scratch[what] = (memory, self._passes)
         memory, first = self._scratch[what]
         at = part.col + part.row * (self.shape.scratch + self.shape.width)
-        if first != self.passes:
+        if first != self._passes:
             return b.load(memory, at, self.shape.width, align=1)
         value = what.f(part)
         b.store(memory, at, value, align=1)

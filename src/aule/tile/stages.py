@@ -28,21 +28,23 @@ def copies_past_registers(target: Target) -> bool:
 
 
 class Stages(Early):
-    """Shared memory for the parts that threads have of the rows of some arrays, ``ahead + 1`` blocks of them.
+    """Shared memory for ``ahead + 1`` blocks of rows.
 
     Parameters
     ----------
     arrays : sequence of RowArray
-        Whose parts have whole pieces of 16 bytes, aligned.
+        Aligned to a part, which has 16 bytes.
     """
 
     again = True
 
-    def __init__(self, span: Span, arrays: Sequence[RowArray], nothing: Value) -> None:
-        super().__init__(span, arrays, nothing)
+    def __init__(self, span: Span, arrays: Sequence[RowArray]) -> None:
+        super().__init__(span, arrays)
         shape = self.rows.shape
         self.ahead = shape.ahead
-        self.size = shape.batch * span.shape.parts * shape.workgroup * span.shape.width
+        self.step = shape.workgroup * span.shape.width
+        """Elements from one part of a thread to its next."""
+        self.size = shape.batch * span.shape.parts * self.step
         """Elements of a block of an array."""
         self.memory = [
             self.b.shared(f"stages_{i}", element(array.buffer.type), self.size * (self.ahead + 1))
@@ -72,25 +74,13 @@ class Stages(Early):
                 for part in span.held_parts(number):
                     start = source.starts[part.row]
                     index = start + b.cast(span.safe_column(part), element(start.type))
-                    for i, (place, lanes) in enumerate(self._pieces(memory, stage, part)):
-                        b.async_copy(memory, place, array.buffer, index + i * lanes, lanes)
+                    b.async_copy(memory, self._place(stage, part), array.buffer, index, span.shape.width)
 
     def read(self, part: Part, source: Source) -> Value:
-        memory = next(memory for memory, array in zip(self.memory, self.arrays, strict=True) if source.array is array)
-        again = self.b.cast(self.zero(), i32) if self.rereads else 0
-        found = self._pieces(memory, self.rows.turn, part)
-        pieces = [self.b.load(memory, place + again, lanes) for place, lanes in found]
-        return pieces[0] if len(pieces) == 1 else self.b.vector([x for piece in pieces for x in self.b.unpack(piece)])
+        memory = self.memory[self.number(source)]
+        return self.b.load(memory, self._place(self.rows.turn, part), self.span.shape.width)
 
-    def _pieces(self, memory: Value, stage: Value, part: Part) -> list[tuple[Value, int]]:
-        """Where the pieces of a part are, and elements of each; those of neighbouring threads are neighbours."""
+    def _place(self, stage: Value, part: Part) -> Value:
         assert part.number is not None
-        width, threads = self.span.shape.width, self.rows.shape.workgroup
-        lanes = COPIED_BYTES // element(memory.type).bytes
-        first = (part.row * self.span.shape.parts + part.number) * threads * width
-        own = stage * self.size + self.b.thread_id() * lanes
-        return [(own + (first + i * threads * lanes), lanes) for i in range(width // lanes)]
-
-
-class StagesAgain(Stages):
-    rereads = True
+        own = stage * self.size + self.b.thread_id() * self.span.shape.width
+        return own + (part.row * self.span.shape.parts + part.number) * self.step

@@ -55,7 +55,8 @@ def norm_step(
     count = math.prod(problem.shape[:-1])
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
     copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
-    work = Work(len(sums), any(n in views for n in _VECTORS), copied)
+    columns = any(n in views for n in _VECTORS)
+    work = Work(len(sums), columns, copied, written=2 if "y" in views and "h" in views else 1)
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
@@ -71,4 +72,4 @@ def norm_step(
     )
     scalars = layout.scalars | view_numbers(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}
-    return Step(config, build, grid, scalars | {"partials": partials, "sums": problem.length, "nothing": 0}), partials
+    return Step(config, build, grid, scalars | {"partials": partials, "sums": problem.length}), partials
