@@ -24,6 +24,7 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.row_shapes import SUMS, Work, choose_sums
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -108,6 +109,14 @@ def test_gradients_read_ahead(name: str, length: int, tmp_path: Path) -> None:
     assert registers is not None
     each = -(-int(registers[1]) // 8) * 8
     assert shape.resident * shape.workgroup * each <= 1 << 16
+
+
+def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
+    work = Work(sums=2, columns=True, copied=(2, 2))
+    for language in ("spirv", "opencl", "wgsl", "msl"):
+        assert choose_sums(target_for(language), 4096, work) is SUMS
+    assert choose_sums(replace(target_for("spirv"), vendor="nvidia"), 4096, work).through == "registers"
+    assert choose_sums(replace(HOPPER, arch="sm_75"), 4096, work) is SUMS
 
 
 def assembled(ptxas: str, artifact: Artifact, folder: Path) -> str:
