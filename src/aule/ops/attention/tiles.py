@@ -54,8 +54,8 @@ OWN: dict[str, tuple[Entry, ...]] = {
     # over 256 threads 42.9. d64, S 2048: 43.2 and 41.9. Apart: d128 S 2048 full 45.5 -> 46.2 and 8192 causal 47.0 ->
     # 47.3, d64 S 2048 full 43.2 -> 44.1.
     "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True, apart=True)),),
-    # Through Vulkan a workgroup has 48 KiB of shared memory and a multiprocessor 100: three reside that have 32 KiB. GPUs
-    # whose shared memory is as small come here through CUDA, too, by rule.
+    # Through Vulkan a workgroup has 48 KiB of shared memory and a multiprocessor 100: three reside that have 32 KiB.
+    # GPUs whose shared memory is as small come here through CUDA, too, by rule.
     "nvidia": (
         # S 2048 full and 8192 causal: 41.6 and 41.9; all of P at once, so that two reside, 39.1, and not apart 38.2 and
         # 38.2. S 2048 full: late 41.5 to 42.2, not apart 40.0, Q not resident 39.4, and with P by 32 and l in memory
