@@ -109,6 +109,9 @@ def planned(problem: AttentionProblem, target: Target, odd: bool = False) -> Any
         shape = (problem.batch, heads, problem.seq_q, dim)
         strides = contiguous_strides((*shape[:3], dim + (odd and name == "q")))
         views[name] = TensorView(problem.dtype, shape, strides, "device", None)
+    if problem.mask is not None:
+        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+        views["mask"] = TensorView(problem.mask, shape, contiguous_strides(shape), "device", None)
     if problem.rope is not None:
         shape = (1, 1, problem.seq_q, problem.rope.half)
         views |= {name: TensorView("f32", shape, contiguous_strides(shape), "device", None) for name in ("cos", "sin")}

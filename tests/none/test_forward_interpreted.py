@@ -8,7 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from op_plans import layouts_of
+from op_plans import as_declared, layouts_of
 
 from aule.engine.attention import contiguous_strides, named
 from aule.ir.interpret import interpret
@@ -58,15 +58,18 @@ def run(
             steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    plan = plan_forward(problem, views, device, dict.fromkeys("qkvo", aligned), shape)
-    kernel = build_forward(replace(plan.config, index64=index64), device)
-    verify(kernel)
-    values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
-    if plan.grid[0]:
-        interpret(
-            kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=device.subgroup_size or 32,
-            layouts=layouts_of(device),
-        )  # fmt: skip
+    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), shape)
+    memory |= {name: np.full(size, -1, np.int32) for name, size in plan.workspace.items()}
+    steps = [(step.config, step.build, step.grid, step.scalars) for step in plan.before]
+    for config, build, blocks, scalars in (*steps, (plan.config, build_forward, plan.grid, plan.scalars)):
+        kernel = build(replace(config, index64=index64), device)
+        verify(kernel)
+        values = {f"{name}_ptr": array for name, array in memory.items()} | dict(scalars)
+        if blocks[0]:
+            interpret(
+                kernel, blocks, [as_declared(p, values[p.name]) for p in kernel.params],
+                subgroup_size=device.subgroup_size or 32, layouts=layouts_of(device),
+            )  # fmt: skip
     return out, lse
 
 

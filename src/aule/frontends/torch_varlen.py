@@ -30,6 +30,7 @@ from aule.frontends.torch import (
     dispatches,
     last,
     needs_gradient,
+    prepared_steps,
     raw_stream,
     route,
     signature,
@@ -272,12 +273,7 @@ def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str,
     names = ("q", "k", "v", "o", "do", *(("cos", "sin") if problem.rope is not None else ()))
     aligned = {name: memory[name].data_ptr() % 16 == 0 for name in names}
     ready = prepare_backward(problem, views, device, aligned)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return _Ready(problem, operands, device, tuple(launches), ready.workspace)
+    return _Ready(problem, operands, device, tuple(prepared_steps(ready, device)), ready.workspace)
 
 
 def _turned_view(tensor: Any, q: Any) -> TensorView:

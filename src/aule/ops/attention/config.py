@@ -28,7 +28,9 @@ class ScoreConfig:
     left, right : bool
         The band of kept keys has this side.
     mask, bias : str or None
-        Element type.
+        Element type; "bits" for a boolean mask that comes as `mask_tiles` leaves it.
+    listed : bool
+        Tiles that the mask leaves over are in a list (`mask_tiles`); where they are partly dropped it is applied.
     packed : bool
         Sequences of different lengths lie one behind the other; where each begins is in buffers.
     lens : bool
@@ -51,6 +53,7 @@ class ScoreConfig:
     softcap: bool = False
     mask: str | None = None
     bias: str | None = None
+    listed: bool = False
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
@@ -66,7 +69,7 @@ class ScoreConfig:
     @property
     def everywhere(self) -> bool:
         """Every tile may have dropped keys."""
-        return self.mask is not None or self.bias is not None
+        return (self.mask is not None and not self.listed) or self.bias is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ class FragmentForward:
         self.exists = number < p.number("blocks")
         # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
         self.head_number, block = block_of(config, number, blocks, p.number("blocks"), by_head=shape.warpgroups)
-        self.row0 = block * shape.block_q
+        self.block, self.row0 = block, block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
         scores = self.scores = Scores(p, batch)

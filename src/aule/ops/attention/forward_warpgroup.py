@@ -4,7 +4,7 @@ softmax is computed.
 Q, K and V lie in shared memory, from where products fetch them by themselves. Over the tiles in which no row drops a
 key, two products are started at a time, the scores of a tile and O's share of the tile before; as soon as the scores
 are there, their softmax is computed while the other product is still running. Tiles at the edges of the band, which may
-need modifying and guarding, go one product after the other.
+need modifying and guarding, go one product after the other. With a mask both kinds are in a list (`mask_tiles`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, f32, i32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
+from aule.ops.attention.mask_tiles import TileList, keep
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
@@ -53,6 +54,31 @@ class _Forward(FragmentForward):
         assert self.keys.direct and self.values.direct, "rows that are not copied as they are go through fragments"
         return engine
 
+    def _order_tiles(self) -> None:
+        self.listed: TileList | None = None
+        if not self.config.listed:
+            super()._order_tiles()
+            return
+        b = self.b
+        self.listed = TileList(self.p, self.scores.batch, self.head, self.block, self.shape)
+        self.edges = self.inner_first = self.listed.partial
+        self.inner_last = self.listed.count
+        # A tile's number is fetched two turns before it is worked on.
+        self.coming = [b.var(self.listed.tile(b.const(i, i32)), "coming") for i in range(2)]
+
+    def _edge(self, i: Value) -> Place:
+        return super()._edge(i) if self.listed is None else self._next(self.listed, i)
+
+    def _inner(self, tile: Value) -> Place:
+        return super()._inner(tile) if self.listed is None else self._next(self.listed, tile)
+
+    def _next(self, tiles: TileList, i: Value) -> Place:
+        """The ``i``-th of a list; to be asked for in order."""
+        now, after = (x.value for x in self.coming)
+        self.coming[0].value = after
+        self.coming[1].value = tiles.tile(i + 2)
+        return Place(now, i & 1, after, i + 1 < tiles.count)
+
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -65,9 +91,13 @@ class _Forward(FragmentForward):
         empty = b.fragment_fill(engine.left, 0.0)
         P = [b.var(empty) for _ in range(shape.block_kv // SIZE)]
         self._load_queries()
-        start = self._edge(b.const(-1, i32))
-        with b.if_(start.more):
-            self._start_tile(start.next, b.const(0, i32), whole=False)
+        if self.listed is None:
+            start = self._edge(b.const(-1, i32))
+            some, first = start.more, start.next
+        else:
+            some, first = self.listed.count > 0, self.coming[0].value
+        with b.if_(some):
+            self._start_tile(first, b.const(0, i32), whole=False)
         with b.loop(0, self.edges, name="edge") as i:
             self._pass_edge(self._edge(i), S, O, P, base, l)
         if not config.everywhere:
@@ -84,8 +114,11 @@ class _Forward(FragmentForward):
         assert wild is not None
         b.warpgroup_fence()
         self._start_scores(S, at.stage)
+        bits = None
+        if self.listed is not None and self.config.mask == "bits":
+            bits = self.listed.bits(at.tile, self.engine.subgroup)
         b.warpgroup_wait()
-        p = self._weights(S, at.tile * self.shape.block_kv, O, base, l, whole=False)
+        p = self._weights(S, at.tile * self.shape.block_kv, O, base, l, whole=False, bits=bits)
         self._pack(p, P)
         _, v_at = self._memory_of(at.stage)
         with b.if_(wild):
@@ -113,10 +146,10 @@ class _Forward(FragmentForward):
         self._arrive()
         self._pack(self._weights(S, first.tile * block, O, base, l, whole=True), P)
         place = b.var(first.stage, "v_stage")  # of the tile before, among V's three
-        with b.loop(self.inner_first + 1, self.inner_last, name="tile") as tile:
-            at = self._inner(tile)
+        with b.loop(self.inner_first + 1, self.inner_last, name="tile") as i:
+            at = self._inner(i)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
-            b.warpgroup_await(self.meeting, 0, (tile - (self.inner_first + 1)) & 1)
+            b.warpgroup_await(self.meeting, 0, (i - (self.inner_first + 1)) & 1)
             before = place.value
             now = b.select(b.eq(before, 2), b.const(0, i32), before + 1)
             place.value = now
@@ -126,10 +159,10 @@ class _Forward(FragmentForward):
             # All have read what lay here: K of the tile before, and V of the third before.
             with b.if_(at.more):
                 self.keys.start(at.next * block, self._memory_of(at.stage ^ 1)[0], whole=True)
-            self.values.start(tile * block, self.v_start + now * self.v_size, whole=True)
+            self.values.start(at.tile * block, self.v_start + now * self.v_size, whole=True)
             b.warpgroup_wait(1)
             self._arrive()
-            self._pack(self._weights(S, tile * block, O, base, l, whole=True, running=True), P)
+            self._pack(self._weights(S, at.tile * block, O, base, l, whole=True, running=True), P)
         b.warpgroup_await(self.meeting, 0, (self.inner_last - (self.inner_first + 1)) & 1)
         b.warpgroup_fence()
         self._start_output(O, P, self.v_start + place.value * self.v_size)
@@ -156,11 +189,13 @@ class _Forward(FragmentForward):
 
     def _weights(
         self, S: FragmentTile, key0: Value, O: FragmentTile, base: list[Var], l: list[Var], whole: bool,
-        running: bool = False,
+        running: bool = False, bits: list[Value] | None = None,
     ) -> list[list[Value]]:  # fmt: skip
-        """P of a tile whose scores are there; ``running`` while a product still adds to O."""
+        """P of a tile whose scores are there; ``running`` while a product still adds to O, ``bits`` of the mask."""
         b, engine = self.b, self.engine
         self._modify(S, key0, whole)
+        if bits is not None:
+            keep(S, bits, NEG_INF)
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
         highest = [fold(b, "max", row) for row in s]

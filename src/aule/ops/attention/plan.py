@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aule.errors import InvalidArgumentError
@@ -21,6 +21,7 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
@@ -58,11 +59,17 @@ class ForwardPlan:
         Workgroups; (0, 0, 0) when there is nothing to compute.
     scalars : dict
         Every scalar parameter of the kernel, by name.
+    before : tuple of Step
+        Launches that come before.
+    workspace : dict
+        32-bit words of the memory that these leave their results in, by buffer name.
     """
 
     config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
+    before: tuple[Step, ...] = ()
+    workspace: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_forward(
@@ -81,7 +88,7 @@ def plan_forward(
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
         ``sinks``, ``seed``, ``cos``, ``sin``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
-        For q, k, v, o, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, mask, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     preferred : SimtShape or FragmentShape, optional
@@ -109,8 +116,9 @@ def plan_forward(
             )
     elif not strided and problem.modifiers == 0 and problem.rope is None:
         shape = shape or preferred
-    if shape is None and all(aligned(RUN)[:3]) and not masked and problem.rope is None:
-        shape = choose_warpgroups(target, problem.dtype, *dims)
+    if shape is None and all(aligned(RUN)[:3]) and problem.rope is None:
+        added = problem.bias is not None or problem.mask not in (None, "bool")
+        shape = choose_warpgroups(target, problem.dtype, *dims, masked, added)
     if shape is None and rotates_runs(problem):
         rotated = problem.rope is not None
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
@@ -121,16 +129,25 @@ def plan_forward(
         "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
     }
-    config: ForwardConfig | FragmentConfig
-    if isinstance(shape, FragmentShape):
-        options = score_options(problem)
-        config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
-    else:
-        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
-    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars)
+    before: tuple[Step, ...] = ()
+    workspace: dict[str, int] = {}
+    config: ForwardConfig | FragmentConfig
+    if isinstance(shape, FragmentShape):
+        options = score_options(problem)
+        if shape.warpgroups and problem.mask is not None:
+            before, workspace, found = mask_steps(
+                problem, views["mask"], shape, target, False, options, scalars, base_ok.get("mask", True)
+            )
+            options |= listed(problem)
+            memory["index64"] = memory["index64"] or max(workspace.values()) > 2**31 - 1
+            scalars |= found
+        config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
+    else:
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
+    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace)
 
 
 _DELTA_THREADS = 64
@@ -155,7 +172,7 @@ def plan_backward(
         forward pass is the buffer ``lse``. With ``ds``, fp32 ``[batch, heads_q, seq_q, seq_kv]`` and zero before, the
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
-        For q, k, v, o, do, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, do, mask, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
@@ -199,6 +216,7 @@ def plan_backward(
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_tiles": row_tiles, "clear": clear}
     steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
+    mask_space: dict[str, int] = {}
     of: Literal["queries", "keys"]
     for of, heads, length in (
         ("queries", problem.batch * problem.heads_q, problem.seq_q),
@@ -217,6 +235,13 @@ def plan_backward(
         each = -(-length // shape.block_q)
         grid = grid_of("flash_attention", each * heads, target)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
+        if isinstance(shape, FragmentShape) and shape.warpgroups and problem.mask is not None:
+            before, mask_space, found = mask_steps(
+                problem, views["mask"], shape, target, True, common, numbers, base_ok.get("mask", True)
+            )
+            steps += before
+            common |= listed(problem) | {"index64": index64 or max(mask_space.values()) > 2**31 - 1}
+            scalars |= found
         if isinstance(shape, FragmentShape):
             wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
@@ -236,7 +261,7 @@ def plan_backward(
     count = clear // QUAD if quads else rows * problem.head_dim // finish.run
     grid = grid_of("flash_attention", -(-count // (_ROUND_THREADS * (2 if quads else 1))), target)
     steps.append(Step(finish, build_round, grid, numbers | {"round_quads": clear // QUAD}))
-    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
+    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear} | mask_space)
 
 
 def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
@@ -308,6 +333,11 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
         "packed": packed,
         "rope": problem.rope,
     }
+
+
+def listed(problem: AttentionProblem) -> dict[str, Any]:
+    """The fields of a `ScoreConfig` where steps before the kernel have looked at the mask."""
+    return {"listed": True, "mask": "bits" if problem.mask == "bool" else problem.mask}
 
 
 def rotates_runs(problem: AttentionProblem) -> bool:

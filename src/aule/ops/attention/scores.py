@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from aule.ir import Builder, Value
@@ -140,8 +140,9 @@ class Scores:
         result: list[mod.Modifier] = []
         if config.softcap:
             result.append(mod.softcap(number("softcap", work)))
-        if config.mask is not None and config.mask != "bool":
-            result.append(mod.additive(self._reader("mask", config.mask, head, columns["mask"])))
+        if config.mask not in (None, "bool", "bits"):
+            added = mod.additive(self._reader("mask", config.mask, head, columns["mask"]))
+            result.append(replace(added, everywhere=not config.listed))
         if config.bias is not None:
             result.append(mod.additive(self._reader("bias", config.bias, head, columns["bias"])))
         if config.alibi:

@@ -212,12 +212,27 @@ WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
 """Tiles for products of warpgroups by the widest head dimension that they are for."""
 
 
-def choose_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
+WARPGROUPS_MASKED: tuple[tuple[int, FragmentShape], ...] = (
+    # By what ptxas keeps in registers.
+    (64, FragmentShape(192, 128, 12, 2, False, 168, warpgroups=True)),
+)
+"""What goes before those where a boolean mask comes as bits."""
+
+WARPGROUPS_ADDED: tuple[tuple[int, FragmentShape], ...] = (
+    # By what ptxas keeps in registers.
+    (64, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
+)
+"""And where a mask or bias is added, whose indices take registers."""
+
+
+def choose_warpgroups(
+    target: Target, dtype: str, head_dim: int, value_dim: int, masked: bool = False, added: bool = False
+) -> FragmentShape | None:
     """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None where there are no
     such products."""
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
-    for dim, shape in WARPGROUPS:
+    for dim, shape in (*(WARPGROUPS_ADDED if added else WARPGROUPS_MASKED if masked else ()), *WARPGROUPS):
         fits = shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
         if max(head_dim, value_dim) <= dim and fits:
             return shape
