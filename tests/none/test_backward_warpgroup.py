@@ -112,6 +112,7 @@ def planned(problem: AttentionProblem, target: Target, odd: bool = False) -> Any
     if problem.mask is not None:
         shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
         views["mask"] = TensorView(problem.mask, shape, contiguous_strides(shape), "device", None)
+        views["bias"] = views["mask"]
     if problem.rope is not None:
         shape = (1, 1, problem.seq_q, problem.rope.half)
         views |= {name: TensorView("f32", shape, contiguous_strides(shape), "device", None) for name in ("cos", "sin")}
@@ -126,7 +127,9 @@ def plain(head_dim: int, value_dim: int = 0, **options: Any) -> AttentionProblem
 
 def test_when_they_are_chosen() -> None:
     """Everything else keeps the kernels for fragments."""
-    for problem in (plain(64), plain(128), plain(40, 24), plain(128, 64), plain(64, causal=True), plain(256)):
+    rotated, masked = plain(64, rope=Rope("f32", 64, False)), plain(64, mask="bool", bias="f32")
+    plainly = plain(64), plain(128), plain(40, 24), plain(128, 64), plain(64, causal=True), plain(256)
+    for problem in (*plainly, rotated, masked):
         assert planned(problem, device()).build is build_backward_warpgroup, problem
     others = [
         planned(plain(64), device("sm_100")),
@@ -135,7 +138,6 @@ def test_when_they_are_chosen() -> None:
         planned(plain(192, 128), device()),  # and here three
         planned(plain(64, deterministic=True), device()),
         planned(plain(64), device(), odd=True),
-        planned(plain(64, rope=Rope("f32", 64, False)), device()),
     ]
     for step in others:
         assert step.build is build_backward_fragment

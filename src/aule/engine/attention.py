@@ -38,7 +38,7 @@ class Launch:
     Attributes
     ----------
     buffers : tuple of str
-        Names of the buffers in the order of the kernel's parameters.
+        Names of the memory in the order of the kernel's buffers.
     before : StepLaunches
         What is launched before it.
     """
@@ -51,6 +51,7 @@ class Launch:
     def arguments(self, memory: dict[str, Any]) -> list[Any]:
         """All arguments in the order of the kernel's parameters."""
         values = {f"{name}_ptr": buffer for name, buffer in memory.items()} | self.plan.scalars
+        values |= {f"{name}_ptr": memory[other] for name, other in self.plan.renamed.items()}
         return [values[p.name] for p in self.program.artifact.params]
 
     def start(self, device: Device, memory: dict[str, Any], arena: Arena) -> None:
@@ -75,7 +76,8 @@ def prepare_forward(
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
     before = load_steps(StepPlan(plan.before, plan.workspace), device)
-    return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers), before)
+    buffers = (p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+    return Launch(plan, loaded, tuple(plan.renamed.get(name, name) for name in buffers), before)
 
 
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:

@@ -499,22 +499,20 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
         aligned["o"] = options.out.data_ptr() % 16 == 0
     aligned |= tables_aligned(options) | mask_aligned(options)
     launch = prepare_forward(problem, memory, device, aligned)
-    # `_on_cuda` puts pointers together without looking at names.
-    names = list(launch.buffers)
-    if launch.before.steps and "mask" not in names:
-        names.insert(4, "mask")
-    names = [name for name in names if name not in launch.before.workspace]
-    start = None
+    fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
+    fields |= {"cos": "rope_cos", "sin": "rope_sin"}
+    ends = ["lse"] if options.return_lse else []
+    names, start = list(launch.buffers), None
     if launch.plan.grid[0]:
         scalars = launch.arguments(dict.fromkeys((*memory, *launch.before.workspace, "lse")))
         start = device.prepare(launch.program, launch.plan.grid, scalars).launch
         if launch.before.steps:
-            last = start, launch.buffers
-            start = _in_steps(names, [*prepared_steps(launch.before, device), last], launch.before.workspace, q.device)
-    fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
-    fields |= {"cos": "rope_cos", "sin": "rope_sin"}
+            launches = [*prepared_steps(launch.before, device), (start, launch.buffers)]
+            used = {name for _, buffers in launches for name in buffers}
+            names = ["q", "k", "v", "o", *(name for name in fields if name in used), *ends]
+            start = _in_steps(names, launches, launch.before.workspace, q.device)
     extra = tuple(fields[name] for name in names if name in fields)
-    ends = ("lse",) if options.return_lse else ()
+    # `_on_cuda` puts pointers together without looking at names.
     assert names == ["q", "k", "v", "o", *(n for n in names if n in fields), *ends], names
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
@@ -525,7 +523,7 @@ def prepared_steps(ready: StepLaunches, device: Any) -> list[tuple[Any, tuple[st
     launches = []
     for step, loaded in ready.steps:
         scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
         launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
     return launches
 
@@ -534,12 +532,17 @@ def _in_steps(
     names: Sequence[str], launches: Sequence[tuple[Any, tuple[str, ...]]], workspace: Mapping[str, int], device: Any
 ) -> Callable[[list[int], int], None]:
     """Several launches as one, with memory of their own."""
+    places, total = {}, 0
+    for name, count in workspace.items():
+        places[name] = 4 * total
+        total += -(-count // 64) * 64
 
     def start(pointers: list[int], stream: int) -> None:
         memory = dict(zip(names, pointers, strict=True))
         # Given back at the end, of which PyTorch's allocator makes use on this stream alone.
-        space = {name: torch.empty(count, dtype=torch.int32, device=device) for name, count in workspace.items()}
-        memory |= {name: tensor.data_ptr() for name, tensor in space.items()}
+        space = torch.empty(total, dtype=torch.int32, device=device)
+        first = space.data_ptr()
+        memory |= {name: first + offset for name, offset in places.items()}
         for launch, buffers in launches:
             launch([memory[name] for name in buffers], stream)
 

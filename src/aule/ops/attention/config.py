@@ -41,6 +41,8 @@ class ScoreConfig:
         For q, k, v, o: the head dimension has stride 1.
     rope : Rope or None
         q and k are rotated, and the gradients rotated back.
+    turned : bool
+        q and k come rotated already.
     rope_unit, rope_aligned : bool
         Rows of the tables have stride 1, and can be read as vectors as long as those of q, k, v.
     """
@@ -63,6 +65,7 @@ class ScoreConfig:
     paging: Paging = "none"
     unit: tuple[bool, ...] = (True, True, True, True)
     rope: Rope | None = None
+    turned: bool = False
     rope_unit: bool = True
     rope_aligned: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from aule.errors import InvalidArgumentError
@@ -32,6 +32,7 @@ from aule.ops.attention.tiles import (
     choose_shape,
     choose_warpgroups,
 )
+from aule.ops.attention.turned import TURNED, can_turn, turned
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, arrange
@@ -63,6 +64,8 @@ class ForwardPlan:
         Launches that come before.
     workspace : dict
         32-bit words of the memory that these leave their results in, by buffer name.
+    renamed : dict
+        Which memory stands for a buffer of the kernel where that has another name, as in `Step`.
     """
 
     config: ForwardConfig | FragmentConfig
@@ -70,6 +73,7 @@ class ForwardPlan:
     scalars: dict[str, int | float]
     before: tuple[Step, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_forward(
@@ -94,11 +98,10 @@ def plan_forward(
     preferred : SimtShape or FragmentShape, optional
         The same where there is no mask, bias, other modifier, rotation or strided row.
     """
-    main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
 
     def aligned(run: int) -> tuple[bool, ...]:
-        return tuple(aligned_rows(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+        return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in "qkvo")
 
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
@@ -116,38 +119,45 @@ def plan_forward(
             )
     elif not strided and problem.modifiers == 0 and problem.rope is None:
         shape = shape or preferred
-    if shape is None and all(aligned(RUN)[:3]) and problem.rope is None:
+    if shape is None and all(aligned(RUN)[:3] if problem.rope is None else [can_turn(problem), aligned(RUN)[2]]):
         added = problem.bias is not None or problem.mask not in (None, "bool")
         shape = choose_warpgroups(target, problem.dtype, *dims, masked, added)
     if shape is None and rotates_runs(problem):
         rotated = problem.rope is not None
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
+    before: tuple[Step, ...] = ()
+    workspace: dict[str, int] = {}
+    renamed: dict[str, str] = {}
+    if isinstance(shape, FragmentShape) and shape.warpgroups and problem.rope is not None:
+        before, workspace, made = turned(problem, views, target, base_ok)
+        views = {name: made.get(name, view) for name, view in views.items() if name not in ("cos", "sin")}
+        base_ok = {name: ok for name, ok in base_ok.items() if name not in made}
+        problem, renamed = replace(problem, rope=None), TURNED
     run = RUN if isinstance(shape, FragmentShape) else QUAD
     memory: dict[str, Any] = rope_options(views, run, aligned_base) | {
         "aligned": aligned(run),
-        "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        "unit": tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo"),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
     }
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
-    before: tuple[Step, ...] = ()
-    workspace: dict[str, int] = {}
     config: ForwardConfig | FragmentConfig
     if isinstance(shape, FragmentShape):
         options = score_options(problem)
         if shape.warpgroups and problem.mask is not None:
-            before, workspace, found = mask_steps(
+            steps, space, found = mask_steps(
                 problem, views["mask"], shape, target, False, options, scalars, base_ok.get("mask", True)
             )
+            before, workspace = before + steps, workspace | space
             options |= listed(problem)
-            memory["index64"] = memory["index64"] or max(workspace.values()) > 2**31 - 1
+            memory["index64"] = memory["index64"] or max(space.values()) > 2**31 - 1
             scalars |= found
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
-    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace)
+    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace, renamed)
 
 
 _DELTA_THREADS = 64
@@ -197,8 +207,9 @@ def plan_backward(
     units = (unit["o"], unit["do"])
     adds = "ds" not in views and _can_add(problem, target)
     keys_shape = shapes[1] if shapes else None
-    if adds and problem.rope is None and all(aligned(RUN, names)):
-        # Rows that are rotated or put together on their way take registers that this kernel does not have.
+    rotates = [can_turn(problem), *aligned(RUN, names[2:])]
+    if adds and all(aligned(RUN, names) if problem.rope is None else rotates):
+        # Rows that are put together on their way take registers that this kernel does not have.
         keys_shape = keys_shape or choose_backward_warpgroups(target, problem.dtype, *dims)
     keys_shape = keys_shape or _backward_fragments(problem, target, "sums" if adds else "keys")
     keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
@@ -216,7 +227,7 @@ def plan_backward(
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_tiles": row_tiles, "clear": clear}
     steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
-    mask_space: dict[str, int] = {}
+    workspace = {"delta": rows}
     of: Literal["queries", "keys"]
     for of, heads, length in (
         ("queries", problem.batch * problem.heads_q, problem.seq_q),
@@ -235,23 +246,30 @@ def plan_backward(
         each = -(-length // shape.block_q)
         grid = grid_of("flash_attention", each * heads, target)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
+        wide = aligned(RUN, names)
+        renamed: dict[str, str] = {}
+        if isinstance(shape, FragmentShape) and shape.warpgroups and problem.rope is not None:
+            before, space, rotated = turned(problem, views, target, base_ok)
+            steps, workspace, renamed = [*steps, *before], workspace | space, TURNED
+            wide = (True, True, *wide[2:])
+            common |= {"turned": True, "unit": (True, True, unit["v"], unit["do"])}
+            scalars |= view_scalars(rotated)
         if isinstance(shape, FragmentShape) and shape.warpgroups and problem.mask is not None:
-            before, mask_space, found = mask_steps(
+            before, space, found = mask_steps(
                 problem, views["mask"], shape, target, True, common, numbers, base_ok.get("mask", True)
             )
-            steps += before
-            common |= listed(problem) | {"index64": index64 or max(mask_space.values()) > 2**31 - 1}
+            steps, workspace = [*steps, *before], workspace | space
+            common |= listed(problem) | {"index64": index64 or max(space.values()) > 2**31 - 1}
             scalars |= found
         if isinstance(shape, FragmentShape):
-            wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
             build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
-            steps.append(Step(config, build, grid, scalars))
+            steps.append(Step(config, build, grid, scalars, renamed))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
-        return StepPlan(tuple(steps), {"delta": rows})
+        return StepPlan(tuple(steps), workspace)
     added_by = None if isinstance(keys_shape, FragmentShape) else keys_shape
     quads = added_by is None and problem.rope is None and problem.head_dim % SIZE == 0 and _in_quads(target)
     finish = RoundConfig(
@@ -261,7 +279,7 @@ def plan_backward(
     count = clear // QUAD if quads else rows * problem.head_dim // finish.run
     grid = grid_of("flash_attention", -(-count // (_ROUND_THREADS * (2 if quads else 1))), target)
     steps.append(Step(finish, build_round, grid, numbers | {"round_quads": clear // QUAD}))
-    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear} | mask_space)
+    return StepPlan(tuple(steps), workspace | {"dq_sum": clear})
 
 
 def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
