@@ -281,21 +281,28 @@ class FragmentForward:
         out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = extent.row_base(self.p, self.head_number, head)
-        run = engine.run
-        for r, row in enumerate(O.values()):
+        values = O.values()
+        for r, row in enumerate(values):
             nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
             inverse = b.select(nothing, zero, b.rcp(totals[r]))
             if config.dropout:
                 inverse = inverse * self.p.number("keep_scale", f32)
+            values[r] = [x * inverse for x in row]
             at = self.row0 + self.subgroup_row + O.row(r)
-            with b.if_(at < self.scores.seq_q):
+            if config.lse:
+                lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
+                with b.if_(b.eq(engine.lane_col, 0) & (at < seq_q)):
+                    b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+        self._store(O, values, out)
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
+        """Store this lane's elements of O."""
+        b, run = self.b, self.engine.run
+        for r, row in enumerate(values):
+            at = self.row0 + self.subgroup_row + O.row(r)
+            with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
-                    parts = [x * inverse for x in row[c : c + run]]
-                    out.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
-                if config.lse:
-                    lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
-                    with b.if_(b.eq(engine.lane_col, 0)):
-                        b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+                    out.store(b, at, O.col(c), row[c : c + run], padded(out.cols, SIZE))
 
     def _start_from_sink(self, base: list[Var], l: list[Var]) -> None:
         """The sink is a key without a value: it is counted before the first tile, by one lane of a row."""

@@ -19,7 +19,9 @@ from aule.ops.attention.mask_tiles import TileList, keep
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
+from aule.tile.fragment_shape import RUN
 from aule.tile.math import NEG_INF, fold
+from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, Warpgroups
 
@@ -250,6 +252,25 @@ class _Forward(FragmentForward):
 
     def _arrived(self) -> None:
         self.b.warpgroup_publish()
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
+        """By way of shared memory, from where whole rows go 16 bytes at a time."""
+        b, engine = self.b, self.engine
+        if not (out.aligned and out.col_stride is None):
+            super()._store(O, values, out)
+            return
+        panels, none = PanelShape(self.shape.block_q, out.cols), b.const(0, i32)
+        b.async_wait(0)  # without a tile Q may still be on its way
+        b.barrier()  # nobody reads the memory any more
+        engine.put_factors(self.memory, none, panels, self.subgroup_row, none, engine.pack(values, engine.left)[0])
+        b.subgroup_barrier()
+        across = out.cols // RUN
+        with b.loop(b.lane_id(), SIZE * across, self.shape.lanes, name="run") as i:
+            row, run = divmod_const(b, i, across)
+            row, col = self.subgroup_row + row, run * RUN
+            with b.if_(self.row0 + row < out.rows):
+                to = out.row_start(b, self.row0 + row) + out.index(b, col)
+                b.store(out.buffer, to, b.load(self.memory, panels.offset(row, col), RUN))
 
     # -- products with V that is not finite --------------------------------------------------------------------------
 
