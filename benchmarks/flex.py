@@ -65,9 +65,9 @@ CASES: dict[str, dict[str, Any]] = {
     "window of 512": {"mask": window, "kv": HEADS, "options": {"causal": True, "window": (511, 0)}},
     "causal, softcap": {"mask": causal, "score": capped, "kv": HEADS, "options": {"causal": True, "softcap": 30.0}},
     "causal, ALiBi": {"mask": causal, "score": "alibi", "kv": HEADS, "options": {"causal": True, "alibi": True}},
-    "documents": {"tensor": documents, "kv": HEADS, "options": {}},
-    "documents, 4 key heads": {"tensor": documents, "kv": 4, "options": {}},
-    "padding": {"tensor": padding, "kv": HEADS, "options": {}},
+    "documents": {"tensor": documents, "kv": HEADS, "options": {"causal": False}},
+    "documents, 4 key heads": {"tensor": documents, "kv": 4, "options": {"causal": False}},
+    "padding": {"tensor": padding, "kv": HEADS, "options": {"causal": False}},
 }
 
 
