@@ -254,21 +254,20 @@ class FragmentForward:
         return result
 
     def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
-        b, scores = self.b, self.scores
         if not self.config.folded:
             S.map(lambda s, r, c: s * self.scale)
+        self._apply([m for m in self.modifiers if m.everywhere or not whole], S, key0)
+
+    def _apply(self, modifiers: list[mod.Modifier], S: FragmentTile, key0: Value) -> None:
+        b, scores = self.b, self.scores
         rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
         columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
 
-        def apply(modifier: mod.Modifier) -> None:
-            def at(r: int, c: int) -> mod.Site:
-                return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
+        def at(r: int, c: int) -> mod.Site:
+            return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
 
-            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
-
-        for modifier in self.modifiers:
-            if modifier.everywhere or not whole:
-                apply(modifier)
+        for modifier in modifiers:
+            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))  # noqa: B023
 
     def _finish(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
         b, engine, config = self.b, self.engine, self.config
@@ -388,21 +387,21 @@ class FragmentForward:
         NaN."""
         b = self.b
         if whole:
-            self._arrived()
             b.barrier()
             return None
         found = b.var(b.const(0, u32), "found")
+        self._look_over(v_at, found)
+        return b.workgroup_any(b.ne(found.value, 0))
+
+    def _look_over(self, v_at: Value, found: Var) -> None:
+        """Set bits of ``found`` where what this thread has brought in of V is Inf or NaN."""
+        b = self.b
 
         def check(run: Value) -> None:
             for word in b.unpack(b.bitcast(run, Vector(u32, RUN * self.engine.elem.bits // 32))):
                 found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
-        self._arrived()
-        return b.workgroup_any(b.ne(found.value, 0))
-
-    def _arrived(self) -> None:
-        """What this thread brought in is in shared memory; a barrier follows."""
 
     # -- products with V -------------------------------------------------------------------------------------------
 

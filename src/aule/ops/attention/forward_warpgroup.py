@@ -10,12 +10,14 @@ need modifying and guarding, go one product after the other. With a mask both ki
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32, u64
+from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
-from aule.ops.attention.mask_tiles import TileList, keep
+from aule.ops.attention.mask_tiles import TileList, keep, words
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
@@ -23,6 +25,7 @@ from aule.tile.fragment_shape import RUN
 from aule.tile.math import NEG_INF, fold
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
+from aule.tile.transfer import Transfer
 from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, Warpgroups
 
 
@@ -33,6 +36,17 @@ def build_forward_warpgroup(config: FragmentConfig, target: Target, name: str) -
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
+
+
+@dataclass(frozen=True)
+class _State:
+    """Scores and weights of a tile, and what is summed up."""
+
+    S: FragmentTile
+    O: FragmentTile
+    P: list[Var]
+    base: list[Var]
+    l: list[Var]
 
 
 class _Forward(FragmentForward):
@@ -60,121 +74,193 @@ class _Forward(FragmentForward):
         self.listed: TileList | None = None
         if not self.config.listed:
             super()._order_tiles()
+            self.count = self.edges + (self.inner_last - self.inner_first)
             return
-        b = self.b
         self.listed = TileList(self.p, self.scores.batch, self.head, self.block, self.shape)
-        self.edges = self.inner_first = self.listed.partial
-        self.inner_last = self.listed.count
+        self.edges, self.count = self.listed.partial, self.listed.count
         # A tile's number is fetched two turns before it is worked on.
-        self.coming = [b.var(self.listed.tile(b.const(i, i32)), "coming") for i in range(2)]
+        self.coming = [self.b.var(self._tile(self.b.const(i, i32)), "coming") for i in range(2)]
 
-    def _edge(self, i: Value) -> Place:
-        return super()._edge(i) if self.listed is None else self._next(self.listed, i)
+    def _tile(self, i: Value) -> Value:
+        """The ``i``-th tile in the order in which they are worked on: those at the edges first."""
+        b = self.b
+        if self.listed is not None:
+            return self.listed.tile(i)
+        left, inner = self.first + i, self.inner_last - self.inner_first
+        right = b.select(i < self.edges, left + inner, self.inner_first + (i - self.edges))
+        return b.select(left < self.inner_first, left, right)
 
-    def _inner(self, tile: Value) -> Place:
-        return super()._inner(tile) if self.listed is None else self._next(self.listed, tile)
-
-    def _next(self, tiles: TileList, i: Value) -> Place:
-        """The ``i``-th of a list; to be asked for in order."""
+    def _place(self, i: Value) -> Place:
+        """The same with what comes next; to be asked for in order."""
+        if self.listed is None:
+            return Place(self._tile(i), i & 1, self._tile(i + 1), i + 1 < self.count)
         now, after = (x.value for x in self.coming)
         self.coming[0].value = after
-        self.coming[1].value = tiles.tile(i + 2)
-        return Place(now, i & 1, after, i + 1 < tiles.count)
+        self.coming[1].value = self._tile(i + 2)
+        return Place(now, i & 1, after, i + 1 < self.count)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         b, engine, config, shape = self.b, self.engine, self.config, self.shape
-        zero = b.const(0.0, f32)
-        base, l = engine.row_vars(self.lowest), engine.row_vars(zero)
-        if config.sinks:
-            self._start_from_sink(base, l)
+        base, l = engine.row_vars(self.lowest), engine.row_vars(b.const(0.0, f32))
         O, S = engine.tile(SIZE, config.value_dim), engine.tile(SIZE, shape.block_kv)
         empty = b.fragment_fill(engine.left, 0.0)
         P = [b.var(empty) for _ in range(shape.block_kv // SIZE)]
+        state = _State(S, O, P, base, l)
+        if config.sinks:
+            self._start_from_sink(base, l)
+        self.found = b.var(b.const(0, u32), "found")
         self._load_queries()
-        if self.listed is None:
-            start = self._edge(b.const(-1, i32))
-            some, first = start.more, start.next
-        else:
-            some, first = self.listed.count > 0, self.coming[0].value
-        with b.if_(some):
-            self._start_tile(first, b.const(0, i32), whole=False)
-        with b.loop(0, self.edges, name="edge") as i:
-            self._pass_edge(self._edge(i), S, O, P, base, l)
-        if not config.everywhere:
-            with b.if_(self.inner_first < self.inner_last):
-                self._pass_inner(S, O, P, base, l)
+        with b.if_(self.count > 0):
+            self._pass_over(state)
+        with b.if_(b.workgroup_any(b.ne(self.found.value, 0))):
+            self._repeat(state)
         self._finish(O, base, l)
 
-    def _pass_edge(
-        self, at: Place, S: FragmentTile, O: FragmentTile, P: list[Var], base: list[Var], l: list[Var]
-    ) -> None:
-        """One tile of keys of which rows may drop some."""
-        b = self.b
-        wild = self._arrive_keys(at, whole=False)
-        assert wild is not None
-        b.warpgroup_fence()
-        self._start_scores(S, at.stage)
-        bits = None
-        if self.listed is not None and self.config.mask == "bits":
-            bits = self.listed.bits(at.tile, self.engine.subgroup)
-        b.warpgroup_wait()
-        p = self._weights(S, at.tile * self.shape.block_kv, O, base, l, whole=False, bits=bits)
-        self._pack(p, P)
-        _, v_at = self._memory_of(at.stage)
-        with b.if_(wild):
-            self._multiply_wild(O, P, at.tile * self.shape.block_kv, v_at)
-        with b.else_():
-            b.warpgroup_fence()
-            self._start_output(O, P, v_at)
-            b.warpgroup_wait()
-
-    def _pass_inner(self, S: FragmentTile, O: FragmentTile, P: list[Var], base: list[Var], l: list[Var]) -> None:
-        """The tiles of keys of which no row drops any.
+    def _pass_over(self, state: _State) -> None:
+        """All tiles of keys.
 
         Warpgroups meet once a tile, in two halves: a thread arrives when the scores of a tile are there and so is what
         it has fetched for the next one, and waits before the next scores. So half a tile may lie between two
         warpgroups, and one multiplies while the other computes softmax.
         """
-        b, block = self.b, self.shape.block_kv
-        first = self._inner(self.inner_first)
+        b = self.b
+        zero = b.const(0, i32)
+        first = self._place(zero)
+        self._start_tile(first.tile, zero, whole=False)
         self._meet()
-        with b.if_(first.more):
-            self.keys.start(first.next * block, self._memory_of(first.stage ^ 1)[0], whole=True)
+        self._fetch_keys(first, b.const(1, i32))
         b.warpgroup_fence()
-        self._start_scores(S, first.stage)
+        self._start_scores(state.S, first.stage)
+        bits = self._bits(first, zero)
         b.warpgroup_wait()
-        self._arrive()
-        self._pack(self._weights(S, first.tile * block, O, base, l, whole=True), P)
-        place = b.var(first.stage, "v_stage")  # of the tile before, among V's three
-        with b.loop(self.inner_first + 1, self.inner_last, name="tile") as i:
-            at = self._inner(i)
+        self._arrive(zero, self.v_start)
+        self._weigh_tile(state, first, zero, bits)
+        place = b.var(zero, "v_stage")  # of the tile before, among V's three
+        with b.loop(1, self.count, name="tile") as i:
+            at = self._place(i)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
-            b.warpgroup_await(self.meeting, 0, (i - (self.inner_first + 1)) & 1)
+            b.warpgroup_await(self.meeting, 0, (i - 1) & 1)
             before = place.value
-            now = b.select(b.eq(before, 2), b.const(0, i32), before + 1)
+            now = b.select(b.eq(before, 2), zero, before + 1)
             place.value = now
+            v_at = self.v_start + now * self.v_size
             b.warpgroup_fence()
-            self._start_scores(S, at.stage)
-            self._start_output(O, P, self.v_start + before * self.v_size)
+            self._start_scores(state.S, at.stage)
+            self._start_output(state, self.v_start + before * self.v_size)
             # All have read what lay here: K of the tile before, and V of the third before.
-            with b.if_(at.more):
-                self.keys.start(at.next * block, self._memory_of(at.stage ^ 1)[0], whole=True)
-            self.values.start(at.tile * block, self.v_start + now * self.v_size, whole=True)
+            self._fetch_keys(at, i + 1)
+            self._fetch(self.values, at.tile, v_at, i)
+            bits = self._bits(at, i)
             b.warpgroup_wait(1)
-            self._arrive()
-            self._pack(self._weights(S, at.tile * block, O, base, l, whole=True, running=True), P)
-        b.warpgroup_await(self.meeting, 0, (self.inner_last - (self.inner_first + 1)) & 1)
+            self._arrive(i, v_at)
+            self._weigh_tile(state, at, i, bits, running=True)
+        b.warpgroup_await(self.meeting, 0, (self.count - 1) & 1)
         b.warpgroup_fence()
-        self._start_output(O, P, self.v_start + place.value * self.v_size)
+        self._start_output(state, self.v_start + place.value * self.v_size)
         b.warpgroup_wait()
 
-    def _arrive(self) -> None:
-        """What this thread has fetched is there, and what it has read may be overwritten."""
-        self.b.async_wait(0)
-        self.b.warpgroup_publish()
-        self.b.warpgroup_arrive(self.meeting)
+    def _partly(self, i: Value) -> AbstractContextManager[None]:
+        """What is done in tiles of which rows may drop keys."""
+        return nullcontext() if self.config.everywhere else self.b.if_(i < self.edges)
+
+    def _fetch_keys(self, at: Place, i: Value) -> None:
+        """Begin to bring in K of the tile that comes next, the ``i``-th."""
+        with self.b.if_(at.more):
+            self._fetch(self.keys, at.next, self._memory_of(at.stage ^ 1)[0], i)
+
+    def _fetch(self, transfer: Transfer, tile: Value, to: Value, i: Value) -> None:
+        b, row = self.b, tile * self.shape.block_kv
+        if self.config.everywhere:
+            transfer.start(row, to)
+            return
+        with b.if_(i < self.edges):
+            transfer.start(row, to)
+        with b.else_():
+            transfer.start(row, to, whole=True)
+
+    def _arrive(self, i: Value, v_at: Value) -> None:
+        """What this thread has fetched is there, and what it has read may be overwritten. V of a tile with dropped keys
+        is looked over: 0 times Inf or NaN is NaN."""
+        b = self.b
+        b.async_wait(0)
+        with self._partly(i):
+            self._look_over(v_at, self.found)
+        b.warpgroup_publish()
+        b.warpgroup_arrive(self.meeting)
+
+    def _bits(self, at: Place, i: Value) -> list[Var]:
+        """What a boolean mask keeps of a tile, fetched only where it drops some."""
+        b = self.b
+        if self.listed is None or self.config.mask != "bits":
+            return []
+        found = [b.var(b.const(0, u32), "bits") for _ in range(words(self.shape.block_kv))]
+        with b.if_(i < self.edges):
+            for variable, word in zip(found, self.listed.bits(at.tile, self.engine.subgroup), strict=True):
+                variable.value = word
+        return found
+
+    def _weigh_tile(self, state: _State, at: Place, i: Value, bits: list[Var], running: bool = False) -> None:
+        """P of a tile whose scores are there; ``running`` while a product still adds to O."""
+        S, key0 = state.S, at.tile * self.shape.block_kv
+        if not self.config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        self._apply([m for m in self.modifiers if m.everywhere], S, key0)
+        with self._partly(i):
+            self._apply([m for m in self.modifiers[:-1] if not m.everywhere], S, key0)
+            if bits:
+                keep(S, [x.value for x in bits], NEG_INF)
+            self._drop_outside(S, key0)
+        self._pack(self._weights(state, key0, running), state.P)
+
+    def _drop_outside(self, S: FragmentTile, key0: Value) -> None:
+        """Keep keys that exist and are in the band: as the last of the modifiers, by one comparison with each side,
+        whose other operand is known while tracing."""
+        b, scores, engine = self.b, self.scores, self.engine
+        start = key0 + engine.lane_col
+        last = [scores.seq_kv - 1 - start] * engine.rows_held
+        first: list[Value] = []
+        for r in range(engine.rows_held):
+            position = self.row0 + self.subgroup_row + S.row(r) + scores.shift - start
+            if scores.right is not None:
+                last[r] = b.min(last[r], position + scores.right)
+            if scores.left is not None:
+                first.append(position - scores.left)
+
+        def each(s: Value, r: int, c: int) -> Value:
+            column = engine.behind(c)
+            kept = last[r] >= column
+            if first:
+                kept = kept & (first[r] <= column)
+            return b.select(kept, s, b.const(NEG_INF, f32))
+
+        S.map(each)
+
+    def _repeat(self, state: _State) -> None:
+        """All of it again, one product after the other, guarding O from what dropped keys have in V."""
+        b, O = self.b, state.O
+        for variable in O.vars[0]:
+            variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
+        for low, total in zip(state.base, state.l, strict=True):
+            low.value, total.value = self.lowest, b.const(0.0, f32)
+        if self.config.sinks:
+            self._start_from_sink(state.base, state.l)
+        zero = b.const(0, i32)
+        with b.loop(0, self.count, name="tile") as i:
+            tile = self._tile(i)
+            self._start_tile(tile, zero, whole=False)
+            b.async_wait(0)
+            b.warpgroup_publish()
+            b.barrier()
+            b.warpgroup_fence()
+            self._start_scores(state.S, zero)
+            at = Place(tile, zero, tile, self.exists)
+            bits = self._bits(at, i)
+            b.warpgroup_wait()
+            self._weigh_tile(state, at, i, bits)
+            self._multiply_wild(O, state.P, tile * self.shape.block_kv, self.v_start)
+            b.barrier()
 
     def _start_scores(self, S: FragmentTile, stage: Value) -> None:
         k_at, _ = self._memory_of(stage)
@@ -184,20 +270,13 @@ class _Forward(FragmentForward):
         self.engine.start_product(S.vars[0], queries, keys, self.k_depth, fresh=True)
         self.b.warpgroup_commit()
 
-    def _start_output(self, O: FragmentTile, P: Sequence[Var], v_at: Value) -> None:
+    def _start_output(self, state: _State, v_at: Value) -> None:
         values = PanelFactor(self.memory, v_at, self.v_panels)
-        self.engine.start_product(O.vars[0], [x.value for x in P], values, len(P))
+        self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()
 
-    def _weights(
-        self, S: FragmentTile, key0: Value, O: FragmentTile, base: list[Var], l: list[Var], whole: bool,
-        running: bool = False, bits: list[Value] | None = None,
-    ) -> list[list[Value]]:  # fmt: skip
-        """P of a tile whose scores are there; ``running`` while a product still adds to O, ``bits`` of the mask."""
-        b, engine = self.b, self.engine
-        self._modify(S, key0, whole)
-        if bits is not None:
-            keep(S, bits, NEG_INF)
+    def _weights(self, state: _State, key0: Value, running: bool) -> list[list[Value]]:
+        b, engine, S, O, base, l = self.b, self.engine, state.S, state.O, state.base, state.l
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
         highest = [fold(b, "max", row) for row in s]
@@ -249,9 +328,6 @@ class _Forward(FragmentForward):
         self.b.async_wait(1)
         self.b.warpgroup_publish()
         self.b.barrier()
-
-    def _arrived(self) -> None:
-        self.b.warpgroup_publish()
 
     def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
         """By way of shared memory, from where whole rows go 16 bytes at a time."""
