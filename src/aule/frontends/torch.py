@@ -497,7 +497,7 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
         aligned["o"] = options.out.data_ptr() % 16 == 0
-    aligned |= tables_aligned(options) | mask_aligned(options)
+    aligned |= extras_aligned(options)
     launch = prepare_forward(problem, memory, device, aligned)
     fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
     fields |= {"cos": "rope_cos", "sin": "rope_sin"}
@@ -549,15 +549,10 @@ def _in_steps(
     return start
 
 
-def mask_aligned(options: AttentionOptions) -> dict[str, bool]:
-    """Whether the mask starts at a multiple of 16 bytes."""
-    return {} if options.mask is None else {"mask": options.mask.data_ptr() % 16 == 0}
-
-
-def tables_aligned(options: AttentionOptions) -> dict[str, bool]:
-    """Whether the tables of rope start at multiples of 16 bytes, by the names of their buffers."""
-    tables = {"cos": options.rope_cos, "sin": options.rope_sin}
-    return {name: x.data_ptr() % 16 == 0 for name, x in tables.items() if x is not None}
+def extras_aligned(options: AttentionOptions) -> dict[str, bool]:
+    """Whether mask, bias and the tables of rope start at multiples of 16 bytes, by the names of their buffers."""
+    extras = {"mask": options.mask, "bias": options.bias, "cos": options.rope_cos, "sin": options.rope_sin}
+    return {name: x.data_ptr() % 16 == 0 for name, x in extras.items() if x is not None}
 
 
 _gradient_launches: dict[Any, Any] = {}
@@ -622,7 +617,7 @@ def _prepare_gradients(
     if want_scores:
         memory["ds"] = TensorView("f32", score_shape, contiguous_strides(score_shape), "cuda", None)
     aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()}
-    aligned |= tables_aligned(options) | mask_aligned(options)
+    aligned |= extras_aligned(options)
     ready = prepare_backward(problem, memory, device, aligned)
     return prepared_steps(ready, device), ready.workspace, score_shape
 

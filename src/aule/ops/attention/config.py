@@ -106,6 +106,8 @@ class FragmentConfig(ScoreConfig):
         The scale is part of the exponent. It must be positive, and nothing may be added to scores.
     factor : str or None
         Type to which Q, K and V are rounded on their way in; None: they have it already.
+    pairs : tuple of str
+        Which of mask and bias, where they are added, can be read two keys at a time.
     """
 
     shape: FragmentShape
@@ -113,6 +115,7 @@ class FragmentConfig(ScoreConfig):
     index64: bool = False
     folded: bool = False
     factor: str | None = None
+    pairs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

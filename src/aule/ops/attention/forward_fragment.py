@@ -98,7 +98,7 @@ class FragmentForward:
         self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
         p.buffer("o", SCALARS[config.dtype], "write")  # the fourth, as callers may rely on; the log-sum-exp is the last
-        self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
+        self.modifiers = scores.modifiers(self.head, {n: "any" for n in ("mask", "bias") if n not in config.pairs})
         self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))
 
         self.dropout = scores.dropout()

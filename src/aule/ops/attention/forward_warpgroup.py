@@ -9,12 +9,13 @@ need modifying and guarding, go one product after the other. With a mask both ki
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32, u32, u64
+from aule.ir.types import PANEL, SCALARS, f32, i32, u32, u64
+from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
 from aule.ops.attention.mask_tiles import TileList, keep, words
@@ -209,10 +210,38 @@ class _Forward(FragmentForward):
         self._apply([m for m in self.modifiers if m.everywhere], S, key0)
         with self._partly(i):
             self._apply([m for m in self.modifiers[:-1] if not m.everywhere], S, key0)
+            for name in self.config.pairs:
+                self._add_pairs(name, S, key0)
             if bits:
                 keep(S, [x.value for x in bits], NEG_INF)
             self._drop_outside(S, key0)
         self._pack(self._weights(state, key0, running), state.P)
+
+    def _add_pairs(self, name: str, S: FragmentTile, key0: Value) -> None:
+        """Add a mask or bias of which neighbouring keys are read together."""
+        b, scores, engine, index = self.b, self.scores, self.engine, self.index
+        dtype = self.config.mask if name == "mask" else self.config.bias
+        assert dtype is not None and engine.run == 2
+        buffer, base = self.p.buffer(name, SCALARS[dtype]), self.p.strided(name, scores.batch, self.head)
+        row_stride = self.p.number(f"{name}_row_stride", index)
+        rows = [b.min(self.row0 + self.subgroup_row + S.row(r), scores.seq_q - 1) for r in range(engine.rows_held)]
+        starts = [base + b.cast(row, index) * row_stride for row in rows]
+        first = key0 + engine.lane_col
+        pair: list[Value] = []
+
+        def add(place: Callable[[int], Value]) -> None:
+            def each(s: Value, r: int, c: int) -> Value:
+                if c % 2 == 0:
+                    pair[:] = b.unpack(b.load(buffer, starts[r] + place(engine.behind(c)), 2))
+                return mod.added(b, s, pair[c % 2])
+
+            S.map(each)
+
+        with b.if_(key0 + self.shape.block_kv <= scores.seq_kv):
+            add(lambda column: b.cast(first, index) + column)
+        with b.else_():
+            # Of keys past the end any pair will do.
+            add(lambda column: b.cast(b.min(first + column, scores.seq_kv - 2), index))
 
     def _drop_outside(self, S: FragmentTile, key0: Value) -> None:
         """Keep keys that exist and are in the band: as the last of the modifiers, by one comparison with each side,

@@ -52,7 +52,7 @@ class MaskTilesConfig:
     own, other : int
         Rows and columns of a tile.
     vectors : bool
-        Rows of the mask can be read 16 bytes at a time.
+        Rows of the mask are whole runs of 16 keys and can be read 16 bytes at a time.
     """
 
     dtype: str
@@ -117,7 +117,8 @@ def mask_steps(
     index64 = max(workspace.values()) > 2**31 - 1 or view.last_index > 2**31 - 1
     run = 16 // ITEMSIZE[view.dtype]
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
-    vectors = base_aligned and view.strides[3] == 1 and all(s % run == 0 for s in [*steps, view.offset])
+    whole = problem.seq_kv >= SIZE and problem.seq_kv % SIZE == 0
+    vectors = base_aligned and whole and view.strides[3] == 1 and all(s % run == 0 for s in [*steps, view.offset])
     sizes = shape.block_q, shape.block_kv, transposed
     look = MaskTilesConfig(view.dtype, *sizes, vectors, index64)
     order = TileOrderConfig(*sizes, options["left"], options["right"], problem.bias is not None, index64)
@@ -156,13 +157,22 @@ def _look(b: Builder, p: Parameters, config: MaskTilesConfig, target: Target, nu
     halves = b.shared("halves", u32, queries * across)
     any_kept, any_changed = (b.var(b.const(0, u32)) for _ in range(2))
     read = _reader(b, p, config, batch, head)
-    thread = b.thread_id()
-    with b.loop(thread, queries * across, THREADS, name="run") as run:
+    thread, runs = b.thread_id(), queries * across
+
+    def take(run: Value) -> None:
         row, half = divmod_const(b, run, across)
         kept, changed = read(query0 + row, key0 + half * SIZE)
         b.store(halves, run, kept)
         any_kept.value = any_kept.value | kept
         any_changed.value = any_changed.value | changed
+
+    for first_run in range(0, runs, THREADS):  # unrolled, so that many loads are under way
+        run = thread + first_run
+        if first_run + THREADS <= runs:
+            take(run)
+        else:
+            with b.if_(run < runs):
+                take(run)
     keeps = b.workgroup_any(b.ne(any_kept.value, 0))
     changes = b.workgroup_any(b.ne(any_changed.value, 0))
     some = keeps & changes
@@ -213,7 +223,7 @@ def _reader(
     b: Builder, p: Parameters, config: MaskTilesConfig, batch: Value, head: Value
 ) -> Callable[[Value, Value], tuple[Value, Value]]:
     """Of 16 keys of a row: which are kept, and which have something done to their scores, as bits. Rows and keys past
-    the end are the last."""
+    the end are those of the last ones."""
     seq_q, seq_kv = p.number("seq_q"), p.number("seq_kv")
     elem = u8 if config.dtype == "bool" else SCALARS[config.dtype]
     buffer, base = p.buffer("mask", elem), p.strided("mask", batch, head)
@@ -239,25 +249,14 @@ def _reader(
 
     def read(row: Value, key: Value) -> tuple[Value, Value]:
         start = base + b.cast(b.min(row, seq_q - 1), p.index) * row_stride
-        kept, changed = (b.var(b.const(0, u32)) for _ in range(2))
-
-        def one_by_one() -> None:
-            inside = [b.cast(b.min(key + i, seq_kv - 1), p.index) for i in range(SIZE)]
-            kept.value, changed.value = bits([b.load(buffer, start + i * col_stride) for i in inside])
-
         if not config.vectors:
-            one_by_one()
-            return kept.value, changed.value
-        with b.if_(key + SIZE <= seq_kv):
-            at, run = start + b.cast(key, p.index), 128 // elem.bits
-            found = [b.load(buffer, at + i, run) for i in range(0, SIZE, run)]
-            if config.dtype == "bool":
-                kept.value, changed.value = flags(b.unpack(b.bitcast(found[0], Vector(u32, 4))))
-            else:
-                kept.value, changed.value = bits([x for vector in found for x in b.unpack(vector)])
-        with b.else_():
-            one_by_one()
-        return kept.value, changed.value
+            inside = [b.cast(b.min(key + i, seq_kv - 1), p.index) for i in range(SIZE)]
+            return bits([b.load(buffer, start + i * col_stride) for i in inside])
+        at, run = start + b.cast(b.min(key, seq_kv - SIZE), p.index), 128 // elem.bits
+        found = [b.load(buffer, at + i, run) for i in range(0, SIZE, run)]
+        if config.dtype == "bool":
+            return flags(b.unpack(b.bitcast(found[0], Vector(u32, 4))))
+        return bits([x for vector in found for x in b.unpack(vector)])
 
     return read
 
