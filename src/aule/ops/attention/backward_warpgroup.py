@@ -1,4 +1,4 @@
-"""The kernel of dK and dV over warpgroups (NVIDIA's sm_90), which also adds up dQ.
+"""The kernel of dK and dV over warpgroups (NVIDIA's sm_90), which also adds up dQ where it may (``config.sums``).
 
 A workgroup owns a block of keys, 64 to a warpgroup, and passes over the query rows:
 
@@ -36,7 +36,7 @@ from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelT
 
 def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
-    assert config.sums and config.shape.stages == (4 if config.shape.columns == 1 else 2)
+    assert config.shape.stages == (4 if config.shape.columns == 1 else 2)
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
     kernel = (_Narrow if config.shape.columns == 1 else _Wide)(b, config, target)
     with b.if_(kernel.exists):
@@ -110,7 +110,7 @@ class _Keys(KeysKernel, ABC):
         right, self.dq_panel = divmod_const(b, engine.group, blocks)
         self.dq_row, self.dq_col = self.dq_panel * ROWS, right * self.dq_cols
         self.k_panel = right * (self.dq_cols // PANEL)
-        self.limited = across * self.dq_cols != self.depths[0] * SIZE
+        self.limited = config.sums and across * self.dq_cols != self.depths[0] * SIZE
         self.S = [engine.tile(shape.rows, ROWS // shape.columns) for _ in range(blocks)]
         self.dP = engine.tile(shape.rows, ROWS // shape.columns)
         self.dQ = engine.tile(shape.rows, self.dq_cols)
@@ -360,10 +360,12 @@ class _Narrow(_Keys):
             self.fetch_numbers(way.head, way.number(tile + 2), way.fetched)
             with b.if_(tile + 3 < way.last):
                 self._fetch(way, tile + 3)
-        b.comment("dQ = dQ + dS K")
-        self._start_queries(self._ds_at(tile))
+        if self.config.sums:
+            b.comment("dQ = dQ + dS K")
+            self._start_queries(self._ds_at(tile))
         b.warpgroup_wait(0)
-        self._add_queries(way, tile)
+        if self.config.sums:
+            self._add_queries(way, tile)
 
     def _part(self, way: _Pass, tile: Value, part: int, partial: Value, bits: Var | None, further: bool) -> None:
         """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
@@ -378,8 +380,9 @@ class _Narrow(_Keys):
         factors = engine.pack(self._gradients(p, at, slope, partial), engine.left)[0]
         b.comment("dK = dK + dS^T Q")
         self._start_result(tile, 0, part, factors)
-        start = self._ds_at(tile) + part * self.ds_shape.stride
-        engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, b.const(0, i32), factors)
+        if self.config.sums:
+            start = self._ds_at(tile) + part * self.ds_shape.stride
+            engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, b.const(0, i32), factors)
 
     def _ds_at(self, tile: Value) -> Value:
         """Where dS of a tile lies: the next is written while products read the last."""
@@ -415,13 +418,15 @@ class _Wide(_Keys):
         b.comment("dV = dV + P^T dO, dK = dK + dS^T Q, dQ = dQ + dS K")
         self._start_result(tile, 1, 0, p_factor)
         self._start_result(tile, 0, 0, ds_factor)
-        self._start_queries(b.const(ds_at, i32))
+        if self.config.sums:
+            self._start_queries(b.const(ds_at, i32))
         if more:
             self._start_scores(tile + 1, 0, 0)
         b.warpgroup_wait(int(more))
         if more:
             b.warpgroup_arrive(self.meeting)  # done with this tile's rows
-        self._add_queries(way, tile)
+        if self.config.sums:
+            self._add_queries(way, tile)
         if more:
             b.warpgroup_await(self.meeting, 0, self.parity.value)
             self.parity.value = self.parity.value ^ 1

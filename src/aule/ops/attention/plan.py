@@ -219,7 +219,7 @@ def plan_backward(
     adds = "ds" not in views and _can_add(problem, target)
     keys_shape = shapes[1] if shapes else None
     rotates = [can_turn(problem), *aligned(RUN, names[2:])]
-    if adds and all(aligned(RUN, names) if problem.rope is None else rotates):
+    if all(aligned(RUN, names) if problem.rope is None else rotates):
         # Rows that are put together on their way take registers that this kernel does not have.
         keys_shape = keys_shape or choose_backward_warpgroups(target, problem.dtype, *dims)
     keys_shape = keys_shape or _backward_fragments(problem, target, "sums" if adds else "keys")
@@ -227,8 +227,6 @@ def plan_backward(
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
     clear = padded(problem.batch * problem.heads_q * row_tiles * tile_size, QUAD)
     sums = adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys_shape)
-    if not sums and isinstance(keys_shape, FragmentShape) and keys_shape.warpgroups:
-        keys_shape = _backward_fragments(problem, target, "keys") or choose_backward_shape(target, max(dims), dims)
     index64 = index64 or (sums and clear > 2**31 - 1)  # they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     run = RUN if problem.dtype != "f32" and all(aligned(RUN, ("o", "do"))) else QUAD
