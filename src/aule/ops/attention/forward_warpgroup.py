@@ -1,10 +1,11 @@
 """The forward kernel for products of warpgroups: that of `forward_fragment` with the matrix units at work while
 softmax is computed.
 
-Q, K and V lie in shared memory, from where products fetch them by themselves. Over the tiles in which no row drops a
-key, two products are started at a time, the scores of a tile and O's share of the tile before; as soon as the scores
-are there, their softmax is computed while the other product is still running. Tiles at the edges of the band, which may
-need modifying and guarding, go one product after the other. With a mask both kinds are in a list (`mask_tiles`).
+Q, K and V lie in shared memory, from where products fetch them by themselves. Two products are started at a time, the
+scores of a tile and O's share of the tile before; as soon as the scores are there, their softmax is computed while the
+other product is still running. Tiles in which rows may drop keys come first: those at the edges of the band, or with a
+mask the first ones of a list (`mask_tiles`). V of these is looked over for Inf and NaN, and in the rare block that has
+any, all is computed again with care.
 """
 
 from __future__ import annotations
@@ -134,10 +135,10 @@ class _Forward(FragmentForward):
         self._fetch_keys(first, b.const(1, i32))
         b.warpgroup_fence()
         self._start_scores(state.S, first.stage)
-        bits = self._bits(first, zero)
+        bits = self._bits(first.tile, zero)
         b.warpgroup_wait()
         self._arrive(zero, self.v_start)
-        self._weigh_tile(state, first, zero, bits)
+        self._weigh_tile(state, first.tile, zero, bits)
         place = b.var(zero, "v_stage")  # of the tile before, among V's three
         with b.loop(1, self.count, name="tile") as i:
             at = self._place(i)
@@ -153,10 +154,10 @@ class _Forward(FragmentForward):
             # All have read what lay here: K of the tile before, and V of the third before.
             self._fetch_keys(at, i + 1)
             self._fetch(self.values, at.tile, v_at, i)
-            bits = self._bits(at, i)
+            bits = self._bits(at.tile, i)
             b.warpgroup_wait(1)
             self._arrive(i, v_at)
-            self._weigh_tile(state, at, i, bits, running=True)
+            self._weigh_tile(state, at.tile, i, bits, running=True)
         b.warpgroup_await(self.meeting, 0, (self.count - 1) & 1)
         b.warpgroup_fence()
         self._start_output(state, self.v_start + place.value * self.v_size)
@@ -191,20 +192,20 @@ class _Forward(FragmentForward):
         b.warpgroup_publish()
         b.warpgroup_arrive(self.meeting)
 
-    def _bits(self, at: Place, i: Value) -> list[Var]:
+    def _bits(self, tile: Value, i: Value) -> list[Var]:
         """What a boolean mask keeps of a tile, fetched only where it drops some."""
         b = self.b
         if self.listed is None or self.config.mask != "bits":
             return []
         found = [b.var(b.const(0, u32), "bits") for _ in range(words(self.shape.block_kv))]
         with b.if_(i < self.edges):
-            for variable, word in zip(found, self.listed.bits(at.tile, self.engine.subgroup), strict=True):
+            for variable, word in zip(found, self.listed.bits(tile, self.engine.subgroup), strict=True):
                 variable.value = word
         return found
 
-    def _weigh_tile(self, state: _State, at: Place, i: Value, bits: list[Var], running: bool = False) -> None:
+    def _weigh_tile(self, state: _State, tile: Value, i: Value, bits: list[Var], running: bool = False) -> None:
         """P of a tile whose scores are there; ``running`` while a product still adds to O."""
-        S, key0 = state.S, at.tile * self.shape.block_kv
+        S, key0 = state.S, tile * self.shape.block_kv
         if not self.config.folded:
             S.map(lambda s, r, c: s * self.scale)
         self._apply([m for m in self.modifiers if m.everywhere], S, key0)
@@ -284,10 +285,9 @@ class _Forward(FragmentForward):
             b.barrier()
             b.warpgroup_fence()
             self._start_scores(state.S, zero)
-            at = Place(tile, zero, tile, self.exists)
-            bits = self._bits(at, i)
+            bits = self._bits(tile, i)
             b.warpgroup_wait()
-            self._weigh_tile(state, at, i, bits)
+            self._weigh_tile(state, tile, i, bits)
             self._multiply_wild(O, state.P, tile * self.shape.block_kv, self.v_start)
             b.barrier()
 
