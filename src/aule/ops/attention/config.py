@@ -108,6 +108,8 @@ class FragmentConfig(ScoreConfig):
         Type to which Q, K and V are rounded on their way in; None: they have it already.
     pairs : tuple of str
         Which of mask and bias, where they are added, can be read two keys at a time.
+    one_loop : bool
+        Over warpgroups: tiles with dropped keys are so many that they are in one loop with the others.
     """
 
     shape: FragmentShape
@@ -116,6 +118,7 @@ class FragmentConfig(ScoreConfig):
     folded: bool = False
     factor: str | None = None
     pairs: tuple[str, ...] = ()
+    one_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

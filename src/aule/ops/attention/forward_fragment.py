@@ -391,7 +391,11 @@ class FragmentForward:
             return None
         found = b.var(b.const(0, u32), "found")
         self._look_over(v_at, found)
+        self._arrived()
         return b.workgroup_any(b.ne(found.value, 0))
+
+    def _arrived(self) -> None:
+        """What this thread brought in is in shared memory; a barrier follows."""
 
     def _look_over(self, v_at: Value, found: Var) -> None:
         """Set bits of ``found`` where what this thread has brought in of V is Inf or NaN."""

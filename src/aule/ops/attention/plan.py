@@ -25,6 +25,7 @@ from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
+    Doing,
     choose_backward_fragments,
     choose_backward_shape,
     choose_backward_warpgroups,
@@ -47,6 +48,12 @@ from aule.view import TensorView
 FAR = 1 << 30
 """A window side that is as good as unlimited, small enough that sums with positions do not overflow."""
 
+
+FEW_KEYS = 2048
+"""Up to so many keys in a row's band, tiles at its edges are too many for a loop of their own (`FragmentConfig`). H200,
+bf16, with one loop and with two, at d64 and d128: window of 512 (S 4096) 0.369 and 0.434, 0.231 and 0.271 ms; causal,
+TFLOPS: S 2048 307 and 296, 443 and 423 (d256 424 and 427), S 8192 438 and 448, 555 and 583. Without a band 365 and 382,
+517 and 531."""
 
 _MANY_SCORES = 1 << 23
 """From so many on it is worth two launches to look at a mask. H200, d128, batch 4, 16 heads: S 256 20 us without, 36
@@ -124,10 +131,10 @@ def plan_forward(
             )
     elif not strided and problem.modifiers == 0 and problem.rope is None:
         shape = shape or preferred
-    if shape is None and all(aligned(RUN)[:3] if problem.rope is None else [can_turn(problem), aligned(RUN)[2]]):
-        added = problem.bias is not None or problem.mask not in (None, "bool")
-        if problem.mask is None or problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv >= _MANY_SCORES:
-            shape = choose_warpgroups(target, problem.dtype, *dims, masked, added)
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    copied = all(aligned(RUN)[:3] if problem.rope is None else [can_turn(problem), aligned(RUN)[2]])
+    if shape is None and copied and (problem.mask is None or scores >= _MANY_SCORES):
+        shape = choose_warpgroups(target, problem.dtype, *dims, _doing(problem))
     if shape is None and rotates_runs(problem):
         rotated = problem.rope is not None
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
@@ -161,6 +168,7 @@ def plan_forward(
             memory["index64"] = memory["index64"] or max(space.values()) > 2**31 - 1
             scalars |= found
         if shape.warpgroups:
+            memory["one_loop"] = masked or _few_keys(problem)
             memory["pairs"] = tuple(
                 name for name in ("mask", "bias")
                 if getattr(problem, name) not in (None, "bool") and _in_pairs(views[name], base_ok.get(name, True))
@@ -365,6 +373,22 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
 def listed(problem: AttentionProblem) -> dict[str, Any]:
     """The fields of a `ScoreConfig` where steps before the kernel have looked at the mask."""
     return {"listed": True, "mask": "bits" if problem.mask == "bool" else problem.mask}
+
+
+def _doing(problem: AttentionProblem) -> Doing:
+    if problem.dropout_p > 0 or problem.mask not in (None, "bool"):
+        return "more"
+    if problem.bias is not None:
+        return "adding"
+    return "nothing" if problem.mask is None else "masking"
+
+
+def _few_keys(problem: AttentionProblem) -> bool:
+    """Whether a band leaves few keys to each row."""
+    left, right = problem.limits
+    band = left + right + 1 if left != UNBOUNDED and right != UNBOUNDED else problem.seq_kv
+    limited = left != UNBOUNDED or right != UNBOUNDED
+    return limited and min(band, problem.seq_kv) <= FEW_KEYS and max(problem.head_dim, problem.value_dim) <= 128
 
 
 def rotates_runs(problem: AttentionProblem) -> bool:
