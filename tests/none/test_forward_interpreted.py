@@ -8,11 +8,9 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from op_plans import layouts_of
+from op_plans import run_step
 
 from aule.engine.attention import contiguous_strides, named
-from aule.ir.interpret import interpret
-from aule.ir.verify import verify
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.forward_fragment import LAG
 from aule.ops.attention.plan import plan_forward
@@ -20,6 +18,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.tiles import ENTRIES, OWN, choose_shape
 from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
 from aule.tile.math import LN2, LOG2E
@@ -59,15 +58,11 @@ def run(
             steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    plan = plan_forward(problem, views, device, dict.fromkeys("qkvo", aligned), shape)
-    kernel = build_forward(replace(plan.config, index64=index64), device)
-    verify(kernel)
-    values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
-    if plan.grid[0]:
-        interpret(
-            kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=device.subgroup_size or 32,
-            layouts=layouts_of(device),
-        )  # fmt: skip
+    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), shape)
+    memory |= {name: np.full(size, -1, np.int32) for name, size in plan.workspace.items()}
+    for step in (*plan.before, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
+        if step.grid[0]:
+            run_step(replace(step, config=replace(step.config, index64=index64)), memory, device)
     return out, lse
 
 

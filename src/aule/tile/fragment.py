@@ -189,8 +189,12 @@ class Fragments(Components):
 
     def col(self, c: int) -> Value:
         """The column of a tile that is this lane's ``c``-th."""
+        return self.lane_col + self.behind(c)
+
+    def behind(self, c: int) -> int:
+        """How far that is behind the lane's first column."""
         block, part = divmod(c, len(self.part_cols))
-        return self.lane_col + (block * self.way.width + self.part_cols[part])
+        return block * self.way.width + self.part_cols[part]
 
     # -- tiles ---------------------------------------------------------------------------------------------------------
 

@@ -148,14 +148,15 @@ class KeysKernel(GradientKernel):
     """Of dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
 
     kv_head: Value
+    block: Value
     numbers: Value
     """Of the query rows of a tile: what is added to scores, and delta."""
 
     def own_keys(self) -> None:
         """Find out which keys are the workgroup's."""
         b, config, blocks = self.b, self.config, self.p.number("blocks_each")
-        head_number = self.task // blocks
-        self.row0 = (self.task % blocks) * self.shape.block_q
+        head_number, self.block = self.task // blocks, self.task % blocks
+        self.row0 = self.block * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         scores = self.scores = Scores(self.p, batch)
         if config.packed:

@@ -73,7 +73,7 @@ class FragmentForward:
         self.exists = number < p.number("blocks")
         # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
         self.head_number, block = block_of(config, number, blocks, p.number("blocks"), by_head=shape.warpgroups)
-        self.row0 = block * shape.block_q
+        self.block, self.row0 = block, block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
         scores = self.scores = Scores(p, batch)
@@ -98,7 +98,7 @@ class FragmentForward:
         self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
         p.buffer("o", SCALARS[config.dtype], "write")  # the fourth, as callers may rely on; the log-sum-exp is the last
-        self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
+        self.modifiers = scores.modifiers(self.head, {n: "any" for n in ("mask", "bias") if n not in config.pairs})
         self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))
 
         self.dropout = scores.dropout()
@@ -254,21 +254,20 @@ class FragmentForward:
         return result
 
     def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
-        b, scores = self.b, self.scores
         if not self.config.folded:
             S.map(lambda s, r, c: s * self.scale)
+        self._apply([m for m in self.modifiers if m.everywhere or not whole], S, key0)
+
+    def _apply(self, modifiers: list[mod.Modifier], S: FragmentTile, key0: Value) -> None:
+        b, scores = self.b, self.scores
         rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
         columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
 
-        def apply(modifier: mod.Modifier) -> None:
-            def at(r: int, c: int) -> mod.Site:
-                return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
+        def at(r: int, c: int) -> mod.Site:
+            return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
 
-            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
-
-        for modifier in self.modifiers:
-            if modifier.everywhere or not whole:
-                apply(modifier)
+        for modifier in modifiers:
+            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))  # noqa: B023
 
     def _finish(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
         b, engine, config = self.b, self.engine, self.config
@@ -281,21 +280,28 @@ class FragmentForward:
         out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = extent.row_base(self.p, self.head_number, head)
-        run = engine.run
-        for r, row in enumerate(O.values()):
+        values = O.values()
+        for r, row in enumerate(values):
             nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
             inverse = b.select(nothing, zero, b.rcp(totals[r]))
             if config.dropout:
                 inverse = inverse * self.p.number("keep_scale", f32)
+            values[r] = [x * inverse for x in row]
             at = self.row0 + self.subgroup_row + O.row(r)
-            with b.if_(at < self.scores.seq_q):
+            if config.lse:
+                lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
+                with b.if_(b.eq(engine.lane_col, 0) & (at < seq_q)):
+                    b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+        self._store(O, values, out)
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
+        """Store this lane's elements of O."""
+        b, run = self.b, self.engine.run
+        for r, row in enumerate(values):
+            at = self.row0 + self.subgroup_row + O.row(r)
+            with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
-                    parts = [x * inverse for x in row[c : c + run]]
-                    out.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
-                if config.lse:
-                    lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
-                    with b.if_(b.eq(engine.lane_col, 0)):
-                        b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+                    out.store(b, at, O.col(c), row[c : c + run], padded(out.cols, SIZE))
 
     def _start_from_sink(self, base: list[Var], l: list[Var]) -> None:
         """The sink is a key without a value: it is counted before the first tile, by one lane of a row."""
@@ -381,21 +387,25 @@ class FragmentForward:
         NaN."""
         b = self.b
         if whole:
-            self._arrived()
             b.barrier()
             return None
         found = b.var(b.const(0, u32), "found")
+        self._look_over(v_at, found)
+        self._arrived()
+        return b.workgroup_any(b.ne(found.value, 0))
+
+    def _arrived(self) -> None:
+        """What this thread brought in is in shared memory; a barrier follows."""
+
+    def _look_over(self, v_at: Value, found: Var) -> None:
+        """Set bits of ``found`` where what this thread has brought in of V is Inf or NaN."""
+        b = self.b
 
         def check(run: Value) -> None:
             for word in b.unpack(b.bitcast(run, Vector(u32, RUN * self.engine.elem.bits // 32))):
                 found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
-        self._arrived()
-        return b.workgroup_any(b.ne(found.value, 0))
-
-    def _arrived(self) -> None:
-        """What this thread brought in is in shared memory; a barrier follows."""
 
     # -- products with V -------------------------------------------------------------------------------------------
 
