@@ -190,7 +190,7 @@ class _Forward(FragmentForward):
         return p
 
     def _pack(self, p: list[list[Value]], P: Sequence[Var]) -> None:
-        for variable, fragment in zip(P, self.engine.pack(p, self.engine.left, weights=True)[0], strict=True):
+        for variable, fragment in zip(P, self.engine.pack(p, self.engine.left, "weights")[0], strict=True):
             variable.value = fragment
 
     # -- memory ----------------------------------------------------------------------------------------------------
