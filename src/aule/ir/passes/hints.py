@@ -5,16 +5,18 @@ from __future__ import annotations
 from aule.ir.kernel import KernelIR, Op
 from aule.ir.passes.rewrite import Rewriter
 
+_HINTS = ("prefetch", "launch_next", "launch_await")
+
 
 def hints(kernel: KernelIR) -> KernelIR:
-    """Leave out every ``prefetch``."""
-    return _Hints(kernel).run() if any(op.opcode == "prefetch" for op in kernel.walk()) else kernel
+    """Leave out every ``prefetch``, and what tells launches when to start."""
+    return _Hints(kernel).run() if any(op.opcode in _HINTS for op in kernel.walk()) else kernel
 
 
 class _Hints(Rewriter):
     def __init__(self, kernel: KernelIR) -> None:
         super().__init__(kernel)
-        self.hooks["prefetch"] = self._nothing
+        self.hooks |= dict.fromkeys(_HINTS, self._nothing)
 
     def _nothing(self, op: Op) -> None:
-        """Whoever reads the memory waits for it."""
+        """Whoever reads the memory waits for it, and a launch for those before it."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from aule.ops.attention.dropout import keep_scale, threshold
-from aule.ops.rowwise import choose_rows, extent, lay_out, operand, row_grid, view_numbers, view_width
+from aule.ops.row_shapes import choose_rows, row_grid
+from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
 from aule.ops.softmax.kernels import SoftmaxConfig, build_softmax, build_softmax_gradient
 from aule.ops.softmax.problem import SoftmaxProblem
 from aule.ops.step import Step, StepPlan
