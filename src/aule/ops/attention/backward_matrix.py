@@ -6,6 +6,7 @@ A workgroup *owns* rows of two matrices and passes over the rows of two *others*
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log2
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
@@ -123,7 +124,10 @@ class GradientKernel(BackwardBlock):
         at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
         lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
         empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
-        return b.select(empty, b.const(NEG_INF, f32), lse * -LOG2E), delta
+        base = lse * -LOG2E
+        if self.engine.excess > 1.0:  # P has it, and so has dS; as factors they have lost it
+            base = base + log2(self.engine.excess)
+        return b.select(empty, b.const(NEG_INF, f32), base), delta
 
     def result_width(self, which: int) -> int:
         """Columns of a result that one subgroup makes."""

@@ -370,7 +370,7 @@ class _Forward(FragmentForward):
         with b.if_(follows):
             factors = [alpha.value for alpha in alphas]
             O.map(lambda x, r, c: x * factors[r])
-        for variable, fragment in zip(state.P, engine.pack(p, engine.left, weights=True)[0], strict=True):
+        for variable, fragment in zip(state.P, engine.pack(p, engine.left, "weights")[0], strict=True):
             variable.value = fragment
 
     # -- memory ----------------------------------------------------------------------------------------------------

@@ -140,18 +140,16 @@ class FragmentEntry:
     strided: FragmentShape
 
 
-_Numbers = tuple[int, int, int, int, int] | tuple[int, int, int, int, int, int]
+_Numbers = tuple[int, int, int, int, int]
 
 
-def _entry(dim: int, plain: _Numbers, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
-    """An entry out of block_q, block_kv, subgroups, stages, resident_q and, where it is not zero, held."""
-    return FragmentEntry(
-        dim,
-        *(
-            FragmentShape(q, kv, n, stages, bool(r), held=sum(held))
-            for q, kv, n, stages, r, *held in (plain, masked, strided)
-        ),
-    )
+def _entry(dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
+    """An entry out of block_q, block_kv, subgroups, stages and resident_q, or of a shape that has more to say."""
+    return FragmentEntry(dim, *(x if isinstance(x, FragmentShape) else _shape(*x) for x in (plain, masked, strided)))
+
+
+def _shape(block_q: int, block_kv: int, subgroups: int, stages: int, resident_q: int) -> FragmentShape:
+    return FragmentShape(block_q, block_kv, subgroups, stages, bool(resident_q))
 
 
 FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
@@ -173,18 +171,22 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         _entry(256, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 16, 4, 1, 0)),
         _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
-    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is.
+    # H200, S 2048 full / 8192 causal, f16 and then bf16; 48 KiB of shared memory is all there is. In brackets: before
+    # scores were made ahead, accesses no longer checked and bf16 cut off (docs/performance.md, steps 14 to 18).
     "vulkan": (
-        # 317 / 304, in bf16 309 / -; keys by 32 312 / 283, by 96 in one stage 273 (S 8192 full, where this has 309) /
-        # -, 16 rows a subgroup and loops that the driver unrolls 249 / 232.
-        _entry(64, (128, 64, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
-        # 309 / 293, in bf16 301 / -; 32 columns of Q in registers 302 / -, 48 and keys by 48 271 / -, three subgroups
-        # and none 187 / -, all of them 179 / -. 16 rows a subgroup, eight of them, 285 / 262, in bf16 240 / -; four
-        # 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240.
-        _entry(128, (128, 32, 4, 1, 0, 16), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
-        # 198 / -; keys by 16 in two stages 195 / -, with all of Q in registers 191 / - and in one stage 183 / -, with
-        # 96 columns of it 176 / -; keys by 32 with all of Q 118 / -, 32 rows a subgroup 119 / -.
-        _entry(256, (64, 32, 4, 1, 0, 160), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+        # 331 / -, 330 / -; two stages, not ahead 314 / -, 306 / -. (317 / 304, 309 / -; keys by 32 312 / 283, by 96 in
+        # one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops 249 / 232.)
+        _entry(64, FragmentShape(128, 64, 4, 1, True, ahead=True), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 332 / 331, 321 / 335; not ahead 313 / 317, 305 / 316; 32 columns of Q in registers 326 / -. Not ahead, Q in
+        # private memory: keys by 64 257 / -, by 48 266 / -, by 32 in two stages 225 / -, 256 rows 236 to 257. (309 /
+        # 293, 301 / -; 48 columns and keys by 48 271 / -, three subgroups and none 187 / -. 16 rows a subgroup, eight
+        # of them, 285 / 262; four 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240.)
+        _entry(128, FragmentShape(128, 32, 4, 1, False, held=16, ahead=True), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        # 247 / 259, 244 / -; 48 columns of Q in memory 244 / -. 64 rows over four subgroups, 96 columns in memory 236 /
+        # 248, 233 / -, none 216 / -, not ahead 208 / 218, 203 / -. (198 / -; keys by 16 in two stages 195 / -, with all
+        # of Q in registers 191 / - and in one stage 183 / -, with 96 columns of it 176 / -; 32 rows a subgroup 119 /
+        # -.)
+        _entry(256, FragmentShape(128, 32, 8, 1, True, ahead=True), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
     # cycles per score without the guarded product, whose trips it overrates; WMMA alone would be 0.5 at d64.
@@ -273,7 +275,8 @@ def choose_fragments(
         return None
     itemsize = factor_elem(dtype).bits // 8
     for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.vendor, FRAGMENTS.get(target.backend, ())):
-        plain = entry.masked if rotated and entry.plain.held else entry.plain
+        apart = entry.plain.held > 0 or entry.plain.in_pieces(head_dim)
+        plain = entry.masked if rotated and apart else entry.plain
         shape = fitted(entry.strided if strided else entry.masked if masked else plain, target)
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
@@ -314,21 +317,22 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # All by sums: 217 / -.
         FragmentBackwardEntry(256, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 64, 8, 2, False, columns=4)),
     ),
-    # H200, 48 KiB, S 2048 full.
+    # H200, 48 KiB, S 2048 full / 8192 full / 8192 causal, all launches, five products counted.
     "vulkan": (
-        # f16: dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count
-        # as 220; sums of 64 keys, with V in memory, 183 to 195. bf16: both together 198. Sums with V in registers 231;
-        # both together 212, with dO and V in registers 200, sums with rows by 16 188. These four had P and dS truncated
-        # by the driver's conversion, which is faster and not used.
+        # Sums, bf16: 285 / 312 / 282, f16 287; rows fetched early 253, bf16 rounded instead of cut off 261, both 232 /
+        # 247 / 232; rows by 48 269, V in private memory 248. Before accesses were no longer checked: f16 dQ 313; 16
+        # rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of
+        # 64 keys, with V in memory, 183 to 195.
         FragmentBackwardEntry(
             64,
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, False),
-            FragmentShape(128, 32, 4, 1, True),
+            FragmentShape(128, 32, 4, 1, True, ahead=True),
         ),
-        # bf16, truncated likewise: sums 199, both together 179; rows by 16 and V in memory, sums 162 (154 if rounded);
-        # sums of 128 keys over eight subgroups 155, of 96 over six in two stages 117.
-        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True)),
+        # Sums, bf16: 229 / 245 / 235, f16 228; early and rounded 218 / 233 / 223, V in private memory 229 / 247 / 234.
+        # Before: both together 179; rows by 16 and V in memory 162, of 128 keys over eight subgroups 155, of 96 over
+        # six in two stages 117.
+        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True, ahead=True)),
     ),
     # Not measured, only compiled, as above. None of them spills, with any modifiers.
     "amd": (
