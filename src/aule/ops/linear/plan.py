@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ir.types import PANEL
 from aule.ops.linear.blocks import choose_blocks
 from aule.ops.linear.config import (
     Affine,
@@ -136,9 +135,8 @@ def product_step(
     if max(m, n, k) >= 1 << 30:
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
-    # Products of warpgroups normalise their left factor alone, two steps at a time, by what comes in whole runs.
-    whole = all(x is None or view_width(x) >= 16 // x.itemsize for x in left.norm or ())
-    whole = whole and (left.norm is None or k % (2 * PANEL) == 0)
+    # Products of warpgroups normalise their left factor alone, by what can be loaded in whole words.
+    whole = all(x is None or view_width(x) >= 4 // x.itemsize for x in left.norm or ())
     blocks = choose_blocks(
         target, dtype, (m, n, k), left.across, right.across, aligned, warpgroups=whole and right.norm is None
     )

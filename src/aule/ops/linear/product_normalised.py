@@ -1,77 +1,107 @@
 """A product of warpgroups whose left factor is normalised on its way.
 
-The left factor comes into shared memory as it is, row by row, and each warp takes its fragments of a step from there:
-it normalises them while the products of the step before run, and multiplies with them out of its registers. So numbers
-that are normalised are nowhere but in registers, and each is normalised once for a tile.
+One warpgroup more than the tile has rows for multiplies nothing. It brings in the left factor as it is, and a step
+later, when its copies have come, normalises the very runs that it has copied where they lie. The others then find what
+they expect of any factor: they bring in the right one, and multiply as those of the plain product do. All meet once a
+step; while step n is multiplied, step n + 1 is normalised and step n + 2 is on its way.
 
-Two numbers belong to each row of the left factor as it is multiplied, and stay in registers; two or three to each of
-the summed dimension, and come with each step. Which are the statistics and which weight and bias depends on how the
-factor is stored. It is brought in three steps ahead, the right factor two. Fragments of two steps are held at a time,
-in variables of their own, so the summed dimension has an even number of steps.
+A thread's runs lie one below the other. What belongs to its eight columns it fetches itself, and what belongs to its
+warp's rows is spread over the lanes, which hand it to each other. The one are weight and bias and the other the
+statistics, or the other way round, as the factor is stored; the one comes with each step, the other with each tile.
+
+The roles are the two branches of one condition, within one loop. PTX has a loop for each (`render._ptx_warpgroup`), so
+that neither role has to keep the other's registers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import f32
+from aule.ir.types import Vector, f32, u32
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
-from aule.ops.linear.factors import Factor
+from aule.ops.linear.factors import Factor, RowAt
 from aule.ops.linear.product_warpgroup import Cursor, WarpgroupProduct, Way
 from aule.target import Target
-from aule.tile.arrangement import SIZE
-from aule.tile.fragment_shape import row_stride
+from aule.tile.fragment_shape import RUN
+from aule.tile.warpgroup import ROWS, SUBGROUPS
+
+_LANES = 32
+_THREADS = SUBGROUPS * _LANES
+"""Of the warpgroup that normalises."""
+_REGISTERS = 1 << 16
+"""Of a multiprocessor."""
 
 
 def build_product_normalised(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     blocks = config.blocks
     assert isinstance(blocks, WarpgroupBlocks) and config.whole and config.right.norm is None
-    b = Builder(config.name, blocks.threads, subgroup_size=32, max_registers=blocks.registers)
+    threads = blocks.threads + _THREADS
+    registers = min(blocks.registers, _REGISTERS // threads // RUN * RUN)
+    b = Builder(config.name, threads, subgroup_size=_LANES, max_registers=registers)
     NormalisedProduct(b, config, blocks, target).run()
     return b.finish()
 
 
-_Line = list[Value | None]
-"""A factor and a summand."""
+class _Numbers:
+    """What a thread that normalises needs beside its runs of a step."""
 
+    def __init__(self, product: WarpgroupProduct) -> None:
+        b, way, engine = product.b, product.left, product.engine
+        self.b, self.way, self.factor = b, way, way.factor
+        runs = way.shape.cols // RUN
+        self.rows = _LANES // runs
+        assert self.rows * way.count <= _LANES, "a lane has the numbers of one row at most"
+        # Lanes have a warp's rows one after the other; its first are those of its first round.
+        warp = engine.subgroup - product.blocks.threads // _LANES
+        self.row = warp * self.rows + engine.lane % self.rows + engine.lane // self.rows % way.count * way.step
+        self.own = engine.lane // runs
+        self.statistics = [b.var(b.const(0.0, f32)) for _ in range(3)]
+        # Word by word: from a loaded vector, which has its place among registers, ptxas would copy what a variable
+        # holds, and wait for it.
+        self.affine = [
+            None if x is None else [b.var(b.const(0, u32)) for _ in range(RUN * x.elem.bits // 32)]
+            for x in self.factor.vectors
+        ]
 
-class _Rows(Way):
-    """The way of a factor that is normalised: rows one after the other, so that fragments can be loaded."""
+    def fetch(self, first: Value, depth: Value) -> None:
+        """Start to load those of a step of the tile that begins at row or column ``first``; what belongs to the tile
+        comes with its first step."""
+        row, col = (depth, first) if self.factor.across else (first, depth)
+        with self.b.if_(self.b.eq(depth, 0)):
+            self._fetch_affine(col) if self.factor.across else self._fetch_statistics(row)
+        self._fetch_statistics(row) if self.factor.across else self._fetch_affine(col)
 
-    @property
-    def stride(self) -> int:
-        return row_stride(self.shape.cols)
+    def _fetch_statistics(self, row: Value) -> None:
+        for variable, x in zip(self.statistics, self.factor.statistics(row + self.row), strict=True):
+            variable.value = x
 
-    @property
-    def elements(self) -> int:
-        return self.shape.rows * self.stride
+    def _fetch_affine(self, col: Value) -> None:
+        b, factor = self.b, self.factor
+        for vector, words in zip(factor.vectors, self.affine, strict=True):
+            if vector is None or words is None:
+                continue
+            width = RUN // len(words)
+            for i, word in enumerate(words):
+                at = col + self.way.col + i * width
+                word.value = b.bitcast(vector.load(vector.start(), at, width, factor.bound), u32)
 
-    def offset(self, row: Value, col: Value) -> Value:
-        return row * self.stride + col
-
-
-class _Inner:
-    """Numbers of the summed dimension, of all stages: an array in memory, some of which come with a step."""
-
-    def __init__(self, product: WarpgroupProduct, source: Value, start: Value, name: str) -> None:
-        self.b, self.thread, self.source, self.start = product.b, product.engine.thread, source, start
-        self.elem = source.type.elem  # type: ignore[union-attr]
-        self.depth = product.blocks.depth
-        self.memory = self.b.shared(name, self.elem, STAGES * self.depth)
-
-    def copy(self, depth: Value, stage: Value, first: int) -> int:
-        """Start the copies of a step, by the threads from ``first`` on; behind those are others."""
-        b, run = self.b, 16 // self.elem.bytes
-        count, mine = self.depth // run, self.thread - first
-        with b.if_((mine >= 0) & (mine < count)):
-            index = self.start + b.cast(depth + mine * run, self.start.type)  # type: ignore[arg-type]
-            b.async_copy(self.memory, stage * self.depth + mine * run, self.source, index, run)
-        return first + count
-
-    def pair(self, stage: Value, col: Value) -> list[Value]:
-        """Two neighbouring numbers of a step."""
-        return self.b.unpack(self.b.cast(self.b.load(self.memory, stage * self.depth + col, 2), f32))
+    def values(self) -> tuple[list[RowAt], list[Value | None]]:
+        """What normalises each of this thread's runs, and weight and bias of their columns."""
+        b = self.b
+        mean, scale, shift = (x.value for x in self.statistics)
+        shift = b.fma(-mean, scale, shift)
+        lanes = [self.own + i * self.rows for i in range(self.way.count)]
+        affine: list[Value | None] = []
+        for vector, words in zip(self.factor.vectors, self.affine, strict=True):
+            if vector is None or words is None:
+                affine.append(None)
+            else:
+                affine.append(b.bitcast(b.vector([x.value for x in words]), Vector(vector.elem, RUN)))
+        return [RowAt(lane, b.shuffle(scale, lane), b.shuffle(shift, lane)) for lane in lanes], affine
 
 
 class NormalisedProduct(WarpgroupProduct):
@@ -79,128 +109,74 @@ class NormalisedProduct(WarpgroupProduct):
 
     def __init__(self, b: Builder, config: ProductConfig, blocks: WarpgroupBlocks, target: Target) -> None:
         super().__init__(b, config, blocks, target)
-        factor, p = self.left.factor, self.p
-        statistics = p.buffer("statistics", f32)
-        self.inner: list[_Inner | None]
-        if factor.across:
-            count = b.cast(factor.rows, p.index)
-            self.inner = [
-                _Inner(self, statistics, count * i, name) for i, name in enumerate(("mean", "scale", "shift"))
-            ]
-        else:
-            self.inner = [
-                None if x is None else _Inner(self, x.buffer, x.start(), f"{x.config.name}s") for x in factor.vectors
-            ]
-        zero, there = b.const(0.0, f32), [x is not None for x in factor.vectors] if factor.across else [True, True]
-        self.outer = [[b.var(zero) if x else None for x in there] for _ in self.engine.part_rows]
+        self.multiplies = self.engine.group < blocks.rows // ROWS
+        self.numbers = _Numbers(self)
 
     def ways(self, left: Factor, right: Factor) -> tuple[Way, Way]:
-        columns = Way(self, right, self.blocks.cols, 0)
-        return _Rows(self, left, self.blocks.rows, STAGES * columns.elements), columns
+        blocks = self.blocks
+        columns = Way(self, right, blocks.cols, 0, blocks.threads)
+        start = STAGES * columns.shape.elements
+        return Way(self, left, blocks.rows, start, _THREADS, leader=blocks.threads), columns
 
     def run(self) -> None:
-        b, stage, tiles, depth = self.b, self.stage, self.down * self.along, self.blocks.depth
-        rows, cols = Cursor(self, self.first), Cursor(self, self.first)
+        b, stage, tiles = self.b, self.stage, self.down * self.along
+        cursor = Cursor(self, self.first)
 
-        def bring_left(to: Value) -> None:
-            """Start copies of the left factor; behind the last tile of something else, for it is read there, too."""
-            self.left.copy(rows.row.value, rows.depth.value, to)
-            first = 0
-            for inner in self.inner:
-                if inner is not None:
-                    first = inner.copy(rows.depth.value, to, first)
-            rows.advance()
-
-        def bring_right(to: Value) -> None:
-            with b.if_(cols.number.value < tiles):
-                self.right.copy(cols.col.value, cols.depth.value, to)
+        def bring(to: Value) -> None:
+            """Start the copies of the cursor's step; of the left factor behind the last tile, too, for what is there is
+            normalised."""
+            with b.if_(self.multiplies), b.if_(cursor.number.value < tiles):
+                self.right.copy(cursor.col.value, cursor.depth.value, to)
+            with b.else_():
+                self.left.copy(cursor.row.value, cursor.depth.value, to)
             b.async_commit()
-            cols.advance()
 
-        def ahead(steps: int) -> Value:
-            return (stage.value + steps) & (STAGES - 1)
+        def fetch() -> None:
+            """The numbers of that step: in the place of those before, and so behind their use."""
+            with self.normalising(), b.if_(cursor.number.value < tiles):
+                self.numbers.fetch(cursor.row.value, cursor.depth.value)
+            cursor.advance()
 
-        bring_left(stage.value)
-        bring_left(ahead(1))
-        bring_right(stage.value)
-        bring_left(ahead(2))
-        bring_right(ahead(1))
-        self._know_rows(self.first)
+        bring(stage.value)
+        fetch()
+        bring(stage.value + 1)
+        b.async_wait(1)
+        with self.normalising():
+            self.normalise(stage.value)
         self.arrive()
-        self.meet(stage.value)
-        held = [b.var(x, "normalised") for x in self._normalised(stage.value)]
-        b.warpgroup_arrive(self.meeting)
+        fetch()
+        self.begin()
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
-            with b.loop(0, self.k, 2 * depth, name="depth") as at:
-                factor = [x.value for x in held]
-                for half in range(2):
-                    self.meet(stage.value + 1)
-                    self.multiply(factor, stage.value)
-                    bring_left(ahead(3))
-                    bring_right(ahead(2))
+            with b.loop(0, self.k, self.blocks.depth, name="depth"):
+                now = stage.value
+                following = (now + 1) & (STAGES - 1)
+                self.meet(now)
+                with b.if_(self.multiplies):
+                    self.multiply(self._left_panels(now), now)
+                bring((now + 2) & (STAGES - 1))
+                b.async_wait(1)
+                with b.if_(self.multiplies):
                     b.warpgroup_wait(1)
-                    self.arrive()
-                    if half:
-                        with b.if_(at + 2 * depth >= self.k):
-                            self._know_rows(number + self.workgroups)
-                    factor = self._normalised(ahead(1))
-                    stage.value = ahead(1)
-                for variable, x in zip(held, factor, strict=True):
-                    variable.value = x
-            self.finish(number)
+                with b.else_():
+                    self.normalise(following)
+                self.arrive()
+                fetch()
+                stage.value = following
+            with b.if_(self.multiplies):
+                self.finish(number)
 
-    def _know_rows(self, number: Value) -> None:
-        """What belongs to the rows of the result in a tile."""
-        b, engine, factor = self.b, self.engine, self.left.factor
-        first = self.place(number)[0] + engine.subgroup * SIZE + engine.lane_row
-        for variables, further in zip(self.outer, engine.part_rows, strict=True):
-            if factor.across:
-                found = factor.affine(first + further, 1)
-            else:
-                row = factor.row(first + further)
-                found = [row.scale, row.shift]
-            for variable, x in zip(variables, found, strict=True):
-                if variable is not None and x is not None:
-                    variable.value = b.cast(x, f32)
+    @contextmanager
+    def normalising(self) -> Iterator[None]:
+        """What only the warpgroup does that normalises."""
+        with self.b.if_(self.multiplies):
+            pass
+        with self.b.else_():
+            yield
 
-    def _normalised(self, stage: Value) -> list[Value]:
-        """This warp's rows of a step as fragments."""
-        b, engine, left = self.b, self.engine, self.left
-        across = left.factor.across
-        at = left.memory_of(stage) + engine.subgroup * (SIZE if across else SIZE * left.stride)
-        outer: list[_Line] = [[None if x is None else x.value for x in variables] for variables in self.outer]
-        fragments = []
-        for k in range(0, self.blocks.depth, SIZE):
-            raw = engine.load_left(self.memory, at, left.stride, 0, k, across)
-            columns = list(zip(engine.part_cols, self._of_step(stage, k), strict=True))
-            values: list[list[Value]] = []
-            for row, line in zip(engine.part_rows, outer, strict=True):
-                values.append([])
-                for col, other in columns:
-                    x = b.cast(b.fragment_get(raw, engine.component(row, col)), f32)
-                    # The statistics first, whichever of the two they are.
-                    values[-1].append(self._apply(self._apply(x, other if across else line), line if across else other))
-            fragments.append(engine.pack(values, engine.left)[0][0])
-        return fragments
-
-    def _of_step(self, stage: Value, k: int) -> list[_Line]:
-        """What belongs to this lane's columns of a fragment: factor and summand of each."""
-        b, engine = self.b, self.engine
-        result: list[_Line] = []
-        for first in engine.part_cols[::2]:
-            col = engine.lane_col + (k + first)
-            pairs = [[None, None] if x is None else x.pair(stage, col) for x in self.inner]
-            for numbers in zip(*pairs, strict=True):
-                if self.left.factor.across:
-                    mean, scale, shift = numbers
-                    assert mean is not None and shift is not None
-                    result.append([scale, b.fma(-mean, scale, shift)])
-                else:
-                    result.append(list(numbers))
-        return result
-
-    def _apply(self, x: Value, line: _Line) -> Value:
-        factor, summand = line
-        if factor is None:
-            return x if summand is None else x + summand
-        return x * factor if summand is None else self.b.fma(x, factor, summand)
+    def normalise(self, stage: Value) -> None:
+        """Normalise the runs that this thread has copied into a stage."""
+        b, factor, places = self.b, self.left.factor, self.left.places(stage)
+        raw = [b.load(self.memory, place, RUN) for place in places]
+        rows, affine = self.numbers.values()
+        for place, row, run in zip(places, rows, raw, strict=True):
+            b.store(self.memory, place, b.cast(factor.value(run, row, affine), self.engine.elem))

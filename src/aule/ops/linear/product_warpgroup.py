@@ -60,47 +60,42 @@ class Cursor:
 
 
 class Way:
-    """A factor's way into the stages."""
+    """A factor's way into the stages, by ``threads`` threads from ``leader`` on."""
 
-    def __init__(self, product: WarpgroupProduct, factor: Factor, outer: int, start: int) -> None:
+    def __init__(
+        self, product: WarpgroupProduct, factor: Factor, outer: int, start: int, threads: int, leader: int = 0
+    ) -> None:
         self.b, self.product, self.factor, self.start = product.b, product, factor, start
-        blocks = product.blocks
-        self.shape = blocks.panel(factor.across, outer)
-        self.step = blocks.threads * RUN // self.shape.cols
+        self.shape = product.blocks.panel(factor.across, outer)
+        self.step = threads * RUN // self.shape.cols
         self.count = self.shape.rows // self.step
         assert self.step % RUN == 0, "the order of runs is the same in all of a thread's rows"
-        self.row, run = divmod_const(self.b, product.engine.thread, self.shape.cols // RUN)
+        self.row, run = divmod_const(self.b, product.engine.thread - leader, self.shape.cols // RUN)
         self.col = run * RUN
-        self.own = self.offset(self.row, self.col)
-
-    @property
-    def elements(self) -> int:
-        """Of a stage."""
-        return self.shape.elements
-
-    @property
-    def stride(self) -> int:
-        """From one of a thread's rows to the next."""
-        return PANEL
-
-    def offset(self, row: Value, col: Value) -> Value:
-        """Where in a stage a run lies."""
-        return self.shape.offset(row, col)
+        self.own = self.shape.offset(self.row, self.col)
 
     def memory_of(self, stage: Value) -> Value:
-        return stage * self.elements + self.start
+        return stage * self.shape.elements + self.start
+
+    def places(self, stage: Value) -> list[Value]:
+        """Where in memory this thread's runs of a step are."""
+        own = self.memory_of(stage) + self.own
+        return [own + i * self.step * PANEL for i in range(self.count)]
+
+    def index(self, i: int, first: Value, depth: Value) -> Value:
+        """Where this thread's ``i``-th run is in the factor, of a step of the tile that begins at row or column
+        ``first``; in the place of those that do not exist there are others."""
+        factor, row, col = self.factor, self.row + i * self.step, self.col
+        if factor.across:
+            row, col = depth + row, self.b.min(first + col, factor.cols - RUN)
+        else:
+            row, col = first + row, depth + col
+        return factor.stored.index(factor.place(row), col)
 
     def copy(self, first: Value, depth: Value, stage: Value) -> None:
-        """Start the copies of a step of the tile that begins at row or column ``first``."""
-        b, factor, to = self.b, self.factor, self.memory_of(stage) + self.own
-        for i in range(self.count):
-            row, col = self.row + i * self.step, self.col
-            if factor.across:
-                row, col = depth + row, b.min(first + col, factor.cols - RUN)
-            else:
-                row, col = first + row, depth + col
-            index = factor.stored.index(factor.place(row), col)
-            b.async_copy(self.product.memory, to + i * self.step * self.stride, factor.stored.buffer, index, RUN)
+        """Start the copies of a step."""
+        for i, to in enumerate(self.places(stage)):
+            self.b.async_copy(self.product.memory, to, self.factor.stored.buffer, self.index(i, first, depth), RUN)
 
 
 class WarpgroupProduct:
@@ -116,7 +111,8 @@ class WarpgroupProduct:
         left = Factor(p, config.left, self.m, self.k, f32, config.whole)
         right = Factor(p, config.right, self.n, self.k, f32, config.whole)
         self.left, self.right = self.ways(left, right)
-        self.memory = b.shared("stages", self.engine.elem, STAGES * (self.left.elements + self.right.elements))
+        elements = self.left.shape.elements + self.right.shape.elements
+        self.memory = b.shared("stages", self.engine.elem, STAGES * elements)
         self.meeting = b.shared("meeting", u64, 1)
         b.warpgroup_meeting(self.meeting)
         b.barrier()
@@ -125,14 +121,13 @@ class WarpgroupProduct:
         self.along = (self.n + (blocks.cols - 1)) // blocks.cols
         self.first = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.workgroups = b.group_count(0) * b.group_count(1)
-        self.tile = self.engine.tile(SIZE, blocks.cols)
         self.stage = b.var(b.const(0, i32), "stage")
 
     def ways(self, left: Factor, right: Factor) -> tuple[Way, Way]:
-        """How the factors come in; the right one's stages are in front, where panels must be."""
+        """How the factors come in."""
         blocks = self.blocks
-        columns = Way(self, right, blocks.cols, 0)
-        return Way(self, left, blocks.rows, STAGES * columns.elements), columns
+        columns = Way(self, right, blocks.cols, 0, blocks.threads)
+        return Way(self, left, blocks.rows, STAGES * columns.shape.elements, blocks.threads), columns
 
     def place(self, number: Value) -> tuple[Value, Value]:
         """The first row and column of a tile."""
@@ -155,6 +150,7 @@ class WarpgroupProduct:
         bring(stage.value)
         bring(stage.value + 1)
         self.arrive()
+        self.begin()
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
@@ -165,6 +161,10 @@ class WarpgroupProduct:
                 self.arrive()
                 stage.value = (now + 1) & (STAGES - 1)
             self.finish(number)
+
+    def begin(self) -> None:
+        """Make the tile of accumulators: behind all that comes before the loop, which has registers for more."""
+        self.tile = self.engine.tile(SIZE, self.blocks.cols)
 
     def arrive(self) -> None:
         """This thread has finished the products before the latest, and brought in what came before the latest
