@@ -6,7 +6,7 @@ panels are 128 bytes wide and swizzled. The registers of accumulators and of fra
 
 from __future__ import annotations
 
-from aule.ir.kernel import Op, Value, walk
+from aule.ir.kernel import Op, Value
 from aule.ir.types import Panels, element
 from aule.render._ptx_emitter import Emitter, refuse
 from aule.render._ptx_memory import Addresses, at
@@ -34,18 +34,6 @@ def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
         _meet(e, addresses, op, subgroups)
     else:
         _mma(e, addresses, op)
-
-
-def role(loop: Op) -> Value | None:
-    """The condition from outside a loop by which some warpgroups multiply in it, and others do not."""
-    inner = list(walk(loop.blocks[0]))
-    made = {op.result for op in inner}
-    for op in inner:
-        if op.opcode == "if" and op.args[0] not in made:
-            then, otherwise = (any(x.opcode == "warpgroup_mma" for x in walk(block)) for block in op.blocks)
-            if then != otherwise:
-                return op.args[0]
-    return None
 
 
 def _meet(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:

@@ -306,25 +306,6 @@ class _Body:
             e.lines.append(f"$endif_{number}:")
 
     def _loop(self, op: Op) -> None:
-        role = _ptx_warpgroup.role(op)
-        if role is None or role in self.emitter.truth:
-            self._one_loop(op)
-            return
-        # A loop for each role: ptxas would keep the accumulators of one through all that the other does.
-        e, number = self.emitter, self.emitter.label()
-        (predicate,) = lanes = e.operands(role)
-        e.line(f"@!{predicate} bra $otherwise_{number};")
-        for truth in (True, False):
-            with self._scope():
-                e.bind_truth(role, truth)
-                self._one_loop(op)
-            if truth:
-                e.line(f"bra $either_{number};")
-                e.lines.append(f"$otherwise_{number}:")
-        e.lines.append(f"$either_{number}:")
-        e.bind(role, lanes)
-
-    def _one_loop(self, op: Op) -> None:
         e, index, unroll = self.emitter, op.attrs["index"], op.attrs["unroll"]
         start, stop, step = (e.integer(x) for x in op.args)
         if step is not None and step <= 0:

@@ -153,8 +153,6 @@ class ProductConfig:
         The dtype that is summed up in.
     whole : bool
         The summed dimension has whole steps only.
-    transposed : bool
-        ``out[i, j]`` is stored in row ``j``: of products of warpgroups, in whole runs.
     """
 
     name: str
@@ -166,4 +164,3 @@ class ProductConfig:
     blocks: Blocks
     whole: bool
     index64: bool
-    transposed: bool = False

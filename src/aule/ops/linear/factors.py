@@ -76,7 +76,7 @@ class Factor:
         self.stored = Stored(p, config.stored)
         self.rows, self.cols = (summed, outer) if config.across else (outer, summed)
         self._may_miss = not (whole and config.across)
-        self.bound = None if whole and not config.across else self.cols
+        self._bound = None if whole and not config.across else self.cols
         self.bounded, self.norm = not whole, config.norm
         told = () if config.norm is None else (config.norm.weight, config.norm.bias)
         self.vectors = [None if x is None else Stored(p, x) for x in told]
@@ -93,20 +93,17 @@ class Factor:
 
     def row(self, row: Value) -> RowAt:
         """A row, or the last one in the place of those behind it."""
-        start = self.place(row)
+        b, p = self.b, self.p
+        row = self._existing(row)
+        start = self.stored.start(row)
         if self.norm is None:
             return RowAt(start)
-        mean, scale, shift = self.statistics(row)
+        statistics, at, count = p.buffer("statistics", self.work), b.cast(row, p.index), b.cast(self.rows, p.index)
+        mean, scale, shift = (b.load(statistics, count * i + at) for i in range(3))
         if self.keeps_mean:
             return RowAt(start, scale, shift, mean)
         # Of 16-bit numbers a mean that is large against the deviation has left nothing that could be lost here.
-        return RowAt(start, scale, self.b.fma(-mean, scale, shift))
-
-    def statistics(self, row: Value) -> list[Value]:
-        """Mean, scale and shift of such a row."""
-        b, p = self.b, self.p
-        at, count = b.cast(self._existing(row), p.index), b.cast(self.rows, p.index)
-        return [b.load(p.buffer("statistics", self.work), count * i + at) for i in range(3)]
+        return RowAt(start, scale, b.fma(-mean, scale, shift))
 
     def place(self, row: Value) -> Value:
         """Where such a row begins."""
@@ -117,11 +114,11 @@ class Factor:
 
     def load(self, row: RowAt, col: Value, width: int) -> Value:
         """Elements of a row."""
-        return self.stored.load(row.start, col, width, self.bound)
+        return self.stored.load(row.start, col, width, self._bound)
 
     def affine(self, col: Value, width: int) -> list[Value | None]:
         """Weight and bias of the normalisation at some columns."""
-        return [None if x is None else x.load(x.start(), col, width, self.bound) for x in self.vectors]
+        return [None if x is None else x.load(x.start(), col, width, self._bound) for x in self.vectors]
 
     def value(self, raw: Value, row: RowAt, affine: list[Value | None]) -> Value:
         """Loaded elements as the numbers that are multiplied, in the type that is computed in."""
