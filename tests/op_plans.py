@@ -54,6 +54,9 @@ def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target
     for step in plan.steps:
         kernel = step.build(step.config, target)
         arguments = [step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in kernel.params]
+        for i, p in enumerate(kernel.params):
+            if step.memory_of(p.name) in plan.workspace:  # memory of whatever type a kernel says
+                arguments[i] = arguments[i].view(STORED[p.dtype])
         size = target.subgroup_size or None
         interpret(kernel, step.grid, arguments, subgroup_size=size, layouts=layouts_of(target))
     return {name: as_float(x, call.outputs[name].dtype) for name, x in results.items()}
