@@ -155,6 +155,8 @@ class ProductConfig:
         The dtype that is summed up in.
     whole : bool
         The summed dimension has whole steps only.
+    packed : bool
+        On a CPU: the right factor has been packed, panel by panel, by another kernel.
     transposed : bool
         ``out[i, j]`` is stored in row ``j``: of products of warpgroups, in whole runs.
     """
@@ -169,3 +171,4 @@ class ProductConfig:
     whole: bool
     index64: bool
     transposed: bool = False
+    packed: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
 from aule.ir.types import PANEL
-from aule.ops.linear.blocks import choose_blocks
+from aule.ops.linear.blocks import choose_blocks, packs
 from aule.ops.linear.config import (
     Affine,
     Blocks,
@@ -20,6 +20,7 @@ from aule.ops.linear.config import (
     VectorBlocks,
     WarpgroupBlocks,
 )
+from aule.ops.linear.pack_vector import PackConfig, build_pack, steps_of
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
 from aule.ops.linear.product_normalised import build_product_normalised
@@ -49,7 +50,11 @@ def plan_layer_norm_linear(
         "layer_norm_linear", problem.dtype, left, Given("weight", views["weight"]), ("y", views["y"]), target,
         views.get("bias"),
     )  # fmt: skip
-    return StepPlan((statistics_step(problem.norm, views["x"], target), product), {"statistics": 3 * problem.rows})
+    statistics, workspace = statistics_step(problem.norm, views["x"], target), {"statistics": 3 * problem.rows}
+    if not product.config.packed:
+        return StepPlan((statistics, product), workspace)
+    pack, workspace["packed"] = pack_step(product, target)
+    return StepPlan((statistics, pack, product), workspace)
 
 
 def plan_layer_norm_linear_gradient(
@@ -179,12 +184,24 @@ def product_step(
         blocks=blocks,
         whole=k % depth == 0,
         transposed=transposed,
+        packed=isinstance(blocks, VectorBlocks) and packs(m, right.across),
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
     if isinstance(blocks, WarpgroupBlocks):  # as few workgroups as take no more rounds over the device
         count = -(-count // -(-count // target.compute_units))
     return Step(config, build_product, grid_of(name, count, target), scalars)
+
+
+def pack_step(product: Step, target: Target) -> tuple[Step, int]:
+    """The launch that packs the right factor of a product for all its tasks, and the elements of what it leaves in
+    ``packed``."""
+    config: ProductConfig = product.config
+    blocks = config.blocks
+    assert isinstance(blocks, VectorBlocks)
+    tiles, parts = -(-int(product.scalars["n"]) // blocks.cols), -(-int(product.scalars["k"]) // blocks.depth)
+    step = Step(PackConfig(config.work, config.right, blocks), build_pack, (tiles, parts, 1), product.scalars)
+    return step, tiles * parts * blocks.cols * steps_of(blocks, config.right.stored.dtype, target)
 
 
 def build_product(config: ProductConfig, target: Target) -> KernelIR:
