@@ -2,6 +2,9 @@
 
 >>> from aule import flash_attention
 >>> out = flash_attention(q, k, v, causal=True)
+
+Importing the package alone loads next to nothing, so that a program which may never call it starts at once; what is
+asked for is loaded then.
 """
 
 import importlib as _importlib
@@ -10,62 +13,62 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from aule._version import __version__
-from aule.api import (
-    attention,
-    aule_attention,
-    cascade_attention,
-    decode_attention,
-    flash_attention,
-    flash_attention_paged,
-    flash_attention_rope,
-    flash_attention_varlen,
-    merge_states,
-    precompute_rope_frequencies,
-)
-from aule.context import Aule, Tensor
-from aule.errors import (
-    AuleError,
-    BackendUnavailableError,
-    CacheFullError,
-    ClosedError,
-    DeviceLostError,
-    DeviceMismatchError,
-    InvalidArgumentError,
-    InvalidDtypeError,
-    InvalidShapeError,
-    KernelError,
-    LaunchError,
-    NoComputeQueueError,
-    OutOfMemoryError,
-    ShaderCompileError,
-)
-from aule.fused import (
-    cross_entropy,
-    geglu,
-    layer_norm,
-    layer_norm_linear,
-    residual_layer_norm,
-    residual_rms_norm,
-    rms_norm,
-    rms_norm_rope,
-    rope,
-    softmax_dropout,
-    swiglu,
-)
-from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
-from aule.install import (
-    dispatch_stats,
-    install,
-    installed,
-    register_flash_attention_impl,
-    reset_dispatch_stats,
-    scaled_dot_product_attention,
-    uninstall,
-)
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
     from aule import nn as nn
+    from aule.api import (
+        attention,
+        aule_attention,
+        cascade_attention,
+        decode_attention,
+        flash_attention,
+        flash_attention_paged,
+        flash_attention_rope,
+        flash_attention_varlen,
+        merge_states,
+        precompute_rope_frequencies,
+    )
+    from aule.context import Aule, Tensor
+    from aule.dispatch import (
+        dispatch_stats,
+        install,
+        installed,
+        register_flash_attention_impl,
+        reset_dispatch_stats,
+        scaled_dot_product_attention,
+        uninstall,
+    )
+    from aule.errors import (
+        AuleError,
+        BackendUnavailableError,
+        CacheFullError,
+        ClosedError,
+        DeviceLostError,
+        DeviceMismatchError,
+        InvalidArgumentError,
+        InvalidDtypeError,
+        InvalidShapeError,
+        KernelError,
+        LaunchError,
+        NoComputeQueueError,
+        OutOfMemoryError,
+        ShaderCompileError,
+    )
+    from aule.fused import (
+        cross_entropy,
+        geglu,
+        layer_norm,
+        layer_norm_linear,
+        residual_layer_norm,
+        residual_rms_norm,
+        rms_norm,
+        rms_norm_rope,
+        rope,
+        softmax_dropout,
+        swiglu,
+    )
+    from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
     from aule.kvcache import KVCache
@@ -128,13 +131,24 @@ __all__ = [
 ]
 
 
+_HOMES = ("errors", "api", "fused", "context", "info", "dispatch", "kvcache")
+"""Modules of the names above."""
+
+
 def __getattr__(name: str) -> _Any:
-    # Only some need these, and they take as long to import as all the rest. Those that need PyTorch are not in
-    # __all__, so that an import of everything goes without.
+    # Those that need PyTorch are not in __all__, so that an import of everything goes without.
     if name in ("codegen", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
-    if name == "KVCache":
-        return _importlib.import_module("aule.kvcache").KVCache
     if name in ("PatchReport", "patch_model"):
         return getattr(_importlib.import_module("aule.integrations.patching"), name)
+    if name in __all__:
+        for home in _HOMES:
+            found = getattr(_importlib.import_module(f"aule.{home}"), name, None)
+            if found is not None:
+                globals()[name] = found
+                return found
     raise AttributeError(f"module 'aule' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from aule.dispatch import count_op
 from aule.fused import geglu, layer_norm, rms_norm, rope, swiglu
-from aule.install import count_op
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 

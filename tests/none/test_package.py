@@ -65,6 +65,22 @@ def test_import_probes_no_driver() -> None:
     assert set(json.loads(loaded)) <= {"aule.runtime", "aule.runtime.base"}
 
 
+def test_import_alone_loads_next_to_nothing() -> None:
+    code = "import sys, aule; print(*(m for m in sys.modules if m.partition('.')[0] in ('aule', 'numpy')))"
+    assert set(run_python(code).split()) == {"aule", "aule._version"}
+
+
+def test_every_public_name_is_found() -> None:
+    """Whatever was asked for first, and whatever of the package was imported before."""
+    for first in ("aule.cli", "aule.dispatch", "aule.fused"):
+        assert (
+            run_python(f"import {first}; from aule import *; print(install.__name__, KVCache.__name__)")
+            == "install KVCache\n"
+        )
+    assert all(hasattr(aule, name) for name in aule.__all__)
+    assert not hasattr(aule, "no_such_name") and set(aule.__all__) <= set(dir(aule))
+
+
 def test_works_with_numpy_alone() -> None:
     run_python(NUMPY_ALONE + ATTENTION)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from aule.backends import registry
+from aule.dispatch import attempt
 from aule.errors import AuleError, InvalidArgumentError
-from aule.install import attempt
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "AuleAttention", "attention_override", "write_node"]
 

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from aule.backends import registry
+from aule.dispatch import attempt, pass_on
 from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
-from aule.install import attempt, pass_on
 
 __all__ = ["AuleAttnProcessor", "register", "unregister"]
 

@@ -299,9 +299,7 @@ class _Narrow(_Keys):
     tile n, numbers of tile n + 1 and rows of tile n + 2, and no product of tile n - 1 is under way any more: all of
     that tile's memory may be taken. So there are four stages of rows (of n and n + 1, which may be read, of n + 2, and
     of n + 3, which come in now) and two of dS. Numbers have two places, too: those of n + 1, stored in tile n, lie
-    where those of n - 1 lay, which everybody had read before arriving in tile n - 1, where the writer has waited. One
-    lane arrives for its subgroup, behind a barrier of the subgroup, which orders the other lanes' accesses before it.
-    compute-sanitizer's racecheck reports the numbers all the same; the interpreter's sanitizer does not.
+    where those of n - 1 lay, which everybody had read before arriving in tile n - 1, where the writer has waited.
     """
 
     def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
