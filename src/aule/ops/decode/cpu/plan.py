@@ -110,8 +110,8 @@ def _launches(
 
 
 def _ways(config: CpuDecodeConfig, views: dict[str, TensorView]) -> int:
-    """How many runs of keys are read in turns: several where neither a mask nor a scale goes by the number of a key, rows
-    are few, and pages so short that hardware does not fetch ahead. Four of a head's in one piece, two if apart."""
+    """How many runs of keys are read in turns: several where neither a mask nor a scale goes by the number of a key,
+    rows are few, and pages so short that hardware does not fetch ahead. Four of a head's in one piece, two if apart."""
     ordered = config.left or config.right or config.alibi or config.quantised
     if not config.page or config.page > _SHORT_PAGE or ordered or config.panels != "none":
         return 1
