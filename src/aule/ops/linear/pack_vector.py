@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Vector, bf16, element, i32, i64, u16, u32
@@ -72,7 +73,33 @@ class Bringing:
         low, high = (b.cast(b.bitcast(b.cast(x, bf16), u16), u32) for x in (first, second))
         return low | (high << 16)
 
-    def transpose(self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value) -> None:
+    def bring_columns(
+        self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value
+    ) -> None:
+        """A part of the right factor, for the columns of a tile from ``first`` on, to memory from ``base`` on."""
+        if factor.across:
+            self.copy(factor, first, self.blocks.cols, start, depth, memory, base)
+        else:
+            self._transpose(factor, first, start, depth, memory, base)
+
+    def copy(
+        self, factor: Factor, first: Value, outer: int, start: Value, depth: Value, memory: Value, base: Value
+    ) -> None:
+        """Stored rows as they are, or in pairs: ``outer`` numbers for each step, in memory from ``base`` on."""
+        b, each = self.b, self.each
+        count = b.min(factor.cols - first, outer)
+        with b.loop(b.const(0, i32), depth, each, name="row") as row:
+            lines = [factor.row(start + b.min(row + i, depth - 1)) for i in range(each)]
+
+            def put(col: Value, width: int) -> None:
+                bring = factor.load if self.pairs and factor.norm is None else partial(self._value, factor)
+                values = [bring(line, first + col, width) for line in lines]
+                value = self._paired(values[0], values[1], row + 1 < depth) if self.pairs else values[0]
+                b.store(memory, base + self._index(row // each) * outer + self._index(col), value, align=1)
+
+            self._along(count, put)
+
+    def _transpose(self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value) -> None:
         """Stored rows of the right factor, from ``first`` on, as columns in memory from ``base`` on."""
         b, lanes, cols, single = self.b, self.blocks.lanes, self.blocks.cols, self.each
         with b.loop(b.const(0, i32), b.min(factor.rows - first, cols), lanes, name="part") as part:
@@ -106,7 +133,7 @@ class Bringing:
 
 @dataclass(frozen=True)
 class PackConfig:
-    """The kernel that packs a right factor whose stored rows are columns of the result."""
+    """The kernel that packs a right factor."""
 
     work: str
     factor: FactorConfig
@@ -123,5 +150,5 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     packed = p.buffer("packed", bringing.stored, "write")
     first, start = b.group_id(0) * blocks.cols, b.group_id(1) * blocks.depth
     depth = b.min(k - start, blocks.depth)
-    bringing.transpose(factor, first, start, depth, packed, bringing.panel(first, start, k))
+    bringing.bring_columns(factor, first, start, depth, packed, bringing.panel(first, start, k))
     return b.finish()

@@ -51,10 +51,7 @@ def plan_layer_norm_linear(
         views.get("bias"),
     )  # fmt: skip
     statistics, workspace = statistics_step(problem.norm, views["x"], target), {"statistics": 3 * problem.rows}
-    if not product.config.packed:
-        return StepPlan((statistics, product), workspace)
-    pack, workspace["packed"] = pack_step(product, target)
-    return StepPlan((statistics, pack, product), workspace)
+    return StepPlan((statistics, *_packed(product, target, workspace)), workspace)
 
 
 def plan_layer_norm_linear_gradient(
@@ -83,7 +80,8 @@ def plan_layer_norm_linear_gradient(
         normal = TensorView(work, problem.shape, contiguous_strides(problem.shape), "device", None)
         right = Given("weight", views["weight"], across=True)
         left = Given("dy", dy)
-        steps.append(product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target))
+        product = product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target)
+        steps += _packed(product, target, workspace)
         workspace["dnormal"] = math.prod(problem.shape)
         given = {"dy": normal, "x": x}
         given |= {theirs: views[ours] for ours, theirs in inner.items() if ours in views}
@@ -96,14 +94,14 @@ def plan_layer_norm_linear_gradient(
         gradient, normalised = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
         out = ("dweight", views["dweight"])
 
-        def product(left: Given, right: Given, transposed: bool) -> Step:
+        def weight_step(left: Given, right: Given, transposed: bool) -> Step:
             name = "linear_weight_backward"
             return product_step(name, problem.dtype, left, right, out, target, transposed=transposed)
 
-        step = product(normalised, gradient, transposed=True)
-        if not isinstance(step.config.blocks, WarpgroupBlocks):
-            step = product(gradient, normalised, transposed=False)
-        steps.append(step)
+        product = weight_step(normalised, gradient, transposed=True)
+        if not isinstance(product.config.blocks, WarpgroupBlocks):
+            product = weight_step(gradient, normalised, transposed=False)
+        steps += _packed(product, target, workspace)
     if "dbias" in views:
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
         sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
@@ -184,7 +182,7 @@ def product_step(
         blocks=blocks,
         whole=k % depth == 0,
         transposed=transposed,
-        packed=isinstance(blocks, VectorBlocks) and packs(m, right.across),
+        packed=isinstance(blocks, VectorBlocks) and packs(m),
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
@@ -193,15 +191,18 @@ def product_step(
     return Step(config, build_product, grid_of(name, count, target), scalars)
 
 
-def pack_step(product: Step, target: Target) -> tuple[Step, int]:
-    """The launch that packs the right factor of a product for all its tasks, and the elements of what it leaves in
-    ``packed``."""
+def _packed(product: Step, target: Target, workspace: dict[str, int]) -> tuple[Step, ...]:
+    """A product, and before it, where its right factor is to be packed for all tasks, the launch that does so."""
     config: ProductConfig = product.config
     blocks = config.blocks
+    if not config.packed:
+        return (product,)
     assert isinstance(blocks, VectorBlocks)
     tiles, parts = -(-int(product.scalars["n"]) // blocks.cols), -(-int(product.scalars["k"]) // blocks.depth)
-    step = Step(PackConfig(config.work, config.right, blocks), build_pack, (tiles, parts, 1), product.scalars)
-    return step, tiles * parts * blocks.cols * steps_of(blocks, config.right.stored.dtype, target)
+    size = tiles * parts * blocks.cols * steps_of(blocks, config.right.stored.dtype, target)
+    workspace["packed"] = max(workspace.get("packed", 0), size)
+    pack = PackConfig(config.work, config.right, blocks)
+    return Step(pack, build_pack, (tiles, parts, 1), product.scalars), product
 
 
 def build_product(config: ProductConfig, target: Target) -> KernelIR:

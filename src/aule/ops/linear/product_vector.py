@@ -55,35 +55,18 @@ class _Product(Bringing):
         with b.loop(b.const(0, i32), self.k, blocks.depth, name="start") as start:
             count = b.min(self.k - start, blocks.depth)
             if self.config.left.across:
-                self._copy(self.left, self.row0, blocks.rows, start, count, self.left_memory)
+                self.copy(self.left, self.row0, blocks.rows, start, count, self.left_memory, b.const(0, i64))
             else:
                 self._lines(start, count)
             right = b.const(0, i64)
             if self.right is None:
                 right = self.panel(self.col0, start, self.k)
-            elif self.config.right.across:
-                self._copy(self.right, self.col0, blocks.cols, start, count, self.right_memory)
             else:
-                self.transpose(self.right, self.col0, start, count, self.right_memory, right)
+                self.bring_columns(self.right, self.col0, start, count, self.right_memory, right)
             self._multiply((count + 1) >> 1 if self.pairs else count, right)
         self._finish()
 
     # -- bringing in ---------------------------------------------------------------------------------------------------
-
-    def _copy(self, factor: Factor, first: Value, outer: int, start: Value, depth: Value, memory: Value) -> None:
-        """Stored rows as they are, or in pairs: ``outer`` numbers for each step."""
-        b, each = self.b, 2 if self.pairs else 1
-        count = b.min(factor.cols - first, outer)
-        with b.loop(b.const(0, i32), depth, each, name="row") as row:
-            lines = [factor.row(start + b.min(row + i, depth - 1)) for i in range(each)]
-
-            def put(col: Value, width: int) -> None:
-                bring = factor.load if self.pairs and factor.norm is None else partial(self._value, factor)
-                values = [bring(line, first + col, width) for line in lines]
-                value = self._paired(values[0], values[1], row + 1 < depth) if self.pairs else values[0]
-                b.store(memory, self._index(row // each) * outer + self._index(col), value, align=1)
-
-            self._along(count, put)
 
     def _lines(self, start: Value, depth: Value) -> None:
         """Stored rows of the left factor as they are: steps for each row of the result."""
