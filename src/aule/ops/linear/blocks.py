@@ -39,10 +39,14 @@ _SIMT = tuple(
     SimtShape(size, size, x, 16, chunk_k=depth, chunk_v=QUAD, resident_q=False, block_p=QUAD)
     for size, x, depth in ((128, 16, 16), (64, 8, 16), (64, 8, 8))
 )
-_CPU_ROWS = (96, 48, 12, 4, 1)
+_CPU_ROWS = (192, 48, 12, 4, 1)
 _CPU_VECTORS, _CPU_DEPTH = 8, 128
 """Both factors' parts stay in the second-level cache, and bringing them there is a small part of the work."""
-_CPU_PACKED_ROWS, _CPU_PACKED_VECTORS, _CPU_PACKED_PAIRS = _CPU_ROWS[0], 32, 256
+_CPU_PAIR_ROWS = 384
+"""Where there are so many rows and products are of pairs, of which bringing the factors together is a larger part: a
+quarter of the time with 192 rows (Zen 4, bf16, 1024 x 2048 x 2048, one thread: 157-163 -> 168-174 GFLOP/s). A processor
+that has pairs has a second level of 1 MiB at least."""
+_CPU_PACKED_ROWS, _CPU_PACKED_VECTORS, _CPU_PACKED_PAIRS = 96, 32, 256
 """Rows and vectors of a tile whose right factor has been packed, and its depth with pairs of bf16. That factor takes no
 room of a task's own, so tiles are wider, and the left one, which each of them normalises or copies, is brought less
 often (Zen 4, bf16, 512 x 1024 x 1024 and 2048 x 1024 x 1024, one thread, beside oneDNN: 192 x 8 vectors 0.88 and 0.93,
@@ -58,18 +62,23 @@ def choose_blocks(
     right_across: bool,
     aligned: bool,
     warpgroups: bool = False,
+    packed: bool = False,
 ) -> Blocks:
     """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
 
     ``aligned`` says that both factors can be read in whole runs: elements that come one by one take so many registers
-    that only a small tile has room beside them. ``warpgroups`` says that their products may be taken.
+    that only a small tile has room beside them. ``warpgroups`` says that their products may be taken,
+    ``packed`` that the right factor will have been packed.
     """
     m, n, k = sizes
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
-        if packs(m):
+        if packed:
             return _packed(target, dtype, m, n, lanes)
         rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
+        tall = m // _CPU_PAIR_ROWS * (n // (_CPU_VECTORS * lanes))
+        if has_pairs(target, SCALARS[dtype]) and tall >= 4 * max(target.compute_units, 1):
+            rows = _CPU_PAIR_ROWS
         return VectorBlocks(rows, _CPU_VECTORS * lanes, _CPU_DEPTH, lanes)
     if dtype in ("f16", "bf16") and multiplies(target, dtype) and uniform(target):
         copies = aligned and k % COPIED_DEPTH == 0 and copies_past_registers(target)
@@ -100,9 +109,9 @@ def choose_blocks(
     )
 
 
-def packs(m: int) -> bool:
-    """Whether a CPU packs the right factor once for all tasks: where it would have to be brought more than once."""
-    return m > _CPU_PACKED_ROWS
+def packs(target: Target, m: int) -> bool:
+    """Whether a right factor is packed once for all tasks: on CPUs, where it would be brought more than once."""
+    return target.backend == "cpu" and m > _CPU_PACKED_ROWS
 
 
 def _packed(target: Target, dtype: str, m: int, n: int, lanes: int) -> VectorBlocks:

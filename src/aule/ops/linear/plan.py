@@ -142,8 +142,9 @@ def product_step(
     # Products of warpgroups normalise their left factor alone, two steps at a time, by what comes in whole runs.
     whole = all(x is None or view_width(x) >= 16 // x.itemsize for x in left.norm or ())
     whole = whole and (left.norm is None or k % (2 * PANEL) == 0)
+    packed = packs(target, m) and right.norm is None  # normalised rows do not go to memory
     blocks = choose_blocks(
-        target, dtype, (m, n, k), left.across, right.across, aligned, warpgroups=whole and right.norm is None
+        target, dtype, (m, n, k), left.across, right.across, aligned, whole and right.norm is None, packed
     )
     width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
@@ -182,7 +183,7 @@ def product_step(
         blocks=blocks,
         whole=k % depth == 0,
         transposed=transposed,
-        packed=isinstance(blocks, VectorBlocks) and packs(m),
+        packed=packed,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
