@@ -4,16 +4,17 @@
     python benchmarks/decode.py --tune CASE[,CASE] [--backend B] [--at-once N] ALTERNATIVE ...
 
 bf16, 32 query and 8 key heads, d128. Peers in the same run: `F.scaled_dot_product_attention(enable_gqa=True)` with its
-best backend, and FlexAttention compiled (FlexDecoding). Device times are those of a CUDA graph of many calls; through
-Vulkan, of timestamps around each kernel; "host" is the time of a call, launches and Python and all, when many are
-queued one after the other. GB/s counts the bytes of K and V (and scales) once. Every result is checked
+best backend, and FlexAttention compiled (FlexDecoding), both on contiguous bf16, so once for all cases that have this
+in common. Device times are those of a CUDA graph of many calls; through Vulkan, of many in one command buffer, each
+waiting for the one before, by timestamps around them; "host" is the time of a call, launches and Python and all, when
+many are queued one after the other. GB/s counts the bytes of K and V (and scales) once. Every result is checked
 against float64 first.
 
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
-the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where sequences
-are split, each is timed with the parts added up by the last workgroup, and by a second launch; ``--at-once`` are the
-parts that a thread of the last workgroup has under way.
+the kernel for matrix units, ``m:blocks:subgroups:registers:splits:stages``. What the plan chooses comes first. Where
+sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, and by a cluster;
+``--at-once`` are the parts that a thread of the last workgroup has under way.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ from aule.ops.decode.config import FragmentDecodeShape
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.shapes import choose_decode_shape
 from aule.ops.decode.validate import decode_problem
+from aule.runtime.cuda import CudaDevice
 from aule.view import TensorView
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
+WARM = 0.15
+"""Seconds of work before each measurement; `main` has the clocks up before the first."""
 NAMES = {
     torch.bfloat16: "bf16",
     torch.int8: "i8",
@@ -149,7 +153,7 @@ class Inputs:
         return float((out[-1, -group:].double() - want).abs().max() / want.abs().max())
 
 
-def graph_seconds(call: Callable[[], Any], calls: int, seconds: float = 0.5) -> float:
+def graph_seconds(call: Callable[[], Any], calls: int, seconds: float = WARM) -> float:
     """Median device seconds of a call, by replays of a CUDA graph of many, after a warm-up of the clocks."""
     for _ in range(3):
         call()
@@ -173,6 +177,15 @@ def graph_seconds(call: Callable[[], Any], calls: int, seconds: float = 0.5) -> 
     return statistics.median(times)
 
 
+def warm_up(seconds: float = 0.7) -> None:
+    """Have the clocks up."""
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        x @ x
+        torch.cuda.synchronize()
+
+
 def host_seconds(call: Callable[[], Any], calls: int = 300) -> float:
     """Median seconds of a call when many are queued one after the other and waited for at the end."""
     times = []
@@ -188,7 +201,7 @@ def host_seconds(call: Callable[[], Any], calls: int = 300) -> float:
 
 def sdpa(inputs: Inputs, calls: int) -> dict[str, Any]:
     """PyTorch's attention on the contiguous, unquantised cache, with its best backend."""
-    k, v = (x.to(torch.bfloat16) for x in (inputs.k, inputs.v))
+    k, v = (x.to(torch.bfloat16).contiguous() for x in (inputs.k, inputs.v))
     mask = None
     if inputs.case.rows > 1:
         rows, keys = inputs.case.rows, inputs.case.keys
@@ -198,12 +211,11 @@ def sdpa(inputs: Inputs, calls: int) -> dict[str, Any]:
         return F.scaled_dot_product_attention(inputs.q, k, v, attn_mask=mask, enable_gqa=True)
 
     found: dict[str, Any] = {}
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                    SDPBackend.MATH):  # fmt: skip
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         with sdpa_kernel(backend):
             try:
                 error = inputs.error(call())
-                seconds = graph_seconds(call, calls, 0.2)
+                seconds = graph_seconds(call, calls)
             except RuntimeError:  # which does not serve it
                 continue
             if not found or seconds < found["seconds"]:
@@ -217,12 +229,23 @@ def flex(inputs: Inputs) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
-    k, v = (x.to(torch.bfloat16) for x in (inputs.k, inputs.v))
+    torch._dynamo.config.recompile_limit = 32  # one for each shape, of which there are more than eight
+    k, v = (x.to(torch.bfloat16).contiguous() for x in (inputs.k, inputs.v))
     rows, keys = inputs.case.rows, inputs.case.keys
     block_mask = None
     if rows > 1:
         block_mask = create_block_mask(lambda b, h, i, j: i + (keys - rows) >= j, None, None, rows, keys, device="cuda")
     return lambda: compiled(inputs.q, k, v, block_mask=block_mask, enable_gqa=True)
+
+
+def flex_result(inputs: Inputs, calls: int) -> tuple[float, float] | str:
+    """Seconds and error of FlexDecoding, or why there are none."""
+    try:
+        call = flex(inputs)
+        error = inputs.error(call())
+        return graph_seconds(call, calls), error
+    except RuntimeError as problem:  # what Dynamo and Inductor raise, too
+        return str(problem).strip().splitlines()[0]
 
 
 class Engine:
@@ -237,10 +260,13 @@ class Engine:
         views: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
         for name, x in tensors.items():
-            allocation = self.device.alloc(x.numel() * x.element_size())
             assert x.is_contiguous()
-            host = x.detach().cpu().view(torch.uint8).numpy()
-            self.device.upload(allocation, host)
+            nbytes = x.numel() * x.element_size()
+            if isinstance(self.device, CudaDevice):
+                allocation = self.device.wrap(x.data_ptr(), nbytes, x)
+            else:
+                allocation = self.device.alloc(nbytes)
+                self.device.upload(allocation, x.detach().cpu().view(torch.uint8).numpy())
             views[name] = TensorView(NAMES[x.dtype], tuple(x.shape), tuple(x.stride()), backend, allocation)
         self.problem, operands = decode_problem(op, **views)
         out = TensorView("bf16", self.problem.out_shape, contiguous_strides(self.problem.out_shape), backend, None)
@@ -249,10 +275,11 @@ class Engine:
         self.memory["o"] = self.device.alloc(2 * int(np.prod(self.problem.out_shape)))
 
     def run(
-        self, shape: Any = None, splits: int | None = None, gather: bool | None = None, repeats: int = 21
+        self, shape: Any = None, splits: int | None = None, gather: bool | None = None, cluster: bool | None = None
     ) -> tuple[float, float, str]:
         """Median seconds, error, and what was planned."""
-        plan = plan_decode(self.problem, self.views, self.device.target, shape=shape, splits=splits, gather=gather)
+        target = self.device.target
+        plan = plan_decode(self.problem, self.views, target, None, shape, splits, gather, cluster)
         ready = load_steps(plan, self.device)
         memory = self.memory | {name: self.device.alloc(4 * n) for name, n in ready.workspace.items()}
         memory |= {name: zeroed(self.device, words) for name, words in ready.zeroed.items()}
@@ -265,11 +292,9 @@ class Engine:
             seconds = graph_seconds(lambda: self._launch(launches, torch.cuda.current_stream().cuda_stream), 20)
         else:
             start = time.perf_counter()
-            while time.perf_counter() - start < 0.5:
-                self._launch(launches)
-                self.device.synchronize()
-            times = [sum(self.device.time_launch(*launch) for launch in launches) for _ in range(repeats)]
-            seconds = statistics.median(times)
+            while time.perf_counter() - start < WARM:
+                self.device.time_launches(launches, 20)
+            seconds = statistics.median(self.device.time_launches(launches, 20) for _ in range(11))
         found = np.empty(self.problem.out_shape, np.uint16)
         self.device.download(memory["o"], found)
         error = self.inputs.error(torch.from_numpy(found).view(torch.bfloat16).cuda())
@@ -287,17 +312,22 @@ class Engine:
             self.device.free(allocation)
 
 
+PEERS: dict[tuple[int, int, int], dict[str, Any]] = {}
+"""What peers took, by batch, keys and rows."""
+
+
 def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     case = CASES[name]
     inputs = Inputs(case)
     error = inputs.error(inputs.ours())
-    calls = 50 if case.small else 5
+    calls = 50 if case.small else 10
     seconds = graph_seconds(inputs.ours, calls)
     row: dict[str, object] = {
         "case": name, "aule_us": round(1e6 * seconds, 1), "aule_gb_s": round(case.bytes / seconds / 1e9),
         "aule_error": f"{error:.1e}",
     }  # fmt: skip
-    peer = sdpa(inputs, calls)
+    peer = PEERS.setdefault((case.batch, case.keys, case.rows), {})
+    peer.update(peer or sdpa(inputs, calls))
     row |= {
         "sdpa_us": round(1e6 * peer["seconds"], 1), "sdpa_backend": peer["backend"],
         "sdpa_error": f"{peer['error']:.1e}", "sdpa_over_aule": round(peer["seconds"] / seconds, 2),
@@ -305,17 +335,17 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     if case.small:
         row |= {"aule_host_us": round(1e6 * host_seconds(inputs.ours), 1), "sdpa_host_us": round(1e6 * peer["host"], 1)}
     if not args.no_flex:
-        try:
-            call = flex(inputs)
-            flex_error = inputs.error(call())
-            flex_seconds = graph_seconds(call, calls)
-            row |= {
-                "flex_us": round(1e6 * flex_seconds, 1), "flex_error": f"{flex_error:.1e}",
-                "flex_over_aule": round(flex_seconds / seconds, 2),
-            }  # fmt: skip
-        except RuntimeError as problem:  # what Dynamo and Inductor raise, too
+        if "flex" not in peer:
+            peer["flex"] = flex_result(inputs, calls)
+        found = peer["flex"]
+        if isinstance(found, str):
             row |= {"flex_us": "not compiled", "flex_error": "", "flex_over_aule": ""}
-            print(f"flex {name}: {str(problem).strip().splitlines()[0]}")
+            print(f"flex {name}: {found}")
+        else:
+            row |= {
+                "flex_us": round(1e6 * found[0], 1), "flex_error": f"{found[1]:.1e}",
+                "flex_over_aule": round(found[0] / seconds, 2),
+            }  # fmt: skip
     if not args.no_vulkan:
         try:
             engine = Engine(inputs, "vulkan")
@@ -332,7 +362,13 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
 
 
 PLAIN = ("keys", "subgroups", "registers", "splits", "rows", "run")
-FRAGMENT = ("blocks", "subgroups", "registers", "splits")
+FRAGMENT = ("blocks", "subgroups", "registers", "splits", "stages")
+FORMS: dict[str, dict[str, bool]] = {
+    "as planned": {},
+    "one launch": {"gather": True},
+    "two launches": {"gather": False},
+    "a cluster": {"cluster": True},
+}
 
 
 def alternative(text: str, problem: Any, target: Any) -> tuple[Any, int | None]:
@@ -356,13 +392,12 @@ def tune(names: str, alternatives: list[str], backend: str) -> None:
         engine = Engine(inputs, backend)
         for text in ["", *alternatives]:
             shape, splits = alternative(text, engine.problem, engine.device.target) if text else (None, None)
-            for gather in (None, True, False):
+            for form, how in FORMS.items():
                 try:
-                    seconds, error, planned = engine.run(shape, splits, gather)
+                    seconds, error, planned = engine.run(shape, splits, **how)
                 except AuleError as problem:
-                    print(f"{name} {backend} {text}: {problem}", flush=True)
-                    break
-                form = {None: "as planned", True: "one launch", False: "two launches"}[gather]
+                    print(f"{name} {backend} {text}, {form}: {problem}", flush=True)
+                    continue
                 print(
                     f"{name} {backend} {text or 'plan'}, {form}: {1e6 * seconds:.1f} us, "
                     f"{inputs.case.bytes / seconds / 1e9:.0f} GB/s, error {error:.1e}; {planned}",
@@ -386,6 +421,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
+    warm_up()
     if args.at_once:
         os.environ["AULE_DISK_CACHE"] = "0"  # which does not know of it
         last.AT_ONCE = args.at_once

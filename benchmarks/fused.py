@@ -1,7 +1,7 @@
 """The ops beside attention, ours and PyTorch's in one run, each result checked against float64 before it is timed.
 
     python benchmarks/fused.py [--csv FILE] [--ops rms_norm,swiglu] [--lengths 1024,4096] [--mib 64,1024] [--no-compile]
-    python benchmarks/fused.py --sweep rms_norm,layer_norm --ways "ahead=1,2 ahead_parts=1,2,4"   # fields of RowTuning
+    python benchmarks/fused.py --sweep rms_norm,layer_norm --ways "ahead=1,2 parts=1,2,4"   # fields of SumTuning
     python benchmarks/fused.py --cpu [--one-thread] [--csv FILE]  # PyTorch eager on the CPU, fp32 and bf16
 
 On a CUDA machine, bf16: a plain copy of as many bytes, PyTorch eager, torch.compile, aule on the same tensors, and aule
@@ -23,7 +23,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from aule.backends import registry
 from aule.engine.fused import prepare, result_views
 from aule.errors import AuleError
 from aule.frontends import torch_fused
-from aule.ops import rowwise
+from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.spec import OpSpec
 from aule.view import TensorView, contiguous_strides
@@ -45,8 +45,8 @@ from aule.view import TensorView, contiguous_strides
 ROWS: list[dict[str, Any]] = []
 HEAD = 128
 """Columns of a head, for ops that rotate."""
-WAYS = "ahead=0 sum_parts=1,2 sum_batch=1,4 resident=512,1024|ahead=1,2,3 ahead_parts=1,2,4 ahead_resident=512,768,1024"
-"""What a sweep tries, backward."""
+WAYS = "ahead=0 parts=1 most=16 widest=1024 resident=1024|ahead=1,2,3 parts=2,4 resident=512,768"
+"""What a sweep tries, backward: changes of what is chosen otherwise."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tu
         for name, view in results.items():
             count = contiguous_strides((1, *view.shape))[0]
             memory[name] = device.alloc(count * view.itemsize)
-        ready = prepare(spec, call, views | results, device)
+        ready = prepare(spec, call, dict(call.views) | results, device)
         memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
         times = []
         for _ in range(18):
@@ -323,38 +323,53 @@ def seeded(name: str, tensors: list[Any]) -> list[Any]:
     return tensors
 
 
-def grid_of_ways(text: str) -> list[dict[str, int]]:
-    """From ``ahead=1,2 parts=4`` to all choices of values for fields of `RowTuning`; ``|`` parts several such."""
+def grid_of_ways(text: str) -> list[dict[str, Any]]:
+    """From ``ahead=1,2 parts=4`` to all choices of values for fields of `SumTuning`, or forward of `RowTuning`; ``|``
+    parts several such."""
     ways = []
     for grid in text.split("|"):
         fields = [field.split("=") for field in grid.split()]
-        values = [[int(x) for x in numbers.split(",")] for _, numbers in fields]
+        values = [[int(x) if x.isdigit() else x for x in numbers.split(",")] for _, numbers in fields]
         ways += [dict(zip((name for name, _ in fields), way, strict=True)) for way in itertools.product(*values)]
     return ways
 
 
-def sweep(name: str, lengths: list[int], mib: int, ways: list[dict[str, int]], direction: str) -> None:
+@contextlib.contextmanager
+def tuned(way: dict[str, Any], direction: str) -> Iterator[None]:
+    """Rows laid over threads in another way than usual."""
+    tuning, choose = row_shapes.TUNING, row_shapes.choose_sums
+    if direction == "backward":
+        row_shapes.choose_sums = lambda *args: replace(choose(*args), **way)
+    else:
+        row_shapes.TUNING = replace(tuning, **way)
+    torch_fused._cuda_launches.clear()
+    try:
+        yield
+    finally:
+        row_shapes.TUNING, row_shapes.choose_sums = tuning, choose
+        torch_fused._cuda_launches.clear()
+
+
+def sweep(name: str, lengths: list[int], mib: int, ways: list[dict[str, Any]], direction: str) -> None:
     """Ways to lay rows over threads: terabytes a second, best first, of results that are right."""
     case = CASES[name]
-    default = rowwise.TUNING
     for length in lengths:
         n = mib * 2**20 // (2 * length * case.arrays)
         tensors = case.make(n, length, torch.bfloat16, "cuda")
         size = tensors[0].numel() * tensors[0].element_size()
         right = right_gradients(case, tensors) if direction == "backward" else []
-        found: list[tuple[float, dict[str, int]]] = []
+        found: list[tuple[float, dict[str, Any]]] = []
         for way in [{}, *ways]:
-            rowwise.TUNING = replace(default, **way)
-            torch_fused._cuda_launches.clear()
             call = ours(name, case.options)
             try:
-                if direction == "backward":
-                    error = gradient_error(name, case, tensors, right)
-                    speed = size * case.backward / graph_seconds(gradients(call, tensors, case)) / 1e12
-                else:
-                    error = error_of(name, case, tensors)
-                    forward = graph_seconds(partial(no_grad, call, tensors))
-                    speed = size * case.forward / forward / 1e12
+                with tuned(way, direction):
+                    if direction == "backward":
+                        error = gradient_error(name, case, tensors, right)
+                        speed = size * case.backward / graph_seconds(gradients(call, tensors, case)) / 1e12
+                    else:
+                        error = error_of(name, case, tensors)
+                        forward = graph_seconds(partial(no_grad, call, tensors))
+                        speed = size * case.forward / forward / 1e12
             except (AuleError, RuntimeError) as failed:
                 print(f"{way}: {failed}")
                 continue
@@ -362,7 +377,6 @@ def sweep(name: str, lengths: list[int], mib: int, ways: list[dict[str, int]], d
                 found.append((speed, way))
             else:
                 print(f"{name} {length} {way}: error {error}")
-        rowwise.TUNING = default
         for speed, way in sorted(found, key=lambda entry: -entry[0]):
             print(f"{name} {length} {direction} {speed:.3f} TB/s {way or 'as it is'}", flush=True)
 
@@ -424,7 +438,7 @@ def main() -> None:
     parser.add_argument("--mib", default="64,1024", help="bytes that a forward call moves, in MiB")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sweep", help="ops whose layouts are tried")
-    parser.add_argument("--ways", default=WAYS, help="fields of RowTuning and their values")
+    parser.add_argument("--ways", default=WAYS, help="fields of SumTuning, or forward of RowTuning, and their values")
     parser.add_argument("--direction", choices=("forward", "backward"), default="backward")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--one-thread", action="store_true")

@@ -52,6 +52,8 @@ class Artifact:
     """Subgroup size that must be in force; 0 when the kernel does not care."""
     uses_subgroups: bool = False
     """The kernel uses subgroup operations and wants full subgroups."""
+    awaits: bool = False
+    """The kernel waits itself for the launch before it, and may be started while that ends."""
     extensions: tuple[str, ...] = ()
     """Device features the code needs, by their names in the language (``shader-f16``, ``cl_khr_fp16`` ...)."""
 

@@ -135,6 +135,10 @@ class Target:
     """Conversion of four e4m3 numbers to fp16 in hardware."""
     device_fence: bool = False
     """Workgroups of a launch can order what they do to buffers: the language has fences of the whole device."""
+    overlap: bool = False
+    """A launch can begin while the one before ends, and wait for it in the kernel."""
+    max_cluster: int = 1
+    """Workgroups that can run together and read each other's shared memory."""
     matrix_units: tuple[str, ...] = ()
     """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
     matrix_shape: tuple[int, int, int] = (16, 16, 16)

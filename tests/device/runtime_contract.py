@@ -225,7 +225,8 @@ class RuntimeContract:
         device.launch(program, (256, 1, 1), [allocation])
         seconds = device.time_launch(program, (256, 1, 1), [allocation])
         assert 0 < seconds < 5
-        assert np.array_equal(fetch(device, allocation, x), x + 2)
+        assert 0 < device.time_launches([(program, (256, 1, 1), [allocation])] * 2, 3) < 5
+        assert np.array_equal(fetch(device, allocation, x), x + 8)
         device.free(allocation)
 
     def test_free_twice_and_use_after_free(self, device: Device) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from aule.engine.fused import on_host
 from aule.engine.memory import host_view
+from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.row_shapes import SumTuning
 from aule.runtime.base import Device
 
 
@@ -53,6 +55,14 @@ def test_float64_on_the_cpu(op: str) -> None:
     case = next(case for case in fused_cases.CASES if case.op == op)
     pairs = case.shape[-1] // 2 if case.pairs else 0
     check(fused_cases.Case(op, (2, 2, 3, 50), "f64", case.options, pairs=25 if pairs else 0), devices.need("cpu"))
+
+
+def test_gradients_with_rows_in_registers_ahead(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it has been measured to be faster: blocks that are not whole, and parts that are not."""
+    if device.target.backend == "cpu":
+        pytest.skip("CPUs have rows of one thread")
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: SumTuning(resident=64, through="registers"))
+    check(fused_cases.Case("residual_layer_norm", (37, 776), "bf16"), device)
 
 
 def normalised(device: Device, op: str, x: np.ndarray) -> np.ndarray:

@@ -528,6 +528,13 @@ def test_time_launch(device: VulkanDevice) -> None:
     seconds = device.time_launch(program, (n // 64, 1, 1), [a, a, n, 2.0])
     assert 0 < seconds < 10
     assert (get(device, a) == 2).all()
+    # Each has its own buffers and scalars, and waits for the one before.
+    b = device.alloc(4 * n)
+    launches = [(program, (n // 64, 1, 1), [a, b, n, 3.0]), (program, (n // 64, 1, 1), [b, a, n, 0.5])]
+    assert 0 < device.time_launches(launches, 4) < 10
+    assert (get(device, a) == 2 * 1.5**4).all()
+    device.launch(*launches[0])
+    assert (get(device, b) == 3 * 2 * 1.5**4).all()
 
 
 def test_double_free_and_use_after_close(device: VulkanDevice) -> None:

@@ -20,6 +20,13 @@ typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct { int id; char pad[4]; union { char pad[64]; int programmaticStreamSerializationAllowed; } value; } CUlaunchAttribute;
+typedef struct {
+    unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+    CUstream hStream;
+    CUlaunchAttribute *attrs;
+    unsigned int numAttrs;
+} CUlaunchConfig;
 #endif
 
 #define CONTEXT ((CUcontext)0x1000)
@@ -328,10 +335,30 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     return OK;
 }
 
+static CUresult launched(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx,
+                         unsigned int by, unsigned int bz, unsigned int shared, CUstream stream, void **parameters,
+                         void **extra);
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **extra)
+{
+    ENTER(1);
+    if (config->numAttrs != 1 || config->attrs[0].id != 6) return (CUresult)1;
+    if (config->attrs[0].value.programmaticStreamSerializationAllowed != 1) return (CUresult)1;
+    return launched(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
+                    config->blockDimZ, config->sharedMemBytes, config->hStream, parameters, extra);
+}
+
 CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, unsigned int by,
                         unsigned int bz, unsigned int shared, CUstream stream, void **parameters, void **extra)
 {
     ENTER(1);
+    return launched(f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra);
+}
+
+static CUresult launched(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx,
+                         unsigned int by, unsigned int bz, unsigned int shared, CUstream stream, void **parameters,
+                         void **extra)
+{
     if (extra || !gx || !gy || !gz || shared > (unsigned)f->attributes[8] + 49152) return (CUresult)1;
     uint64_t grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
     memcpy(last.grid, grid, sizeof grid);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import glob
 import itertools
 import os
@@ -160,6 +161,8 @@ class TestEnumeration:
         assert hopper.bf16 and not turing.bf16 and turing.f16
         assert "m16n8k16:bf16:f32" in hopper.matrix_units and turing.matrix_units == ("m16n8k8:f16:f32",)
         assert set(WARPGROUP_UNITS) < set(hopper.matrix_units)
+        assert (hopper.overlap, hopper.max_cluster) == (True, 8)
+        assert (turing.overlap, turing.max_cluster) == (False, 1)
         hash(hopper)
 
     def test_no_device(self, fake: Fake) -> None:
@@ -558,6 +561,21 @@ class TestPrepared:
         prepared.launch((1, 2), 0)
         assert fake.calls() == ["cuCtxGetCurrent", "cuLaunchKernel"]
         fake.lib.fake_pop()
+
+    def test_kernels_that_wait_themselves_may_start_early(self, fake: Fake, device: CudaDevice) -> None:
+        program = device.load(kernel("p i32", shared_bytes=60_000, dynamic_shared=True, awaits=True))
+        prepared = device.prepare(program, (7, 8, 9), [None, 11])
+        memory = device.alloc(4)
+        fake.calls()
+        gc.collect()  # nobody but the launch holds what the driver reads
+        prepared.launch((1 << 47,), 0x2)
+        assert [name for name in fake.calls() if "Launch" in name] == ["cuLaunchKernelEx"]
+        last = fake.last()
+        assert (last["grid"], last["block"], last["shared"], last["stream"]) == ([7, 8, 9], [128, 1, 1], 60_000, 2)
+        assert last["values"][:2] == [1 << 47, 11]  # type: ignore[index]
+        device.launch(program, (3, 1, 1), [memory, 12])
+        assert fake.last()["grid"] == [3, 1, 1] and fake.last()["stream"] == device.stream
+        assert [name for name in fake.calls() if "Launch" in name] == ["cuLaunchKernelEx"]
 
     def test_refusals(self, fake: Fake, device: CudaDevice) -> None:
         program = device.load(kernel("p i32"))

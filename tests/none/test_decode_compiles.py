@@ -24,6 +24,7 @@ from aule.view import TensorView
 
 CASES = {
     "contiguous": {"batch": 32},
+    "short": {"keys": 1024},
     "long": {"keys": 65536},
     "pages": {"batch": 32, "page": 16},
     "int8": {"page": 16, "cache": "i8"},
@@ -71,7 +72,8 @@ def plan_of(
 def test_nvidia(arch: str, tmp_path: Path) -> None:
     target = replace(table.nvidia_target(arch), compute_units=132)
     if arch == "sm_90":
-        target = replace(target, matrix_units=TARGETS["ptx"].matrix_units, matrix_layout=NVIDIA_LAYOUT)
+        units = TARGETS["ptx"].matrix_units
+        target = replace(target, matrix_units=units, matrix_layout=NVIDIA_LAYOUT, overlap=True, max_cluster=8)
     for name in CASES if arch == "sm_90" else PLAIN:
         for step in plan_of(target, **CASES[name]).steps:  # type: ignore[arg-type]
             path = tmp_path / "kernel.ptx"
@@ -106,6 +108,7 @@ def test_parts_are_added_up_by_the_last_workgroup_where_that_can_be_and_is_quick
     target = replace(table.nvidia_target("sm_90"), compute_units=132)
     few, fragments = choose_decode_shape(problem(), target, 8), FragmentDecodeShape(16, 1, 4)
     assert gathers(few, 4, 33, (128, 128), 8, target)
+    assert not gathers(few, 4, 33, (128, 128), 8, replace(target, overlap=True))
     assert not gathers(few, 4, 33, (128, 128), 8, replace(target, device_fence=False))
     assert gathers(fragments, 16, 8, (128, 128), 8, target)
     assert not gathers(fragments, 16, 128, (128, 128), 8, target)  # a second launch reads these with more workgroups
@@ -118,9 +121,11 @@ def test_parts_are_added_up_by_the_last_workgroup_where_that_can_be_and_is_quick
     ("blocks", "keys", "parts"),
     [
         (256, 4096, 1),  # batch 32, 8 key heads: full
-        (8, 65536, 33),  # batch 1: as many as run at a time
-        (8, 512, 1),
-        (8, 1024, 2),
+        (8, 65536, 32),  # batch 1: as many as run at a time, with an even number of steps each
+        (8, 512, 8),
+        (8, 4096, 16),  # a workgroup for each multiprocessor
+        (8, 8192, 32),
+        (32, 1024, 4),
         (32, 32768, 8),
         (100, 65536, 5),  # two waves, well filled, instead of one that is not
         (256, 131072, 8),  # for one long sequence among short ones
@@ -129,4 +134,4 @@ def test_parts_are_added_up_by_the_last_workgroup_where_that_can_be_and_is_quick
 )
 def test_parts_of_a_sequence(blocks: int, keys: int, parts: int) -> None:
     target = replace(TARGETS["ptx"], compute_units=132)
-    assert choose_splits(blocks, keys, 2, target, uneven=True)[0] == parts
+    assert choose_splits(blocks, keys, 64, 2, target, uneven=True)[0] == parts

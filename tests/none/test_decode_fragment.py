@@ -25,6 +25,7 @@ from aule.tile.quantised import E4M3_HALF, floats, half_pairs
 
 ROW_HALVES = replace(fragments.target(), f16=True)
 NVIDIA = replace(ROW_HALVES, matrix_layout=NVIDIA_LAYOUT)
+HOPPER = replace(NVIDIA, overlap=True, max_cluster=4, compute_units=132)
 VULKAN = replace(
     NVIDIA, backend="vulkan", arch="", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"), bf16=False
 )
@@ -56,6 +57,18 @@ def test_cases(case: decode_cases.Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_in_nvidias_layout(case: decode_cases.Case) -> None:
     check(case, NVIDIA, 3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clusters_and_launches_that_overlap(case: decode_cases.Case) -> None:
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    steps = plan_decode(problem, decode_views(operands, operands.q), HOPPER).steps
+    assert isinstance(steps[0].config, FragmentDecodeConfig)
+    if problem.seq_kv <= 1024:
+        assert steps[0].config.cluster == min(4, -(-problem.seq_kv // steps[0].config.shape.step)) and len(steps) == 1
+    else:
+        assert steps[0].config.followed and steps[1].config.awaits
+    check(case, HOPPER)
 
 
 @pytest.mark.parametrize("cache", ["i8", "e4m3"])

@@ -13,8 +13,9 @@ from aule.codegen import TARGETS as GENERIC
 from aule.engine.memory import STORED, host_view
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
-from aule.ops import rowwise
+from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.row_shapes import SumTuning
 from aule.ops.spec import Call, OpSpec
 from aule.target import Target
 
@@ -100,18 +101,21 @@ def test_what_is_kept_for_the_gradient(case: fused_cases.Case) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        {"ahead": 0, "sum_batch": 2},
-        {"ahead": 0, "sum_parts": 2, "most": 16, "sum_most": 8},
-        {"ahead": 1, "ahead_batch": 2, "ahead_resident": 128},
-        {"ahead": 3, "ahead_parts": 1, "ahead_resident": 128},
+        SumTuning(parts=1, batch=2, ahead=0),
+        SumTuning(parts=2, most=8, ahead=0),
+        SumTuning(batch=2, resident=128),
+        SumTuning(parts=1, resident=128, ahead=3),
+        SumTuning(threads=256, batch=2, resident=256, ahead=2),
+        SumTuning(resident=128, through="registers"),
     ],
+    ids=str,
 )
-def test_other_layouts(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows at once, rows that are not kept in registers, and rows that are copied ahead, with sums of columns."""
-    monkeypatch.setattr(rowwise, "TUNING", replace(rowwise.TUNING, **way))
+def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at once, rows that are not kept in registers, and rows that come ahead, with sums of columns."""
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
     for shape in ((9, 520), (33, 40), (5, 1003)):
         case = fused_cases.Case("layer_norm", shape)
-        for target in (TARGETS["subgroups"], TARGETS["barriers"])[: 1 if way["ahead"] else 2]:
+        for target in (TARGETS["subgroups"], TARGETS["barriers"])[: 1 if way.ahead else 2]:
             spec = CATALOGUE[case.op]
             arrays = fused_cases.operands(case)
             call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))

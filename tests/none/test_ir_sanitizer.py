@@ -762,6 +762,60 @@ def test_copies_are_seen_by_others_after_a_barrier() -> None:
     contains(report(b, [x, out]), "race in shared memory", copy, read)
 
 
+# -- clusters ------------------------------------------------------------------------------------------------------
+
+
+def of_neighbours(*, before: bool = True, after: bool = True, again: bool = False, of: int = 3) -> tuple[Builder, str]:
+    """Workgroups by fours, each of which reads what the next of its cluster has written; and where it is read."""
+    b = Builder("neighbours", workgroup=32, cluster=4)
+    out, tile = b.buffer("out", i32, "write"), b.shared("tile", i32, 32)
+    t, group = b.thread_id(), b.group_id()
+    b.store(tile, t, group * 100 + t)
+    if before:
+        b.cluster_barrier()
+    else:
+        b.barrier()
+    read = here()
+    found = b.cluster_load(tile, 31 - t, (group + 1) & of)
+    if again:
+        b.store(tile, t, t)
+    b.store(out, group * 32 + t, found)
+    if after:
+        b.cluster_barrier()
+    return b, read
+
+
+def test_workgroups_of_a_cluster_read_each_others_memory() -> None:
+    out = np.zeros(256, np.int32)
+    passes(of_neighbours()[0], [out], (8, 1, 1))
+    groups = np.arange(8)
+    whose = groups // 4 * 4 + (groups + 1) % 4
+    np.testing.assert_array_equal(out.reshape(8, 32), whose[:, None] * 100 + np.arange(31, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "what"),
+    [
+        ({"before": False}, "no barrier orders the two"),
+        ({"after": False}, "it ends, and"),
+        ({"again": True}, "it is written in"),
+        ({"of": 7}, "no workgroup 4 in a cluster of 4"),
+    ],
+    ids=["before", "after", "again", "number"],
+)
+def test_only_barriers_of_clusters_order_their_workgroups(left_out: dict[str, Any], what: str) -> None:
+    b, read = of_neighbours(**left_out)
+    contains(report(b, [np.zeros(256, np.int32)], (8, 1, 1)), what, read)
+
+
+def test_all_workgroups_of_a_cluster_arrive() -> None:
+    b = Builder("alone", workgroup=32, cluster=2)
+    b.buffer("out", f32, "write")
+    with b.if_(b.eq(b.group_id(), 0)):
+        b.cluster_barrier()
+    contains(report(b, [np.zeros(1, np.float32)], (2, 1, 1)), "this workgroup does not arrive, others do")
+
+
 def test_a_vote_of_the_workgroup_orders_as_a_barrier() -> None:
     b = Builder("vote", workgroup=64)
     out, tile = b.buffer("out", f32, "write"), b.shared("tile", f32, 64)

@@ -216,6 +216,9 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("copy size", lambda k: k.b.async_copy(k.tile, 0, k.read, 0, 2), "expected 16 bytes, got 2 elements of f32"),
     ("copy written", lambda k: k.b.async_copy(k.tile, 0, k.count, 0, 4), "a buffer that the kernel only reads"),
     ("copy index", lambda k: k.b.async_copy(k.tile, 0, k.read, k.x, 4), "expected an index of type"),
+    ("await late", lambda k: k.b.launch_await(), "launch_await: expected the beginning of the kernel"),
+    ("cluster space", lambda k: k.b.cluster_load(k.read, 0, k.n), "cluster_load: expected shared memory"),
+    ("cluster number", lambda k: k.b.cluster_load(k.tile, 0, k.x), "expected an i32, and f32 or a vector of it"),
     ("copies pending", lambda k: k.b.async_wait(-1), "expected pending to be a count of groups, got -1"),
     ("vote", lambda k: k.b.subgroup_any(k.n), "subgroup_any: expected a bool, got i32 -> bool"),
     # Fragments.
@@ -288,7 +291,8 @@ def test_every_typed_operation_has_a_broken_kernel() -> None:
     unbreakable = {"comment", "lane_id", "subgroup_id", "group_count", "subgroup_barrier", "log2", "sqrt", "rsqrt",
                    "rcp", "floor", "sin", "cos", "abs", "sub", "div", "min", "max", "or", "xor", "le", "gt", "ge", "ne",
                    "subgroup_all", "async_commit", "warpgroup_commit", "warpgroup_fence",
-                   "warpgroup_publish", "device_fence"}  # fmt: skip
+                   "warpgroup_publish", "device_fence", "cluster_barrier",
+                   "launch_next"}  # fmt: skip
     seen: set[str] = set()
     for _, breaks, _ in BROKEN:
         kit = Kit()

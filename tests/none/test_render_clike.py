@@ -272,6 +272,20 @@ def test_fences_of_the_device_are_refused(language: str) -> None:
         render(language, b.finish())
 
 
+@pytest.mark.parametrize("language", GOLDEN)
+def test_clusters_are_refused_and_launches_need_not_be_told_when_to_start(language: str) -> None:
+    for cluster in (1, 2):
+        b = Builder("together", 32, cluster=cluster)
+        b.launch_await()
+        b.store(b.buffer("result", f32, "write"), b.thread_id(), b.const(0.0, f32))
+        b.launch_next()
+        if cluster == 1:
+            render(language, b.finish())
+        else:
+            with pytest.raises(KernelError, match="expected no cluster, got one of 2"):
+                render(language, b.finish())
+
+
 @pytest.mark.parametrize("language", ["opencl", "wgsl"])
 def test_fragments_are_refused_where_there_are_none(language: str) -> None:
     case = next(c for c in cases() if "fragments" in c.needs)

@@ -424,6 +424,18 @@ def test_unrolling() -> None:
     assert looped(-1, 10**6).count("ld.shared") == 1
 
 
+def test_both_words_of_a_product_are_one_instruction() -> None:
+    b = Builder("words", 32)
+    out, t = b.buffer("out", u32, "write"), b.cast(b.thread_id(), u32)
+    with b.if_(t > 3):
+        b.store(out, t, b.mulhi(t, 0xD2511F53) ^ (t * 0xD2511F53))
+    b.store(out, t, t * 0xD2511F53)  # what a block has computed is not known behind it
+    found = text(b.finish())
+    assert (found.count("mul.wide.u32"), found.count("mul.hi"), found.count("mul.lo.u32")) == (1, 0, 1)
+    low, high = re.findall(r"mov.b64 \{(%r\d+), (%r\d+)\}", found)[0]
+    assert re.search(rf"xor.b32 %r\d+, {high}, {low};", found)
+
+
 def test_unordered_comparison_and_predicates() -> None:
     code = text(arithmetic(f32, 1))
     assert "setp.neu.f32" in code and "setp.eq.f32" in code and "setp.ne.f32" not in code

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aule.ir.kernel import Op, Value
+from aule.ir.ops import OPS
 from aule.ir.types import (
     PANEL,
     Fragment,
@@ -216,6 +218,13 @@ def _load(v: Verifier, op: Op) -> None:
               f"{pointer.elem}, or a vector of it, as the result")  # fmt: skip
 
 
+def _cluster_load(v: Verifier, op: Op) -> None:
+    assert op.result is not None
+    pointer, type_ = v.memory(op, ("shared",), reads=True, writes=False), op.result.type
+    v.require(op, isinstance(type_, Scalar | Vector) and element(type_) == pointer.elem and op.args[2].type == i32,
+              f"an i32, and {pointer.elem} or a vector of it as the result")  # fmt: skip
+
+
 def _prefetch(v: Verifier, op: Op) -> None:
     v.memory(op, ("global",), reads=True, writes=False)
 
@@ -253,6 +262,13 @@ def _async_copy(v: Verifier, op: Op) -> None:
         v.fail(op, "a buffer that the kernel only reads", f"{op.args[2].hint}")
     if not is_int(op.attrs["lanes"], 1) or op.attrs["lanes"] * target.elem.bytes != _COPY_BYTES:
         v.fail(op, f"{_COPY_BYTES} bytes", f"{op.attrs['lanes']} elements of {target.elem}")
+
+
+def _launch_await(v: Verifier, op: Op) -> None:
+    before = itertools.takewhile(lambda other: other is not op, v.kernel.walk())
+    kinds = {OPS[other.opcode].category for other in before if other.opcode in OPS}
+    v.require(op, op in v.kernel.body and kinds <= {"leaf", "unary", "binary", "compare", "cast"},
+              "the beginning of the kernel, behind nothing but arithmetic")  # fmt: skip
 
 
 def _var(v: Verifier, op: Op) -> None:
@@ -415,12 +431,11 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "stream": _stream,
-    "atomic": _atomic,
-    "async_copy": _async_copy,
+    "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "stream": _stream, "atomic": _atomic,
+    "async_copy": _async_copy, "cluster_load": _cluster_load,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "if": _if,
-    "sync": _nothing,
+    "sync": _nothing, "launch_await": _launch_await,
     "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,
     "fragment_fill": _fragment_fill, "fragment_load": _fragment_load, "fragment_store": _fragment_store,

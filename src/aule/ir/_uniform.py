@@ -11,7 +11,7 @@ from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 
 _UNIFORM = ("const", "group_id", "group_count", "workgroup_any")
-_BARRIERS = ("barrier", "workgroup_any")
+_BARRIERS = ("barrier", "workgroup_any", "cluster_barrier")
 _ELEMENTWISE = ("unary", "binary", "compare", "ternary", "cast", "vector")
 
 

@@ -78,6 +78,8 @@ class Builder:
         The subgroup size the kernel relies on; 0 when it uses none or any will do.
     max_registers : int, optional
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
+    cluster : int, optional
+        Workgroups, neighbours along the first axis, that run together; see ``cluster_load``.
 
     Examples
     --------
@@ -89,11 +91,14 @@ class Builder:
     >>> kernel = b.finish()
     """
 
-    def __init__(self, name: str, workgroup: int, subgroup_size: int = 0, max_registers: int = 0) -> None:
+    def __init__(
+        self, name: str, workgroup: int, subgroup_size: int = 0, max_registers: int = 0, cluster: int = 1
+    ) -> None:
         self.name = name
         self.workgroup = workgroup
         self.subgroup_size = subgroup_size
         self.max_registers = max_registers
+        self.cluster = cluster
         self._params: list[Param] = []
         self._values: dict[str, Value] = {}
         self._shared: list[Value] = []
@@ -104,7 +109,7 @@ class Builder:
         """The kernel traced so far."""
         return KernelIR(
             self.name, tuple(self._params), dict(self._values), tuple(self._shared), self.workgroup, self._body,
-            self.subgroup_size, self.max_registers,
+            self.subgroup_size, self.max_registers, self.cluster,
         )  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------
@@ -305,6 +310,12 @@ class Builder:
         """Start to copy 16 bytes from global to shared memory, past the registers."""
         self.emit("async_copy", (shared, self._index(to), source, self._index(index)), None, lanes=lanes)
 
+    def cluster_load(self, shared: Value, index: Any, number: Value, lanes: int = 1) -> Value:
+        """Read from shared memory of the workgroup with this number in the cluster."""
+        elem = element(shared.type)
+        type_: ValueType = elem if lanes == 1 else Vector(elem, lanes)
+        return self.emit("cluster_load", (shared, self._index(index), number), type_, align=lanes)
+
     def async_commit(self) -> None:
         """The copies since the last one become a group."""
         self.emit("async_commit", (), None)
@@ -367,6 +378,18 @@ class Builder:
     def barrier(self, global_memory: bool = False) -> None:
         """Wait for the whole workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
+
+    def launch_next(self) -> None:
+        """The next launch may start as far as it does not depend on this one; see ``ops.OPS["launch_next"]``."""
+        self.emit("launch_next", (), None)
+
+    def launch_await(self) -> None:
+        """Wait for the launches before, at the beginning of a kernel; see ``ops.OPS["launch_await"]``."""
+        self.emit("launch_await", (), None)
+
+    def cluster_barrier(self) -> None:
+        """Wait for all workgroups of the cluster."""
+        self.emit("cluster_barrier", (), None)
 
     def device_fence(self) -> None:
         """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""

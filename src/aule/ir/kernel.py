@@ -175,6 +175,9 @@ class KernelIR:
         Size the kernel was written for; 0 when any will do.
     max_registers : int
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
+    cluster : int
+        Workgroups, neighbours along the first axis, that run at the same time and may read each other's shared memory;
+        the grid's first axis is a multiple of it.
     """
 
     name: str
@@ -185,6 +188,7 @@ class KernelIR:
     body: list[Op]
     subgroup_size: int = 0
     max_registers: int = 0
+    cluster: int = 1
 
     @property
     def shared_bytes(self) -> int:

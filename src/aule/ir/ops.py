@@ -181,6 +181,13 @@ OPS: dict[str, OpInfo] = {
         ("lanes",),
         result=False,
     ),
+    "cluster_load": OpInfo(
+        "memory",
+        3,
+        "pointer (shared), index, i32 -> element or vector of elements of that array of the workgroup with this number "
+        "in the cluster; what that wrote is seen behind a ``cluster_barrier``, and it may end behind another",
+        ("align",),
+    ),
     "async_commit": OpInfo("sync", 0, "the thread's copies since the last one become a group", result=False),
     "async_wait": OpInfo(
         "sync",
@@ -218,6 +225,23 @@ OPS: dict[str, OpInfo] = {
         0,
         "by any thread: with an atomic it orders what workgroups do to global memory; see *a race*. Only targets with "
         "``device_fence`` have it",
+        result=False,
+    ),
+    "cluster_barrier": OpInfo(
+        "sync", 0, "every thread of every workgroup of the cluster arrives; a barrier of each, too", result=False
+    ),
+    "launch_next": OpInfo(
+        "sync",
+        0,
+        "by any thread: when all workgroups have had it, or have ended, the next launch may start if it has a "
+        "``launch_await``. Left out by languages that have no such thing",
+        result=False,
+    ),
+    "launch_await": OpInfo(
+        "sync",
+        0,
+        "wait until the launches before this one are over, which may have been started earlier; before any access of "
+        "memory. Left out likewise: launches follow each other",
         result=False,
     ),
     "workgroup_any": OpInfo(

@@ -40,7 +40,8 @@ def text(kernel: KernelIR) -> str:
         lines.append(f"{_INDENT}%{param.name}: {param.kind} {param.dtype}{access}")
     subgroup = f" subgroup {kernel.subgroup_size}" if kernel.subgroup_size else ""
     registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""
-    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers} {{")
+    cluster = f" cluster {kernel.cluster}" if kernel.cluster > 1 else ""
+    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers}{cluster} {{")
     lines += [f"{_INDENT}{names[array]} = {array.type}" for array in kernel.shared]
     lines += _block(kernel.body, names, _INDENT)
     lines.append("}")
@@ -109,7 +110,7 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         name = names.get(index, "%?") if isinstance(index, Value) else "%?"
         type_ = f"{index.type} " if isinstance(index, Value) else ""
         return f"loop {type_}{name} = {args[0]} to {args[1]} step {args[2]}{_attrs(op, ('index',))} {{"
-    if op.opcode in ("load", "store", "atomic", "fragment_load", "fragment_store") and len(args) >= 2:
+    if op.opcode in ("load", "store", "atomic", "fragment_load", "fragment_store", "cluster_load") and len(args) >= 2:
         args[:2] = [f"{args[0]}[{args[1]}]"]
     if op.opcode == "async_copy" and len(args) == 4:
         args = [f"{args[0]}[{args[1]}]", f"{args[2]}[{args[3]}]"]

@@ -67,6 +67,7 @@ class Verifier:
         power = is_int(size, 0) and size & (size - 1) == 0
         self._expect(power, f"a subgroup size that is 0 or a power of two, got {size!r}")
         self._expect(is_int(kernel.max_registers, 0), f"max_registers of at least 0, got {kernel.max_registers!r}")
+        self._expect(is_int(kernel.cluster, 1), f"a cluster of at least 1 workgroup, got {kernel.cluster!r}")
         names: set[str] = set()
         for name in [p.name for p in kernel.params] + [array.hint for array in kernel.shared]:
             self._expect(IDENTIFIER.fullmatch(name) is not None, f"names that are identifiers, got {name!r}")

@@ -14,12 +14,12 @@ from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.decode.config import DecodeShape
 from aule.ops.decode.plan import plan_decode
 from aule.ops.decode.problem import DecodeProblem
-from aule.ops.decode.shapes import CHUNK_SIZE, choose_decode_shape, subgroup_size
+from aule.ops.decode.shapes import choose_decode_shape, subgroup_size
 from aule.ops.step import Step
 from aule.target import Target
 from aule.view import TensorView
 
-FLASH_DECODE_CHUNK_SIZE = CHUNK_SIZE
+FLASH_DECODE_CHUNK_SIZE = 512
 """Keys of a part of a split sequence."""
 
 _DTYPES = ("f32", "f16", "bf16")

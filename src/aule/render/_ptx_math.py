@@ -51,7 +51,7 @@ def _instructions() -> dict[tuple[str, str], str]:
                 table[opcode, elem.name] = f"{opcode}.{elem}"
             table["floor", elem.name] = f"cvt.rmi.{elem}.{elem}"
             table["sqrt", elem.name] = f"sqrt.rn.{elem}"
-    table["mulhi", "u32"] = "mul.hi.u32"
+    table["mulhi", "u32"] = "mul.wide.u32"
     for opcode in ("and", "or", "xor", "not"):
         table[opcode, "bool"] = f"{opcode}.pred"
     table |= {
@@ -95,6 +95,11 @@ def lanewise(e: Emitter, op: Op) -> None:
 
 def _shared(e: Emitter, opcode: str, instruction: str, cls: str, *x: str) -> str:
     """An instruction on integers, once for the same operands."""
+    if opcode == "mulhi":
+        # Whoever wants the high word wants the low one as well: one instruction, which ptxas does not make of two.
+        low, high = split(e, e.once(("mul.wide.u32", *x), "mul.wide.u32", "rd", *x), 64, 32)
+        e.scopes[-1].setdefault(("mul.lo.u32", *x), low)
+        return high
     if opcode in _LOGIC and cls == "r" and x[1][0] != "%":
         masked = e.masked.get(x[0])
         if masked is not None:  # one instruction, which ptxas does not make of two with different constants

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.types import Pointer, Scalar, element
@@ -199,6 +199,21 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     old = [e.new(cls) for _ in values]
     e.line(f"atom.global.add.v{len(values)}.f32 {{{', '.join(old)}}}, {at(base, offset)}, {{{', '.join(values)}}};")
     e.bind(op.result, tuple(old))
+
+
+def cluster_load(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """A load from another workgroup's shared memory, whose addresses `mapa` knows."""
+    assert op.result is not None
+    if e.arch.number < 90:
+        raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
+    memory = addresses.memory(op.args[0])
+    base, offset = addresses.locate(memory, op.args[1])
+    if not base.startswith("%"):
+        base = addresses.symbol_of(memory)
+    number = e.registers(op.args[2])[0]
+    there = e.once(("mapa", base, number), "mapa.shared::cluster.u32", "r", base, number)
+    found = _load(e, replace(memory, load="ld.shared::cluster"), at(there, offset), lane_count(op.result))
+    e.bind(op.result, tuple(found))
 
 
 def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:

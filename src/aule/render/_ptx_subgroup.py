@@ -16,6 +16,16 @@ def render(e: Emitter, op: Op) -> None:
     if op.opcode == "barrier":
         e.line("bar.sync 0;")  # which orders all memory for the threads that take part
         return
+    if op.opcode in ("launch_next", "launch_await"):
+        if e.arch.number >= 90:
+            e.line("griddepcontrol.launch_dependents;" if op.opcode == "launch_next" else "griddepcontrol.wait;")
+        return
+    if op.opcode == "cluster_barrier":
+        if e.arch.number < 90:
+            raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
+        e.line("barrier.cluster.arrive.aligned;")  # which releases, and the other acquires
+        e.line("barrier.cluster.wait.aligned;")
+        return
     if op.opcode == "device_fence":
         e.line("fence.acq_rel.gpu;")
         return

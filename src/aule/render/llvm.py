@@ -93,7 +93,11 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
 
 
 def _check(kernel: KernelIR) -> None:
-    """Refuse threads that work together."""
+    """Refuse threads, and workgroups, that work together."""
+    if kernel.cluster > 1:
+        raise KernelError(
+            f"[llvm] kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}; PTX has them"
+        )
     if kernel.workgroup == 1:
         return
     remedy = "trace it with a workgroup of 1, whose parallelism is that of its vectors"

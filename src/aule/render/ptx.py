@@ -93,13 +93,15 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         dynamic_shared=dynamic,
         subgroup_size=kernel.subgroup_size,
         uses_subgroups=body.emitter.uses_subgroups,
+        awaits=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
     )
 
 
 def _directives(kernel: KernelIR) -> list[str]:
     """Performance directives between the parameters and the body."""
     registers = [f".maxnreg {kernel.max_registers}"] if kernel.max_registers else []
-    return [f".reqntid {kernel.workgroup}, 1, 1", *registers]
+    cluster = [f".reqnctapercluster {kernel.cluster}, 1, 1"] if kernel.cluster > 1 else []
+    return [f".reqntid {kernel.workgroup}, 1, 1", *cluster, *registers]
 
 
 def _parameters(kernel: KernelIR) -> Iterator[str]:
@@ -150,6 +152,7 @@ class _Body:
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
             "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
+            "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
             "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),
             "async_copy": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
             "var": self._var,

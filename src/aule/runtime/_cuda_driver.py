@@ -81,6 +81,10 @@ FUNC_REGISTERS = 4
 FUNC_MAX_DYNAMIC_SHARED = 8
 FUNC_CARVEOUT = 9
 
+
+# CUlaunchAttributeID
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
 # CUjit_option: info log, its size, error log, its size
 JIT_LOG_OPTIONS = (3, 4, 5, 6)
 
@@ -93,6 +97,25 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 # After these the context answers every call with the same error (CUDA documents them so), or the driver is gone.
 LOST = frozenset({3, 4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, with a value of numbers."""
+
+    _fields_ = (("id", INT), ("padding", INT), ("value", UINT * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", UINT * 3),
+        ("block", UINT * 3),
+        ("shared", UINT),
+        ("stream", PTR),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", UINT),
+    )
 
 
 class Forkable(Protocol):
@@ -130,6 +153,12 @@ class Driver:
                 f"[cuda] expected a working NVIDIA driver, cuInit got {self.describe(code)}; "
                 "check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
             )
+        number = INT()
+        self.api.cuDriverGetVersion(ctypes.byref(number))
+        self.version = number.value
+        # Launches that begin while the one before ends; graphs can have them since CUDA 12.3.
+        known = self.version >= _FIRST_WITH_OVERLAP
+        self.launch_kernel_ex: Callable[..., int] | None = self.api["cuLaunchKernelEx"] if known else None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
 
@@ -206,6 +235,9 @@ def open_driver(library: str | None) -> Driver:
 
 _FIRST_WITH_WGMMA = 12000
 """The driver must know PTX 8.0."""
+_FIRST_WITH_OVERLAP = 12030
+_PORTABLE_CLUSTER = 8
+"""What every architecture with clusters has; the H200 has 16, which were never quicker."""
 
 
 def read_target(driver: Driver, handle: int) -> Target:
@@ -216,21 +248,19 @@ def read_target(driver: Driver, handle: int) -> Target:
     driver.api.cuDeviceGetName(name, len(name), handle)
     memory = SIZE()
     driver.api.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
-    version = INT()
-    driver.api.cuDriverGetVersion(ctypes.byref(version))
     capability = attribute(CAPABILITY_MAJOR), attribute(CAPABILITY_MINOR)
     matrix_units: tuple[str, ...] = ()
     if capability >= (8, 0):
         matrix_units = ("m16n8k16:f16:f32", "m16n8k16:bf16:f32", "m16n8k8:tf32:f32")
     elif capability >= (7, 5):
         matrix_units = ("m16n8k8:f16:f32",)
-    if capability == (9, 0) and version.value >= _FIRST_WITH_WGMMA:
+    if capability == (9, 0) and driver.version >= _FIRST_WITH_WGMMA:
         matrix_units += WARPGROUP_UNITS
     return Target(
         backend="cuda",
         name=name.value.decode(errors="replace"),
         vendor="nvidia",
-        driver=f"CUDA {version.value // 1000}.{version.value % 1000 // 10}",
+        driver=f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}",
         arch=f"sm_{capability[0]}{capability[1]}",
         subgroup_size=32,
         subgroup_sizes=(32,),
@@ -251,6 +281,8 @@ def read_target(driver: Driver, handle: int) -> Target:
         bf16=capability >= (8, 0),
         e4m3=capability >= (9, 0),
         device_fence=True,
+        overlap=capability >= (9, 0) and driver.launch_kernel_ex is not None,
+        max_cluster=_PORTABLE_CLUSTER if capability >= (9, 0) else 1,
         matrix_units=matrix_units,
         matrix_layout=NVIDIA_LAYOUT if matrix_units else None,
     )

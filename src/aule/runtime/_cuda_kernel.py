@@ -9,6 +9,7 @@ from typing import Any
 
 from aule.artifact import SCALAR_FORMATS, Artifact, Param
 from aule.errors import InvalidArgumentError
+from aule.runtime._cuda_driver import PROGRAMMATIC_STREAM_SERIALIZATION, LaunchAttribute, LaunchConfig
 
 
 class Arguments:
@@ -39,7 +40,7 @@ class Arguments:
 class Kernel:
     """A loaded function: what `Program.handle` is here."""
 
-    __slots__ = ("arguments", "block", "function", "log", "shared")
+    __slots__ = ("arguments", "awaits", "block", "function", "log", "shared")
 
     def __init__(self, artifact: Artifact, function: ctypes.c_void_p, log: str) -> None:
         self.function = function
@@ -47,12 +48,26 @@ class Kernel:
         self.block = ctypes.c_uint(artifact.workgroup)
         self.shared = ctypes.c_uint(artifact.shared_bytes if artifact.dynamic_shared else 0)
         self.arguments = Arguments(artifact.params)
+        self.awaits = artifact.awaits
 
     def call(self, grid: tuple[int, int, int], stream: ctypes.c_void_p, arguments: Arguments) -> tuple[Any, ...]:
         """The arguments of cuLaunchKernel, all of them ctypes objects."""
         one = ctypes.c_uint(1)
         x, y, z = (ctypes.c_uint(n) for n in grid)
         return (self.function, x, y, z, self.block, one, one, self.shared, stream, arguments.table, None)
+
+    def awaiting_call(
+        self, grid: tuple[int, int, int], arguments: Arguments
+    ) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
+        """The stream, whose value is to be set before a call, and the arguments of cuLaunchKernelEx, by which a kernel
+        that waits itself for the launch before it is started while that ends."""
+        config = LaunchConfig(
+            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.block.value, 1, 1), self.shared.value
+        )
+        attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
+        config.attributes, config.count = ctypes.pointer(attribute), 1
+        stream = ctypes.c_void_p.from_buffer(config, LaunchConfig.stream.offset)
+        return stream, (ctypes.byref(config), self.function, arguments.table, None)
 
 
 def refuse_arguments(artifact: Artifact, error: Exception) -> InvalidArgumentError:

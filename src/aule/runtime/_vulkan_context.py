@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from aule.artifact import Artifact
 from aule.errors import AuleError, LaunchError
@@ -15,6 +15,15 @@ from aule.runtime._vulkan_memory import Block, Memory, Region, Staging
 from aule.runtime._vulkan_pipeline import Pipeline, Pipelines
 from aule.runtime._vulkan_queue import PARAMETER_BYTES, SLOTS, FenceTimeline, Ring, Slot, Timeline
 from aule.runtime._vulkan_target import Facts
+
+
+class Dispatch(NamedTuple):
+    """One dispatch, ready to be recorded."""
+
+    pipeline: Pipeline
+    grid: tuple[int, int, int]
+    regions: list[Region]
+    scalars: Sequence[int | float]
 
 
 class Context:
@@ -152,34 +161,46 @@ class Context:
         slot, recorded = self.ring.acquire(key)
         self._write_scalars(slot, pipeline, scalars)
         if not recorded:
-            self._bind(slot, pipeline, keys)
-            self.vk.vkCmdDispatch(slot.command, *grid)
+            self._describe(slot, pipeline, keys)
+            command = self.ring.begin(slot)
+            self._bind(command, slot, pipeline)
+            self.vk.vkCmdDispatch(command, *grid)
             self.ring.end(slot, key)
-        self._submit(slot, pipeline, regions)
+        self._used(self.ring.submit(slot), pipeline, regions)
 
-    def time_launch(
-        self, pipeline: Pipeline, grid: tuple[int, int, int], regions: list[Region], scalars: Sequence[int | float]
-    ) -> float:
-        """Seconds of one dispatch by the device's own clock."""
+    def time_launches(self, launches: Sequence[Dispatch], rounds: int) -> float:
+        """Seconds of a round of dispatches by the device's own clock, when as many follow each other in one submission,
+        each waiting for the one before."""
         vk = self.vk
         if not self._queries:
             info = api.VkQueryPoolCreateInfo(queryType=api.VK_QUERY_TYPE_TIMESTAMP, queryCount=2)
             vk.vkCreateQueryPool(self._device, ctypes.byref(info), None, ctypes.byref(self._queries))
-        slot, _ = self.ring.acquire(None)
-        self._write_scalars(slot, pipeline, scalars)
-        command = self._bind(slot, pipeline, [region.key for region in regions])
+        slots = [self.ring.acquire(None)[0] for _ in launches]  # a set of descriptors and scalars for each
+        for slot, launch in zip(slots, launches, strict=True):
+            self._write_scalars(slot, launch.pipeline, launch.scalars)
+            self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
+        command = self.ring.begin(slots[0])
         vk.vkCmdResetQueryPool(command, self._queries, 0, 2)
         # At the top of the pipe the clock could be read while the work before is still under way.
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 0)
-        vk.vkCmdDispatch(command, *grid)
+        for number in range(rounds * len(launches)):
+            if number:
+                self.ring.barrier(slots[0])
+            launch, slot = launches[number % len(launches)], slots[number % len(launches)]
+            self._bind(command, slot, launch.pipeline)
+            vk.vkCmdDispatch(command, *launch.grid)
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 1)
-        self.ring.end(slot, None)
-        self.timeline.wait(self._submit(slot, pipeline, regions))
+        self.ring.end(slots[0], None)
+        value = self.ring.submit(slots[0])
+        for slot, launch in zip(slots, launches, strict=True):
+            slot.value = value
+            self._used(value, launch.pipeline, launch.regions)
+        self.timeline.wait(value)
         ticks = (ctypes.c_uint64 * 2)()
         flags = api.VK_QUERY_RESULT_64_BIT | api.VK_QUERY_RESULT_WAIT_BIT
         vk.vkGetQueryPoolResults(self._device, self._queries, 0, 2, 16, ticks, 8, flags)
         passed = (ticks[1] - ticks[0]) & ((1 << self.facts.timestamp_bits) - 1)
-        return float(passed * self.facts.properties.limits.timestampPeriod * 1e-9)
+        return float(passed * self.facts.properties.limits.timestampPeriod * 1e-9) / rounds
 
     def _write_scalars(self, slot: Slot, pipeline: Pipeline, scalars: Sequence[int | float]) -> None:
         if scalars:
@@ -201,24 +222,23 @@ class Context:
             self._parameter_views = [memoryview(piece.from_address(start)).cast("B") for start in starts]
         return self._parameters
 
-    def _bind(self, slot: Slot, pipeline: Pipeline, keys: list[tuple[int, int, int]]) -> int:
-        """Begin a recording with everything a dispatch needs."""
-        layout = pipeline.layout
-        layout.create_sets(self._get_parameters())
-        layout.bind(slot.index, keys)
-        command = self.ring.begin(slot)
-        point = api.VK_PIPELINE_BIND_POINT_COMPUTE
+    def _describe(self, slot: Slot, pipeline: Pipeline, keys: list[tuple[int, int, int]]) -> None:
+        """Write a slot's descriptors."""
+        pipeline.layout.create_sets(self._get_parameters())
+        pipeline.layout.bind(slot.index, keys)
+
+    def _bind(self, command: int, slot: Slot, pipeline: Pipeline) -> None:
+        """Record everything that a dispatch with a slot's descriptors needs."""
+        point, layout = api.VK_PIPELINE_BIND_POINT_COMPUTE, pipeline.layout
         self.vk.vkCmdBindPipeline(command, point, pipeline.handle)
         chosen = ctypes.c_uint64(layout.sets[slot.index])
         self.vk.vkCmdBindDescriptorSets(command, point, layout.pipeline_layout, 0, 1, ctypes.byref(chosen), 0, None)
-        return command
 
-    def _submit(self, slot: Slot, pipeline: Pipeline, regions: list[Region]) -> int:
-        value = self.ring.submit(slot)
+    def _used(self, value: int, pipeline: Pipeline, regions: list[Region]) -> None:
+        """A submission uses these."""
         pipeline.last_use = value
         for region in regions:
             region.last_use = value
-        return value
 
     def synchronize(self) -> None:
         self.timeline.wait(self.timeline.submitted)

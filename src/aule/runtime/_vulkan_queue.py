@@ -199,10 +199,8 @@ class Ring:
         self._vk.vkBeginCommandBuffer(slot.command, ctypes.byref(self._begin))
         return slot.command
 
-    def end(self, slot: Slot, key: Hashable) -> None:
-        """Finish a recording: what follows on the queue, and the host, sees what it wrote."""
-        # One barrier at the end of each recording orders it before all later ones. Host writes need none: a submission
-        # makes them visible.
+    def barrier(self, slot: Slot) -> None:
+        """Order what is recorded so far before whatever follows, on the queue and on the host."""
         stages = api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | api.VK_PIPELINE_STAGE_TRANSFER_BIT
         self._vk.vkCmdPipelineBarrier(
             slot.command,
@@ -216,6 +214,12 @@ class Ring:
             0,
             None,
         )
+
+    def end(self, slot: Slot, key: Hashable) -> None:
+        """Finish a recording: what follows on the queue, and the host, sees what it wrote."""
+        # One barrier at the end of each recording orders it before all later ones. Host writes need none: a submission
+        # makes them visible.
+        self.barrier(slot)
         self._vk.vkEndCommandBuffer(slot.command)
         if key is not None:
             slot.key = key

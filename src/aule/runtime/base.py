@@ -50,6 +50,10 @@ class Program:
         self.handle = handle
 
 
+Launch = tuple[Program, tuple[int, int, int], Sequence[Allocation | int | float]]
+"""Program, grid and arguments, as for `Device.launch`."""
+
+
 class Device(ABC):
     """One device of one runtime."""
 
@@ -118,3 +122,16 @@ class Device(ABC):
         self.launch(program, grid, args)
         self.synchronize()
         return time.perf_counter() - start
+
+    def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
+        """Seconds that a round of launches takes when ``rounds`` of them follow each other, each launch waiting for the
+        one before; by device timestamps around them all where there are any, by the host's clock otherwise."""
+        import time
+
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            for launch in launches:
+                self.launch(*launch)
+        self.synchronize()
+        return (time.perf_counter() - start) / rounds

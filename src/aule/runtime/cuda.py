@@ -109,6 +109,9 @@ class PreparedLaunch:
         self._pack_pointers = self._arguments.pack_pointers
         self._call = kernel.call(grid, self._stream, self._arguments)
         self._launch = device._driver.launch_kernel
+        if kernel.awaits and device._driver.launch_kernel_ex is not None:
+            self._stream, self._call = kernel.awaiting_call(grid, self._arguments)
+            self._launch = device._driver.launch_kernel_ex
         self._write_scalars(scalars)
 
     def _write_scalars(self, scalars: Sequence[object]) -> None:
@@ -629,7 +632,12 @@ class CudaDevice(Device):
             raise refuse_arguments(program.artifact, error) from None
 
     def _start(self, program: Program, kernel: Kernel, grid: tuple[int, int, int], stream: ctypes.c_void_p) -> None:
-        code = self._driver.launch_kernel(*kernel.call(grid, stream, kernel.arguments))
+        if kernel.awaits and self._driver.launch_kernel_ex is not None:
+            target, call = kernel.awaiting_call(grid, kernel.arguments)
+            target.value = stream.value
+            code = self._driver.launch_kernel_ex(*call)
+        else:
+            code = self._driver.launch_kernel(*kernel.call(grid, stream, kernel.arguments))
         self._require(code, f"launch of {program.artifact.entry}")
 
     def _capturing(self, stream: ctypes.c_void_p) -> bool:

@@ -26,12 +26,12 @@ from aule.errors import (
     LaunchError,
     NoComputeQueueError,
 )
-from aule.runtime._vulkan_context import Context
+from aule.runtime._vulkan_context import Context, Dispatch
 from aule.runtime._vulkan_loader import close_instance, driver_remedy, instance, validation_messages
 from aule.runtime._vulkan_memory import Region
 from aule.runtime._vulkan_pipeline import Pipeline
 from aule.runtime._vulkan_target import Facts, inspect_all
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Allocation, Device, Launch, Program
 
 __all__ = ["VulkanDevice", "devices", "skipped", "validation_messages"]
 
@@ -152,7 +152,20 @@ class VulkanDevice(Device):
         with self._lock:
             context = self._context()
             pipeline, regions, scalars = self._prepare(program, grid, args)
-            return 0.0 if 0 in grid else context.time_launch(pipeline, grid, regions, scalars)
+            dispatch = Dispatch(pipeline, grid, regions, scalars)
+            return 0.0 if 0 in grid else context.time_launches([dispatch], 1)
+
+    def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
+        if not self._facts.timestamp_bits:
+            return super().time_launches(launches, rounds)
+        self._check_process()
+        with self._lock:
+            context, found = self._context(), []
+            for program, grid, args in launches:
+                pipeline, regions, scalars = self._prepare(program, grid, args)
+                if 0 not in grid:
+                    found.append(Dispatch(pipeline, grid, regions, scalars))
+            return context.time_launches(found, rounds) if found else 0.0
 
     def _prepare(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]

@@ -61,8 +61,11 @@ class ColumnSums:
         if slots == 1:
             self._visit(lambda part: self.sums[part.number or 0].value)
             return
-        rows.column_sums += 1
-        scratch = b.shared(f"slots_{rows.column_sums}", rows.work, rows.shape.workgroup * width)
+        if rows.scratch is None:
+            rows.scratch = b.shared("slots", rows.work, rows.shape.workgroup * width)
+        else:
+            b.barrier()
+        scratch = rows.scratch
         for number, variable in enumerate(self.sums):
             b.store(scratch, b.thread_id() * width, variable.value)
             b.barrier()

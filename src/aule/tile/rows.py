@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, Vector, element, i32
@@ -31,7 +31,9 @@ from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 
 if TYPE_CHECKING:
-    from aule.tile.stages import Stages
+    from aule.tile.early import Early
+
+Through = Literal["shared", "registers"]
 
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
@@ -55,8 +57,13 @@ class RowShape:
         Workgroups take one block of rows after the other, instead of one each.
     exact : bool
         All blocks are whole: ``slots * batch`` divides the number of rows.
+    resident : int
+        Workgroups for each of a device's units, in kernels that loop.
     ahead : int
-        Blocks that are on their way to shared memory while one is worked on (`aule.tile.stages`), in kernels that loop.
+        Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
+    through : str
+        Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
+        (`aule.tile.carried`).
     """
 
     threads: int = 1
@@ -64,7 +71,9 @@ class RowShape:
     batch: int = 1
     loops: bool = False
     exact: bool = False
+    resident: int = 1
     ahead: int = 0
+    through: Through = "shared"
 
     @property
     def workgroup(self) -> int:
@@ -156,11 +165,11 @@ class Rows:
         """Which of their blocks workgroups that loop are at, in a ring: neighbours do not share memory."""
         self._turns = max(shape.ahead + 1, 2) if shape.loops else 1
         self._exchanges = 0
-        self.column_sums = 0
-        """How many `ColumnSums` have used shared memory."""
+        self.scratch: Value | None = None
+        """Shared memory in which `ColumnSums` are added up."""
 
-    def run(self, body: Callable[[], None], stages: Stages | None = None) -> None:
-        """Trace ``body`` for the rows of this workgroup, which come by way of ``stages`` where there are such."""
+    def run(self, body: Callable[[], None], early: Early | None = None) -> None:
+        """Trace ``body`` for the rows of this workgroup, which come ``early`` where that is given."""
         b, shape = self.b, self.shape
         blocks = (self.count + (shape.block - 1)) // shape.block
         if shape.loops:
@@ -168,28 +177,20 @@ class Rows:
             if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
                 each = (blocks + (step - 1)) // step
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
-            if stages is not None:
-                for early in range(shape.ahead):
-                    self._fetch(first + step * early, last, b.const(early, i32), stages)
+            if early is not None:
+                early.start(first, last, step)
             turn = b.var(b.const(0, i32), "turn")
             with b.loop(first, last, step, name="block") as block:
                 self.turn = turn.value
-                if stages is not None:
-                    self._fetch(block + step * shape.ahead, last, self._turned(self.turn + shape.ahead), stages)
-                    b.async_wait(shape.ahead)
-                self._take(block, body)
-                turn.value = self._turned(self.turn + 1)
+                if early is not None:
+                    early.advance(block, last, step)
+                self.take(block, body)
+                turn.value = self.turned(self.turn + 1)
         else:
             with b.if_(self.group < blocks):
-                self._take(self.group, body)
+                self.take(self.group, body)
 
-    def _fetch(self, block: Value, last: Value, stage: Value, stages: Stages) -> None:
-        """Send for a block, if there is one; a group of copies either way, so that they can be counted."""
-        with self.b.if_(block < last):
-            self._take(block, lambda: stages.fetch(stage))
-        self.b.async_commit()
-
-    def _turned(self, stage: Value) -> Value:
+    def turned(self, stage: Value) -> Value:
         """A number of a stage that may have gone once around the ring."""
         return self.b.select(stage < self._turns, stage, stage - self._turns)
 
@@ -199,7 +200,8 @@ class Rows:
         if self.closes:
             self.b.barrier()
 
-    def _take(self, block: Value, body: Callable[[], None]) -> None:
+    def take(self, block: Value, body: Callable[[], None]) -> None:
+        """Call ``body`` with the rows of a block."""
         b, shape = self.b, self.shape
         first = (block * shape.slots + self.slot) * shape.batch
         numbers = [first + i for i in range(shape.batch)]

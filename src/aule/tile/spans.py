@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from aule.ir import Value
 from aule.ir.types import Vector, element, i32, u32
+from aule.tile.early import Early
 from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
-from aule.tile.stages import Stages
 
 if TYPE_CHECKING:
     from aule.tile.column_sums import ColumnSums
@@ -162,29 +162,24 @@ class Span:
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
         self._fetched: tuple[Source, ...] = ()
-        self.stages: Stages | None = None
-        """Where rows come from that are copied ahead."""
+        self.early: Early | None = None
+        """Where rows come from that are read ahead of their turn."""
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def hold(self, *sources: Source | Columns) -> None:
-        """Start to read whole rows, so that all loads are under way together, unless they have been copied ahead. On
+        """Start to read whole rows, so that all loads are under way together, unless they have come early. On
         CPUs, which do not keep them, `each` fetches the rows that come next into the cache where it is not the first
         pass: it would be the next one's that waits for memory."""
         if self.rows.vectors:
             self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
-        wanted = [x for x in sources if self.stages is None or isinstance(x, Columns) or not self.stages.holds(x)]
+        early = self.early
+        wanted = [x for x in sources if early is None or isinstance(x, Columns) or not early.holds(x)]
         if self.shape.parts:
             for number in range(self.shape.parts):
                 for source in wanted:
                     for part in self.held_parts(number):
                         part.raw(source)
-
-    def copy_ahead(self, *arrays: RowArray) -> Stages | None:
-        """Let rows of arrays be copied ahead, for `Rows.run`, where the shape says so."""
-        if self.rows.shape.ahead:
-            self.stages = Stages(self, arrays)
-        return self.stages
 
     def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """The sum of ``f`` over each row."""
@@ -365,18 +360,18 @@ class Span:
 
     def loaded(self, part: Part, what: Source | Columns) -> Value:
         """Elements of an array at a part; once, where rows are kept in registers."""
+        early = self.early
         if isinstance(what, Columns):
             return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
-        stages = self.stages
-        if stages is not None and stages.holds(what):
-            return self._once(part, part.row, what, lambda: stages.read(part, what), self._passes)
+        if early is not None and early.holds(what):
+            return self._once(part, part.row, what, lambda: early.read(part, what), self._passes)
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""
         if part.number is not None:
             # Made of what each pass reads again, it is made again.
-            number = 0 if self.stages is None else self._passes
+            number = self._passes if self.early is not None and self.early.again else 0
             return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:
             part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)

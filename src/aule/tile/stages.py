@@ -1,8 +1,7 @@
-"""Rows on their way: copied to shared memory past the registers, some blocks before their turn.
+"""Rows on their way to shared memory: copied there past the registers, some blocks before their turn.
 
-A kernel that loads a row, combines it and only then loads the next leaves the memory idle while it combines. With
-`Stages` the copies of later blocks are under way all the time, and take no registers. A thread reads what it has copied
-itself, so no barrier comes with it; each pass reads a part again, which spares the registers between passes as well.
+The copies of later blocks are under way all the time, and take no registers. A thread reads what it has copied itself,
+so no barrier comes with it; each pass reads a part again, which spares the registers between passes as well.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aule.ir import Value
-from aule.ir.types import element
+from aule.ir.types import element, i32
 from aule.target import Target
+from aule.tile.early import Early
 from aule.tile.rows import RowArray, Source
 
 if TYPE_CHECKING:
@@ -27,47 +27,60 @@ def copies_past_registers(target: Target) -> bool:
     return target.backend == "cuda" and target.arch != "sm_75"
 
 
-class Stages:
-    """Shared memory for the parts that threads have of the rows of some arrays, ``ahead + 1`` blocks of them.
+class Stages(Early):
+    """Shared memory for ``ahead + 1`` blocks of rows.
 
     Parameters
     ----------
     arrays : sequence of RowArray
-        Of one type, aligned to a part, which has 16 bytes.
+        Aligned to a part, which has 16 bytes.
     """
 
+    again = True
+
     def __init__(self, span: Span, arrays: Sequence[RowArray]) -> None:
-        self.span, self.arrays = span, tuple(arrays)
-        rows, shape = span.rows, span.rows.shape
+        super().__init__(span, arrays)
+        shape = self.rows.shape
+        self.ahead = shape.ahead
         self.step = shape.workgroup * span.shape.width
         """Elements from one part of a thread to its next."""
-        self.size = len(arrays) * shape.batch * span.shape.parts * self.step
-        elem = element(arrays[0].buffer.type)
-        self.memory = rows.b.shared("stages", elem, self.size * (shape.ahead + 1))
-        self.own = rows.b.thread_id() * span.shape.width
+        self.size = shape.batch * span.shape.parts * self.step
+        """Elements of a block of an array."""
+        self.memory = [
+            self.b.shared(f"stages_{i}", element(array.buffer.type), self.size * (self.ahead + 1))
+            for i, array in enumerate(arrays)
+        ]
 
-    def fetch(self, stage: Value) -> None:
+    def start(self, first: Value, last: Value, step: Value) -> None:
+        for early in range(self.ahead):
+            self._send(first + step * early, last, self.b.const(early, i32))
+
+    def advance(self, block: Value, last: Value, step: Value) -> None:
+        self._send(block + step * self.ahead, last, self.rows.turned(self.rows.turn + self.ahead))
+        self.b.async_wait(self.ahead)
+
+    def _send(self, block: Value, last: Value, stage: Value) -> None:
+        """Send for a block, if there is one; a group of copies either way, so that they can be counted."""
+        with self.b.if_(block < last):
+            self.rows.take(block, lambda: self._copy(stage))
+        self.b.async_commit()
+
+    def _copy(self, stage: Value) -> None:
         """Start to copy the rows that `Rows` has now."""
-        rows, span = self.span.rows, self.span
-        for array in self.arrays:
-            source = rows.source(array)
+        span, b = self.span, self.b
+        for memory, array in zip(self.memory, self.arrays, strict=True):
+            source = self.rows.source(array)
             for number in range(span.shape.parts):
                 for part in span.held_parts(number):
                     start = source.starts[part.row]
-                    index = start + rows.b.cast(span.safe_column(part), element(start.type))
-                    to = self._place(stage, part, source)
-                    rows.b.async_copy(self.memory, to, array.buffer, index, span.shape.width)
-
-    def holds(self, source: Source) -> bool:
-        """Whether its rows come this way."""
-        return any(source.array is array for array in self.arrays)
+                    index = start + b.cast(span.safe_column(part), element(start.type))
+                    b.async_copy(memory, self._place(stage, part), array.buffer, index, span.shape.width)
 
     def read(self, part: Part, source: Source) -> Value:
-        """A part of the block that is worked on."""
-        return self.span.rows.b.load(self.memory, self._place(self.span.rows.turn, part, source), self.span.shape.width)
+        memory = self.memory[self.number(source)]
+        return self.b.load(memory, self._place(self.rows.turn, part), self.span.shape.width)
 
-    def _place(self, stage: Value, part: Part, source: Source) -> Value:
+    def _place(self, stage: Value, part: Part) -> Value:
         assert part.number is not None
-        array = next(i for i, array in enumerate(self.arrays) if source.array is array)
-        place = (array * self.span.rows.shape.batch + part.row) * self.span.shape.parts + part.number
-        return stage * self.size + (self.own + place * self.step)
+        own = stage * self.size + self.b.thread_id() * self.span.shape.width
+        return own + (part.row * self.span.shape.parts + part.number) * self.step

@@ -14,16 +14,22 @@ def _barrier(m: Machine, op: Op) -> Step:
     return _synchronise(m, op, op.attrs["global_memory"])
 
 
-def _synchronise(m: Machine, op: Op, all_memory: bool) -> Step:
+def _cluster_barrier(m: Machine, op: Op) -> Step:
+    return _synchronise(m, op, False, clusters=True)
+
+
+def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -> Step:
     lanes, shadows = m.lanes, m.shadows
     subgroups = np.arange(lanes.subgroups)
 
     def step() -> None:
-        slots = lanes.whole_groups(op)
+        slots = lanes.whole_clusters(op) if clusters else lanes.whole_groups(op)
         for shadow in shadows:
             if shadow.shared:
                 teams = None if slots is None else (slots[:, None] * lanes.subgroups + subgroups).ravel()
                 shadow.synchronise(op, teams, True)
+                if clusters:
+                    shadow.meet(teams)
             elif all_memory:
                 teams = None if slots is None else lanes.group[slots * lanes.workgroup]
                 shadow.synchronise(op, teams, True)
@@ -31,6 +37,10 @@ def _synchronise(m: Machine, op: Op, all_memory: bool) -> Step:
             m.fences.barrier(np.unique(lanes.group) if slots is None else lanes.group[slots * lanes.workgroup])
 
     return step
+
+
+def _nothing(m: Machine, op: Op) -> None:
+    """Launches follow each other."""
 
 
 def _device_fence(m: Machine, op: Op) -> Step | None:
@@ -123,6 +133,7 @@ def _subgroup_all(m: Machine, op: Op) -> Step:
 
 COMPILERS: dict[str, Compiler] = {
     "barrier": _barrier, "device_fence": _device_fence, "workgroup_any": _workgroup_any,
+    "launch_next": _nothing, "launch_await": _nothing, "cluster_barrier": _cluster_barrier,
     "subgroup_barrier": _subgroup_barrier,
     "shuffle": _shuffle, "shuffle_xor": _shuffle_xor,
     "subgroup_reduce": _subgroup_reduce, "subgroup_any": _subgroup_any, "subgroup_all": _subgroup_all,

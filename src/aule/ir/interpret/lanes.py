@@ -84,6 +84,20 @@ class Lanes:
             raise self.error(op, absent, "barrier in divergent control flow: this thread does not arrive, others do")
         return np.flatnonzero(every)
 
+    def whole_clusters(self, op: Op) -> Array | None:
+        """Slots of the workgroups that arrive at a barrier of clusters (None: all); an error when one is missing."""
+        slots = self.whole_groups(op)
+        if slots is None:
+            return None
+        cluster = self.kernel.cluster
+        arrived = np.zeros(self.groups, np.bool_)
+        arrived[slots] = True
+        some = np.repeat(arrived.reshape(-1, cluster).any(axis=1), cluster)
+        if (some != arrived).any():
+            absent = int(np.flatnonzero(some != arrived)[0]) * self.workgroup
+            raise self.error(op, absent, "barrier of a cluster: this workgroup does not arrive, others do")
+        return slots
+
     def whole_subgroups(self, op: Op) -> Array | None:
         """Subgroups that arrive at a subgroup operation (None: all); an error when one arrives in part."""
         if self.mask is None:

@@ -77,8 +77,12 @@ class Machine:
         self.sanitize = sanitize
         self.compilers = compilers
         self.layouts = layouts
-        batches = -(-self.total // max(1, _BATCH_LANES // kernel.workgroup))
-        self.lanes = Lanes(kernel, grid, -(-self.total // batches), subgroup_size)
+        if grid[0] % kernel.cluster:
+            raise KernelError(f"kernel {kernel.name}: expected a grid of clusters of {kernel.cluster}, got {grid}")
+        together = kernel.cluster * kernel.workgroup
+        batches = -(-self.total // (kernel.cluster * max(1, _BATCH_LANES // together)))
+        groups = -(-self.total // (kernel.cluster * batches)) * kernel.cluster
+        self.lanes = Lanes(kernel, grid, groups, subgroup_size)
         self.fences: Fences | None = None
         if sanitize and any(op.opcode == "device_fence" for op in kernel.walk()):
             self.fences = Fences(self.lanes, self.total)
@@ -111,6 +115,7 @@ class Machine:
             run(body)
             for shadow in self.shadows:
                 shadow.check()
+                shadow.leave()
 
     # -- parameters and memory -------------------------------------------------------------------------------------
 

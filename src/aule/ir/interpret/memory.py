@@ -88,6 +88,12 @@ class Memory:
             raise self.lanes.error(op, self._lane(int(where[-1]), active), message)
         return from_memory(self.elem, self.data.take(address))
 
+    def read_other(self, op: Op, address: Array, active: Array | None) -> Array:
+        """The same of workgroups of the cluster."""
+        if self.shadow is not None:
+            self.shadow.read_other(op, address, active)
+        return from_memory(self.elem, self.data.take(address))
+
     def write(self, op: Op, address: Array, value: Array, active: Array | None, collective: bool = False) -> None:
         """Store registers of the active lanes."""
         if self.shadow is not None:

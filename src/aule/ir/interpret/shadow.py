@@ -88,6 +88,10 @@ class Shadow:
         # Writes concern only reads of the same workgroup in shared memory, and all reads in global memory.
         self.domain = np.arange(teams) // lanes.subgroups if shared else np.zeros(teams, np.int64)
         self.dirty = np.zeros(int(self.domain[-1]) + 1, np.bool_)
+        self.together = np.ones(teams, np.int64)
+        """Time of each team's last barrier of its cluster."""
+        self.others = np.zeros(size, np.int64)
+        """When each element was last read by way of the cluster."""
 
     def begin(self) -> None:
         """A new batch of workgroups starts: its shared memory holds nothing, buffers keep what was written."""
@@ -96,6 +100,7 @@ class Shadow:
                 record.time.fill(0)
             self.pending.clear()
             self.pending_size = 0
+            self.others.fill(0)
         self._refresh()
 
     def _records(self) -> list[_Record]:
@@ -127,10 +132,21 @@ class Shadow:
         party = self._party(active, collective)
         for record in self._records():
             self._ordered(record, op, "writes", address, party)
+        if self.shared:
+            self._require_read(op, address, self.together.take(party.team))
         met = self.writes.note(self.lanes.tick(op), address, party, collective)
         if met.any():
             self._race(self.writes, op, "writes", address, met, party)
         self.dirty[self.domain.take(party.team)] = True
+
+    def read_other(self, op: Op, address: Array, active: Array | None) -> None:
+        """Check and note a load from any workgroup of the cluster: only barriers of clusters order it."""
+        party = self._party(active, False)
+        self.require_written(op, address, active)
+        wrong = self.writes.time.take(address) >= self.together.take(party.team)
+        if wrong.any():
+            self._race(self.writes, op, "reads", address, wrong, party)
+        self.others[address] = self.lanes.tick(op)
 
     def update(self, op: Op, address: Array, active: Array | None) -> None:
         """Check and note an atomic. Where lanes meet, the record names several, whom only a barrier orders."""
@@ -194,6 +210,34 @@ class Shadow:
             self.outer[teams] = now
             self._prune()
         self._refresh()
+
+    def meet(self, teams: Array | None) -> None:
+        """Clusters, all of the batch or those that these teams make up, have met."""
+        self.together[slice(None) if teams is None else teams] = len(self.lanes.history) - 1
+
+    def leave(self) -> None:
+        """The workgroups of the batch end, and what others may still read goes with them."""
+        if self.shared:
+            length = self.length * self.lanes.kernel.cluster  # all of a cluster end together
+            last = np.repeat(self.together[:: self.lanes.subgroups * self.lanes.kernel.cluster], length)
+            late = self.others >= last[: self.size]
+            if (self.others > 0).any() and late.any():
+                address = int(np.flatnonzero(late)[0])
+                self._too_early(self._op(self.others[address]), address, "it ends")
+
+    def _require_read(self, op: Op, address: Array, met: Array) -> None:
+        """What others of the cluster read is written again only behind a barrier."""
+        late = self.others.take(address) >= met
+        if late.any():
+            where = tuple(np.argwhere(late)[0])
+            read = self._op(self.others[address[where]])
+            self._too_early(read, address[where], f"it is written in {self.lanes.site(op)}")
+
+    def _too_early(self, read: Op, address: Any, what: str) -> NoReturn:
+        raise SanitizerError(
+            f"kernel {self.lanes.kernel.name}: race in {self.space} memory on {self._place(address)}: {what}, and "
+            f"{self.lanes.site(read)} reads it from a workgroup of the cluster; no barrier of clusters orders the two"
+        )
 
     def _prune(self) -> None:
         """Forget reads that a barrier of the workgroup has ordered before whatever comes."""

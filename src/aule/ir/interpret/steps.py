@@ -168,6 +168,30 @@ def _load(m: Machine, op: Op) -> Step:
     return step
 
 
+def _cluster_load(m: Machine, op: Op) -> Step:
+    assert op.result is not None
+    memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
+    index, number, result, align = m.slot(op.args[1]), m.slot(op.args[2]), m.result(op), op.attrs["align"]
+    count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
+    shape = (lanes.count,) if count == 1 else (count, lanes.count)
+
+    def step() -> None:
+        active = lanes.active
+        who = registers[number] if active is None else registers[number].take(active)
+        if who.size and (int(who.min()) < 0 or int(who.max()) >= cluster):
+            where = int(np.flatnonzero((who < 0) | (who >= cluster))[0])
+            lane = where if active is None else int(active[where])
+            raise lanes.error(op, lane, f"no workgroup {int(who[where])} in a cluster of {cluster}")
+        address = memory.addresses(op, registers[index], active, count, align)
+        slot = lanes.slot if active is None else lanes.slot.take(active)
+        address = address + (who - slot % cluster) * memory.length
+        value = np.zeros(shape, register_dtype(memory.elem))
+        value[..., slice(None) if active is None else active] = memory.read_other(op, address, active)
+        registers[result] = value
+
+    return step
+
+
 def _store(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, source, align = m.slot(op.args[1]), m.slot(op.args[2]), op.attrs["align"]
@@ -373,9 +397,8 @@ COMPILERS: dict[str, Compiler] = {
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "stream": _store,
-    "atomic": _atomic,
-    "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
+    "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "stream": _store, "atomic": _atomic,
+    "cluster_load": _cluster_load, "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aule.errors import KernelError
 from aule.ir.kernel import KernelIR
 from aule.ir.passes.dead_code import dead_code
 from aule.ir.passes.hints import hints
@@ -53,6 +54,8 @@ class Legal:
 
 def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
+    if kernel.cluster > 1:
+        raise KernelError(f"kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}: PTX alone has them")
     # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
     kernel = votes(hints(kernel))

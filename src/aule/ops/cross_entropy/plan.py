@@ -12,7 +12,8 @@ from aule.ops.cross_entropy.kernels import (
     build_reduction,
 )
 from aule.ops.cross_entropy.problem import CrossEntropyProblem
-from aule.ops.rowwise import choose_rows, extent, lay_out, operand, row_grid, view_numbers, view_width
+from aule.ops.row_shapes import choose_rows, row_grid
+from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.tile.rows import RowShape

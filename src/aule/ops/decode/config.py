@@ -142,6 +142,14 @@ class CacheConfig(ScoreConfig, ABC):
         The keys of a sequence are divided among workgroups, which leave partial results.
     gather : bool
         The last workgroup to finish adds those of its rows up; else another kernel does.
+    cluster : int
+        Parts of a block of rows, if these are a cluster of workgroups, which add up their parts together; else 1.
+    followed : bool
+        A launch follows that waits for this one itself.
+    flat : bool
+        The grid is counted through; else its axes are heads and blocks of rows, parts (first, in clusters), sequences.
+    tall : bool
+        A key head may have several blocks of rows.
     whole : bool
         Keys that are looked up together lie in one page: those of a subgroup's step, or, on matrix units, of a block.
     unit : tuple of bool
@@ -153,9 +161,18 @@ class CacheConfig(ScoreConfig, ABC):
     cache: str
     split: bool = False
     gather: bool = False
+    cluster: int = 1
+    followed: bool = False
+    flat: bool = False
+    tall: bool = True
     whole: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Workgroups leave their results as parts in memory."""
+        return self.split and self.cluster == 1
 
     @property
     def quantised(self) -> bool:
@@ -206,8 +223,11 @@ class ReduceConfig(ScoreConfig):
         Of a workgroup, which has one row.
     aligned : bool
         Rows of o can be written as vectors of four.
+    awaits : bool
+        The launch before may not be over yet.
     """
 
+    awaits: bool = False
     threads: int
     aligned: bool
     index64: bool

@@ -1,12 +1,18 @@
-"""What the subgroups of a workgroup made of their keys, put together in shared memory."""
+"""What the subgroups of a workgroup made of their keys, put together in shared memory; and what workgroups of a cluster
+made of theirs."""
 
 from __future__ import annotations
 
-from aule.ir import Value
-from aule.ir.types import f32
+from collections.abc import Callable
+
+from aule.ir import Builder, Value
+from aule.ir.types import f32, i32
 from aule.ops.decode.result import Result
 from aule.tile.math import fold
 from aule.tile.matrix import QUAD
+
+Use = Callable[[Value, Value, Value, Value, list[Value]], None]
+"""Takes the row, the first column, the row's maximum and sum of weights, and the columns' sums."""
 
 
 class Join:
@@ -40,20 +46,67 @@ class Join:
 
     def finish(self, thread: Value, threads: int, width: int) -> None:
         """Wait for all, add up, and store the results, ``width`` columns to a thread at a time."""
+        if self.place.config.cluster > 1:
+            self._finish_together(thread, threads, width)
+            return
+        self._add_up(thread, threads, width, self._store)
+        # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
+        self.b.barrier()
+
+    def _add_up(self, thread: Value, threads: int, width: int, use: Use) -> None:
         b, rows, columns = self.b, self.rows, self.columns
         b.barrier()
         with b.loop(thread, rows * columns // width, threads, name="place") as place:
             r, column = place * width // columns, place * width % columns
-            highest = fold(b, "max", [b.load(self._maxima, i * rows + r) for i in range(self.parts)])
-            factors = [b.exp2(b.load(self._maxima, i * rows + r) - highest) for i in range(self.parts)]
-            total, values = b.const(0.0, f32), [b.const(0.0, f32)] * width
-            for i, factor in enumerate(factors):
-                total = b.fma(factor, b.load(self._totals, i * rows + r), total)
-                found = b.unpack(b.load(self._sums, (r + i * rows) * columns + column, width))
-                values = [b.fma(factor, x, y) for x, y in zip(found, values, strict=True)]
-            factor, lse = self.result.normal(r, highest, total)
-            with b.if_(self.place.row0 + r < self.place.rows):
-                self.result.store(r, column, [x * factor for x in values], columns)
-                self.result.store_lse(r, lse, b.eq(column, 0))
-        # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
-        b.barrier()
+            maxima = [b.load(self._maxima, i * rows + r) for i in range(self.parts)]
+            totals = [b.load(self._totals, i * rows + r) for i in range(self.parts)]
+            sums = [b.load(self._sums, (r + i * rows) * columns + column, width) for i in range(self.parts)]
+            use(r, column, *_weighted(b, maxima, totals, sums))
+
+    def _store(self, r: Value, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
+        b = self.b
+        factor, lse = self.result.normal(r, highest, total)
+        with b.if_(self.place.row0 + r < self.place.rows):
+            self.result.store(r, column, [x * factor for x in values], self.columns)
+            self.result.store_lse(r, lse, b.eq(column, 0))
+
+    def _finish_together(self, thread: Value, threads: int, width: int) -> None:
+        """The same of all workgroups of a cluster, each of which stores its share of the columns."""
+        b, rows, columns, cluster = self.b, self.rows, self.columns, self.place.config.cluster
+        sums = b.shared("cluster_sums", f32, rows * columns)
+        maxima, totals = (b.shared(f"cluster_{name}", f32, rows) for name in ("maxima", "totals"))
+
+        def keep(r: Value, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
+            b.store(sums, r * columns + column, b.vector(values))
+            with b.if_(b.eq(column, 0)):
+                b.store(maxima, r, highest)
+                b.store(totals, r, total)
+
+        self._add_up(thread, threads, width, keep)
+        b.cluster_barrier()
+        share = -(-rows * columns // (width * cluster))
+        first, numbers = self.place.part * share, [b.const(i, i32) for i in range(cluster)]
+        end = b.min(first + share, rows * columns // width)
+        with b.loop(first + thread, end, threads, name="place") as place:
+            r, column = place * width // columns, place * width % columns
+            found = _weighted(
+                b,
+                [b.cluster_load(maxima, r, i) for i in numbers],
+                [b.cluster_load(totals, r, i) for i in numbers],
+                [b.cluster_load(sums, place * width, i, width) for i in numbers],
+            )
+            self._store(r, column, *found)
+        b.cluster_barrier()  # nobody ends while others read
+
+
+def _weighted(
+    b: Builder, maxima: list[Value], totals: list[Value], sums: list[Value]
+) -> tuple[Value, Value, list[Value]]:
+    """The maximum, the sum of weights and the sums of some parts together."""
+    highest = fold(b, "max", list(maxima))
+    factors = [b.exp2(x - highest) for x in maxima]
+    total, values = b.const(0.0, f32), [b.const(0.0, f32)] * len(b.unpack(sums[0]))
+    for factor, part, found in zip(factors, totals, sums, strict=True):
+        total = b.fma(factor, part, total)
+        values = [b.fma(factor, x, y) for x, y in zip(b.unpack(found), values, strict=True)]
+    return highest, total, values

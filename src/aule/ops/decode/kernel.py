@@ -145,6 +145,8 @@ class _Decode:
                 _assign(here, _values(ahead))
                 _assign(ahead, self._pages(start + 2 * shape.step))
             self._step(q, current, v, scales, rows, acc, start)
+        if config.followed:
+            b.launch_next()
         self._finish(rows, acc)
         if config.gather:
             add_up(self.result, shape.rows, self.team.thread, shape.threads)

@@ -8,7 +8,8 @@ one by way of a few hundred bytes of shared memory. With at most eight rows the 
 PTX's compiler leaves its products out.
 
 As in `kernel.py`, each subgroup has its own keys; K of the next step, V of this one and page numbers of the one after
-are under way at the same time.
+are under way at the same time. Of quantised caches V and the scales are those of the next step, too: a step has more
+to compute there, and meanwhile there would be less under way.
 
 Bytes of quantised caches become fp16 whatever the type of Q. Rows of a bf16 Q are brought into the range of fp16 by
 powers of two. A key's scale is multiplied into its scores and a value's into its weights, and the maximum that is
@@ -24,6 +25,7 @@ from aule.ir.types import SCALARS, Scalar, f16, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.parameters import Parameters
 from aule.ops.decode.config import FragmentDecodeConfig
+from aule.ops.decode.fetch import Fetch, assign, flat, values
 from aule.ops.decode.join import Join
 from aule.ops.decode.kernel import KERNEL_NAME
 from aule.ops.decode.last import add_up
@@ -35,7 +37,7 @@ from aule.tile.direct import Direct
 from aule.tile.fragment import Components
 from aule.tile.fragment_shape import row_stride
 from aule.tile.math import LOWEST, fold, overflowing
-from aule.tile.matrix import QUAD, Matrix
+from aule.tile.matrix import QUAD
 from aule.tile.quantised import without_nan
 
 LAG = 8.0
@@ -49,7 +51,7 @@ _FAINT = -64
 def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration for a target with matrix units."""
     shape = config.shape
-    b = Builder(name, shape.threads, shape.lanes, shape.registers)
+    b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster)
     kernel = _Decode(b, config, target)
     with b.if_(kernel.place.exists):
         kernel.run()
@@ -92,121 +94,50 @@ class _Decode:
         # Lanes that have scores of the same rows, of other keys, differ in these bits.
         self._down = [1 << i for i, weight in enumerate(engine.layout.lane_rows) if weight]
         self.weights = b.shared("weights", engine.elem, shape.step * row_stride(SIZE))
-
-    # -- where keys lie --------------------------------------------------------------------------------------------
-
-    def _at(self, start: Value) -> Value:
-        """This subgroup's first key of a step."""
-        return start + self.engine.subgroup * self.shape.stretch
-
-    def _wanted(self, start: Value, lane: Value, parts: list[int]) -> list[list[Value]]:
-        """Keys of this lane in the step at ``start``, by block; they may be past the end."""
-        first = self._at(start) + lane
-        return [[first + (i * SIZE + part) for part in parts] for i in range(self.shape.blocks)]
-
-    def _read(self, keys: list[list[Value]], end: Value | None = None) -> list[list[Value]]:
-        """The same, the last one instead of those past the end."""
-        last = (self.place.end if end is None else end) - 1
-        return [[self.b.min(key, last) for key in block] for block in keys]
-
-    def _down_keys(self, start: Value) -> list[list[Value]]:
-        """Keys of which this lane holds K, and scores."""
-        return self._wanted(start, self.engine.lane_row, self.engine.part_rows)
-
-    def _across_keys(self, start: Value) -> list[list[Value]]:
-        """Keys of which this lane holds V."""
-        return self._wanted(start, self.engine.lane_col, self.engine.part_cols)
-
-    def _pages(self, start: Value, end: Value | None = None) -> list[Value]:
-        """Numbers of the pages of a step's keys, one for each block where that lies in one page."""
-        if self.config.whole:
-            first = self._at(start)
-            wanted = [[first + i * SIZE for i in range(self.shape.blocks)]]
-        else:
-            wanted = [*self._down_keys(start), *self._across_keys(start)]
-        return [number for block in self._read(wanted, end) for number in self.place.page_numbers(block)]
-
-    def _down_pages(self, pages: list[Value]) -> list[list[Value]]:
-        """Pages of K by block."""
-        return self._by_block(pages, 0, len(self.engine.part_rows))
-
-    def _across_pages(self, pages: list[Value]) -> list[list[Value]]:
-        """Pages of V by block."""
-        return self._by_block(pages, len(self.engine.part_rows) * self.shape.blocks, len(self.engine.part_cols))
-
-    def _by_block(self, pages: list[Value], first: int, each: int) -> list[list[Value]]:
-        blocks = self.shape.blocks
-        if not pages:
-            return [[]] * blocks
-        if self.config.whole:
-            return [[page] for page in pages]
-        return [pages[first + i * each : first + (i + 1) * each] for i in range(blocks)]
-
-    # -- loads -----------------------------------------------------------------------------------------------------
-
-    def _fetch(
-        self, way: Direct, name: str, matrix: Matrix, keys: list[list[Value]], pages: list[list[Value]]
-    ) -> list[Value]:
-        """The runs that this lane holds of K or V of keys that exist, by block, key and piece."""
-        found = []
-        for block, numbers in zip(keys, pages, strict=True):
-            for start in self.place.key_starts(name, block, numbers):
-                found += way.load(matrix, matrix.base + start)
-        return found
-
-    def _fetch_keys(self, start: Value, pages: list[Value], end: Value | None = None) -> list[Value]:
-        keys = self._read(self._down_keys(start), end)
-        return self._fetch(self.keys, "k", self.place.k, keys, self._down_pages(pages))
-
-    def _fetch_values(self, start: Value, pages: list[Value]) -> list[Value]:
-        keys = self._read(self._across_keys(start))
-        return self._fetch(self.values, "v", self.place.v, keys, self._across_pages(pages))
-
-    def _scales(self, start: Value, pages: list[Value]) -> list[list[tuple[Value, Value]]]:
-        """Scales of K and V, for the keys of which this lane has scores."""
-        if not self.config.quantised:
-            return []
-        keys = self._read(self._down_keys(start))
-        by_block = zip(keys, self._down_pages(pages), strict=True)
-        return [self.place.scales(block, numbers) for block, numbers in by_block]
+        self.fetch = Fetch(self.place, engine, self.keys, self.values, shape)
 
     # -- the passage -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        b, shape, place = self.b, self.shape, self.place
-        empty = b.splat(b.const(0, u32), self.keys.words)
-        runs = shape.blocks * len(self.engine.part_rows) * self.keys.pieces
-        k = [b.var(empty, "k") for _ in range(runs)]
-        each = 1 if self.config.whole else len(self.engine.part_rows) + len(self.engine.part_cols)
-        lookups = 0 if self.config.paging == "none" else shape.blocks * each
-        here, ahead = ([b.var(b.const(0, i32), "page") for _ in range(lookups)] for _ in range(2))
+        b, shape, place, fetch, config = self.b, self.shape, self.place, self.fetch, self.config
+        k = [b.var(b.splat(b.const(0, u32), self.keys.words), "k") for _ in range(fetch.key_runs)]
+        runs = fetch.value_runs if config.quantised else 0
+        v = [b.var(b.splat(b.const(0, u32), self.values.words), "v") for _ in range(runs)]
+        scales, here, ahead = fetch.scale_variables(), fetch.page_variables(), fetch.page_variables()
         # Where it is known which keys come first, they do not wait for the sequence's length: others do no harm.
-        known = not self.config.split and not self.config.left
+        known = not config.split and not config.left
         end = self.p.number("seq_kv") if known else place.end
         with b.if_(place.first < end):
-            _assign(here, self._pages(place.first, end))
-            _assign(k, self._fetch_keys(place.first, _values(here), end))
+            assign(here, fetch.pages(place.first, end))
+            assign(k, fetch.load_keys(place.first, values(here), end))
         with b.if_(place.first < place.end):
-            _assign(ahead, self._pages(place.first + shape.step))
+            assign(scales, flat(fetch.scales(place.first, values(here))))
+            assign(ahead, fetch.pages(place.first + shape.step))
         q, rows = self._queries()
+        if config.quantised:
+            with b.if_(place.first < place.end):
+                assign(v, fetch.load_values(place.first, values(here)))
         zero = b.fragment_fill(self.engine.accumulator, 0.0)
         O = [b.var(zero, "o") for _ in range(self.values.fragments)]
 
         with b.loop(place.first, place.end, shape.step, name="key") as start:
-            pages = _values(here)
-            v = [b.var(run, "v") for run in self._fetch_values(start, pages)]
-            scales = self._scales(start, pages)
-            current = _values(k)
+            found = values(v) if config.quantised else fetch.load_values(start, values(here))
+            current_k, current_v = values(k), [b.var(run, "v") for run in found]
+            current_scales = fetch.by_block(values(scales))
             # The condition also keeps the loads here: without it ptxas puts those of bytes behind the first product,
             # into the registers that this frees, and V is waited for.
             with b.if_(start + shape.step < place.end):
-                _assign(k, self._fetch_keys(start + shape.step, _values(ahead)))
-                if lookups:
-                    _assign(here, _values(ahead))
-                    _assign(ahead, self._pages(start + 2 * shape.step))
-            self._step(q, current, v, scales, rows, O, start)
+                assign(k, fetch.load_keys(start + shape.step, values(ahead)))
+                if config.quantised:
+                    assign(scales, flat(fetch.scales(start + shape.step, values(ahead))))
+                    assign(v, fetch.load_values(start + shape.step, values(ahead)))
+                assign(here, values(ahead))
+                assign(ahead, fetch.pages(start + 2 * shape.step))
+            self._step(q, current_k, current_v, current_scales, rows, O, start)
+        if config.followed:
+            b.launch_next()
         self._finish(rows, O)
-        if self.config.gather:
+        if config.gather:
             add_up(self.result, shape.rows, self.engine.thread, shape.threads)
 
     def _queries(self) -> tuple[list[Value], list[_Row]]:
@@ -283,10 +214,10 @@ class _Decode:
     ) -> None:  # fmt: skip
         """One step: S^T = K Q^T, softmax, O^T = O^T + V^T P^T."""
         b, shape, place = self.b, self.shape, self.place
-        at = self._at(start)
+        at = self.fetch.at(start)
         edge = (at < place.full_first) | (at + shape.stretch > place.full_end)
         S = self._scores(q, k, scales, rows)
-        keys = self._down_keys(start)
+        keys = self.fetch.down_keys(start)
         self._modify(S, rows, keys, everywhere=True)
         with b.if_(edge):
             self._modify(S, rows, keys, everywhere=False)
@@ -295,8 +226,8 @@ class _Decode:
         if self.config.quantised:
             if self.values.converts:  # which makes NaN of two bytes; others are all finite
                 with b.if_(edge):
-                    _assign(v, [without_nan(b, run) for run in _values(v)])
-            self._add_values(O, P, _values(v))
+                    assign(v, [without_nan(b, run) for run in values(v)])
+            self._add_values(O, P, values(v))
             return
         wild = b.var(b.const(0, i32), "wild")
         with b.if_(edge):
@@ -306,7 +237,7 @@ class _Decode:
         with b.if_(b.ne(wild.value, 0)):
             self._add_row_by_row(O, P, v, rows, start)
         with b.else_():
-            self._add_values(O, P, _values(v))
+            self._add_values(O, P, values(v))
 
     def _scores(
         self, q: list[Value], k: list[Value], scales: list[list[tuple[Value, Value]]], rows: list[_Row]
@@ -420,13 +351,13 @@ class _Decode:
 
     def _add_values(self, O: list[Var], P: list[Value], v: list[Value]) -> None:
         self.b.comment("O^T = O^T + V^T P^T")
-        _assign(O, self._products(_values(O), P, v))
+        assign(O, self._products(values(O), P, v))
 
     def _clear_dropped(self, v: list[Var], start: Value) -> Value:
         """Zeros in place of V of keys that no row keeps, which may be anything; returns whether the rest has Inf or
         NaN in some lane."""
         b, place, pieces = self.b, self.place, self.values.pieces
-        keys = [key for block in self._across_keys(start) for key in block]
+        keys = [key for block in self.fetch.across_keys(start) for key in block]
         nothing = b.splat(b.const(0, u32), self.values.words)
         found = []
         for i, run in enumerate(v):
@@ -439,7 +370,7 @@ class _Decode:
         """The same where V has Inf or NaN that some rows keep and others do not: 0 times either is NaN, so each row has
         a product of its own, of the keys that it keeps. Slow."""
         b, engine, place, pieces = self.b, self.engine, self.place, self.values.pieces
-        keys = [key for block in self._across_keys(start) for key in block]
+        keys = [key for block in self.fetch.across_keys(start) for key in block]
         nothing = b.splat(b.const(0, u32), self.values.words)
         zero = b.fragment_fill(engine.accumulator, 0.0)
         with b.loop(0, self.shape.rows, name="row") as number:
@@ -469,7 +400,7 @@ class _Decode:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
         join = Join(self.result, shape.subgroups, shape.rows, way.padded)
         unit = 1.0 / way.unit
-        fragments = _values(O)
+        fragments = values(O)
         for row, total in zip(rows, totals, strict=True):
             sums = []
             for fragment in fragments:
@@ -482,12 +413,3 @@ class _Decode:
                     part = sums[piece * way.run : (piece + 1) * way.run]
                     join.leave_sums(engine.subgroup, row.number, way.column(piece), part)
         join.finish(engine.thread, shape.threads, QUAD)
-
-
-def _values(variables: list[Var]) -> list[Value]:
-    return [x.value for x in variables]
-
-
-def _assign(variables: list[Var], values: list[Value]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.value = value

@@ -9,7 +9,7 @@ from aule.ops.attention.pages import Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Extent, Reach
 from aule.ops.decode.config import CacheConfig
-from aule.tile.math import LOG2E
+from aule.tile.math import LOG2E, fold
 from aule.tile.matrix import Matrix
 
 
@@ -33,15 +33,24 @@ class Place:
     def __init__(self, parameters: Parameters, config: CacheConfig, rows: int, stretch: int, step: int) -> None:
         self.p, self.b, self.config, self.index = parameters, parameters.b, config, parameters.index
         b, number = self.b, parameters.number
-        block = b.group_id(0) + b.group_id(1) * b.group_count(0)
-        self.exists = block < number("blocks")
         # Blocks of rows that read the same keys come one after the other, then heads, whose keys may be neighbours.
-        rest, row_block = self._split(block, "row_blocks")
-        rest, self.kv_head = self._split(rest, "heads_kv")
+        exists = []
         self.part = b.const(0, i32)
-        if config.split:
-            rest, self.part = self._split(rest, "splits")
-        self.batch = b.min(rest, number("batches") - 1)  # there may be more workgroups than work
+        if config.flat:
+            block = b.group_id(0) + b.group_id(1) * b.group_count(0)
+            exists.append(block < number("blocks"))  # there may be more workgroups than work
+            rest, row_block = self._split(block, "row_blocks")
+            rest, self.kv_head = self._split(rest, "heads_kv")
+            if config.split:
+                rest, self.part = self._split(rest, "splits")
+            self.batch = b.min(rest, number("batches") - 1)
+        else:
+            heads, parts, self.batch = (b.group_id(axis) for axis in (0, 1, 2))
+            if config.cluster > 1:  # whose workgroups are neighbours
+                heads, parts = parts, heads
+            if config.split:
+                self.part = parts
+            self.kv_head, row_block = self._split(heads, "row_blocks") if config.tall else (heads, b.const(0, i32))
         self.block_of_rows = (self.batch * number("heads_kv") + self.kv_head) * number("row_blocks") + row_block
         """Number of the workgroup's rows among all blocks of rows."""
         self.group = number("group")
@@ -52,16 +61,17 @@ class Place:
         self.row0 = row_block * rows
         self.rows = self.extent.seq_q * self.group
         """Of the sequence."""
-        self.exists = self.exists & (self.row0 < self.rows)
+        exists.append(self.row0 < self.rows)
         if config.packed:  # sequences of many rows are left to the kernel for matrix units
-            self.exists = self.exists & (self.extent.seq_q <= number("tokens"))
+            exists.append(self.extent.seq_q <= number("tokens"))
         self.left = number("left") if config.left else None
         self.right = number("right") if config.right else None
         self.parts = b.const(1, i32)
         """Parts of the keys that these rows may keep."""
         self._reach(b.min(self.row0 + rows, self.rows) - 1, stretch, step)
         if config.gather:  # which asks for parts that there are, and for no others
-            self.exists = self.exists & (self.part < self.parts)
+            exists.append(self.part < self.parts)
+        self.exists = fold(b, "and", exists)
 
     def _split(self, value: Value, name: str) -> tuple[Value, Value]:
         """Quotient and remainder by a parameter."""
@@ -79,9 +89,12 @@ class Place:
         if self.config.split:
             # Whole steps, as evenly as they go; a sequence that is short has fewer parts, and the others are empty.
             steps = (self.end - self.first + (step - 1)) // step
-            self.parts = b.min(b.max(steps // number("least_steps"), 1), number("splits"))
-            begin, finish = (b.min(self.part + i, self.parts) * steps // self.parts * step for i in (0, 1))
-            self.first, self.end = self.first + begin, b.min(self.first + finish, self.end)
+            self.parts = b.min(b.max(steps >> number("least_shift"), 1), number("splits"))
+            each = steps // self.parts
+            part, more = b.min(self.part, self.parts), steps - each * self.parts
+            begin = part * each + b.min(part, more)
+            size = each + b.select(part < more, b.const(1, i32), b.const(0, i32))
+            self.first, self.end = self.first + begin * step, b.min(self.first + (begin + size) * step, self.end)
         self.full_first, self.full_end = reach.full_first, b.min(reach.full_end, self.end)
 
     def matrix(self, name: str) -> Matrix:

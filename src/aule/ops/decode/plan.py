@@ -20,6 +20,7 @@ from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.reduce import build_reduce
 from aule.ops.decode.shapes import (
     LEAST_KEYS,
+    choose_cluster,
     choose_decode_fragments,
     choose_decode_shape,
     choose_splits,
@@ -62,6 +63,7 @@ def plan_decode(
     shape: DecodeShape | FragmentDecodeShape | None = None,
     splits: int | None = None,
     gather: bool | None = None,
+    cluster: bool | None = None,
 ) -> StepPlan:
     """Plan decoding on a GPU.
 
@@ -77,6 +79,8 @@ def plan_decode(
         Parts of each sequence's keys, instead of the table's.
     gather : bool, optional
         Whether parts are added up in the launch that makes them; default: where that is possible and quicker.
+    cluster : bool, optional
+        Whether the parts of a block of rows are a cluster of workgroups, which add them up; default: likewise.
     """
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return StepPlan(())
@@ -92,7 +96,7 @@ def plan_decode(
     many = plan_prefill(problem, views, target, paging, base_ok, index64)
     if many is not None and problem.total_q is None:
         return StepPlan((many,))
-    few = _plan_few(problem, views, target, paging, aligned, shape, splits, gather, many is not None)
+    few = _plan_few(problem, views, target, paging, aligned, shape, splits, gather, cluster, many is not None)
     return few if many is None else replace(few, steps=(*few.steps, many))
 
 
@@ -105,6 +109,7 @@ def _plan_few(
     shape: DecodeShape | FragmentDecodeShape | None,
     splits: int | None,
     gather: bool | None,
+    cluster: bool | None,
     shared: bool,
 ) -> StepPlan:
     """The launches of decoding; ``shared`` when another one takes the sequences of many rows."""
@@ -121,16 +126,27 @@ def _plan_few(
     shape = shape or choose_decode_shape(limited, target, run)
     row_blocks = -(-problem.group * tokens // shape.rows)
     blocks = row_blocks * problem.heads_kv * problem.batch
-    least = LEAST_KEYS
+    dims, least = (problem.head_dim, problem.value_dim), LEAST_KEYS
     if splits is None:
-        if isinstance(shape, FragmentDecodeShape) and is_short(problem, target):
+        together = 1
+        if isinstance(shape, FragmentDecodeShape) and gather is None and cluster is None:
+            together = choose_cluster(shape, blocks, problem.seq_kv, dims, target)
+        if together > 1:
+            splits, cluster = together, True
+        elif isinstance(shape, FragmentDecodeShape) and is_short(problem, target):
             splits = 1
         else:
-            splits, least = choose_splits(blocks, problem.seq_kv, _resident(shape), target, problem.lens)
+            resident = _resident(shape)
+            splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens)
     if gather is None:
         block_rows = min(shape.rows, problem.group * tokens)
         buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
-        gather = gathers(shape, block_rows, splits, (problem.head_dim, problem.value_dim), buffers, target)
+        gather = gathers(shape, block_rows, splits, dims, buffers, target)
+    heads = row_blocks * problem.heads_kv
+    grid = (splits, heads, problem.batch) if cluster else (heads, splits, problem.batch)
+    flat = any(count > most for count, most in zip(grid, target.max_grid, strict=True))
+    cluster = bool(cluster) and splits > 1 and not flat
+    followed = splits > 1 and not gather and not cluster and target.overlap
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -152,7 +168,11 @@ def _plan_few(
         "paging": paging,
         "unit": unit,
         "split": splits > 1,
-        "gather": splits > 1 and gather,
+        "flat": flat,
+        "followed": followed,
+        "tall": row_blocks > 1,
+        "gather": splits > 1 and gather and not cluster,
+        "cluster": splits if cluster else 1,
         "index64": largest > 2**31 - 1,
     }
     config: DecodeConfig | FragmentDecodeConfig
@@ -172,12 +192,14 @@ def _plan_few(
         "blocks": blocks * splits,
         "row_blocks": row_blocks,
         "splits": splits,
-        "least_steps": -(-least // shape.step),
+        "least_shift": 0 if cluster else max(least // shape.step, 1).bit_length() - 1,
         "tokens": tokens,
         "total_q": problem.total_q or 0,
     }  # fmt: skip
-    first = Step(config, build, grid_of("decode_attention", blocks * splits, target), scalars)
-    if splits == 1:
+    if flat:
+        grid = grid_of("decode_attention", blocks * splits, target)
+    first = Step(config, build, grid, scalars)
+    if splits == 1 or cluster:
         return StepPlan((first,))
     workspace = {"part": rows * splits * problem.value_dim, "part_lse": rows * splits}
     if gather:
@@ -187,6 +209,7 @@ def _plan_few(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
+        awaits=followed,
         threads=quads * max(1, min(_REDUCE_THREADS, target.max_threads) // quads),
         sinks=problem.sinks,
         lse=problem.return_lse,

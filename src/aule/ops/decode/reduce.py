@@ -20,6 +20,10 @@ def build_reduce(config: ReduceConfig, target: Target, name: str = KERNEL_NAME) 
     """Trace the kernel: one workgroup for each query row."""
     b = Builder(name, config.threads)
     index: Scalar = i64 if config.index64 else i32
+    if config.awaits:
+        # The launch that makes the parts is an ordinary one, right before this on the same stream: when it is over, so
+        # is all that came before it.
+        b.launch_await()
     p = Parameters(b, config, index)
     number = b.group_id(0) + b.group_id(1) * b.group_count(0)
     exists = number < p.number("blocks")

@@ -36,7 +36,7 @@ class Result:
     def normal(self, row: Value, base: Value, total: Value) -> tuple[Value, Value]:
         """The same of a row of the workgroup; sinks count where parts are added up."""
         sink = None
-        if self.config.sinks and not self.config.split:
+        if self.config.sinks and not self.config.leaves_parts:
             _, head = self.place.existing(row)
             sink = self.b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", head))
         return normal(self.b, base, total, sink)
@@ -45,7 +45,7 @@ class Result:
         """Store columns of a row that exists, leaving out those past the last."""
         b, p, dim, index = self.b, self.p, self.config.value_dim, self.place.index
         zero = b.const(0, i32)
-        if self.config.split:
+        if self.config.leaves_parts:
             wide = dim % QUAD == 0 and len(values) % QUAD == 0
             start, parts = self._part(row) * dim, p.buffer("part", f32, self._access)
             whole = Matrix(parts, start, zero, dim, b.const(0, index), None, wide)
@@ -59,7 +59,7 @@ class Result:
     def store_lse(self, row: Value, lse: Value, chosen: Value) -> None:
         """Store the logarithm of a row that exists, by the threads that are chosen for it."""
         b, p, place = self.b, self.p, self.place
-        if self.config.split:
+        if self.config.leaves_parts:
             with b.if_(chosen):
                 b.store(p.buffer("part_lse", f32, self._access), self._part(row), lse)
         elif self.config.lse:

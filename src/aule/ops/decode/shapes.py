@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aule.ops.decode.config import DecodeShape, FragmentDecodeShape
+from aule.ops.decode.config import WIDEST, DecodeShape, FragmentDecodeShape
 from aule.ops.decode.gather import gather_bytes
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
@@ -12,30 +12,31 @@ from aule.tile.arrangement import SIZE, uniform
 from aule.tile.direct import choose_run, holds_pairs
 from aule.tile.fragment import multiplies
 from aule.tile.matrix import QUAD
+from aule.tile.simt import padded
 from aule.view import ITEMSIZE
 
 _RUN_BYTES = 16
 _MAX_ROWS = 8
-CHUNK_SIZE = 512
-"""Keys below which a part of a sequence costs more than it brings: a second launch took as long as reading them. That
-the last workgroup adds up parts is not counted on."""
+PART_KEYS = 256
+"""Keys of a part of a sequence at least, where there are workgroups for all multiprocessors. H200, bf16, 8 key heads,
+us: 4k keys in 16 parts 7.75, in 32 8.0, in 8 10.8; 8k in 32 parts 10.0, in 16 11.9."""
+LEAST_PART = 64
+"""The same where there are not. 2k keys in 16 parts 6.4, in four 10.6; four sequences of 1k in four parts 7.8, in eight
+8.7."""
 _SHORT = 1024
-"""Keys that are not divided among workgroups of matrix units. By estimate: a multiprocessor reads them in the time of a
-second launch."""
+"""Keys of sequences that a cluster may take, and that are not divided where most multiprocessors have a workgroup
+already. 16 sequences of 1k keys: 19.6 us, in two parts 22.0."""
 _USUAL_UNITS = 64
 """Multiprocessors of a device that does not say how many it has."""
 _MAX_SPLITS = 128
-LEAST_KEYS = 256
-"""Keys that a part of a sequence has at least."""
+LEAST_KEYS = 128
+"""Keys that a part has at least, where a sequence turns out shorter than it could be."""
 UNEVEN_KEYS = 16384
 """The same where there are workgroups enough, and only sequences far longer than others are to be divided."""
 _MAX_UNEVEN = 8
 _GATHERED = 128
 """Vectors of four that a thread of the last workgroup adds up at most. By estimate: 16 of them are under way at a time
 and take half a microsecond; a second launch, whose workgroups have a row each, takes two or three."""
-_GATHERED_ROWS = 8
-"""Query rows that it adds up at most through Vulkan. H200, bf16, batch 32, 4k keys: 16 rows take 199.6 us against 142.5
-with two launches; four rows of batch 4, 32k keys 135.1 against 149.9."""
 
 
 def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> DecodeShape:
@@ -97,11 +98,11 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         FragmentEntry(64, 1, FragmentDecodeShape(8, 2, 4), FragmentDecodeShape(16, 2, 4)),
         FragmentEntry(128, 1, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 1, 4)),
     ),
-    # One sequence of 32k keys 52; plain arithmetic 76. Batch 4 in int8 103; plain 210, keys by 16 129. Four tokens 142;
-    # keys by 16 150, plain 523.
+    # One sequence of 32k keys 52; plain arithmetic 76. Batch 4 in int8 103; plain 210, keys by 16 129. Four tokens, of
+    # many calls in turn: 128.3; keys by 32, which spill, 197.5.
     "vulkan": (
         FragmentEntry(64, 1, FragmentDecodeShape(8, 2, 4), FragmentDecodeShape(16, 2, 4)),
-        FragmentEntry(128, 1, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 2, 4)),
+        FragmentEntry(128, 1, FragmentDecodeShape(8, 1, 4), FragmentDecodeShape(16, 1, 4)),
     ),
 }
 """By backend."""
@@ -122,8 +123,7 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
         if problem.quantised:
             shape = replace(shape, blocks=2 * shape.blocks)
         if is_short(problem, target) and rows <= shape.rows < SIZE:
-            # One launch, and everything under way at once. 512 keys, H200: 11.0 us; 16 subgroups in 128 registers 13.0,
-            # four 13.7.
+            # One workgroup to a multiprocessor, and everything under way at once.
             shape = replace(shape, blocks=1, subgroups=min(8, target.max_threads // shape.lanes))
         while shape.subgroups > 1 and shape.shared_bytes(*dims) > target.max_shared_bytes:
             shape = replace(shape, subgroups=shape.subgroups // 2)
@@ -134,9 +134,26 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
 
 
 def is_short(problem: DecodeProblem, target: Target) -> bool:
-    """Whether few and short sequences are best read by one workgroup of matrix units for each key head."""
-    blocks = problem.batch * problem.heads_kv
-    return problem.seq_kv <= _SHORT and blocks <= (target.compute_units or _USUAL_UNITS)
+    """Whether short sequences are best read by one workgroup of matrix units for each key head, as large as a
+    multiprocessor has room for: where more than half of these have one."""
+    blocks, units = problem.batch * problem.heads_kv, target.compute_units or _USUAL_UNITS
+    return problem.seq_kv <= _SHORT and units < 2 * blocks <= 2 * units
+
+
+def choose_cluster(shape: FragmentDecodeShape, blocks: int, keys: int, dims: tuple[int, int], target: Target) -> int:
+    """Workgroups of a cluster that divide the keys of a short sequence; 1 where that is not possible, or not quicker.
+
+    A single launch, which matters to whoever waits for the host, and no slower than two: H200, one sequence, us: 512
+    keys 4.6, 1k 5.3; by two launches 4.8 and 5.6. Workgroups of a cluster have to start together, in one part of the
+    device: four sequences of 32k keys take 177 where parts by themselves take 125, and clusters of 16 are slower than
+    those of 8.
+    """
+    together = min(target.max_cluster, _power(-(-keys // shape.step)))
+    sums = 4 * shape.rows * (padded(dims[1], WIDEST) + 2)
+    fits = shape.shared_bytes(*dims) + sums <= target.max_shared_bytes
+    if keys > _SHORT or not fits or blocks * together > (target.compute_units or _USUAL_UNITS):
+        return 1
+    return together
 
 
 def fragment_runs(problem: DecodeProblem, target: Target) -> tuple[int, int]:
@@ -156,7 +173,9 @@ def subgroup_size(target: Target) -> int:
     return min(target.subgroup_size, 8) if target.vendor == "intel" else target.subgroup_size
 
 
-def choose_splits(blocks: int, keys: int, resident: int, target: Target, uneven: bool = False) -> tuple[int, int]:
+def choose_splits(
+    blocks: int, keys: int, step: int, resident: int, target: Target, uneven: bool = False
+) -> tuple[int, int]:
     """Parts of the keys of each sequence: as few as fill the device well.
 
     Parameters
@@ -165,6 +184,8 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target, uneven:
         Workgroups when nothing is split.
     keys : int
         Keys that a sequence can have.
+    step : int
+        Keys that a workgroup takes at a time.
     resident : int
         Workgroups that a multiprocessor runs at a time.
     uneven : bool
@@ -176,9 +197,12 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target, uneven:
     least : int
         Keys that a part has at least, where a sequence turns out shorter than it could be.
     """
-    slots = (target.compute_units or _USUAL_UNITS) * resident
-    most = min(-(-keys // CHUNK_SIZE), _MAX_SPLITS)
-    if blocks == 0 or most <= 1:
+    units = target.compute_units or _USUAL_UNITS
+    slots = units * resident
+    if blocks == 0:
+        return 1, LEAST_KEYS
+    most = min(max(keys // PART_KEYS, min(units // blocks, keys // LEAST_PART)), _MAX_SPLITS)
+    if most <= 1:
         return 1, LEAST_KEYS
     if blocks >= 0.8 * slots:
         # Full already; but one very long sequence among short ones would keep a few workgroups busy for long.
@@ -190,10 +214,13 @@ def choose_splits(blocks: int, keys: int, resident: int, target: Target, uneven:
         return waves / -(-blocks * splits // slots)
 
     best = max(filled(n) for n in range(1, most + 1))
-    at_once = min(slots // blocks, most)  # as many as run at a time
-    if filled(at_once) >= 0.9 * best:
-        return at_once, LEAST_KEYS
-    return next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best), LEAST_KEYS
+    splits = min(slots // blocks, most)  # as many as run at a time
+    if filled(splits) < 0.9 * best:
+        splits = next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
+    # No more than the longest part needs: 32 parts of 16 steps each are quicker than 33 of which half have 15.
+    steps = -(-keys // step)
+    splits = -(-steps // -(-steps // splits))
+    return splits, min(LEAST_KEYS, keys // splits)
 
 
 def gathers(
@@ -204,9 +231,12 @@ def gathers(
     buffers: int,
     target: Target,
 ) -> bool:
-    """Whether the last workgroup that finishes parts of its rows adds them up, rather than a second launch: where
-    fences let it see them, they are not too many to be read by one alone, and a kernel can have so many buffers and so
-    much shared memory.
+    """Whether the last workgroup that finishes parts of its rows adds them up, rather than a second launch: where that
+    cannot begin while the first ends, fences let the workgroup see the parts, they are not too many to be read by one
+    alone, and a kernel can have so many buffers and so much shared memory.
+
+    H200, us: one sequence of 32k keys 37.8; by two launches that overlap 36.3, by two others 37.4. 64k keys 66.2; 64.9.
+    Through Vulkan, where launches do not overlap, 4k keys 10.8; by two launches 12.5.
 
     Parameters
     ----------
@@ -217,7 +247,7 @@ def gathers(
     buffers : int
         That the kernel then has.
     """
-    if target.backend == "vulkan" and rows > _GATHERED_ROWS:
+    if target.overlap:
         return False
     shared = shape.shared_bytes(*dims) if isinstance(shape, FragmentDecodeShape) else shape.shared_bytes(dims[1])
     fits = shared + gather_bytes(dims[1], shape.threads) <= target.max_shared_bytes and buffers <= target.max_buffers

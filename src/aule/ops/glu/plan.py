@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from aule.ops.glu.kernels import GluConfig, build_glu, build_glu_gradient
 from aule.ops.glu.problem import GluProblem
-from aule.ops.rowwise import choose_rows, extent, lay_out, operand, row_grid, streams, view_numbers, view_width
+from aule.ops.row_shapes import choose_rows, row_grid, streams
+from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides

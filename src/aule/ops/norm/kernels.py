@@ -6,7 +6,7 @@ rounding of the mean has left behind taken off as well. So a large common offset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
@@ -128,6 +128,14 @@ def affine(p: Part, value: Value, weight: Columns | None, bias: Columns | None) 
     return value if bias is None else value + p[bias]
 
 
+def rows_read(operands: Iterable[str]) -> list[str]:
+    """Which operands of a gradient are rows that it reads: of ``dbias`` alone, no more than ``dy``."""
+    given = set(operands)
+    if given.isdisjoint(("dx", "dweight")):
+        return ["dy"]
+    return [name for name in ("dy", "x", "h", "dh") if name in given]
+
+
 def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     """Trace the backward kernel: statistics are made again, which costs no memory, unless they were kept, and with them
     ``dx``; the sums over rows of which the gradients of weight and bias are made stay where they are until the
@@ -135,18 +143,20 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     k = RowKernel(config.name, config, target)
     b, span, rows = k.b, k.span, k.rows
     inverse = k.number("inverse_length")
-    names = [name for name in ("dy", "x", "h", "dh") if config.has(name)]
-    arrays = {name: k.array(name) for name in names}
+    arrays = {name: k.array(name) for name in rows_read(name for name, _ in config.operands)}
     weight = k.columns("weight")
     result = k.array("dx", "write") if config.has("dx") else None
     wanted = [name for name in ("dweight", "dbias") if config.has(name)]
     sums = {name: ColumnSums(span, k.partial(i)) for i, name in enumerate(wanted)}
 
+    def add_up() -> None:
+        dy = rows.source(arrays["dy"])
+        span.hold(dy)
+        span.each(lambda p: [p[dy]], list(sums.values()))
+
     def body() -> None:
         given = {name: rows.source(array) for name, array in arrays.items()}
-        span.hold(*given.values())
-        if weight is not None:
-            span.hold(weight)
+        span.hold(*given.values(), *([] if weight is None else [weight]))
         dy, x = given["dy"], given["h" if "h" in given else "x"]
 
         def inner(p: Part) -> Value:
@@ -175,7 +185,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
             to = rows.source(result)
         span.each(write, list(sums.values()))
 
-    rows.run(body, span.copy_ahead(*arrays.values()))
+    rows.run(add_up if len(arrays) == 1 else body, k.read_ahead(*arrays.values()))
     for total in sums.values():
         total.finish()
     return k.finish()

@@ -7,20 +7,10 @@ from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
 from aule.ops.column_sum import column_sum_step
-from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient
+from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
-from aule.ops.rowwise import (
-    RowOperand,
-    choose_rows,
-    extent,
-    has_statistics,
-    lay_out,
-    operand,
-    row_grid,
-    streams,
-    view_numbers,
-    view_width,
-)
+from aule.ops.row_shapes import Work, choose_rows, row_grid, streams
+from aule.ops.rowwise import RowOperand, common_width, extent, has_statistics, lay_out, operand, view_numbers
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.view import TensorView
@@ -66,10 +56,10 @@ def norm_step(
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
     count = math.prod(problem.shape[:-1])
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
-    width = min(view_width(view) for view in rows.values())
-    columns = any(name in views for name in _VECTORS)
-    copied = len(rows) - ("dx" in rows) if sums else 0
-    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, bool(sums), columns, copied)
+    copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
+    columns = any(n in views for n in _VECTORS)
+    work = Work(len(sums), columns, copied, written=2 if "y" in views and "h" in views else 1)
+    shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
     operands = tuple((n, operand(view, span.width)) for n, view in views.items())

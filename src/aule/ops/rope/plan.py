@@ -9,16 +9,8 @@ from dataclasses import replace
 from aule.ops.column_sum import column_sum_step
 from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
 from aule.ops.rope.problem import RopeProblem
-from aule.ops.rowwise import (
-    RowLayout,
-    choose_rows,
-    extent,
-    lay_out,
-    operand,
-    row_grid,
-    view_numbers,
-    view_width,
-)
+from aule.ops.row_shapes import Work, choose_rows, row_grid
+from aule.ops.rowwise import RowLayout, extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.tile.spans import SpanShape
@@ -39,7 +31,8 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     rows = {name: view for name, view in views.items() if name in _ROWS}
     width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
     widest = max(problem.pairs, problem.rest)
-    shape, span = choose_rows(target, problem.dtype, widest, width, count, sums=True)  # one part of each of many arrays
+    work = Work(sums=1)  # also where there are none: one part of each of many arrays
+    shape, span = choose_rows(target, problem.dtype, widest, width, count, work)
     if target.backend == "cpu":
         span = replace(span, unroll=1)
     heads, layout = _heads_last(problem, views, 1 if sums else _HEADS)

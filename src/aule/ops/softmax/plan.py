@@ -6,18 +6,8 @@ import math
 from collections.abc import Mapping
 
 from aule.ops.attention.dropout import keep_scale, threshold
-from aule.ops.rowwise import (
-    RowOperand,
-    choose_rows,
-    extent,
-    has_statistics,
-    lay_out,
-    operand,
-    row_grid,
-    streams,
-    view_numbers,
-    view_width,
-)
+from aule.ops.row_shapes import choose_rows, row_grid, streams
+from aule.ops.rowwise import RowOperand, extent, has_statistics, lay_out, operand, view_numbers, view_width
 from aule.ops.softmax.kernels import SoftmaxConfig, build_softmax, build_softmax_gradient
 from aule.ops.softmax.problem import SoftmaxProblem
 from aule.ops.step import Step, StepPlan

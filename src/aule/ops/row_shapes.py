@@ -1,0 +1,302 @@
+"""How rows lie over a device: which threads have what of them, and how many workgroups there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from aule.ir.types import SCALARS, f32
+from aule.ops.step import grid_of
+from aule.target import Target
+from aule.tile.rows import RowShape, Through
+from aule.tile.spans import SpanShape
+from aule.tile.stages import COPIED_BYTES, copies_past_registers
+from aule.tile.vector import vector_unit, work_type
+from aule.view import TensorView
+
+
+@dataclass(frozen=True)
+class RowTuning:
+    """Numbers by which `choose_rows` lays rows over a GPU.
+
+    Attributes
+    ----------
+    parts : int
+        Parts of 16 bytes that a thread has of a row at best.
+    most : int
+        Columns of a row that a thread may keep.
+    threads : int
+        Of a workgroup at least, where rows are short.
+    """
+
+    parts: int = 4
+    most: int = 64
+    threads: int = 128
+
+
+@dataclass(frozen=True)
+class SumTuning(RowTuning):
+    """The same for kernels with sums of columns, which stay in registers, too.
+
+    Attributes
+    ----------
+    batch : int
+        Rows that a thread takes at once, where that leaves enough blocks.
+    widest : int
+        Threads of a row at most, as long as they can keep it: fewer leave room for a second workgroup, and have more
+        registers each, which sums of long rows need.
+    resident : int
+        Threads for each of the device's units: workgroups take one block of rows after the other.
+    ahead : int
+        Blocks of rows that are on their way while one is worked on, as far as shared memory has the room.
+    through : str
+        Where to, as in `RowShape`.
+    """
+
+    parts: int = 2
+    most: int = 32
+    batch: int = 1
+    widest: int = 256
+    resident: int = 512
+    ahead: int = 1
+    through: Through = "shared"
+
+
+TUNING = RowTuning()
+SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
+"""Where rows are loaded when their turn comes."""
+
+_MANY_PARTS = 2
+"""Parts of a thread where two arrays are written, through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with two
+and four: residual_rms_norm of 4096 columns 3.70, 3.49, of 16384 columns 3.65, 3.43; residual_layer_norm 3.30, 3.15 and
+2.73, 2.35; at 1024 columns the same. Through CUDA four are as fast as two."""
+_SCRATCH = (1024, 4096, 16384)
+"""Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
+_ROW_BYTES = (6 << 10, 5 << 10)
+"""Bytes of a row up to which a CPU's thread takes one at a time, in kernels without and with sums of columns."""
+_CACHE_BYTES = 32 << 20
+"""Of a CPU's last cache, where the system does not say."""
+_FRESH_BYTES = 32 << 20
+"""An array of so much is fresh memory each time (glibc), which the system has cleared and so brought to the caches:
+past them a result of 40 MiB took 5 to 10% longer."""
+_UNITS = 16
+"""Assumed where a device does not say how many units it has."""
+_ROW_SUMS = 5
+"""Numbers for each row that kernels with sums of columns exchange, at most."""
+_RESERVED = 1024
+"""Bytes of shared memory that CUDA takes of each workgroup's."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel does to rows that matters for how they lie.
+
+    Attributes
+    ----------
+    sums : int
+        For each column, over all rows.
+    columns : bool
+        Arrays of one number for each column are read, or sums made.
+    copied : tuple of int
+        Bytes of an element of each array of rows that is read, where those may come ahead of their turn.
+    written : int
+        Arrays of rows that are written.
+    """
+
+    sums: int = 0
+    columns: bool = False
+    copied: tuple[int, ...] = ()
+    written: int = 1
+
+
+NO_SUMS = Work()
+
+
+def choose_rows(
+    target: Target, dtype: str, length: int, width: int, rows: int, work: Work = NO_SUMS
+) -> tuple[RowShape, SpanShape]:
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads."""
+    if target.backend == "cpu":
+        return _choose_cpu_rows(target, dtype, length, rows, work)
+    if not work.sums:
+        many = work.written > 1 and _vulkan_on_nvidia(target)
+        return _over_threads(target, length, width, rows, replace(TUNING, parts=_MANY_PARTS) if many else TUNING)
+    tuning = choose_sums(target, length, work) if work.copied else SUMS
+    shape, span = _over_threads(target, length, width, rows, tuning)
+    if not tuning.ahead:
+        return shape, span
+    ahead, resident = tuning.ahead, shape.resident
+    if not span.parts or width * min(work.copied) != COPIED_BYTES:
+        ahead = 0
+    elif tuning.through == "shared":
+        rest, block = _shared_bytes(target, dtype, shape, span, work)
+        resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
+        ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
+    if not ahead:
+        return _over_threads(target, length, width, rows, SUMS)
+    return replace(shape, resident=resident, ahead=ahead, through=tuning.through), span
+
+
+def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
+    """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`."""
+    if copies_past_registers(target):
+        measured = _COPIED
+    elif _vulkan_on_nvidia(target):
+        measured = _CARRIED
+    else:
+        return SUMS
+    if len(set(work.copied)) > 1:
+        return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
+    choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
+    return next((tuning for longest, tuning in choices if length <= longest), SUMS)
+
+
+def _vulkan_on_nvidia(target: Target) -> bool:
+    return target.backend == "vulkan" and target.vendor == "nvidia"
+
+
+_Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
+_FOUR = SumTuning(parts=4)
+_COPIED: _Choices = {
+    (1, 2): (
+        (1024, SumTuning(resident=768, through="registers")),
+        (2048, SumTuning(threads=256, batch=2, ahead=2)),
+        (4096, SumTuning(batch=2)),
+        (16384, replace(_FOUR, ahead=2)),
+    ),
+    (1, 3): ((2048, SumTuning(through="registers")), (4096, SumTuning(batch=2)), (16384, replace(_FOUR, ahead=2))),
+    (2, 2): ((4096, SumTuning(threads=256, batch=2, ahead=2)), (8192, replace(_FOUR, ahead=2)), (16384, _FOUR)),
+    (2, 3): (
+        (2048, SumTuning(through="registers")),
+        (4096, SumTuning(batch=2, ahead=2)),
+        (8192, SumTuning(widest=512, batch=2)),
+        (16384, _FOUR),
+    ),
+}
+"""By sums for each column and arrays that are read (norms without and with a residual): rows of up to so many columns.
+
+H200, bf16, 512 MiB, TB/s of what must be read and written; in parentheses `SUMS`:
+
+=======  ===================  ===================  ===================  ===================  ==================
+columns  1024                 2048                 4096                 8192                 16384
+=======  ===================  ===================  ===================  ===================  ==================
+(1, 2)   4.10 (3.79)          3.93 (3.58)          3.96 (3.40)          3.98 (2.98)          3.85 (2.33)
+(1, 3)   4.02 (3.77)          4.01 (3.72)          3.92 (3.67)          3.92 (3.37)          3.85 (1.97)
+(2, 2)   3.84 (3.46)          3.83 (2.89)          3.83 (2.66)          3.74 (2.17)          3.59 (1.32)
+(2, 3)   3.86 (3.47)          3.82 (3.22)          3.83 (3.14)          3.80 (2.79)          3.63 (0.56)
+=======  ===================  ===================  ===================  ===================  ==================
+
+Others: (1, 2) of 1024 columns through shared memory 3.87, through registers with 512 threads 3.62; (1, 3) with 768, of
+which some wait, 3.29. Of 4096 columns through registers 3.41 and, with two sums, 3.15. Of 16384 columns with two sums,
+two blocks ahead, 3.45.
+"""
+_CARRIED: _Choices = {
+    (1, 2): (
+        (8192, SumTuning(parts=1, widest=1024, resident=1024, through="registers")),
+        (16384, SumTuning(parts=4, widest=512, through="registers")),
+    ),
+    (1, 3): ((8192, SumTuning(parts=1, widest=1024, resident=1024, through="registers")),),
+    (2, 2): (
+        (8192, SumTuning(widest=512, through="registers")),
+        (16384, SumTuning(parts=4, widest=512, through="registers")),
+    ),
+    (2, 3): (
+        (2048, SumTuning(resident=768, through="registers")),
+        (4096, SUMS),
+        (8192, SumTuning(widest=512, through="registers")),
+        (16384, SumTuning(parts=4, widest=512, through="registers")),
+    ),
+}
+"""The same through Vulkan, 512 MiB; in parentheses `SUMS`:
+
+=======  ===================  ===================  ===================  ===================  ==================
+columns  1024                 2048                 4096                 8192                 16384
+=======  ===================  ===================  ===================  ===================  ==================
+(1, 2)   3.89 (3.42)          3.81 (3.23)          3.61 (3.00)          3.46 (2.47)          3.38 (3.14)
+(1, 3)   3.89 (3.75)          3.89 (3.45)          3.85 (3.39)          3.75 (3.02)          3.44
+(2, 2)   3.34 (2.93)          3.33 (2.80)          3.30 (2.67)          3.26 (2.38)          2.44 (1.77)
+(2, 3)   3.51 (2.50)          3.33 (2.34)          3.09                 3.40 (2.77)          2.07 (1.73)
+=======  ===================  ===================  ===================  ===================  ==================
+"""
+_MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
+"""Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
+
+
+def _over_threads(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
+    """Rows over the threads of a GPU."""
+    pieces, sums = -(-length // width), isinstance(tuning, SumTuning)
+    best = max(8 // width, 1) * tuning.parts
+    smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
+    limit = 1 << (min(target.max_threads, 1024).bit_length() - 1)
+    most = min(tuning.widest, limit) if isinstance(tuning, SumTuning) else limit
+    while most < limit and pieces * width > most * tuning.most:
+        most *= 2
+    threads = 1
+    while threads < most and pieces > threads * best:
+        threads *= 2
+    if smallest < threads <= 2 * smallest and pieces * width <= tuning.most * smallest and not sums:
+        threads = smallest  # no barriers
+    elif max(smallest, tuning.threads // 2) < threads <= smallest * smallest:
+        # Whole subgroups are enough, as long as one can read what all of them leave (`Rows`).
+        each = max(best, -(-pieces // most))
+        threads = -(-pieces // each // smallest) * smallest
+    slots = max(min(tuning.threads, most) // threads, 1)
+    parts = -(-pieces // threads)
+    span = SpanShape(width, parts, pieces % threads != 0) if parts * width <= tuning.most else SpanShape(width)
+    if not isinstance(tuning, SumTuning):
+        return RowShape(threads, slots, exact=rows % slots == 0), span
+    if not span.parts:
+        slots = 1  # sums that are not in registers are a workgroup's own
+    batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or _UNITS) else 1
+    resident = max(tuning.resident // (threads * slots), 1)
+    return RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident), span
+
+
+def _shared_bytes(target: Target, dtype: str, shape: RowShape, span: SpanShape, work: Work) -> tuple[int, int]:
+    """Bytes of shared memory that a workgroup has in any case, and for each block of rows."""
+    size = work_type(SCALARS[dtype]).bytes
+    block = sum(work.copied) * span.width * span.parts * shape.batch * shape.workgroup
+    block += size * _ROW_SUMS * shape.batch * shape.workgroup // max(target.subgroup_size, 1)
+    slots = size * shape.workgroup * span.width if shape.slots > 1 else 0
+    return slots + _RESERVED, block
+
+
+def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: Work) -> tuple[RowShape, SpanShape]:
+    """One row at a time, which stays in the first-level cache with all that it meets; or four, where that would not and
+    what belongs to columns is brought for all of them at once.
+
+    Zen 4, one thread, 2**22 elements, LayerNorm forward and backward in ms. fp32, one row and four: 1024 columns 0.97,
+    2.65 and 1.86, 2.96; 1536 columns 1.30, 3.47 and 1.70, 3.10; 4096 columns 1.98, 4.07 and 1.41, 2.70. bf16, whose
+    sums are twice as wide as its rows: 1024 columns 1.16, 2.30 and 1.03, 1.81.
+    """
+    elem, sums = SCALARS[dtype], work.sums > 0
+    lanes = vector_unit(target, work_type(elem)).lanes
+    most = 0 if sums and elem.bytes < f32.bytes else _ROW_BYTES[sums]
+    batch = 4 if (sums or work.columns) and length * elem.bytes > most else 1
+    scratch = next((n for n in _SCRATCH if length <= n), 0)
+    span = SpanShape(lanes, tail=length % lanes, unroll=4 if batch == 1 else 2, scratch=scratch)
+    return RowShape(batch=batch, loops=True, exact=rows % batch == 0), span
+
+
+def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
+    """The workgroups of a kernel."""
+    blocks = -(-rows // shape.block)
+    if not shape.loops or blocks == 0:
+        return grid_of(op, blocks, target)
+    if target.backend == "cpu":
+        return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
+    return (min(blocks, shape.resident * (target.compute_units or _UNITS)), 1, 1)
+
+
+def streams(views: Mapping[str, TensorView], target: Target) -> bool:
+    """Whether what a kernel writes is to go past the caches: on CPUs, where all that it reads and writes fills them, so
+    that whoever comes next would not find it there anyway.
+
+    Zen 4, one thread, fp32, LayerNorm: 1.29 -> 1.13 ms forward and 3.5 -> 2.5 backward with arrays of 16 MiB, and with
+    a sum over the result after that 1.58 -> 1.57 and 4.0 -> 3.4. Kernels of 16-bit numbers take as long as it takes to
+    convert those: 3% less (SwiGLU) to 7% more (softmax, backward).
+    """
+    sizes = [math.prod(view.shape) * view.itemsize for view in views.values()]
+    fills = sum(sizes) >= (target.cache_bytes or _CACHE_BYTES) and max(sizes) < _FRESH_BYTES
+    return target.backend == "cpu" and fills and all(view.itemsize >= f32.bytes for view in views.values())
