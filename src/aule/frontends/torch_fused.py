@@ -8,6 +8,7 @@ back to `compute` here when it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _MAX_SIGNATURES = 4096
+_KEPT_FROM = 1 << 14
+"""Elements from which on something is kept for a gradient: one more result takes PyTorch 10 us."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -145,11 +148,12 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def saved_names(spec: OpSpec) -> list[str]:
+@cache
+def saved_names(spec: OpSpec) -> tuple[str, ...]:
     """What of an op's operands and outputs its gradient needs."""
     gradient = required_gradient(spec)
     theirs = {f"d{name}" for name in spec.outputs}
-    return [operand.name for operand in gradient.operands if operand.name not in theirs]
+    return tuple(operand.name for operand in gradient.operands if operand.name not in theirs)
 
 
 def saved(spec: OpSpec, tensors: Sequence[Any], output: Any) -> list[Any]:
@@ -163,14 +167,20 @@ def saved(spec: OpSpec, tensors: Sequence[Any], output: Any) -> list[Any]:
 
 def _useless(spec: OpSpec, tensors: Sequence[Any]) -> set[str]:
     """Results of an op that would spare its gradient no work."""
-    given = {operand.name for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
-    spared = {operand.name: operand.spares for operand in required_gradient(spec).operands if operand.spares}
-    return {name for name, work in spared.items() if work not in given or not tensors[0].is_cpu}
+    return {name for name, number in _spared(spec) if tensors[number] is None or not tensors[0].is_cpu}
+
+
+@cache
+def _spared(spec: OpSpec) -> tuple[tuple[str, int], ...]:
+    """Results that spare the gradient work, each with the number of the operand whose work it is."""
+    numbers = {operand.name: i for i, operand in enumerate(spec.operands)}
+    operands = required_gradient(spec).operands
+    return tuple((operand.name, numbers[operand.spares]) for operand in operands if operand.spares is not None)
 
 
 def _kept(spec: OpSpec, tensors: Sequence[Any], backend: str | None) -> tuple[str, ...]:
     """What a call is to make for its gradient."""
-    if not spec.kept or not tensors[0].is_cpu:
+    if not spec.kept or not tensors[0].is_cpu or tensors[0].numel() < _KEPT_FROM:
         return ()
     device, useless = host_device(backend), _useless(spec, tensors)
     if device is None or device.target.backend != "cpu":
