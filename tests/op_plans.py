@@ -11,8 +11,10 @@ from aule.engine.fused import on_host, result_views, work_dtype
 from aule.engine.memory import STORED
 from aule.frontends.numpy import view
 from aule.ir.interpret import interpret
+from aule.ir.verify import verify
 from aule.ops.elements import as_float
 from aule.ops.spec import Call, OpSpec
+from aule.ops.step import Step
 from aule.runtime.base import Device
 from aule.target import FragmentLayout, Target
 
@@ -52,6 +54,9 @@ def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target
     for step in plan.steps:
         kernel = step.build(step.config, target)
         arguments = [step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in kernel.params]
+        for i, p in enumerate(kernel.params):
+            if step.memory_of(p.name) in plan.workspace:  # memory of whatever type a kernel says
+                arguments[i] = arguments[i].view(STORED[p.dtype])
         size = target.subgroup_size or None
         interpret(kernel, step.grid, arguments, subgroup_size=size, layouts=layouts_of(target))
     return {name: as_float(x, call.outputs[name].dtype) for name, x in results.items()}
@@ -67,3 +72,17 @@ def reference(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any]) -> dict[
 def error(found: Any, right: Any) -> float:
     """The largest difference over the largest right number."""
     return float(np.max(np.abs(found - right)) / max(np.max(np.abs(right)), 1e-30))
+
+
+def run_step(step: Step, memory: Arrays, device: Target) -> None:
+    """One launch in the interpreter, on memory by name; workspaces are what the kernel takes them for."""
+    kernel = step.build(step.config, device)
+    verify(kernel)
+    arguments = []
+    for p in kernel.params:
+        value = step.scalars[p.name] if p.kind == "scalar" else memory[step.memory_of(p.name)]
+        if p.kind == "buffer" and value.dtype == np.int32 and p.dtype != "i32":
+            value = value.view(np.uint32 if p.dtype == "u32" else STORED[p.dtype])
+        arguments.append(value)
+    lanes = device.subgroup_size or 32
+    interpret(kernel, step.grid, arguments, subgroup_size=lanes, layouts=layouts_of(device))

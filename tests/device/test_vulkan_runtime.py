@@ -31,6 +31,7 @@ from aule.errors import (
     OutOfMemoryError,
     ShaderCompileError,
 )
+from aule.runtime import _vulkan_api as api
 from aule.runtime import _vulkan_loader, _vulkan_target, vulkan
 from aule.runtime._vulkan_memory import Block
 from aule.runtime._vulkan_pipeline import spirv_fault
@@ -207,6 +208,26 @@ def test_lavapipe_target() -> None:
     assert t.subgroup_size in (4, 8, 16) and t.subgroup_sizes == (t.subgroup_size,)
     assert t.memory_bytes > 0 and t.matrix_units == ()
     assert "VK_EXT_external_memory_host" in t.extensions
+
+
+def test_accesses_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that can be told so is told; lavapipe cannot, and ignores a struct that it does not know."""
+    opened = VulkanDevice(facts(), 0)
+    pipelines = opened._context().pipelines
+    create, told = pipelines._vk.vkCreateComputePipelines, []
+
+    def watch(device: Any, cache: Any, count: int, info: Any, allocator: Any, out: Any) -> Any:
+        after = info._obj.pNext
+        told.append(api.VkPipelineRobustnessCreateInfoEXT.from_address(after).storageBuffers if after else None)
+        return create(device, cache, count, info, allocator, out)
+
+    monkeypatch.setattr(pipelines._vk, "vkCreateComputePipelines", watch)
+    known = pipelines._facts.features
+    for features in (known - {"pipelineRobustness"}, known | {"pipelineRobustness"}):
+        monkeypatch.setattr(pipelines, "_facts", dataclasses.replace(pipelines._facts, features=features))
+        opened.load(scale_artifact())
+    opened.close()
+    assert told == [None, api.VK_PIPELINE_ROBUSTNESS_BUFFER_BEHAVIOR_DISABLED_EXT]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 255, 4097, 1 << 20, (9 << 20) + 5, (70 << 20) + 1])

@@ -8,11 +8,9 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from op_plans import layouts_of
+from op_plans import run_step
 
 from aule.engine.attention import STORED, contiguous_strides, named
-from aule.ir.interpret import interpret
-from aule.ir.verify import verify
 from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import attention_reference, rounded_to
@@ -69,15 +67,12 @@ def run(
         views["d" + name] = TensorView(problem.dtype, shape_of, contiguous_strides(shape_of), "device", None)
         memory["d" + name] = np.zeros(shape_of, stored).reshape(-1)
     plan = plan_backward(problem, views, target, shapes=shape if isinstance(shape, tuple) else (shape, shape))
-    memory |= {name: np.full(size, np.nan, np.float32) for name, size in plan.workspace.items()}
+    memory |= {
+        name: np.full(size, np.nan, np.float32) if name in ("delta", "dq_sum") else np.full(size, -1, np.int32)
+        for name, size in plan.workspace.items()
+    }
     for step in plan.steps:
-        kernel = step.build(replace(step.config, index64=index64), target)
-        verify(kernel)
-        values = {f"{name}_ptr": array for name, array in memory.items()} | dict(step.scalars)
-        interpret(
-            kernel, step.grid, [values[p.name] for p in kernel.params], subgroup_size=target.subgroup_size,
-            layouts=layouts_of(target),
-        )  # fmt: skip
+        run_step(replace(step, config=replace(step.config, index64=index64)), memory, target)
     return memory, dout
 
 

@@ -13,7 +13,7 @@ import grid
 import numpy as np
 import pytest
 from test_backward_interpreted import run
-from test_fragment_interpreted import CASES
+from test_fragment_interpreted import BACKWARD, CASES
 from test_fragment_interpreted import target as interpreted
 
 from aule.engine.attention import contiguous_strides
@@ -59,19 +59,36 @@ LONG: list[tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]
 ]
 
 
-@pytest.mark.parametrize("case", LONG, ids=lambda case: f"{case[0].block_kv}-{case[0].stages}-{case[1]}")
-def test_several_tiles(case: tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]]) -> None:
-    """Of rows and of keys, none of them whole: what is in flight from one to the next."""
-    shape, dims, (heads, heads_kv), options = case
+def arrays_of(dims: tuple[int, int], heads: int, heads_kv: int) -> dict[str, Any]:
     rng = np.random.default_rng(1)
-    arrays = {
+    return {
         "q": rng.standard_normal((1, heads, 300, dims[0])).astype(np.float16),
         "k": rng.standard_normal((1, heads_kv, 150, dims[0])).astype(np.float16),
         "v": rng.standard_normal((1, heads_kv, 150, dims[1])).astype(np.float16),
     }
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: f"{case[0].block_kv}-{case[0].stages}-{case[1]}")
+def test_several_tiles(case: tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]]) -> None:
+    """Of rows and of keys, none of them whole: what is in flight from one to the next."""
+    shape, dims, (heads, heads_kv), options = case
+    arrays = arrays_of(dims, heads, heads_kv)
     problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()}, **options)
     # NVIDIA's layout, with which dQ is rounded four components at a time.
     found, dout = run(problem, operands, arrays, shape, target=replace(interpreted(), matrix_layout=NVIDIA_LAYOUT))
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("case", [LONG[1], LONG[2], LONG[4]], ids=lambda case: f"{case[0].block_kv}-{case[1]}")
+def test_without_sums(case: tuple[FragmentShape, tuple[int, int], tuple[int, int], dict[str, Any]]) -> None:
+    """dQ, which has to be the same bits every time, has a kernel of its own."""
+    shape, dims, (heads, heads_kv), options = case
+    arrays = arrays_of(dims, heads, heads_kv)
+    problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()}, **options)
+    target = replace(interpreted(), matrix_layout=NVIDIA_LAYOUT)
+    shapes = BACKWARD["two-stages"], shape
+    found, dout = run(replace(problem, deterministic=True), operands, arrays, shapes, target=target)
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
 
@@ -109,6 +126,10 @@ def planned(problem: AttentionProblem, target: Target, odd: bool = False) -> Any
         shape = (problem.batch, heads, problem.seq_q, dim)
         strides = contiguous_strides((*shape[:3], dim + (odd and name == "q")))
         views[name] = TensorView(problem.dtype, shape, strides, "device", None)
+    if problem.mask is not None:
+        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+        views["mask"] = TensorView(problem.mask, shape, contiguous_strides(shape), "device", None)
+        views["bias"] = views["mask"]
     if problem.rope is not None:
         shape = (1, 1, problem.seq_q, problem.rope.half)
         views |= {name: TensorView("f32", shape, contiguous_strides(shape), "device", None) for name in ("cos", "sin")}
@@ -123,16 +144,17 @@ def plain(head_dim: int, value_dim: int = 0, **options: Any) -> AttentionProblem
 
 def test_when_they_are_chosen() -> None:
     """Everything else keeps the kernels for fragments."""
-    for problem in (plain(64), plain(128), plain(40, 24), plain(128, 64), plain(64, causal=True), plain(256)):
+    rotated, masked = plain(64, rope=Rope("f32", 64, False)), plain(64, mask="bool", bias="f32")
+    plainly = plain(64), plain(128), plain(40, 24), plain(128, 64), plain(64, causal=True), plain(256)
+    exactly = plain(64, deterministic=True), plain(128, packed=(4096, 4096), causal=True)
+    for problem in (*plainly, *exactly, rotated, masked):
         assert planned(problem, device()).build is build_backward_warpgroup, problem
     others = [
         planned(plain(64), device("sm_100")),
         planned(plain(64), replace(device(), max_shared_bytes=100 << 10)),
         planned(plain(64, 128), device()),  # dQ has one panel of columns
         planned(plain(192, 128), device()),  # and here three
-        planned(plain(64, deterministic=True), device()),
         planned(plain(64), device(), odd=True),
-        planned(plain(64, rope=Rope("f32", 64, False)), device()),
     ]
     for step in others:
         assert step.build is build_backward_fragment

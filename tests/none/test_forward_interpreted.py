@@ -8,11 +8,9 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from op_plans import layouts_of
+from op_plans import run_step
 
 from aule.engine.attention import contiguous_strides, named
-from aule.ir.interpret import interpret
-from aule.ir.verify import verify
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.forward_fragment import LAG
 from aule.ops.attention.plan import plan_forward
@@ -20,6 +18,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare
 from aule.ops.attention.tiles import ENTRIES, OWN, choose_shape
 from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
 from aule.tile.math import LN2, LOG2E
@@ -30,6 +29,7 @@ SMALL_SHAPES = {
     "resident": SimtShape(16, 16, 4, 4, 8, 8, True),
     "streamed": SimtShape(16, 16, 4, 4, 8, 4, False),
     "parts": SimtShape(16, 32, 4, 4, 8, 4, False, block_p=16),
+    "pieces": SimtShape(16, 32, 4, 4, 8, 4, True, block_p=8, apart=True, sums_kept=False, down=True),
     "two-rows": SimtShape(16, 16, 4, 8, 8, 8, False),
 }
 STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
@@ -58,15 +58,11 @@ def run(
             steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    plan = plan_forward(problem, views, device, dict.fromkeys("qkvo", aligned), shape)
-    kernel = build_forward(replace(plan.config, index64=index64), device)
-    verify(kernel)
-    values = {f"{name}_ptr": array for name, array in memory.items()} | plan.scalars
-    if plan.grid[0]:
-        interpret(
-            kernel, plan.grid, [values[p.name] for p in kernel.params], subgroup_size=device.subgroup_size or 32,
-            layouts=layouts_of(device),
-        )  # fmt: skip
+    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), shape)
+    memory |= {name: np.full(size, -1, np.int32) for name, size in plan.workspace.items()}
+    for step in (*plan.before, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
+        if step.grid[0]:
+            run_step(replace(step, config=replace(step.config, index64=index64)), memory, device)
     return out, lse
 
 
@@ -111,6 +107,19 @@ def test_guarded_product_has_no_race(shape: str, bad: float) -> None:
 
 @pytest.mark.parametrize("device", [target(8), target(0), replace(target(8), backend="webgpu")],
                          ids=["subgroups", "none", "webgpu"])  # fmt: skip
+def test_wild_values_in_a_loop_of_their_own(device: Target) -> None:
+    """A value that causal rows drop is NaN: only tiles with dropped keys look for it, and the last row must have it."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 1, 80, 16), np.float32) for _ in range(3))
+    v[:, :, 79] = np.nan
+    views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v}.items()}
+    problem, operands = attention_problem(**views, causal=True)
+    out, _ = run(problem, operands, SMALL_SHAPES["pieces"], device)
+    assert np.isfinite(out[0, 0, :79]).all() and np.isnan(out[0, 0, 79]).all()
+
+
+@pytest.mark.parametrize("device", [target(8), target(0), replace(target(8), backend="webgpu")],
+                         ids=["subgroups", "none", "webgpu"])  # fmt: skip
 def test_maximum_that_runs_ahead(device: Target) -> None:
     """Rows whose scores grow from tile to tile, by less and by more than m may lag behind, beside one that is NaN."""
     rng = np.random.default_rng(7)
@@ -141,6 +150,15 @@ def test_late_only_where_workgroups_hide_it() -> None:
     assert not choose_shape(hopper, 128, 128, modifiers=1).late
     assert not choose_shape(ada, 128, 128).late
     assert not choose_shape(replace(hopper, backend="vulkan"), 128, 128).late
+
+
+def test_three_workgroups_of_nvidia_through_vulkan() -> None:
+    """A multiprocessor has 100 KiB of shared memory there, of which each workgroup takes 1 KiB for itself."""
+    device = Target("vulkan", vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
+                    max_shared_bytes=48 * 1024)  # fmt: skip
+    for modifiers in range(3):
+        shape = choose_shape(device, 64, 64, modifiers=modifiers)
+        assert 3 * (shape.shared_bytes(64, 64, subgroups=True) + 1024) <= 100 * 1024
 
 
 def test_indices_of_64_bits() -> None:

@@ -63,6 +63,33 @@ def test_columns_that_are_rotated_stay_together() -> None:
     assert plan_forward(replace(problem, rope=None), views, TARGET).config.shape.held == 16  # type: ignore[union-attr]
 
 
+def test_columns_that_are_rotated_pass_together() -> None:
+    problem, views = planned((256, 256), rope=Rope("f32", 256, False))
+    tables = {name: grid.view_of(np.zeros((1, 1, 200, 128), np.float32)) for name in ("cos", "sin")}
+    views = {name: views[name] for name in "qkvo"}
+    config = plan_forward(problem, views | tables, TARGET).config
+    assert isinstance(config, FragmentConfig) and not config.shape.in_pieces(256)
+    build_forward(config, TARGET)
+    assert plan_forward(replace(problem, rope=None), views, TARGET).config.shape.in_pieces(256)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_rows_that_pass_in_pieces(dtype: str) -> None:
+    """Forward with all of Q in registers, which comes 112 columns at a time, and scores ahead of each tile."""
+    rng = np.random.default_rng(2)
+    arrays = {
+        name: rng.standard_normal((1, 1, length, 256)).astype(np.float32).astype(grid.NUMPY_DTYPES[dtype])
+        for name, length in (("q", 140), ("k", 75), ("v", 75))
+    }
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    shape = choose_fragments(TARGET, dtype, 256, 256, False, False)
+    assert shape is not None and shape.ahead and shape.piece(256, 256) == 112
+    out, lse = run(problem, operands, shape, TARGET)
+    verdict = compare(problem, out, lse, expect(problem, **arrays))
+    assert verdict, verdict.message
+
+
 @pytest.mark.parametrize("dims", [(128, 128), (72, 80)], ids=str)
 def test_results(dims: tuple[int, int]) -> None:
     """Forward with a part of Q in registers, and gradients by sums with V there; rows that fill no tile."""

@@ -28,6 +28,7 @@ import aule
 from aule.engine.attention import STORED, contiguous_strides
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention import numpy_forward
+from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.cpu import plan as cpu_plan
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_backward, plan_forward
@@ -116,7 +117,10 @@ SHARED = (BACKWARD["two-stages"], FragmentShape(32, 32, 4, 2, False, columns=2))
 MATRIX_UNITS: dict[str, tuple[Any, FragmentShape, Any, bool]] = {
     "asynchronous copies": (fragment_target(), FRAGMENTS["two-stages"], SHARED, False),
     "registers": (WAYS["as for Vulkan"][0], FRAGMENTS["one-stage"], BACKWARD["one-stage"], True),
-}
+    "warpgroups": (
+        fragment_target(), FRAGMENTS["warpgroups"], FragmentShape(64, 64, 4, 4, False, warpgroups=True), False
+    ),
+}  # fmt: skip
 """Target, forward shape, backward shapes, and whether gradients are deterministic."""
 
 
@@ -124,7 +128,7 @@ MATRIX_UNITS: dict[str, tuple[Any, FragmentShape, Any, bool]] = {
 @pytest.mark.parametrize("case", HALF.values(), ids=str)
 def test_matrix_units(case: Case, way: str) -> None:
     target, shape, shapes, deterministic = MATRIX_UNITS[way]
-    if case.dims[0] % 32 or case.dims[1] % 32:
+    if way != "warpgroups" and (case.dims[0] % 32 or case.dims[1] % 32):
         shapes = BACKWARD["two-blocks-of-rows"]  # columns do not come in pairs
     inputs = rope_cases.make_inputs(case)
     problem, operands = rope_cases.case_problem(case, inputs, deterministic=deterministic)
@@ -144,7 +148,7 @@ def test_columns_that_are_no_whole_runs_have_no_matrix_units() -> None:
         problem, operands = rope_cases.case_problem(case, rope_cases.make_inputs(case))
         out = TensorView("f16", problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
         views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out, "cos": operands.cos, "sin": operands.sin}
-        plan = plan_forward(problem, views, replace(fragment_target(), max_shared_bytes=100_000))  # type: ignore[arg-type]
+        plan = plan_forward(problem, views, replace(fragment_target("sm_80"), max_shared_bytes=100_000))  # type: ignore[arg-type]
         assert isinstance(plan.config.shape, kind)
 
 
@@ -153,17 +157,20 @@ CPU_RUNS += [(case, "pairs") for case in CASES.values() if case.dtype == "bf16"]
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
-def test_ptx(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_ptx(arch: str, tmp_path: Path) -> None:
     """On matrix units rows still come by asynchronous copies, and nothing is spilt that was not before."""
-    case, device = Case("bf16", (128, 128), 128, (2048, 2048)), ptx_target("sm_90")
+    case, device = Case("bf16", (128, 128), 128, (2048, 2048)), ptx_target(arch)
     problem, operands = rope_cases.case_problem(case, rope_cases.make_inputs(case))
     tables = {"cos": operands.cos, "sin": operands.sin}
     views: dict[str, Any] = ptx_views(replace(problem, heads_kv=problem.heads_q)) | tables
     kernels = [build_forward(plan_forward(problem, views, device).config, device)]
-    kernels += [step.build(step.config, device) for step in plan_backward(problem, views, device).steps[1:2]]
+    steps = plan_backward(problem, views, device).steps
+    kernels += [step.build(step.config, device) for step in steps if isinstance(step.config, FragmentBackwardConfig)]
     for kernel in kernels:
         text, spilled = assemble(kernel, device, tmp_path)
-        assert text.count("mma.sync") > 100 and "cp.async" in text and spilled <= SPILLED
+        products = text.count("wgmma.mma_async") > 20 if arch == "sm_90" else text.count("mma.sync") > 100
+        assert products and "cp.async" in text and spilled <= SPILLED
 
 
 @pytest.mark.parametrize(("case", "target"), CPU_RUNS, ids=str)

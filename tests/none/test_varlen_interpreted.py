@@ -22,6 +22,7 @@ from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients
 from aule.ops.attention.varlen import expect_varlen, expect_varlen_gradients
 from aule.ops.step import Step, StepPlan
+from aule.tile.fragment_shape import FragmentShape
 from aule.view import TensorView
 
 CASES = list(varlen_cases.cases(varlen_cases.SMALL))
@@ -68,6 +69,14 @@ def test_on_matrix_units(case: varlen_cases.Case) -> None:
     case = replace(case, dtype="f16") if case.dtype == "f32" else case
     backward = fragments.BACKWARD["two-stages"], fragments.BACKWARD["one-stage"]
     check(case, fragments.target(), fragments.SHAPES["two-stages"], backward)
+
+
+@pytest.mark.parametrize("case", CASES[1:8:2], ids=str)
+def test_over_warpgroups(case: varlen_cases.Case) -> None:
+    """Rows are copied as they are, and dQ has a kernel of its own."""
+    case = replace(case, dtype="f16") if case.dtype == "f32" else case
+    keys = FragmentShape(64, 64, 4, 4, False, warpgroups=True)
+    check(case, fragments.target(), fragments.SHAPES["warpgroups"], (fragments.BACKWARD["two-stages"], keys))
 
 
 def check(case: varlen_cases.Case, target: Any, shape: Any, backward: Any) -> None:

@@ -23,6 +23,7 @@ from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
+from aule.ops.step import StepPlan
 from aule.runtime.base import Device, Program
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
@@ -37,17 +38,29 @@ class Launch:
     Attributes
     ----------
     buffers : tuple of str
-        Names of the buffers in the order of the kernel's parameters.
+        Names of the memory in the order of the kernel's buffers.
+    before : StepLaunches
+        What is launched before it.
     """
 
     plan: ForwardPlan
     program: Program
     buffers: tuple[str, ...]
+    before: StepLaunches
 
     def arguments(self, memory: dict[str, Any]) -> list[Any]:
         """All arguments in the order of the kernel's parameters."""
         values = {f"{name}_ptr": buffer for name, buffer in memory.items()} | self.plan.scalars
+        values |= {f"{name}_ptr": memory[other] for name, other in self.plan.renamed.items()}
         return [values[p.name] for p in self.program.artifact.params]
+
+    def start(self, device: Device, memory: dict[str, Any], arena: Arena) -> None:
+        """Launch on memory of the device, by buffer name; asynchronous."""
+        if not self.plan.grid[0]:
+            return
+        memory = memory | {name: arena.alloc(4 * count) for name, count in self.before.workspace.items()}
+        launch_steps(self.before, device, memory)
+        device.launch(self.program, self.plan.grid, self.arguments(memory))
 
 
 def prepare_forward(
@@ -62,7 +75,9 @@ def prepare_forward(
         find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
-    return Launch(plan, loaded, tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers))
+    before = load_steps(StepPlan(plan.before, plan.workspace), device)
+    buffers = (p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
+    return Launch(plan, loaded, tuple(plan.renamed.get(name, name) for name in buffers), before)
 
 
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
@@ -82,9 +97,8 @@ def forward_on_device(problem: AttentionProblem, operands: Operands, device: Dev
         cpu.forward(problem, views, device, lse)
         return
     launch = prepare_forward(problem, views, device)
-    if launch.plan.grid[0]:
-        memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
-        device.launch(launch.program, launch.plan.grid, launch.arguments(memory))
+    with Arena(device) as arena:
+        launch.start(device, {name: view.storage for name, view in views.items()} | {"lse": lse}, arena)
 
 
 def host_device(problem: AttentionProblem, spec: str | None) -> Device | None:
@@ -143,7 +157,7 @@ def forward_on_host(
             memory = {name: view.storage for name, view in views.items()}
             memory["o"] = arena.alloc(out.size * out.itemsize)
             memory["lse"] = arena.alloc(lse.nbytes) if lse is not None else None
-            device.launch(launch.program, launch.plan.grid, launch.arguments(memory))
+            launch.start(device, memory, arena)
             finished = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
             device.download(memory["o"], finished)
             if finished is not out:

@@ -10,7 +10,7 @@ becomes the operator of `torch_ops`, which comes back to `with_lse` and `gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from aule.engine.attention import (
     prepare_backward,
     prepare_forward,
 )
+from aule.engine.programs import StepLaunches
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
@@ -496,26 +497,62 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
         aligned["o"] = options.out.data_ptr() % 16 == 0
-    aligned |= tables_aligned(options)
+    aligned |= extras_aligned(options)
     launch = prepare_forward(problem, memory, device, aligned)
-    start = None
-    if launch.plan.grid[0]:
-        scalars = launch.arguments(dict.fromkeys((*memory, "lse")))
-        start = device.prepare(launch.program, launch.plan.grid, scalars).launch
     fields = {"mask": "mask", "bias": "bias", "alibi": "alibi_slopes", "sinks": "sinks", "seed": "seed"}
     fields |= {"cos": "rope_cos", "sin": "rope_sin"}
-    extra = tuple(fields[name] for name in launch.buffers if name in fields)
+    ends = ["lse"] if options.return_lse else []
+    names, start = list(launch.buffers), None
+    if launch.plan.grid[0]:
+        scalars = launch.arguments(dict.fromkeys((*memory, *launch.before.workspace, "lse")))
+        start = device.prepare(launch.program, launch.plan.grid, scalars).launch
+        if launch.before.steps:
+            launches = [*prepared_steps(launch.before, device), (start, launch.buffers)]
+            used = {name for _, buffers in launches for name in buffers}
+            names = ["q", "k", "v", "o", *(name for name in fields if name in used), *ends]
+            start = _in_steps(names, launches, launch.before.workspace, q.device)
+    extra = tuple(fields[name] for name in names if name in fields)
     # `_on_cuda` puts pointers together without looking at names.
-    ends = ("lse",) if options.return_lse else ()
-    assert launch.buffers == ("q", "k", "v", "o", *(n for n in launch.buffers if n in fields), *ends), launch.buffers
+    assert names == ["q", "k", "v", "o", *(n for n in names if n in fields), *ends], names
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
 
 
-def tables_aligned(options: AttentionOptions) -> dict[str, bool]:
-    """Whether the tables of rope start at multiples of 16 bytes, by the names of their buffers."""
-    tables = {"cos": options.rope_cos, "sin": options.rope_sin}
-    return {name: x.data_ptr() % 16 == 0 for name, x in tables.items() if x is not None}
+def prepared_steps(ready: StepLaunches, device: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """Launches with everything fixed but memory and stream, each with the names of its buffers."""
+    launches = []
+    for step, loaded in ready.steps:
+        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
+        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
+        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
+    return launches
+
+
+def _in_steps(
+    names: Sequence[str], launches: Sequence[tuple[Any, tuple[str, ...]]], workspace: Mapping[str, int], device: Any
+) -> Callable[[list[int], int], None]:
+    """Several launches as one, with memory of their own."""
+    places, total = {}, 0
+    for name, count in workspace.items():
+        places[name] = 4 * total
+        total += -(-count // 64) * 64
+
+    def start(pointers: list[int], stream: int) -> None:
+        memory = dict(zip(names, pointers, strict=True))
+        # Given back at the end, of which PyTorch's allocator makes use on this stream alone.
+        space = torch.empty(total, dtype=torch.int32, device=device)
+        first = space.data_ptr()
+        memory |= {name: first + offset for name, offset in places.items()}
+        for launch, buffers in launches:
+            launch([memory[name] for name in buffers], stream)
+
+    return start
+
+
+def extras_aligned(options: AttentionOptions) -> dict[str, bool]:
+    """Whether mask, bias and the tables of rope start at multiples of 16 bytes, by the names of their buffers."""
+    extras = {"mask": options.mask, "bias": options.bias, "cos": options.rope_cos, "sin": options.rope_sin}
+    return {name: x.data_ptr() % 16 == 0 for name, x in extras.items() if x is not None}
 
 
 _gradient_launches: dict[Any, Any] = {}
@@ -579,14 +616,10 @@ def _prepare_gradients(
     score_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
     if want_scores:
         memory["ds"] = TensorView("f32", score_shape, contiguous_strides(score_shape), "cuda", None)
-    aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()} | tables_aligned(options)
+    aligned = {name: x.data_ptr() % 16 == 0 for name, x in given.items()}
+    aligned |= extras_aligned(options)
     ready = prepare_backward(problem, memory, device, aligned)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return launches, ready.workspace, score_shape
+    return prepared_steps(ready, device), ready.workspace, score_shape
 
 
 def _lifted(view: TensorView) -> TensorView:

@@ -28,12 +28,13 @@ from aule.frontends.torch import (
     autocast,
     device_view,
     dispatches,
+    extras_aligned,
     last,
     needs_gradient,
+    prepared_steps,
     raw_stream,
     route,
     signature,
-    tables_aligned,
 )
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_views import checked_out, refuse_tracing, require_tensor
@@ -254,7 +255,7 @@ def _plan_forward(
     if device is None or device.index != q.device.index:
         raise DeviceMismatchError(f"[{OP}] expected tensors on {backend}, got {q.device}; move them or drop backend=")
     layout = named(operands, _turned_view(out, q))
-    aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))} | tables_aligned(call.options)
+    aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))} | extras_aligned(call.options)
     launch = prepare_forward(problem, layout, device, aligned)
     launches: tuple[tuple[Any, tuple[str, ...]], ...] = ()
     if launch.plan.grid[0]:
@@ -272,12 +273,7 @@ def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str,
     names = ("q", "k", "v", "o", "do", *(("cos", "sin") if problem.rope is not None else ()))
     aligned = {name: memory[name].data_ptr() % 16 == 0 for name in names}
     ready = prepare_backward(problem, views, device, aligned)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return _Ready(problem, operands, device, tuple(launches), ready.workspace)
+    return _Ready(problem, operands, device, tuple(prepared_steps(ready, device)), ready.workspace)
 
 
 def _turned_view(tensor: Any, q: Any) -> TensorView:

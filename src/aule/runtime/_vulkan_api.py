@@ -65,6 +65,8 @@ VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR = 64
 VK_PIPELINE_CREATE_CAPTURE_INTERNAL_REPRESENTATIONS_BIT_KHR = 128
 VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT = 2
 VK_PIPELINE_CACHE_HEADER_VERSION_ONE = 1
+VK_PIPELINE_ROBUSTNESS_BUFFER_BEHAVIOR_DISABLED_EXT = 1
+VK_PIPELINE_ROBUSTNESS_IMAGE_BEHAVIOR_DISABLED_EXT = 1
 VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_BOOL32_KHR = 0
 VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_INT64_KHR = 1
 VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_UINT64_KHR = 2
@@ -431,6 +433,27 @@ class VkPhysicalDevicePipelineExecutablePropertiesFeaturesKHR(Chained):
         ("sType", ctypes.c_int32),
         ("pNext", ctypes.c_void_p),
         ("pipelineExecutableInfo", ctypes.c_uint32),
+    )
+
+
+class VkPhysicalDevicePipelineRobustnessFeaturesEXT(Chained):
+    STYPE = 1000068001
+    _fields_ = (
+        ("sType", ctypes.c_int32),
+        ("pNext", ctypes.c_void_p),
+        ("pipelineRobustness", ctypes.c_uint32),
+    )
+
+
+class VkPipelineRobustnessCreateInfoEXT(Chained):
+    STYPE = 1000068000
+    _fields_ = (
+        ("sType", ctypes.c_int32),
+        ("pNext", ctypes.c_void_p),
+        ("storageBuffers", ctypes.c_int32),
+        ("uniformBuffers", ctypes.c_int32),
+        ("vertexInputs", ctypes.c_int32),
+        ("images", ctypes.c_int32),
     )
 
 

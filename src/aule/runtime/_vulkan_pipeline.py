@@ -257,8 +257,13 @@ class Pipelines:
                 stage=api.VK_SHADER_STAGE_COMPUTE_BIT, module=module, pName=artifact.entry.encode()
             )
             self._control_subgroups(artifact, stage)
+            unchecked = self._unchecked()
             info = api.VkComputePipelineCreateInfo(
-                flags=flags, stage=stage, layout=layout.pipeline_layout, basePipelineIndex=-1
+                pNext=None if unchecked is None else ctypes.addressof(unchecked),
+                flags=flags,
+                stage=stage,
+                layout=layout.pipeline_layout,
+                basePipelineIndex=-1,
             )
             # A build for statistics must not be answered from the cache, nor fill it.
             cache = ctypes.c_uint64() if flags else self._cache
@@ -272,6 +277,19 @@ class Pipelines:
             if module:
                 vk.vkDestroyShaderModule(device, module, None)
         return pipeline.value
+
+    def _unchecked(self) -> Any:
+        """What tells the driver not to check accesses, which kernels keep in bounds themselves. Without it NVIDIA's
+        compares every address of a buffer with its end, even though robustBufferAccess is off (580.159)."""
+        if "pipelineRobustness" not in self._facts.features:
+            return None
+        off = api.VK_PIPELINE_ROBUSTNESS_BUFFER_BEHAVIOR_DISABLED_EXT
+        return api.VkPipelineRobustnessCreateInfoEXT(
+            storageBuffers=off,
+            uniformBuffers=off,
+            vertexInputs=off,
+            images=api.VK_PIPELINE_ROBUSTNESS_IMAGE_BEHAVIOR_DISABLED_EXT,
+        )
 
     def _control_subgroups(self, artifact: Artifact, stage: Any) -> None:
         """Require the size the kernel was built for, and full subgroups where it uses them."""

@@ -119,6 +119,12 @@ _FEATURES: tuple[tuple[Any, tuple[str, ...], str, bool], ...] = (
         "VK_KHR_pipeline_executable_properties",
         False,
     ),
+    (
+        api.VkPhysicalDevicePipelineRobustnessFeaturesEXT,
+        ("pipelineRobustness",),
+        "VK_EXT_pipeline_robustness",
+        False,
+    ),
 )
 
 # What Target.extensions says: the name stands when the feature is enabled, be it core or extension.

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import log
+from typing import Literal
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, f32, u16, u32
@@ -28,6 +30,19 @@ from aule.tile.transfer import Transfer
 
 Place = tuple[int, int]
 """Row and column in a block, of a lane whose own are the first."""
+
+Rounding = Literal["nearest", "weights", "enlarged"]
+"""How results become factors: to nearest; so, but NaN may be lost, because the sum of such weights has it, too; or they
+are larger than they should be by `Components.excess`, and whatever follows knows."""
+
+EXCESS = 1.0 + 2.0**-8 * 0.5 / log(2.0)
+"""What makes cutting off a number's last 16 bits as good as rounding them away.
+
+With m the significand, in [1, 2), and what is cut off uniform in [0, 2^-7), cutting m (1 + c) errs by c - 2^-8 / m on
+average, relative to m. Significands are distributed as 1 / m, so that 1 / m is 0.5 / log(2) on average; hence c. What
+is left is an rms error of 0.00175 where rounding has 0.00166, and one of at most 0.0050 instead of 0.0039. A number
+that bf16 has stays what it is, as when it is rounded, since m c < 2^-7.
+"""
 
 
 def factor_elem(dtype: str) -> Scalar:
@@ -122,27 +137,32 @@ class Components:
         """The component that holds a lane's element of a part's row and column."""
         return self.places.index((row, col))
 
-    def rounded(self, parts: list[Value], weights: bool) -> list[Value]:
-        """Results as they are multiplied. ``weights`` says that NaN among them may be lost, because their sum has it,
-        too."""
+    @property
+    def excess(self) -> float:
+        """What results are to be too large by that are "enlarged" when they become factors."""
+        return EXCESS if self.elem == bf16 and not self.converts else 1.0
+
+    def rounded(self, parts: list[Value], rounding: Rounding) -> list[Value]:
+        """Results as they are multiplied."""
         if self.elem == f32:
             return [self._to_tf32(x) for x in parts]
-        return [half for pair in self.pairs(parts, weights) for half in self.b.unpack(pair)]
+        return [half for pair in self.pairs(parts, rounding) for half in self.b.unpack(pair)]
 
-    def pairs(self, parts: list[Value], weights: bool) -> list[Value]:
+    def pairs(self, parts: list[Value], rounding: Rounding) -> list[Value]:
         """The same two at a time, which some devices convert in one instruction."""
         b, elem = self.b, self.elem
         if elem != bf16 or self.converts:
             return [b.cast(b.vector([x, y]), elem) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-        halves = [b.bitcast(self._upper_half(x, weights), bf16) for x in parts]
+        halves = [b.bitcast(self._upper_half(x, rounding), bf16) for x in parts]
         return [b.vector([x, y]) for x, y in zip(halves[::2], halves[1::2], strict=True)]
 
-    def _upper_half(self, x: Value, weight: bool) -> Value:
+    def _upper_half(self, x: Value, rounding: Rounding) -> Value:
         """bf16 by integers: half a unit upwards, right but for ties. It would carry NVIDIA's NaN, all ones, to -0."""
         b = self.b
-        raised = b.bitcast(x, u32) + 0x8000
-        if not weight:
-            raised = b.select(b.ne(x, x), b.bitcast(x, u32), raised)
+        bits = b.bitcast(x, u32)
+        raised = bits if rounding == "enlarged" else bits + 0x8000
+        if rounding == "nearest":
+            raised = b.select(b.ne(x, x), bits, raised)
         return b.unpack(b.bitcast(raised, Vector(u16, 2)))[1]
 
     def _to_tf32(self, x: Value) -> Value:
@@ -189,8 +209,12 @@ class Fragments(Components):
 
     def col(self, c: int) -> Value:
         """The column of a tile that is this lane's ``c``-th."""
+        return self.lane_col + self.behind(c)
+
+    def behind(self, c: int) -> int:
+        """How far that is behind the lane's first column."""
         block, part = divmod(c, len(self.part_cols))
-        return self.lane_col + (block * self.way.width + self.part_cols[part])
+        return block * self.way.width + self.part_cols[part]
 
     # -- tiles ---------------------------------------------------------------------------------------------------------
 
@@ -208,15 +232,16 @@ class Fragments(Components):
             partial = [self.b.binary(kind, x, self.b.shuffle_xor(x, mask)) for x in partial]
         return partial
 
-    def pack(self, values: Sequence[Sequence[Value]], type_: Fragment, weights: bool = False) -> list[list[Value]]:
-        """Fragments out of this lane's elements by row and column, rounded to the fragments' type. ``weights`` says
-        that NaN among them may be lost, because their sum has it, too."""
+    def pack(
+        self, values: Sequence[Sequence[Value]], type_: Fragment, rounding: Rounding = "nearest"
+    ) -> list[list[Value]]:
+        """Fragments out of this lane's elements by row and column, rounded to the fragments' type."""
         if type_ == self.accumulator:
             order = self.places
             return [[self.b.fragment_pack(type_, [x[at] for at in order]) for x in row] for row in self._blocks(values)]
         if self._stage is not None:
-            return self._pack_staged(self._stage, values)
-        return [[self._factor(x, weights) for x in row] for row in self._blocks(values, SIZE)]
+            return self._pack_staged(self._stage, values, rounding)
+        return [[self._factor(x, rounding) for x in row] for row in self._blocks(values, SIZE)]
 
     def _blocks(self, values: Sequence[Sequence[Value]], width: int = 0) -> list[list[dict[Place, Value]]]:
         """This lane's elements of each block of so many columns (by default an accumulator's), by their places."""
@@ -228,16 +253,16 @@ class Fragments(Components):
             blocks.append([{(y, x): row[c + i] for y, row in rows for i, x in enumerate(cols)} for c in starts])
         return blocks
 
-    def _factor(self, elements: dict[Place, Value], weights: bool) -> Value:
+    def _factor(self, elements: dict[Place, Value], rounding: Rounding) -> Value:
         """A left factor out of this lane's elements of it and, where the others of its copies have the rest, theirs."""
         b, way = self.b, self.way
         assert way.factors is not None
         order = [way.factors.place(0, part) for part in range(way.factors.parts)]
         if not way.exchanges:
-            return b.fragment_pack(self.left, self.rounded([elements[at] for at in order], weights))
+            return b.fragment_pack(self.left, self.rounded([elements[at] for at in order], rounding))
         assert self.elem.bits == 16, "tf32 is for devices whose results are factors"
         places = zip(*[iter(elements)] * 2, strict=True)  # two of them in a word
-        pairs = self.pairs(list(elements.values()), weights)
+        pairs = self.pairs(list(elements.values()), rounding)
         words = {at: b.bitcast(pair, u32) for at, pair in zip(places, pairs, strict=True)}
         for exchange, upper in zip(way.exchanges, self._upper, strict=True):
             more = {}
@@ -253,12 +278,12 @@ class Fragments(Components):
             halves |= dict(zip(at, b.unpack(b.bitcast(word, Vector(self.elem, 2))), strict=True))
         return b.fragment_pack(self.left, [halves[at] for at in order])
 
-    def _pack_staged(self, stage: Value, values: Sequence[Sequence[Value]]) -> list[list[Value]]:
+    def _pack_staged(self, stage: Value, values: Sequence[Sequence[Value]], rounding: Rounding) -> list[list[Value]]:
         """The same by way of the subgroup's part of shared memory."""
         b, stride = self.b, row_stride(self.shape.block_kv)
         own = self.subgroup * (self.shape.rows * stride)
         b.subgroup_barrier()  # everyone has read what was there before
-        self.put(stage, own, stride, values)
+        self.put(stage, own, stride, values, rounding)
         b.subgroup_barrier()
         cols = len(values[0]) // self.factor_cols * SIZE
         return [
@@ -266,16 +291,29 @@ class Fragments(Components):
             for row in range(0, self.shape.rows, self.way.height)
         ]
 
-    def put(self, memory: Value, start: Value, stride: int, values: Sequence[Sequence[Value]]) -> None:
+    def put(
+        self,
+        memory: Value,
+        start: Value,
+        stride: int,
+        values: Sequence[Sequence[Value]],
+        rounding: Rounding = "nearest",
+    ) -> None:
         """Store this lane's elements of a tile, rounded, in shared memory; ``start`` is where the tile begins."""
         b = self.b
         for r, row in enumerate(values):
             line = start + self.row(r) * stride
             for c in range(0, len(row), self.run):
-                strip = list(row[c : c + self.run])
-                paired = self.elem != f32 and self.run == 2
-                rounded = self.pairs(strip, weights=False)[0] if paired else self.incoming(b.vector(strip))
-                b.store(memory, line + self.col(c), rounded)
+                strip = self._strip(list(row[c : c + self.run]), rounding)
+                b.store(memory, line + self.col(c), strip)
+
+    def _strip(self, parts: list[Value], rounding: Rounding) -> Value:
+        """Neighbours of a row as they are multiplied."""
+        if self.elem != f32 and len(parts) == 2:
+            return self.pairs(parts, rounding)[0]
+        if rounding == "enlarged" and self.excess > 1.0:
+            return self.b.bitcast(self._upper_half(parts[0], rounding), self.elem)
+        return self.incoming(self.b.vector(parts))
 
     def incoming(self, values: Value) -> Value:
         """Elements of a matrix as they are multiplied: rounded where that is another type. NaN and Inf stay."""

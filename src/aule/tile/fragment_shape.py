@@ -11,6 +11,9 @@ from aule.tile.simt import padded
 RUN = 8
 """Elements that travel together."""
 
+_PASSAGE = 48 << 10
+"""Bytes that may be taken for what only passes through shared memory."""
+
 
 @dataclass(frozen=True)
 class FragmentShape:
@@ -42,6 +45,10 @@ class FragmentShape:
     held : int
         The last columns of Q, a multiple of 16, that stay in registers where the others do not: what shared memory
         has no room for.
+    ahead : bool
+        Forward, with one stage: the scores of the next tile are made behind O's share of this one, so that a change of
+        the maximum comes between O's products, where nothing else wants registers. Backward: the next rows are fetched
+        only when P and dS have become factors. Both for rows that wait in registers.
     """
 
     block_q: int
@@ -55,6 +62,7 @@ class FragmentShape:
     staged: bool = False
     warpgroups: bool = False
     held: int = 0
+    ahead: bool = False
 
     @property
     def threads(self) -> int:
@@ -82,8 +90,18 @@ class FragmentShape:
         and over warpgroups V has a stage more."""
         q, k, v = self.shared_elements(head_dim, value_dim)
         stages = self.stages * (k + v) + (v if self.warpgroups else 0)
-        passing = padded(head_dim, SIZE) - self.q_columns(head_dim)
+        passing = SIZE if self.in_pieces(head_dim) else padded(head_dim, SIZE) - self.q_columns(head_dim)
         return q + max(stages, self.block_q * row_stride(passing) if passing else 0)
+
+    def in_pieces(self, head_dim: int) -> bool:
+        """Whether the columns of Q that stay in registers are too many to pass through shared memory at once."""
+        passing = padded(head_dim, SIZE) - self.q_columns(head_dim)
+        return 2 * self.block_q * row_stride(passing) > _PASSAGE
+
+    def piece(self, head_dim: int, value_dim: int) -> int:
+        """How many of them pass at a time."""
+        room = self.tile_elements(head_dim, value_dim) - self.shared_elements(head_dim, value_dim)[0]
+        return (room // self.block_q - RUN) // SIZE * SIZE
 
     def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
         """Of a backward kernel: the rows that it owns and some of the others, of two matrices each; dS where it also

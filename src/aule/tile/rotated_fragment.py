@@ -43,7 +43,7 @@ class RotatedTransfer(Transfer):
             self.runs //= 2
             self.count = -(-self.runs // threads) * 2
             if not self.direct and len(self.registers) < self.count:
-                self.registers.append(b.var(b.splat(b.const(0, source.elem), RUN), "fetched"))
+                self.registers.append(self._register())
             self.across = self.cols // (2 * RUN)
             self.pair_row, self.pair = divmod_const(b, engine.thread, self.across)
 

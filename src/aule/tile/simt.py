@@ -58,13 +58,20 @@ class SimtShape:
     resident_q : bool
         Q stays in shared memory; otherwise it is read again with every chunk of K.
     block_p : int
-        Columns of P that are in shared memory at a time; 0 means all.
+        Columns of P that are in shared memory at a time, the same number of each thread's; 0 means all.
     registers : int
         Registers a thread may use, where the language can say so. Left to itself, ptxas may aim at more resident
         workgroups than the shape was chosen for, and spill.
     late : bool
         V's first step is fetched when the scores are there, and not under their last step, where it holds registers
         all along: for shapes of which enough workgroups reside to hide the latency.
+    apart : bool
+        Tiles with dropped keys have a loop over V of their own, and the others' is free of its guard: less to do in
+        each step, for a third more code.
+    sums_kept : bool
+        l waits in shared memory while the products run, and otherwise in registers.
+    down : bool
+        Products go down their columns, instead of along their rows.
     """
 
     block_q: int
@@ -77,11 +84,19 @@ class SimtShape:
     block_p: int = 0
     registers: int = 255
     late: bool = False
+    apart: bool = False
+    sums_kept: bool = True
+    down: bool = False
 
     @property
     def part(self) -> int:
         """Keys of one part: S is made for the whole tile, P goes through shared memory part by part."""
         return self.block_p or self.block_kv
+
+    @property
+    def part_cols(self) -> int:
+        """Columns of a part that one thread holds."""
+        return self.part // self.threads_x
 
     @property
     def threads(self) -> int:
@@ -124,7 +139,7 @@ class SimtShape:
     def shared_bytes(self, head_dim: int, value_dim: int, subgroups: bool) -> int:
         """Shared memory of a forward kernel with this shape, m and l of its rows and the flags of the value guard
         included."""
-        kept = {"m": self.block_q, "l": self.threads * self.rows}
+        kept = {"m": self.block_q, "l": self.threads * self.rows if self.sums_kept else 0}
         return _bytes(self.shared_elements(head_dim, value_dim, subgroups) | kept) + 16
 
     def backward_elements(self, dim: int, sums: bool) -> dict[str, int]:
@@ -296,10 +311,9 @@ class Simt:
         return self.ty * width + (number * self.shape.threads_y * width + within)
 
     def score_tile(self, init: Value) -> RegisterTile:
-        """S: strips never reach over a part of P."""
+        """S: one thread holds strips of consecutive columns."""
         shape = self.shape
-        cols, strip = shape.block_kv // shape.threads_x, shape.strip(shape.part)
-        return RegisterTile(self, shape.rows, cols, strip, init)
+        return RegisterTile(self, shape.rows, shape.block_kv // shape.threads_x, shape.strip(shape.block_kv), init)
 
     def output_tile(self, value_dim: int, init: Value) -> RegisterTile:
         """O, or another result of ``P V``'s form: one thread holds strips of consecutive columns."""
@@ -314,6 +328,10 @@ class Simt:
         if self.rows_scratch is None and self.target.backend == "webgpu":
             return RowVariables(self, init)
         return KeptRows(self, name, init, common=True)
+
+    def own_rows(self, name: str, init: Value) -> KeptRows | RowVariables:
+        """A number for each row that is each thread's own."""
+        return KeptRows(self, name, init, common=False) if self.shape.sums_kept else RowVariables(self, init)
 
     def reduce_rows(self, kind: str, partial: list[Value]) -> list[Value]:
         """Combine the threads of each row; every one of them gets the result."""
@@ -342,6 +360,14 @@ class Simt:
         are none it may hold, without asking."""
         return self.b.subgroup_any(condition) if self.rows_scratch is None else self.b.const(True, bool_)
 
+    def rows_barrier(self) -> None:
+        """Wait for the threads that share this thread's rows: its subgroup, where rows fit into one. WGSL has no
+        barrier of subgroups."""
+        if self.rows_scratch is None and self.target.backend != "webgpu":
+            self.b.subgroup_barrier()
+        else:
+            self.b.barrier()
+
     # -- staging ---------------------------------------------------------------------------------------------------
 
     def stager(self, elem: Scalar, angles: tuple[Scalar, int] | None = None) -> Stager:
@@ -364,13 +390,18 @@ class Simt:
         row, quad = divmod_const(b, number, per_row)
         return row, quad * QUAD, number
 
-    def row_starts(self, chunk: Chunk, source: Matrix, row: Value) -> list[Row]:
-        """Where the rows that this thread fetches of a chunk begin in memory; to be kept while only columns change."""
+    def row_starts(
+        self, chunk: Chunk, source: Matrix, row: Value, order: Callable[[Value], Value] | None = None
+    ) -> list[Row]:
+        """Where the rows that this thread fetches of a chunk begin in memory; to be kept while only columns change.
+        ``order`` tells which row from ``row`` on the chunk's r-th is, where that is not the r-th."""
         b, starts = self.b, []
         for i in range(chunk.per_thread(self.shape.threads)):
             r, _, _ = self._place(chunk, i)
             if chunk.quads % self.shape.threads:
                 r = b.min(r, chunk.rows - 1)
+            if order is not None:
+                r = order(r)
             rotary = source.rotary
             angles = None if rotary is None else rotary.angles(b, row + r)
             starts.append(Row(source.row_start(b, row + r), angles))
@@ -469,18 +500,37 @@ class Simt:
         self.multiply(S, q, start, offset + self.k_chunk.start, self.k_stride, self.shape.chunk_k)
 
     def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
-        """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible."""
-        strip = self.shape.row_strip
+        """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible. Columns
+        lie there thread by thread, of each as many as a strip has, or all there are."""
+        strip, width = self.shape.row_strip, min(len(values[0]), S.strip)
         for c in range(len(values[0])):
+            start = c // width * self.shape.threads_x * width + c % width
             for r in range(0, len(values), strip):
                 column = self.b.vector([row[c] for row in values[r : r + strip]])
-                self.b.store(self.p, S.col(c) * self.q_stride + self.row(r), column)
+                self.b.store(self.p, (self.tx * width + start) * self.q_stride + self.row(r), column)
 
     def store_p_transposed(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
         """Put all of P there row by row, `k_stride` elements apart: the left factor of ``P^T @ right``."""
         for r, row in enumerate(values):
             for c in range(0, len(row), S.strip):
                 self.b.store(self.p, self.row(r) * self.k_stride + S.col(c), self.b.vector(list(row[c : c + S.strip])))
+
+    def value_order(self, number: Value) -> Callable[[Value], Value] | None:
+        """Which key of its tile each row of the ``number``-th chunk of V is, so that V meets P's columns as `store_p`
+        put them. None where parts of P are whole strips: their keys follow each other."""
+        b, shape = self.b, self.shape
+        width, strip = shape.part_cols, shape.strip(shape.block_kv)
+        if width >= strip:
+            return None
+        part, chunk = divmod_const(b, number, shape.part // shape.chunk_v)
+        strips, first = divmod_const(b, part, strip // width)
+        start = strips * (shape.threads_x * strip) + first * width
+
+        def key(row: Value) -> Value:
+            owner, within = divmod_const(b, chunk * shape.chunk_v + row, width)
+            return start + owner * strip + within
+
+        return key
 
     def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
         """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
@@ -505,9 +555,12 @@ class Simt:
             y: list[Value] = []
             for c in cols:
                 y += b.unpack(b.load(self.stage, right_base + (k * right_stride + c * shape.threads_x), tile.strip))
-            for r, row in enumerate(acc):
-                for c in range(len(row)) if r % 2 == 0 else reversed(range(len(row))):
-                    row[c] = b.fma(x[r], y[c], row[c])
+            if shape.down:
+                for c, r in _serpentine(len(y), len(x)):
+                    acc[r][c] = b.fma(y[c], x[r], acc[r][c])
+            else:
+                for r, c in _serpentine(len(x), len(y)):
+                    acc[r][c] = b.fma(x[r], y[c], acc[r][c])
         tile.assign(acc)
 
     def multiply_values_guarded(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
@@ -520,6 +573,11 @@ class Simt:
                     for c, variable in enumerate(O.vars[r]):
                         v = b.load(self.stage, offset + j * self.value_cols + O.col(c))
                         variable.value = b.fma(p, v, variable.value)
+
+
+def _serpentine(rows: int, cols: int) -> list[tuple[int, int]]:
+    """The places of a tile row by row, forth and back."""
+    return [(r, c if r % 2 == 0 else cols - 1 - c) for r in range(rows) for c in range(cols)]
 
 
 def uses_subgroups(target: Target, shape: SimtShape) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aule.ir import Value, Var
-from aule.ir.types import f32, i32
+from aule.ir.types import Vector, f32, i32, u32
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.matrix import Matrix, divmod_const
@@ -40,8 +40,10 @@ class Transfer:
         self.col = run * RUN
         self.own = self.address(self.row, self.col)
         self.offset = source.index(b, self.row) * source.row_stride + source.index(b, self.col)
-        zero = b.splat(b.const(0, source.elem), RUN)
-        self.registers: list[Var] = [] if self.direct else [b.var(zero, "fetched") for _ in range(self.count)]
+        # Two elements of 16 bits wait as one word: NVIDIA's compiler would carry bf16 through a loop half by half.
+        self.waiting = Vector(u32, RUN // 2) if source.elem.bits == 16 else Vector(source.elem, RUN)
+        self._zero = b.splat(b.const(0, self.waiting.elem), self.waiting.lanes)
+        self.registers: list[Var] = [] if self.direct else [self._register() for _ in range(self.count)]
 
     @property
     def stride(self) -> int:
@@ -89,11 +91,11 @@ class Transfer:
                 else:
                     index = source.row_start(b, first + row)
                     if not self.direct:
-                        self.registers[i].value = source.load_quad(b, index, col, self.cols, RUN)
+                        self._keep(i, source.load_quad(b, index, col, self.cols, RUN))
                         return
                     index = index + source.index(b, col)
                 if not self.direct:
-                    self.registers[i].value = b.load(source.buffer, index, RUN)
+                    self._keep(i, b.load(source.buffer, index, RUN))
                     return
                 to = own + i * self.step * self.stride if self.regular else target + self.address(row, col)
                 b.async_copy(self.memory, to, source.buffer, index, RUN)
@@ -102,6 +104,13 @@ class Transfer:
         if self.direct:
             b.async_commit()
 
+    def _register(self) -> Var:
+        """Where a run waits."""
+        return self.b.var(self._zero, "fetched")
+
+    def _keep(self, i: int, run: Value) -> None:
+        self.registers[i].value = self.b.bitcast(run, self.waiting)
+
     def finish(self, target: Value) -> None:
         """Wait for what was fetched and store it where it did not go by itself."""
         b = self.b
@@ -109,7 +118,7 @@ class Transfer:
             b.async_wait(0)
             return
         for i, register in enumerate(self.registers):
-            value = self.engine.incoming(register.value)
+            value = self.engine.incoming(b.bitcast(register.value, Vector(self.source.elem, RUN)))
             self._each(i, lambda row, col: b.store(self.memory, target + self.address(row, col), value))  # noqa: B023
 
     def own_runs(self, target: Value, f: Callable[[Value], None]) -> None:

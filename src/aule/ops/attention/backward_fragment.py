@@ -145,7 +145,7 @@ class _Kernel(GradientKernel):
 
     def packed(self, values: list[list[Value]]) -> Callable[[int], list[Value]]:
         """This lane's elements as left factors, a column of fragments at a time."""
-        factors = self.engine.pack(values, self.engine.left)
+        factors = self.engine.pack(values, self.engine.left, "enlarged")
         return lambda k: [row[k] for row in factors]
 
     # -- the passage ---------------------------------------------------------------------------------------------------
@@ -155,12 +155,12 @@ class _Kernel(GradientKernel):
         transfers: tuple[Transfer, Transfer],
         first: Value,
         last: Value,
-        body: Callable[[Value, tuple[Value, Value]], None],
+        body: Callable[[Value, tuple[Value, Value], Callable[[], None]], None],
         arrive: Callable[[Value, tuple[Value, Value]], None],
         start: Callable[[Value], None] | None = None,
     ) -> None:
-        """Call ``body`` with every tile and where it lies; each is fetched one ahead. ``arrive`` may change what a
-        thread has brought in before others see it, ``start`` fetch more."""
+        """Call ``body`` with every tile, where it lies, and what it calls when there are registers for the next one's
+        rows. ``arrive`` may change what a thread has brought in before others see it, ``start`` fetch more."""
         b, width = self.b, self.shape.block_kv
 
         def fetch(tile: Value) -> None:
@@ -183,9 +183,13 @@ class _Kernel(GradientKernel):
                 transfer.finish(place)
             arrive(tile, at)
             b.barrier()
-            with b.if_(tile + 1 < last):
-                fetch(tile + 1)
-            body(tile, at)
+            if self.shape.ahead:
+                # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
+                body(tile, at, lambda: fetch(b.min(tile + 1, last - 1)))
+            else:
+                with b.if_(tile + 1 < last):
+                    fetch(tile + 1)
+                body(tile, at, lambda: None)
         b.barrier()  # the next passage begins with the same memory
 
 
@@ -235,7 +239,7 @@ class _Queries(_Kernel):
                 with b.if_(partial(tile)):
                     keys.rewrite_own(at[0], self.finite)
 
-        def body(tile: Value, at: tuple[Value, Value]) -> None:
+        def body(tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None]) -> None:
             b.comment("P = exp2(Q K^T - lse)")
             S = self.scores_of(0, at[0])
 
@@ -248,8 +252,10 @@ class _Queries(_Kernel):
             p = S.values()
             kept = self.kept(self.head, place, len(p), len(p[0]), engine.run)
             ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
+            factors = self.packed(ds)
+            fetch_next()
             b.comment("dQ = dQ + dS K")
-            self.accumulate(dQ, self.packed(ds), 0, at[0])
+            self.accumulate(dQ, factors, 0, at[0])
 
         self.passage((keys, values), first, last, body, arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
@@ -284,7 +290,7 @@ class _Keys(_Kernel, KeysKernel):
         fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
         own_key = self.row0 + self.subgroup_row
 
-        def body(tile: Value, at: tuple[Value, Value]) -> None:
+        def body(tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None]) -> None:
             row0 = tile * width
             partial = self.partial(row0, self.row0, shape.block_q, end)
             b.comment("P^T = exp2(K Q^T - lse)")
@@ -310,10 +316,13 @@ class _Keys(_Kernel, KeysKernel):
             if shared:
                 self._keep(p, self.p_start)
                 b.barrier()
+            p_factors = self._kept(self.p_start) if shared else self.packed(p)
+            ds_factors = self._kept(self.ds_start) if shared else self.packed(ds)
+            fetch_next()
             b.comment("dV = dV + P^T dO")
-            self.accumulate(dV, self._kept(self.p_start) if shared else self.packed(p), 1, at[1])
+            self.accumulate(dV, p_factors, 1, at[1])
             b.comment("dK = dK + dS^T Q")
-            self.accumulate(dK, self._kept(self.ds_start) if shared else self.packed(ds), 0, at[0])
+            self.accumulate(dK, ds_factors, 0, at[0])
             if config.sums:
                 if not shared:
                     b.barrier()
@@ -328,7 +337,7 @@ class _Keys(_Kernel, KeysKernel):
         """P^T or dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last
         readers."""
         own = start + self.subgroup_row * self.kept_stride + self.part * self.own_width
-        self.engine.put(self.memory, own, self.kept_stride, values)
+        self.engine.put(self.memory, own, self.kept_stride, values, "enlarged")
 
     def _kept(self, start: int) -> Callable[[int], list[Value]]:
         """The subgroup's rows of what `_keep` has kept, as left factors."""

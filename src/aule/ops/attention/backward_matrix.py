@@ -6,6 +6,7 @@ A workgroup *owns* rows of two matrices and passes over the rows of two *others*
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log2
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
@@ -123,7 +124,10 @@ class GradientKernel(BackwardBlock):
         at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
         lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
         empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
-        return b.select(empty, b.const(NEG_INF, f32), lse * -LOG2E), delta
+        base = lse * -LOG2E
+        if self.engine.excess > 1.0:  # P has it, and so has dS; as factors they have lost it
+            base = base + log2(self.engine.excess)
+        return b.select(empty, b.const(NEG_INF, f32), base), delta
 
     def result_width(self, which: int) -> int:
         """Columns of a result that one subgroup makes."""
@@ -148,14 +152,15 @@ class KeysKernel(GradientKernel):
     """Of dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
 
     kv_head: Value
+    block: Value
     numbers: Value
     """Of the query rows of a tile: what is added to scores, and delta."""
 
     def own_keys(self) -> None:
         """Find out which keys are the workgroup's."""
         b, config, blocks = self.b, self.config, self.p.number("blocks_each")
-        head_number = self.task // blocks
-        self.row0 = (self.task % blocks) * self.shape.block_q
+        head_number, self.block = self.task // blocks, self.task % blocks
+        self.row0 = self.block * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         scores = self.scores = Scores(self.p, batch)
         if config.packed:

@@ -1,4 +1,4 @@
-"""The kernel of dK and dV over warpgroups (NVIDIA's sm_90), which also adds up dQ.
+"""The kernel of dK and dV over warpgroups (NVIDIA's sm_90), which also adds up dQ where it may (``config.sums``).
 
 A workgroup owns a block of keys, 64 to a warpgroup, and passes over the query rows:
 
@@ -23,9 +23,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32, u64
+from aule.ir.types import PANEL, f32, i32, u32, u64
 from aule.ops.attention.backward_matrix import KeysKernel
 from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.mask_tiles import TileList, keep
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
@@ -35,7 +36,7 @@ from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, PanelShape, PanelT
 
 def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
-    assert config.sums and config.shape.stages == (4 if config.shape.columns == 1 else 2)
+    assert config.shape.stages == (4 if config.shape.columns == 1 else 2)
     b = Builder("flash_attention_backward_keys", config.shape.threads, config.shape.lanes, config.shape.registers)
     kernel = (_Narrow if config.shape.columns == 1 else _Wide)(b, config, target)
     with b.if_(kernel.exists):
@@ -45,15 +46,21 @@ def build_backward_warpgroup(config: FragmentBackwardConfig, target: Target) -> 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The passage over the rows of one query head: its tiles, and what brings them in."""
+    """The passage over the rows of one query head: its tiles, and what brings them in. Tiles are counted as they come:
+    with a mask that is their place in a list."""
 
     head: Value
     last: Value
     """Behind the last tile."""
+    listed: TileList | None
     end: Value
     """Behind the last key of the block."""
     transfers: tuple[PanelTransfer, PanelTransfer]
     fetched: list[Var]
+
+    def number(self, tile: Value) -> Value:
+        """Which rows a tile has; behind the last one, any."""
+        return tile if self.listed is None else self.listed.tile(tile)
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class _Keys(KeysKernel, ABC):
         right, self.dq_panel = divmod_const(b, engine.group, blocks)
         self.dq_row, self.dq_col = self.dq_panel * ROWS, right * self.dq_cols
         self.k_panel = right * (self.dq_cols // PANEL)
-        self.limited = across * self.dq_cols != self.depths[0] * SIZE
+        self.limited = config.sums and across * self.dq_cols != self.depths[0] * SIZE
         self.S = [engine.tile(shape.rows, ROWS // shape.columns) for _ in range(blocks)]
         self.dP = engine.tile(shape.rows, ROWS // shape.columns)
         self.dQ = engine.tile(shape.rows, self.dq_cols)
@@ -116,8 +123,13 @@ class _Keys(KeysKernel, ABC):
         low, high = scores.rows_reaching(self.row0, end)
         first, last = low // width, (high + (width - 1)) // width
         self._load_own()
-        with b.loop(b.const(0, i32), self.group, name="member") as member, b.if_(first < last):
-            self._pass(self.kv_head * self.group + member, first, last, end)
+        with b.loop(b.const(0, i32), self.group, name="member") as member:
+            head, listed = self.kv_head * self.group + member, None
+            if self.config.listed:
+                listed = TileList(self.p, scores.batch, head, self.block, shape)
+                first, last = b.const(0, i32), listed.count
+            with b.if_(first < last):
+                self._pass(head, first, last, end, listed)
         self.store_results(self.dK, self.dV)
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -145,7 +157,7 @@ class _Keys(KeysKernel, ABC):
 
     def _fetch(self, way: _Pass, tile: Value) -> None:
         """Begin to bring in a tile's rows."""
-        b, row0, at = self.b, tile * self.shape.block_kv, self._stage(tile)
+        b, row0, at = self.b, way.number(tile) * self.shape.block_kv, self._stage(tile)
 
         def start(whole: bool) -> None:
             for transfer, place in zip(way.transfers, at, strict=True):
@@ -197,7 +209,7 @@ class _Keys(KeysKernel, ABC):
 
     # -- the passage ---------------------------------------------------------------------------------------------------
 
-    def _pass(self, head: Value, first: Value, last: Value, end: Value) -> None:
+    def _pass(self, head: Value, first: Value, last: Value, end: Value, listed: TileList | None) -> None:
         """What the rows of one query head bring to the block's dK and dV, and the block to their dQ."""
         b, engine, scores, config = self.b, self.engine, self.scores, self.config
         width = self.shape.block_kv
@@ -205,7 +217,7 @@ class _Keys(KeysKernel, ABC):
             engine.panels(self.matrix("q", head, scores.seq_q, config.head_dim, 0), width, self.memory),
             engine.panels(self.matrix("do", head, scores.seq_q, config.value_dim, 3), width, self.memory),
         )
-        way = _Pass(head, last, end, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
+        way = _Pass(head, last, listed, end, transfers, [b.var(b.const(0.0, f32)) for _ in range(2)])
         for stage in range(self.shape.stages):
             for transfer, place in zip(transfers, self._stage(b.const(stage, i32)), strict=True):
                 transfer.clear_padding(place, 1)
@@ -215,7 +227,7 @@ class _Keys(KeysKernel, ABC):
     def _pass_over(self, way: _Pass, first: Value) -> None:
         """All tiles, from the first on."""
         b, last, ahead = self.b, way.last, self.shape.stages // 2
-        self.fetch_numbers(way.head, first, way.fetched)
+        self.fetch_numbers(way.head, way.number(first), way.fetched)
         self._fetch(way, first)
         self._land(way, first, first)
         for further in range(1, ahead):
@@ -223,7 +235,7 @@ class _Keys(KeysKernel, ABC):
                 self._fetch(way, first + further)
                 self._land(way, first + further, first)
         b.barrier()
-        self.fetch_numbers(way.head, first + 1, way.fetched)
+        self.fetch_numbers(way.head, way.number(first + 1), way.fetched)
         with b.if_(first + ahead < last):
             self._fetch(way, first + ahead)
         self._start_scores(first, 0, 0)
@@ -237,22 +249,41 @@ class _Keys(KeysKernel, ABC):
         """One tile, the first of whose scores are there; ``more`` when there is another one behind it. No product is
         left running: ptxas would not follow it into the next turn and rather wait for each."""
 
-    def _sites(self, tile: Value, part: int) -> _Sites:
+    def _sites(self, way: _Pass, tile: Value, part: int) -> _Sites:
         """Where this lane's elements of 64 rows of a tile stand, and what belongs to its columns."""
         shape, S = self.shape, self.S[part]
         col = self.part * (ROWS // shape.columns) + part * ROWS
         base, delta = (self.columns(S, self.numbers_at(tile) + (col + i * shape.block_kv)) for i in range(2))
-        columns = [tile * shape.block_kv + col + S.col(c) for c in range(len(base))]
+        columns = [way.number(tile) * shape.block_kv + col + S.col(c) for c in range(len(base))]
         keys = [self.row0 + self.subgroup_row + S.row(r) for r in range(self.engine.rows_held)]
         return _Sites(columns, keys, base, delta)
 
     def _partial(self, way: _Pass, tile: Value) -> Value:
+        if way.listed is not None:
+            return tile < way.listed.partial
         return self.partial(tile * self.shape.block_kv, self.row0 + self.group_row, ROWS, way.end)
 
-    def _weigh(self, way: _Pass, S: FragmentTile, at: _Sites, partial: Value) -> list[list[Value]] | None:
+    def _bits(self, way: _Pass, tile: Value, partial: Value) -> list[Var]:
+        """What a boolean mask keeps of each 64 rows of a tile, fetched only where it is ``partial``."""
+        b = self.b
+        if way.listed is None or self.config.mask != "bits":
+            return []
+        found = [b.var(b.const(0, u32), "bits") for _ in self.S]
+        with b.if_(partial):
+            for variable, word in zip(found, way.listed.bits(way.number(tile), self.subgroup_row >> 4), strict=True):
+                variable.value = word
+        return found
+
+    def _weigh(
+        self, way: _Pass, S: FragmentTile, at: _Sites, partial: Value, bits: Var | None
+    ) -> list[list[Value]] | None:
         """As `weigh`; P of what dropout drops is negative, which takes no registers."""
         b = self.b
         slope = self.weigh(S, way.head, at.place, partial, lambda r, c: at.base[c])
+        if bits is not None:
+            with b.if_(partial):
+                # Of this warpgroup's columns, where several share the rows.
+                keep(S, [bits.value >> b.cast(self.part * (32 // self.shape.columns), u32)], 0.0)
         kept = self.kept(way.head, at.place, len(at.keys), len(at.columns), 1)
         if kept is not None:
             S.map(lambda x, r, c: b.select(kept[r][c], x, -x))
@@ -284,7 +315,7 @@ class _Keys(KeysKernel, ABC):
         return dP.values()
 
     def _add_queries(self, way: _Pass, tile: Value) -> None:
-        row = tile * self.shape.block_kv + self.dq_row + (self.engine.subgroup & 3) * SIZE
+        row = way.number(tile) * self.shape.block_kv + self.dq_row + (self.engine.subgroup & 3) * SIZE
         self.add_to_sums(self.dQ, way.head, row, self.dq_col, self.limited)
 
 
@@ -305,12 +336,13 @@ class _Narrow(_Keys):
     def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
         b, parts = self.b, len(self.S)
         partial = self._partial(way, tile)
+        bits = self._bits(way, tile, partial)
         for part in range(parts):
             further = part + 1 < parts
             self._start_scores(tile, 1, part)
             if further:
                 self._start_scores(tile, 0, part + 1)
-            self._part(way, tile, part, partial, further)
+            self._part(way, tile, part, partial, bits[part] if bits else None, further)
             if further:
                 b.warpgroup_wait(2)
         if more:
@@ -323,19 +355,21 @@ class _Narrow(_Keys):
         b.warpgroup_await(self.meeting, 0, self.parity.value)
         self.parity.value = self.parity.value ^ 1
         if more:
-            self.fetch_numbers(way.head, tile + 2, way.fetched)
+            self.fetch_numbers(way.head, way.number(tile + 2), way.fetched)
             with b.if_(tile + 3 < way.last):
                 self._fetch(way, tile + 3)
-        b.comment("dQ = dQ + dS K")
-        self._start_queries(self._ds_at(tile))
+        if self.config.sums:
+            b.comment("dQ = dQ + dS K")
+            self._start_queries(self._ds_at(tile))
         b.warpgroup_wait(0)
-        self._add_queries(way, tile)
+        if self.config.sums:
+            self._add_queries(way, tile)
 
-    def _part(self, way: _Pass, tile: Value, part: int, partial: Value, further: bool) -> None:
+    def _part(self, way: _Pass, tile: Value, part: int, partial: Value, bits: Var | None, further: bool) -> None:
         """What 64 rows bring to dK and dV, and their dS; ``further`` when the next scores are being made."""
-        b, engine, S, at = self.b, self.engine, self.S[part], self._sites(tile, part)
+        b, engine, S, at = self.b, self.engine, self.S[part], self._sites(way, tile, part)
         b.comment("P^T = exp2(K Q^T - lse)")
-        slope = self._weigh(way, S, at, partial)
+        slope = self._weigh(way, S, at, partial, bits)
         p = S.values()
         b.comment("dV = dV + P^T dO")
         self._start_result(tile, 1, part, engine.pack(self._applied(p), engine.left)[0])
@@ -344,8 +378,9 @@ class _Narrow(_Keys):
         factors = engine.pack(self._gradients(p, at, slope, partial), engine.left)[0]
         b.comment("dK = dK + dS^T Q")
         self._start_result(tile, 0, part, factors)
-        start = self._ds_at(tile) + part * self.ds_shape.stride
-        engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, b.const(0, i32), factors)
+        if self.config.sums:
+            start = self._ds_at(tile) + part * self.ds_shape.stride
+            engine.put_factors(self.memory, start, self.ds_shape, self.subgroup_row, b.const(0, i32), factors)
 
     def _ds_at(self, tile: Value) -> Value:
         """Where dS of a tile lies: the next is written while products read the last."""
@@ -357,13 +392,14 @@ class _Wide(_Keys):
     columns, which one alone could not hold; P and dS pass through shared memory."""
 
     def _tile(self, way: _Pass, tile: Value, more: bool) -> None:
-        b, engine, S, at = self.b, self.engine, self.S[0], self._sites(tile, 0)
+        b, engine, S, at = self.b, self.engine, self.S[0], self._sites(way, tile, 0)
         partial = self._partial(way, tile)
+        bits = self._bits(way, tile, partial)
         ds_at, p_at = self.ds_start, self.ds_start + self.ds_shape.elements
         col = self.part * (ROWS // 2)
         self._start_scores(tile, 1, 0)
         b.comment("P^T = exp2(K Q^T - lse)")
-        slope = self._weigh(way, S, at, partial)
+        slope = self._weigh(way, S, at, partial, bits[0] if bits else None)
         p = S.values()
         factors = engine.pack(self._applied(p), engine.left)[0]
         engine.put_factors(self.memory, b.const(p_at, i32), self.ds_shape, self.subgroup_row, col, factors)
@@ -380,17 +416,19 @@ class _Wide(_Keys):
         b.comment("dV = dV + P^T dO, dK = dK + dS^T Q, dQ = dQ + dS K")
         self._start_result(tile, 1, 0, p_factor)
         self._start_result(tile, 0, 0, ds_factor)
-        self._start_queries(b.const(ds_at, i32))
+        if self.config.sums:
+            self._start_queries(b.const(ds_at, i32))
         if more:
             self._start_scores(tile + 1, 0, 0)
         b.warpgroup_wait(int(more))
         if more:
             b.warpgroup_arrive(self.meeting)  # done with this tile's rows
-        self._add_queries(way, tile)
+        if self.config.sums:
+            self._add_queries(way, tile)
         if more:
             b.warpgroup_await(self.meeting, 0, self.parity.value)
             self.parity.value = self.parity.value ^ 1
-            self.fetch_numbers(way.head, tile + 2, way.fetched)
+            self.fetch_numbers(way.head, way.number(tile + 2), way.fetched)
             with b.if_(tile + 2 < way.last):
                 self._fetch(way, tile + 2)
             b.warpgroup_wait(0)

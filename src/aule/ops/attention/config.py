@@ -28,7 +28,9 @@ class ScoreConfig:
     left, right : bool
         The band of kept keys has this side.
     mask, bias : str or None
-        Element type.
+        Element type; "bits" for a boolean mask that comes as `mask_tiles` leaves it.
+    listed : bool
+        Tiles that the mask leaves over are in a list (`mask_tiles`); where they are partly dropped it is applied.
     packed : bool
         Sequences of different lengths lie one behind the other; where each begins is in buffers.
     lens : bool
@@ -39,6 +41,8 @@ class ScoreConfig:
         For q, k, v, o: the head dimension has stride 1.
     rope : Rope or None
         q and k are rotated, and the gradients rotated back.
+    turned : bool
+        q and k come rotated already.
     rope_unit, rope_aligned : bool
         Rows of the tables have stride 1, and can be read as vectors as long as those of q, k, v.
     """
@@ -51,6 +55,7 @@ class ScoreConfig:
     softcap: bool = False
     mask: str | None = None
     bias: str | None = None
+    listed: bool = False
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
@@ -60,13 +65,14 @@ class ScoreConfig:
     paging: Paging = "none"
     unit: tuple[bool, ...] = (True, True, True, True)
     rope: Rope | None = None
+    turned: bool = False
     rope_unit: bool = True
     rope_aligned: bool = False
 
     @property
     def everywhere(self) -> bool:
         """Every tile may have dropped keys."""
-        return self.mask is not None or self.bias is not None
+        return (self.mask is not None and not self.listed) or self.bias is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,10 @@ class FragmentConfig(ScoreConfig):
         The scale is part of the exponent. It must be positive, and nothing may be added to scores.
     factor : str or None
         Type to which Q, K and V are rounded on their way in; None: they have it already.
+    pairs : tuple of str
+        Which of mask and bias, where they are added, can be read two keys at a time.
+    one_loop : bool
+        Over warpgroups: tiles with dropped keys are so many that they are in one loop with the others.
     """
 
     shape: FragmentShape
@@ -107,6 +117,8 @@ class FragmentConfig(ScoreConfig):
     index64: bool = False
     folded: bool = False
     factor: str | None = None
+    pairs: tuple[str, ...] = ()
+    one_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

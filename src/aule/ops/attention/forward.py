@@ -7,9 +7,10 @@ declares parameters and finds the block's place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
+from aule.ir.types import SCALARS, Scalar, bool_, f32, i32, i64, u8, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
@@ -19,7 +20,6 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
 from aule.ops.attention.scores import Extent, block_of
 from aule.target import Target
-from aule.tile.kept import KeptRows
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, is_finite
 from aule.tile.matrix import Matrix
 from aule.tile.rotary import Rotary
@@ -45,7 +45,7 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
     subtracted as m may lag behind the maximum by `LAG` powers of two, so that O is rarely multiplied through."""
     zero = b.const(0.0, f32)
     start, weight = block.start(engine.tx)
-    m, l = engine.common_rows("m", start), KeptRows(engine, "l", weight, common=False)
+    m, l = engine.common_rows("m", start), engine.own_rows("l", weight)
     S, O = engine.score_tile(zero), engine.output_tile(config.value_dim, zero)
     stream = _Stream(b, config, engine, block)
 
@@ -152,52 +152,67 @@ class _Stream:
             self._fetch_v(tile, b.const(0, i32))
 
     def values(self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, partial: Value) -> None:
-        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory."""
-        b, engine, shape = self.b, self.engine, self.config.shape
-        parts, width = shape.block_kv // shape.part, shape.part // shape.threads_x
-        chunks = shape.part // shape.chunk_v
-        if parts == 1:
-            engine.store_p(S, p)
-            with b.loop(0, chunks, name="chunk") as chunk:
-                self._accumulate(O, tile, chunk, chunk, chunks, partial)
-            return
-        current = [[b.var(x) for x in row[:width]] for row in p]
-        with b.loop(0, parts, name="part") as part:
-            engine.store_p(S, [[x.value for x in row] for row in current])
-            with b.loop(0, chunks, name="chunk") as chunk:
-                self._accumulate(O, tile, chunk, part * chunks + chunk, parts * chunks, partial)
-            b.barrier()  # everyone has read this part
-            for later in range(1, parts):
-                with b.if_(b.eq(part, later - 1)):
-                    for variables, row in zip(current, p, strict=True):
-                        for variable, x in zip(variables, row[later * width : (later + 1) * width], strict=True):
-                            variable.value = x
-
-    def _accumulate(
-        self, O: RegisterTile, tile: Value, chunk: Value, number: Value, count: int, partial: Value
-    ) -> None:
-        """One chunk of ``O += P V``: the ``chunk``-th of the part of P in shared memory, ``number``-th of the tile.
+        """``O += P V``.
 
         Inf or NaN in a value whose weight is zero must not reach O. Tiles without dropped keys cannot have such; in
         the others each step's values are looked over on their way in, and a step that has any takes the slow product.
         """
+        b = self.b
+        if self.config.everywhere:
+            self._products(S, O, p, tile, b.const(True, bool_))
+        elif self.config.shape.apart:
+            with b.if_(partial):
+                self._products(S, O, p, tile, b.const(True, bool_))
+            with b.else_():
+                self._products(S, O, p, tile, None)
+        else:
+            self._products(S, O, p, tile, partial)
+
+    def _products(
+        self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, guarded: Value | None
+    ) -> None:
+        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory. ``guarded`` is the
+        condition under which values are looked over, None where they never are."""
+        b, engine, shape = self.b, self.engine, self.config.shape
+        parts, width, chunks = shape.block_kv // shape.part, shape.part_cols, shape.part // shape.chunk_v
+        if parts == 1:
+            engine.store_p(S, p)
+            with b.loop(0, chunks, name="chunk") as chunk:
+                self._accumulate(O, tile, chunk, chunk, chunks, guarded)
+            return
+        with b.loop(0, parts, name="part") as part:
+            for i in range(parts):
+                with b.if_(b.eq(part, i)):
+                    engine.store_p(S, [row[i * width : (i + 1) * width] for row in p])
+            if chunks == 1:
+                self._accumulate(O, tile, b.const(0, i32), part, parts, guarded)
+            else:
+                with b.loop(0, chunks, name="chunk") as chunk:
+                    self._accumulate(O, tile, chunk, part * chunks + chunk, parts * chunks, guarded)
+            engine.rows_barrier()  # everyone has read this part
+
+    def _accumulate(
+        self, O: RegisterTile, tile: Value, chunk: Value, number: Value, count: int, guarded: Value | None
+    ) -> None:
+        """One chunk of ``O += P V``: the ``chunk``-th of the part of P in shared memory, ``number``-th of the tile."""
         b, engine = self.b, self.engine
         quads = engine.commit(self.stager, 0, engine.v_chunk)
         step = self.stager.step.value
-        if self.config.everywhere:
-            self._flag_wild(quads, step)
-        else:
-            with b.if_(partial):
+        if guarded is not None:
+            with nullcontext() if guarded.constant else b.if_(guarded):
                 self._flag_wild(quads, step)
         b.barrier()
         with b.if_(number + 1 < count):
             self._fetch_v(tile, number + 1)
         with b.else_():
             self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
-        with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
-            engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
-        with b.else_():
+        if guarded is None:
             engine.multiply_values(O, self.stager.offset.value, chunk)
+        else:
+            with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
+                engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
+            with b.else_():
+                engine.multiply_values(O, self.stager.offset.value, chunk)
         self.stager.advance()
 
     def _flag_wild(self, quads: list[tuple[Value, Value | None]], step: Value) -> None:
@@ -228,8 +243,10 @@ class _Stream:
 
     def _fetch_v(self, tile: Value, chunk: Value) -> None:
         engine, shape = self.engine, self.config.shape
-        row = tile * shape.block_kv + chunk * shape.chunk_v
-        starts = engine.row_starts(engine.v_chunk, self.block.v, row)
+        row, order = tile * shape.block_kv, engine.value_order(chunk)
+        if order is None:
+            row = row + chunk * shape.chunk_v
+        starts = engine.row_starts(engine.v_chunk, self.block.v, row, order)
         engine.fetch(self.stager, 0, engine.v_chunk, self.block.v, starts, self.b.const(0, i32), engine.value_cols)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, element, f32, i32, i64, u16, u32
@@ -73,7 +74,7 @@ class FragmentForward:
         self.exists = number < p.number("blocks")
         # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
         self.head_number, block = block_of(config, number, blocks, p.number("blocks"), by_head=shape.warpgroups)
-        self.row0 = block * shape.block_q
+        self.block, self.row0 = block, block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
         scores = self.scores = Scores(p, batch)
@@ -98,7 +99,7 @@ class FragmentForward:
         self.k = matrix("k", kv_head, scores.seq_kv, config.head_dim, 1)
         self.v = matrix("v", kv_head, scores.seq_kv, config.value_dim, 2)
         p.buffer("o", SCALARS[config.dtype], "write")  # the fourth, as callers may rely on; the log-sum-exp is the last
-        self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
+        self.modifiers = scores.modifiers(self.head, {n: "any" for n in ("mask", "bias") if n not in config.pairs})
         self.q, self.k = (rotating(p, name, m, batch, scores.shift) for name, m in (("q", self.q), ("k", self.k)))
 
         self.dropout = scores.dropout()
@@ -162,23 +163,50 @@ class FragmentForward:
             self._start_from_sink(base, l)
         q = self._load_q()
         start = self._edge(b.const(-1, i32))
+        ahead = engine.tile(self.shape.rows, self.shape.block_kv) if self.shape.ahead else None
         with b.if_(start.more):
             self._start_tile(start.next, b.const(0, i32), whole=False)
+            if ahead is not None:
+                self._score_ahead(ahead, start.next, q, whole=False)
+
+        def work(at: Place, whole: bool) -> None:
+            if ahead is None:
+                self._pass(at, q, O, base, l, whole)
+            else:
+                self._add_values(at, ahead, O, base, l, self._arrive_values(at, whole), whole)
+                self._score_ahead(ahead, self._following(at), q, whole)
+
         with b.loop(0, self.edges, name="edge") as i:
-            self._pass(self._edge(i), q, O, base, l, whole=False)
+            work(self._edge(i), whole=False)
         if not config.everywhere:
             with b.loop(self.inner_first, self.inner_last, name="tile") as tile:
-                self._pass(self._inner(tile), q, O, base, l, whole=True)
+                work(self._inner(tile), whole=True)
         self._finish(O, base, l)
 
     def _pass(
         self, at: Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
     ) -> None:
         """One tile of keys; ``whole`` when no row drops any of them."""
-        b, engine, width = self.b, self.engine, self.engine.way.width
-        key0 = at.tile * self.shape.block_kv
-        k_at, v_at = self._memory_of(at.stage)
         wild = self._arrive_keys(at, whole)
+        S = self._scores_of(q, self._memory_of(at.stage)[0])
+        if self.shape.stages == 1:
+            wild = self._arrive_values(at, whole)
+        self._add_values(at, S, O, base, l, wild, whole)
+
+    def _score_ahead(self, S: FragmentTile, tile: Value, q: Callable[[int], list[Value]], whole: bool) -> None:
+        """Make the scores of a tile whose K is on its way, and send for its V."""
+        self._land_keys(tile, whole)
+        for variables, new in zip(S.vars, self._scores_of(q, self.k_start).vars, strict=True):
+            for variable, made in zip(variables, new, strict=True):
+                variable.value = made.value
+
+    def _following(self, at: Place) -> Value:
+        """The next tile, or the last once more: its scores are made for nothing, but a branch would cost moves of all
+        that waits in registers, with every tile."""
+        return self.b.select(at.more, at.next, at.tile)
+
+    def _scores_of(self, q: Callable[[int], list[Value]], k_at: Value) -> FragmentTile:
+        b, engine, width = self.b, self.engine, self.engine.way.width
         b.comment("S = Q K^T")
         S = engine.tile(self.shape.rows, self.shape.block_kv)
         engine.multiply(
@@ -187,8 +215,22 @@ class FragmentForward:
             lambda k, j: engine.load_right(self.memory, k_at, self.k_stride, k * SIZE, j * width, transposed=True),
             self.k_depth,
         )
-        if self.shape.stages == 1:
-            wild = self._arrive_values(at, whole)
+        return S
+
+    def _add_values(
+        self,
+        at: Place,
+        S: FragmentTile,
+        O: FragmentTile,
+        base: list[Var],
+        l: list[Var],
+        wild: Value | None,
+        whole: bool,
+    ) -> None:
+        """From scores to O's share of a tile."""
+        b, engine = self.b, self.engine
+        key0 = at.tile * self.shape.block_kv
+        _, v_at = self._memory_of(at.stage)
         self._modify(S, key0, whole)
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
@@ -199,7 +241,7 @@ class FragmentForward:
             p = self._weigh(s, base, l, k)
             if self.dropout is not None:
                 p = self._drop(self.dropout, p, S, key0, k)
-            return [blocks[0] for blocks in engine.pack(p, engine.left, weights=True)]
+            return [blocks[0] for blocks in engine.pack(p, engine.left, "enlarged")]
 
         if whole:
             self._multiply_values(O, weights, v_at)
@@ -221,12 +263,16 @@ class FragmentForward:
         with b.if_(b.subgroup_any(fold(b, "or", grown))):
             alphas = []
             for high, low, total in zip(self.engine.reduce_rows("max", highest), base, l, strict=True):
-                new = b.min(low.value, -high)
+                new = b.min(low.value, self._lifted(-high))
                 alpha = b.exp2(new - low.value)
                 low.value = new
                 total.value = total.value * alpha
                 alphas.append(alpha)
             O.map(lambda x, r, c: x * alphas[r])
+
+    def _lifted(self, base: Value) -> Value:
+        """A base that makes weights as large as the engine wants them."""
+        return base if self.engine.excess == 1.0 else base + log2(self.engine.excess)
 
     def _weigh(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[list[Value]]:
         """P of the ``k``-th 16 keys; their sum goes into l."""
@@ -254,21 +300,20 @@ class FragmentForward:
         return result
 
     def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
-        b, scores = self.b, self.scores
         if not self.config.folded:
             S.map(lambda s, r, c: s * self.scale)
+        self._apply([m for m in self.modifiers if m.everywhere or not whole], S, key0)
+
+    def _apply(self, modifiers: list[mod.Modifier], S: FragmentTile, key0: Value) -> None:
+        b, scores = self.b, self.scores
         rows = [self.row0 + self.subgroup_row + S.row(r) for r in range(len(self.engine.part_rows) * len(S.vars))]
         columns = [key0 + S.col(c) for c in range(len(self.engine.part_cols) * len(S.vars[0]))]
 
-        def apply(modifier: mod.Modifier) -> None:
-            def at(r: int, c: int) -> mod.Site:
-                return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
+        def at(r: int, c: int) -> mod.Site:
+            return mod.Site(scores.batch, self.head, rows[r], columns[c], rows[r] + scores.shift)
 
-            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))
-
-        for modifier in self.modifiers:
-            if modifier.everywhere or not whole:
-                apply(modifier)
+        for modifier in modifiers:
+            S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))  # noqa: B023
 
     def _finish(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
         b, engine, config = self.b, self.engine, self.config
@@ -281,30 +326,39 @@ class FragmentForward:
         out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = extent.row_base(self.p, self.head_number, head)
-        run = engine.run
-        for r, row in enumerate(O.values()):
+        values = O.values()
+        for r, row in enumerate(values):
             nothing = b.eq(totals[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
             inverse = b.select(nothing, zero, b.rcp(totals[r]))
+            if engine.excess > 1.0:  # the sum has it; the factors have lost it
+                inverse = inverse * engine.excess
             if config.dropout:
                 inverse = inverse * self.p.number("keep_scale", f32)
+            values[r] = [x * inverse for x in row]
             at = self.row0 + self.subgroup_row + O.row(r)
-            with b.if_(at < self.scores.seq_q):
+            if config.lse:
+                lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
+                with b.if_(b.eq(engine.lane_col, 0) & (at < seq_q)):
+                    b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+        self._store(O, values, out)
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
+        """Store this lane's elements of O."""
+        b, run = self.b, self.engine.run
+        for r, row in enumerate(values):
+            at = self.row0 + self.subgroup_row + O.row(r)
+            with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
-                    parts = [x * inverse for x in row[c : c + run]]
-                    out.store(b, at, O.col(c), parts, padded(config.value_dim, SIZE))
-                if config.lse:
-                    lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
-                    with b.if_(b.eq(engine.lane_col, 0)):
-                        b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
+                    out.store(b, at, O.col(c), row[c : c + run], padded(out.cols, SIZE))
 
     def _start_from_sink(self, base: list[Var], l: list[Var]) -> None:
         """The sink is a key without a value: it is counted before the first tile, by one lane of a row."""
         b = self.b
         sink = b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", self.head)) * LOG2E
-        start = b.max(sink, LOWEST)
-        weight = b.select(b.eq(self.engine.lane_col, 0), b.exp2(sink - start), b.const(0.0, f32))
+        start = self._lifted(-b.max(sink, LOWEST))
+        weight = b.select(b.eq(self.engine.lane_col, 0), b.exp2(sink + start), b.const(0.0, f32))
         for low, total in zip(base, l, strict=True):
-            low.value = -start
+            low.value = start
             total.value = weight
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -328,10 +382,13 @@ class FragmentForward:
         load = bring(0, min(stays, self.q.cols), b.const(0, i32)) if stays else None
         fragments: list[list[Value]] = []
         if stays < self.q.cols:
-            passing = bring(stays, self.q.cols, self.k_start)
-            b.barrier()
-            fragments = [passing(k) for k in range(stays // SIZE, self.k_depth)]
-            b.barrier()  # everyone has read it: the memory is K's and V's from here on
+            piece = shape.piece(self.q.cols, self.v.cols)
+            for first in range(stays, self.q.cols, piece):
+                end = min(first + piece, self.q.cols)
+                passing = bring(first, end, self.k_start)
+                b.barrier()
+                fragments += [passing(k) for k in range(first // SIZE, -(-end // SIZE))]
+                b.barrier()  # everyone has read it: the memory is free again
         self._clear_padding()  # the first barrier of the loop shows the rest of Q, too
         return lambda k: load(k) if load is not None and k * SIZE < stays else fragments[k - stays // SIZE]
 
@@ -355,23 +412,31 @@ class FragmentForward:
     def _arrive_keys(self, at: Place, whole: bool) -> Value | None:
         """K of the tile is there for all; the next thing is on its way. Returns whether V is wild where it is known."""
         b = self.b
+        if self.shape.stages == 1:
+            self._land_keys(at.tile, whole)
+            return None
         k_at, v_at = self._memory_of(at.stage)
         self.keys.finish(k_at)
-        if self.shape.stages == 1:
-            b.barrier()
-            self.values.start(at.tile * self.shape.block_kv, v_at, whole)
-            return None
         self.values.finish(v_at)
         wild = self._barrier(v_at, whole)
         with b.if_(at.more):
             self._start_tile(at.next, at.stage ^ 1, whole)
         return wild
 
+    def _land_keys(self, tile: Value, whole: bool) -> None:
+        """The same with one stage."""
+        self.keys.finish(self.k_start)
+        self.b.barrier()
+        self.values.start(tile * self.shape.block_kv, self.v_start, whole)
+
     def _arrive_values(self, at: Place, whole: bool) -> Value | None:
         """The same for V, with one stage."""
         _, v_at = self._memory_of(at.stage)
         self.values.finish(v_at)
         wild = self._barrier(v_at, whole)
+        if self.shape.ahead:
+            self._start_tile(self._following(at), at.stage, whole)
+            return wild
         with self.b.if_(at.more):
             self._start_tile(at.next, at.stage, whole)
         return wild
@@ -381,21 +446,25 @@ class FragmentForward:
         NaN."""
         b = self.b
         if whole:
-            self._arrived()
             b.barrier()
             return None
         found = b.var(b.const(0, u32), "found")
+        self._look_over(v_at, found)
+        self._arrived()
+        return b.workgroup_any(b.ne(found.value, 0))
+
+    def _arrived(self) -> None:
+        """What this thread brought in is in shared memory; a barrier follows."""
+
+    def _look_over(self, v_at: Value, found: Var) -> None:
+        """Set bits of ``found`` where what this thread has brought in of V is Inf or NaN."""
+        b = self.b
 
         def check(run: Value) -> None:
             for word in b.unpack(b.bitcast(run, Vector(u32, RUN * self.engine.elem.bits // 32))):
                 found.value = found.value | overflowing(b, word, self.engine.elem)
 
         self.values.own_runs(v_at, check)
-        self._arrived()
-        return b.workgroup_any(b.ne(found.value, 0))
-
-    def _arrived(self) -> None:
-        """What this thread brought in is in shared memory; a barrier follows."""
 
     # -- products with V -------------------------------------------------------------------------------------------
 

@@ -1,25 +1,36 @@
 """The forward kernel for products of warpgroups: that of `forward_fragment` with the matrix units at work while
 softmax is computed.
 
-Q, K and V lie in shared memory, from where products fetch them by themselves. Over the tiles in which no row drops a
-key, two products are started at a time, the scores of a tile and O's share of the tile before; as soon as the scores
-are there, their softmax is computed while the other product is still running. Tiles at the edges of the band, which may
-need modifying and guarding, go one product after the other.
+Q, K and V lie in shared memory, from where products fetch them by themselves. Two products are started at a time, the
+scores of a tile and O's share of the tile before; as soon as the scores are there, their softmax is computed while the
+other product is still running.
+
+Tiles in which rows may drop keys come first: those at the edges of the band, or with a mask the first ones of a list
+(`mask_tiles`). Where they are few, they have a loop of their own, one product after the other, that sees to Inf and NaN
+in V of dropped keys; the other loop has no code for any of that. Where they are many (``config.one_loop``) there is one
+loop for all, which only looks for Inf and NaN, and in the rare block that has any, all is computed again with care.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import PANEL, f32, i32, u64
+from aule.ir.types import PANEL, SCALARS, f32, i32, u32, u64
+from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
+from aule.ops.attention.mask_tiles import TileList, keep, words
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
+from aule.tile.fragment_shape import RUN
 from aule.tile.math import NEG_INF, fold
+from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
+from aule.tile.transfer import Transfer
 from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, Warpgroups
 
 
@@ -30,6 +41,17 @@ def build_forward_warpgroup(config: FragmentConfig, target: Target, name: str) -
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
+
+
+@dataclass(frozen=True)
+class _State:
+    """Scores and weights of a tile, and what is summed up."""
+
+    S: FragmentTile
+    O: FragmentTile
+    P: list[Var]
+    base: list[Var]
+    l: list[Var]
 
 
 class _Forward(FragmentForward):
@@ -53,93 +75,258 @@ class _Forward(FragmentForward):
         assert self.keys.direct and self.values.direct, "rows that are not copied as they are go through fragments"
         return engine
 
+    def _order_tiles(self) -> None:
+        self.listed: TileList | None = None
+        self.found = self.b.var(self.b.const(0, u32), "found")
+        """Whether V of a tile with dropped keys has Inf or NaN, as far as this thread knows."""
+        if not self.config.listed:
+            super()._order_tiles()
+            self.count = self.edges + (self.inner_last - self.inner_first)
+            return
+        self.listed = TileList(self.p, self.scores.batch, self.head, self.block, self.shape)
+        self.edges, self.count = self.listed.partial, self.listed.count
+        # A tile's number is fetched two turns before it is worked on.
+        self.coming = [self.b.var(self._tile(self.b.const(i, i32)), "coming") for i in range(2)]
+
+    def _tile(self, i: Value) -> Value:
+        """The ``i``-th tile in the order in which they are worked on: those at the edges first."""
+        b = self.b
+        if self.listed is not None:
+            return self.listed.tile(i)
+        left, inner = self.first + i, self.inner_last - self.inner_first
+        right = b.select(i < self.edges, left + inner, self.inner_first + (i - self.edges))
+        return b.select(left < self.inner_first, left, right)
+
+    def _place(self, i: Value) -> Place:
+        """The same with what comes next, as `_pass_over` asks for it: in order, and of tiles at the edges only in one
+        loop."""
+        if not self.config.one_loop:
+            tile = i + (self.inner_first - self.edges)
+            return Place(tile, i & 1, tile + 1, i + 1 < self.count)
+        if self.listed is None:
+            return Place(self._tile(i), i & 1, self._tile(i + 1), i + 1 < self.count)
+        now, after = (x.value for x in self.coming)
+        self.coming[0].value = after
+        self.coming[1].value = self._tile(i + 2)
+        return Place(now, i & 1, after, i + 1 < self.count)
+
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         b, engine, config, shape = self.b, self.engine, self.config, self.shape
-        zero = b.const(0.0, f32)
-        base, l = engine.row_vars(self.lowest), engine.row_vars(zero)
-        if config.sinks:
-            self._start_from_sink(base, l)
+        base, l = engine.row_vars(self.lowest), engine.row_vars(b.const(0.0, f32))
         O, S = engine.tile(SIZE, config.value_dim), engine.tile(SIZE, shape.block_kv)
         empty = b.fragment_fill(engine.left, 0.0)
         P = [b.var(empty) for _ in range(shape.block_kv // SIZE)]
+        state = _State(S, O, P, base, l)
+        if config.sinks:
+            self._start_from_sink(base, l)
+        zero = b.const(0, i32)
         self._load_queries()
-        start = self._edge(b.const(-1, i32))
-        with b.if_(start.more):
-            self._start_tile(start.next, b.const(0, i32), whole=False)
-        with b.loop(0, self.edges, name="edge") as i:
-            self._pass_edge(self._edge(i), S, O, P, base, l)
-        if not config.everywhere:
-            with b.if_(self.inner_first < self.inner_last):
-                self._pass_inner(S, O, P, base, l)
+        with b.if_(self.count > 0):
+            self._start_tile(self._tile(zero), zero, whole=False)
+        if config.one_loop:
+            with b.if_(self.count > 0):
+                self._pass_over(state, zero)
+            with b.if_(b.workgroup_any(b.ne(self.found.value, 0))):
+                self._repeat(state)
+        else:
+            self._pass_with_care(state, self.edges)
+            with b.if_(self.edges < self.count):
+                self._pass_over(state, self.edges)
         self._finish(O, base, l)
 
-    def _pass_edge(
-        self, at: Place, S: FragmentTile, O: FragmentTile, P: list[Var], base: list[Var], l: list[Var]
-    ) -> None:
-        """One tile of keys of which rows may drop some."""
+    def _pass_with_care(self, state: _State, end: Value) -> None:
+        """The tiles up to the ``end``-th, one product after the other. Their rows may drop keys, whose V, Inf or NaN
+        included, is kept from O."""
         b = self.b
-        wild = self._arrive_keys(at, whole=False)
-        assert wild is not None
-        b.warpgroup_fence()
-        self._start_scores(S, at.stage)
-        b.warpgroup_wait()
-        p = self._weights(S, at.tile * self.shape.block_kv, O, base, l, whole=False)
-        self._pack(p, P)
-        _, v_at = self._memory_of(at.stage)
-        with b.if_(wild):
-            self._multiply_wild(O, P, at.tile * self.shape.block_kv, v_at)
-        with b.else_():
+        with b.loop(0, end, name="edge") as i:
+            at = Place(self._tile(i), i & 1, self._tile(i + 1), i + 1 < self.count)
+            key0, v_at = at.tile * self.shape.block_kv, self._memory_of(at.stage)[1]
+            wild = self._arrive_keys(at, whole=False)
+            assert wild is not None
             b.warpgroup_fence()
-            self._start_output(O, P, v_at)
+            self._start_scores(state.S, at.stage)
+            bits = self._bits(at.tile, i)
             b.warpgroup_wait()
+            self._modify_everywhere(state.S, key0)
+            self._modify_partly(state.S, key0, bits)
+            self._weigh_tile(state, key0)
+            with b.if_(wild):
+                self._multiply_wild(state.O, state.P, key0, v_at)
+            with b.else_():
+                b.warpgroup_fence()
+                self._start_output(state, v_at)
+                b.warpgroup_wait()
 
-    def _pass_inner(self, S: FragmentTile, O: FragmentTile, P: list[Var], base: list[Var], l: list[Var]) -> None:
-        """The tiles of keys of which no row drops any.
+    def _repeat(self, state: _State) -> None:
+        """All of it again, with care."""
+        b = self.b
+        for variable in state.O.vars[0]:
+            variable.value = b.fragment_fill(self.engine.accumulator, 0.0)
+        for low, total in zip(state.base, state.l, strict=True):
+            low.value, total.value = self.lowest, b.const(0.0, f32)
+        if self.config.sinks:
+            self._start_from_sink(state.base, state.l)
+        zero = b.const(0, i32)
+        self._start_tile(self._tile(zero), zero, whole=False)
+        self._pass_with_care(state, self.count)
+
+    def _pass_over(self, state: _State, start: Value) -> None:
+        """The tiles from the ``start``-th on, which is on its way.
 
         Warpgroups meet once a tile, in two halves: a thread arrives when the scores of a tile are there and so is what
         it has fetched for the next one, and waits before the next scores. So half a tile may lie between two
         warpgroups, and one multiplies while the other computes softmax.
         """
         b, block = self.b, self.shape.block_kv
-        first = self._inner(self.inner_first)
+        first = self._place(start)
         self._meet()
-        with b.if_(first.more):
-            self.keys.start(first.next * block, self._memory_of(first.stage ^ 1)[0], whole=True)
+        self._fetch_keys(first, start + 1)
         b.warpgroup_fence()
-        self._start_scores(S, first.stage)
+        self._start_scores(state.S, first.stage)
+        bits = self._bits(first.tile, start)
         b.warpgroup_wait()
-        self._arrive()
-        self._pack(self._weights(S, first.tile * block, O, base, l, whole=True), P)
+        self._arrive(start, self._memory_of(first.stage)[1])
+        self._modify_tile(state.S, first.tile, start, bits)
+        self._weigh_tile(state, first.tile * block)
         place = b.var(first.stage, "v_stage")  # of the tile before, among V's three
-        with b.loop(self.inner_first + 1, self.inner_last, name="tile") as tile:
-            at = self._inner(tile)
+        with b.loop(start + 1, self.count, name="tile") as i:
+            at = self._place(i)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
-            b.warpgroup_await(self.meeting, 0, (tile - (self.inner_first + 1)) & 1)
+            b.warpgroup_await(self.meeting, 0, (i - (start + 1)) & 1)
             before = place.value
             now = b.select(b.eq(before, 2), b.const(0, i32), before + 1)
             place.value = now
+            v_at = self.v_start + now * self.v_size
             b.warpgroup_fence()
-            self._start_scores(S, at.stage)
-            self._start_output(O, P, self.v_start + before * self.v_size)
+            self._start_scores(state.S, at.stage)
+            self._start_output(state, self.v_start + before * self.v_size)
             # All have read what lay here: K of the tile before, and V of the third before.
-            with b.if_(at.more):
-                self.keys.start(at.next * block, self._memory_of(at.stage ^ 1)[0], whole=True)
-            self.values.start(tile * block, self.v_start + now * self.v_size, whole=True)
+            self._fetch_keys(at, i + 1)
+            self._fetch(self.values, at.tile, v_at, i)
+            bits = self._bits(at.tile, i)
             b.warpgroup_wait(1)
-            self._arrive()
-            self._pack(self._weights(S, tile * block, O, base, l, whole=True, running=True), P)
-        b.warpgroup_await(self.meeting, 0, (self.inner_last - (self.inner_first + 1)) & 1)
+            self._arrive(i, v_at)
+            self._modify_tile(state.S, at.tile, i, bits)
+            self._weigh_tile(state, at.tile * block, running=True)
+        b.warpgroup_await(self.meeting, 0, (self.count - (start + 1)) & 1)
         b.warpgroup_fence()
-        self._start_output(O, P, self.v_start + place.value * self.v_size)
+        self._start_output(state, self.v_start + place.value * self.v_size)
         b.warpgroup_wait()
 
-    def _arrive(self) -> None:
-        """What this thread has fetched is there, and what it has read may be overwritten."""
-        self.b.async_wait(0)
-        self.b.warpgroup_publish()
-        self.b.warpgroup_arrive(self.meeting)
+    def _partly(self, i: Value) -> AbstractContextManager[None]:
+        """What one loop for all tiles does in those of which rows may drop keys."""
+        return nullcontext() if self.config.everywhere else self.b.if_(i < self.edges)
+
+    def _fetch_keys(self, at: Place, i: Value) -> None:
+        """Begin to bring in K of the tile that comes next, the ``i``-th."""
+        with self.b.if_(at.more):
+            self._fetch(self.keys, at.next, self._memory_of(at.stage ^ 1)[0], i)
+
+    def _fetch(self, transfer: Transfer, tile: Value, to: Value, i: Value) -> None:
+        b, config, row = self.b, self.config, tile * self.shape.block_kv
+        if config.everywhere or not config.one_loop:
+            transfer.start(row, to, whole=not config.everywhere)
+            return
+        with b.if_(i < self.edges):
+            transfer.start(row, to)
+        with b.else_():
+            transfer.start(row, to, whole=True)
+
+    def _arrive(self, i: Value, v_at: Value) -> None:
+        """What this thread has fetched is there, and what it has read may be overwritten. In one loop for all tiles, V
+        of those with dropped keys is looked over: 0 times Inf or NaN is NaN."""
+        b = self.b
+        b.async_wait(0)
+        if self.config.one_loop:
+            with self._partly(i):
+                self._look_over(v_at, self.found)
+        b.warpgroup_publish()
+        b.warpgroup_arrive(self.meeting)
+
+    # -- between the products --------------------------------------------------------------------------------------
+
+    def _bits(self, tile: Value, i: Value) -> list[Var]:
+        """What a boolean mask keeps of a tile, fetched only where it drops some."""
+        b = self.b
+        if self.listed is None or self.config.mask != "bits":
+            return []
+        found = [b.var(b.const(0xFFFFFFFF, u32), "bits") for _ in range(words(self.shape.block_kv))]
+        with b.if_(i < self.edges):
+            for variable, word in zip(found, self.listed.bits(tile, self.engine.subgroup), strict=True):
+                variable.value = word
+        return found
+
+    def _modify_tile(self, S: FragmentTile, tile: Value, i: Value, bits: list[Var]) -> None:
+        key0 = tile * self.shape.block_kv
+        self._modify_everywhere(S, key0)
+        if self.config.one_loop:
+            with self._partly(i):
+                self._modify_partly(S, key0, bits)
+
+    def _modify_everywhere(self, S: FragmentTile, key0: Value) -> None:
+        if not self.config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        self._apply([m for m in self.modifiers if m.everywhere], S, key0)
+
+    def _modify_partly(self, S: FragmentTile, key0: Value, bits: list[Var]) -> None:
+        """What only tiles with dropped keys need."""
+        self._apply([m for m in self.modifiers[:-1] if not m.everywhere], S, key0)
+        for name in self.config.pairs:
+            self._add_pairs(name, S, key0)
+        if bits:
+            keep(S, [x.value for x in bits], NEG_INF)
+        self._drop_outside(S, key0)
+
+    def _add_pairs(self, name: str, S: FragmentTile, key0: Value) -> None:
+        """Add a mask or bias of which neighbouring keys are read together."""
+        b, scores, engine, index = self.b, self.scores, self.engine, self.index
+        dtype = self.config.mask if name == "mask" else self.config.bias
+        assert dtype is not None and engine.run == 2
+        buffer, base = self.p.buffer(name, SCALARS[dtype]), self.p.strided(name, scores.batch, self.head)
+        row_stride = self.p.number(f"{name}_row_stride", index)
+        rows = [b.min(self.row0 + self.subgroup_row + S.row(r), scores.seq_q - 1) for r in range(engine.rows_held)]
+        starts = [base + b.cast(row, index) * row_stride for row in rows]
+        first = key0 + engine.lane_col
+        pair: list[Value] = []
+
+        def add(place: Callable[[int], Value]) -> None:
+            def each(s: Value, r: int, c: int) -> Value:
+                if c % 2 == 0:
+                    pair[:] = b.unpack(b.load(buffer, starts[r] + place(engine.behind(c)), 2))
+                return mod.added(b, s, pair[c % 2])
+
+            S.map(each)
+
+        with b.if_(key0 + self.shape.block_kv <= scores.seq_kv):
+            add(lambda column: b.cast(first, index) + column)
+        with b.else_():
+            # Of keys past the end any pair will do.
+            add(lambda column: b.cast(b.min(first + column, scores.seq_kv - 2), index))
+
+    def _drop_outside(self, S: FragmentTile, key0: Value) -> None:
+        """Keep keys that exist and are in the band: as the last of the modifiers, by one comparison with each side,
+        whose other operand is known while tracing."""
+        b, scores, engine = self.b, self.scores, self.engine
+        start = key0 + engine.lane_col
+        last = [scores.seq_kv - 1 - start] * engine.rows_held
+        first: list[Value] = []
+        for r in range(engine.rows_held):
+            position = self.row0 + self.subgroup_row + S.row(r) + scores.shift - start
+            if scores.right is not None:
+                last[r] = b.min(last[r], position + scores.right)
+            if scores.left is not None:
+                first.append(position - scores.left)
+
+        def each(s: Value, r: int, c: int) -> Value:
+            column = engine.behind(c)
+            kept = last[r] >= column
+            if first:
+                kept = kept & (first[r] <= column)
+            return b.select(kept, s, b.const(NEG_INF, f32))
+
+        S.map(each)
 
     def _start_scores(self, S: FragmentTile, stage: Value) -> None:
         k_at, _ = self._memory_of(stage)
@@ -149,18 +336,14 @@ class _Forward(FragmentForward):
         self.engine.start_product(S.vars[0], queries, keys, self.k_depth, fresh=True)
         self.b.warpgroup_commit()
 
-    def _start_output(self, O: FragmentTile, P: Sequence[Var], v_at: Value) -> None:
+    def _start_output(self, state: _State, v_at: Value) -> None:
         values = PanelFactor(self.memory, v_at, self.v_panels)
-        self.engine.start_product(O.vars[0], [x.value for x in P], values, len(P))
+        self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()
 
-    def _weights(
-        self, S: FragmentTile, key0: Value, O: FragmentTile, base: list[Var], l: list[Var], whole: bool,
-        running: bool = False,
-    ) -> list[list[Value]]:  # fmt: skip
+    def _weigh_tile(self, state: _State, key0: Value, running: bool = False) -> None:
         """P of a tile whose scores are there; ``running`` while a product still adds to O."""
-        b, engine = self.b, self.engine
-        self._modify(S, key0, whole)
+        b, engine, S, O, base, l = self.b, self.engine, state.S, state.O, state.base, state.l
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
         highest = [fold(b, "max", row) for row in s]
@@ -187,10 +370,7 @@ class _Forward(FragmentForward):
         with b.if_(follows):
             factors = [alpha.value for alpha in alphas]
             O.map(lambda x, r, c: x * factors[r])
-        return p
-
-    def _pack(self, p: list[list[Value]], P: Sequence[Var]) -> None:
-        for variable, fragment in zip(P, self.engine.pack(p, self.engine.left, weights=True)[0], strict=True):
+        for variable, fragment in zip(state.P, engine.pack(p, engine.left, "weights")[0], strict=True):
             variable.value = fragment
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -215,6 +395,27 @@ class _Forward(FragmentForward):
 
     def _arrived(self) -> None:
         self.b.warpgroup_publish()
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
+        """By way of shared memory, from where whole rows go 16 bytes at a time. H200, S 2048 full, TFLOPS: d128 547
+        against 531 in one run and 533 against 531 in another; d64 371 against 382, d256 causal 414 against 427."""
+        b, engine = self.b, self.engine
+        wins = self.config.one_loop or PANEL < out.cols <= 2 * PANEL
+        if not (wins and out.aligned and out.col_stride is None):
+            super()._store(O, values, out)
+            return
+        panels, none = PanelShape(self.shape.block_q, out.cols), b.const(0, i32)
+        b.async_wait(0)  # without a tile Q may still be on its way
+        b.barrier()  # nobody reads the memory any more
+        engine.put_factors(self.memory, none, panels, self.subgroup_row, none, engine.pack(values, engine.left)[0])
+        b.subgroup_barrier()
+        across = out.cols // RUN
+        with b.loop(b.lane_id(), SIZE * across, self.shape.lanes, name="run") as i:
+            row, run = divmod_const(b, i, across)
+            row, col = self.subgroup_row + row, run * RUN
+            with b.if_(self.row0 + row < out.rows):
+                to = out.row_start(b, self.row0 + row) + out.index(b, col)
+                b.store(out.buffer, to, b.load(self.memory, panels.offset(row, col), RUN))
 
     # -- products with V that is not finite --------------------------------------------------------------------------
 

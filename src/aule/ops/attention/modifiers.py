@@ -60,13 +60,15 @@ def additive(read: Callable[[Site], Value]) -> Modifier:
     frameworks mask, stays finite when it is brought into the log2 domain, so that a row of nothing but those is
     averaged as they do."""
 
-    def apply(b: Builder, s: Value, site: Site) -> Value:
-        elem = element(s.type)
-        value = b.cast(read(site), elem)
-        finite = b.max(value * LOG2E, lowest(elem))
-        return b.select(value < lowest(elem), b.const(NEG_INF, elem), s + finite)
+    return Modifier(lambda b, s, site: added(b, s, read(site)), everywhere=True)
 
-    return Modifier(apply, everywhere=True)
+
+def added(b: Builder, s: Value, x: Value) -> Value:
+    """A score with an element of a mask or bias."""
+    elem = element(s.type)
+    value = b.cast(x, elem)
+    finite = b.max(value * LOG2E, lowest(elem))
+    return b.select(value < lowest(elem), b.const(NEG_INF, elem), s + finite)
 
 
 def boolean(read: Callable[[Site], Value]) -> Modifier:

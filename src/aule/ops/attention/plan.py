@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from aule.errors import InvalidArgumentError
@@ -21,9 +21,11 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tiles import (
+    Doing,
     choose_backward_fragments,
     choose_backward_shape,
     choose_backward_warpgroups,
@@ -31,6 +33,7 @@ from aule.ops.attention.tiles import (
     choose_shape,
     choose_warpgroups,
 )
+from aule.ops.attention.turned import TURNED, can_turn, turned
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, arrange
@@ -46,6 +49,17 @@ FAR = 1 << 30
 """A window side that is as good as unlimited, small enough that sums with positions do not overflow."""
 
 
+FEW_KEYS = 2048
+"""Up to so many keys in a row's band, tiles at its edges are too many for a loop of their own (`FragmentConfig`). H200,
+bf16, with one loop and with two, at d64 and d128: window of 512 (S 4096) 0.369 and 0.434, 0.231 and 0.271 ms; causal,
+TFLOPS: S 2048 307 and 296, 443 and 423 (d256 424 and 427), S 8192 438 and 448, 555 and 583. Without a band 365 and 382,
+517 and 531."""
+
+_MANY_SCORES = 1 << 23
+"""From so many on it is worth two launches to look at a mask. H200, d128, batch 4, 16 heads: S 256 20 us without, 36
+with them (the host's time), S 512 64 and 37."""
+
+
 @dataclass(frozen=True)
 class ForwardPlan:
     """How a forward problem is run on a device.
@@ -58,11 +72,20 @@ class ForwardPlan:
         Workgroups; (0, 0, 0) when there is nothing to compute.
     scalars : dict
         Every scalar parameter of the kernel, by name.
+    before : tuple of Step
+        Launches that come before.
+    workspace : dict
+        32-bit words of the memory that these leave their results in, by buffer name.
+    renamed : dict
+        Which memory stands for a buffer of the kernel where that has another name, as in `Step`.
     """
 
     config: ForwardConfig | FragmentConfig
     grid: tuple[int, int, int]
     scalars: dict[str, int | float]
+    before: tuple[Step, ...] = ()
+    workspace: Mapping[str, int] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_forward(
@@ -81,17 +104,16 @@ def plan_forward(
         The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
         ``sinks``, ``seed``, ``cos``, ``sin``): four-dimensional, with device strides and offsets.
     aligned_base : dict, optional
-        For q, k, v, o, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, mask, bias, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shape : SimtShape or FragmentShape, optional
         Tiles to use instead of the table's.
     preferred : SimtShape or FragmentShape, optional
         The same where there is no mask, bias, other modifier, rotation or strided row.
     """
-    main = [views[name] for name in "qkvo"]
     base_ok = aligned_base or {}
 
     def aligned(run: int) -> tuple[bool, ...]:
-        return tuple(aligned_rows(v, run) and base_ok.get(n, True) for n, v in zip("qkvo", main, strict=True))
+        return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in "qkvo")
 
     dims = problem.head_dim, problem.value_dim
     masked = problem.mask is not None or problem.bias is not None
@@ -109,28 +131,52 @@ def plan_forward(
             )
     elif not strided and problem.modifiers == 0 and problem.rope is None:
         shape = shape or preferred
-    if shape is None and all(aligned(RUN)[:3]) and not masked and problem.rope is None:
-        shape = choose_warpgroups(target, problem.dtype, *dims)
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    copied = all(aligned(RUN)[:3] if problem.rope is None else [can_turn(problem), aligned(RUN)[2]])
+    if shape is None and copied and (problem.mask is None or scores >= _MANY_SCORES):
+        shape = choose_warpgroups(target, problem.dtype, *dims, _doing(problem))
     if shape is None and rotates_runs(problem):
         rotated = problem.rope is not None
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
     shape = shape or choose_shape(target, *dims, problem.dtype, problem.modifiers)
+    before: tuple[Step, ...] = ()
+    workspace: dict[str, int] = {}
+    renamed: dict[str, str] = {}
+    if isinstance(shape, FragmentShape) and shape.warpgroups and problem.rope is not None:
+        before, workspace, made = turned(problem, views, target, base_ok)
+        views = {name: made.get(name, view) for name, view in views.items() if name not in ("cos", "sin")}
+        base_ok = {name: ok for name, ok in base_ok.items() if name not in made}
+        problem, renamed = replace(problem, rope=None), TURNED
     run = RUN if isinstance(shape, FragmentShape) else QUAD
     memory: dict[str, Any] = rope_options(views, run, aligned_base) | {
         "aligned": aligned(run),
-        "unit": tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in main),
+        "unit": tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo"),
         "index64": any(_extent(v) > 2**31 - 1 for v in views.values()),
     }
-    config: ForwardConfig | FragmentConfig
-    if isinstance(shape, FragmentShape):
-        options = score_options(problem)
-        config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
-    else:
-        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(problem) | view_scalars(views) | {"blocks_q": blocks_q, "blocks": blocks}
-    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars)
+    config: ForwardConfig | FragmentConfig
+    if isinstance(shape, FragmentShape):
+        options = score_options(problem)
+        if shape.warpgroups and problem.mask is not None:
+            steps, space, found = mask_steps(
+                problem, views["mask"], shape, target, False, options, scalars, base_ok.get("mask", True)
+            )
+            before, workspace = before + steps, workspace | space
+            options |= listed(problem)
+            memory["index64"] = memory["index64"] or max(space.values()) > 2**31 - 1
+            scalars |= found
+        if shape.warpgroups:
+            memory["one_loop"] = masked or _few_keys(problem)
+            memory["pairs"] = tuple(
+                name for name in ("mask", "bias")
+                if getattr(problem, name) not in (None, "bool") and _in_pairs(views[name], base_ok.get(name, True))
+            )  # fmt: skip
+        config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
+    else:
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
+    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace, renamed)
 
 
 _DELTA_THREADS = 64
@@ -155,7 +201,7 @@ def plan_backward(
         forward pass is the buffer ``lse``. With ``ds``, fp32 ``[batch, heads_q, seq_q, seq_kv]`` and zero before, the
         gradient of what is added to the scores is stored there.
     aligned_base : dict, optional
-        For q, k, v, o, do, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+        For q, k, v, o, do, mask, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
     shapes : pair of SimtShape or FragmentShape, optional
         Tiles of dQ and of dK and dV, to use instead of the table's.
     """
@@ -180,16 +226,15 @@ def plan_backward(
     units = (unit["o"], unit["do"])
     adds = "ds" not in views and _can_add(problem, target)
     keys_shape = shapes[1] if shapes else None
-    if adds and problem.rope is None and all(aligned(RUN, names)):
-        # Rows that are rotated or put together on their way take registers that this kernel does not have.
+    rotates = [can_turn(problem), *aligned(RUN, names[2:])]
+    if all(aligned(RUN, names) if problem.rope is None else rotates):
+        # Rows that are put together on their way take registers that this kernel does not have.
         keys_shape = keys_shape or choose_backward_warpgroups(target, problem.dtype, *dims)
     keys_shape = keys_shape or _backward_fragments(problem, target, "sums" if adds else "keys")
     keys_shape = keys_shape or choose_backward_shape(target, max(dims), dims, adds, problem.modifiers)
     row_tiles, tile_size = _sums_of_head(problem, keys_shape)
     clear = padded(problem.batch * problem.heads_q * row_tiles * tile_size, QUAD)
     sums = adds and 4 * clear <= target.max_buffer_bytes and _fits_sums(problem, target, keys_shape)
-    if not sums and isinstance(keys_shape, FragmentShape) and keys_shape.warpgroups:
-        keys_shape = _backward_fragments(problem, target, "keys") or choose_backward_shape(target, max(dims), dims)
     index64 = index64 or (sums and clear > 2**31 - 1)  # they may be longer than dQ
     lanes = _DELTA_LANES if min(target.subgroup_sizes, default=target.subgroup_size) >= _DELTA_LANES else 1
     run = RUN if problem.dtype != "f32" and all(aligned(RUN, ("o", "do"))) else QUAD
@@ -199,6 +244,7 @@ def plan_backward(
     blocks = -(-rows * lanes // _DELTA_THREADS)
     numbers |= {"row_tiles": row_tiles, "clear": clear}
     steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
+    workspace = {"delta": rows}
     of: Literal["queries", "keys"]
     for of, heads, length in (
         ("queries", problem.batch * problem.heads_q, problem.seq_q),
@@ -217,16 +263,30 @@ def plan_backward(
         each = -(-length // shape.block_q)
         grid = grid_of("flash_attention", each * heads, target)
         scalars = numbers | {"blocks_each": each, "blocks": each * heads}
+        wide = aligned(RUN, names)
+        renamed: dict[str, str] = {}
+        if isinstance(shape, FragmentShape) and shape.warpgroups and problem.rope is not None:
+            before, space, rotated = turned(problem, views, target, base_ok)
+            steps, workspace, renamed = [*steps, *before], workspace | space, TURNED
+            wide = (True, True, *wide[2:])
+            common |= {"turned": True, "unit": (True, True, unit["v"], unit["do"])}
+            scalars |= view_scalars(rotated)
+        if isinstance(shape, FragmentShape) and shape.warpgroups and problem.mask is not None:
+            before, space, found = mask_steps(
+                problem, views["mask"], shape, target, True, common, numbers, base_ok.get("mask", True)
+            )
+            steps, workspace = [*steps, *before], workspace | space
+            common |= listed(problem) | {"index64": index64 or max(space.values()) > 2**31 - 1}
+            scalars |= found
         if isinstance(shape, FragmentShape):
-            wide = aligned(RUN, names)
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
             build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
-            steps.append(Step(config, build, grid, scalars))
+            steps.append(Step(config, build, grid, scalars, renamed))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
-        return StepPlan(tuple(steps), {"delta": rows})
+        return StepPlan(tuple(steps), workspace)
     added_by = None if isinstance(keys_shape, FragmentShape) else keys_shape
     quads = added_by is None and problem.rope is None and problem.head_dim % SIZE == 0 and _in_quads(target)
     finish = RoundConfig(
@@ -236,7 +296,7 @@ def plan_backward(
     count = clear // QUAD if quads else rows * problem.head_dim // finish.run
     grid = grid_of("flash_attention", -(-count // (_ROUND_THREADS * (2 if quads else 1))), target)
     steps.append(Step(finish, build_round, grid, numbers | {"round_quads": clear // QUAD}))
-    return StepPlan(tuple(steps), {"delta": rows, "dq_sum": clear})
+    return StepPlan(tuple(steps), workspace | {"dq_sum": clear})
 
 
 def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
@@ -310,6 +370,27 @@ def score_options(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
+def listed(problem: AttentionProblem) -> dict[str, Any]:
+    """The fields of a `ScoreConfig` where steps before the kernel have looked at the mask."""
+    return {"listed": True, "mask": "bits" if problem.mask == "bool" else problem.mask}
+
+
+def _doing(problem: AttentionProblem) -> Doing:
+    if problem.dropout_p > 0 or problem.mask not in (None, "bool"):
+        return "more"
+    if problem.bias is not None:
+        return "adding"
+    return "nothing" if problem.mask is None else "masking"
+
+
+def _few_keys(problem: AttentionProblem) -> bool:
+    """Whether a band leaves few keys to each row."""
+    left, right = problem.limits
+    band = left + right + 1 if left != UNBOUNDED and right != UNBOUNDED else problem.seq_kv
+    limited = left != UNBOUNDED or right != UNBOUNDED
+    return limited and min(band, problem.seq_kv) <= FEW_KEYS and max(problem.head_dim, problem.value_dim) <= 128
+
+
 def rotates_runs(problem: AttentionProblem) -> bool:
     """Whether kernels for matrix units can rotate as the problem says: they do whole runs of columns."""
     rope = problem.rope
@@ -375,6 +456,12 @@ def aligned_rows(view: TensorView, run: int = QUAD) -> bool:
     """Rows can be read in whole runs that start at multiples of their length."""
     steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
     return view.strides[3] == 1 and view.shape[3] % run == 0 and all(s % run == 0 for s in [*steps, view.offset])
+
+
+def _in_pairs(view: TensorView, base_ok: bool) -> bool:
+    """Whether neighbouring keys, the first of which has an even number, can be read together."""
+    steps = [s for n, s in zip(view.shape[:3], view.strides[:3], strict=True) if n > 1]
+    return base_ok and view.strides[3] == 1 and all(n % 2 == 0 for n in [*steps, view.offset, view.shape[3]])
 
 
 def _extent(view: TensorView) -> int:

@@ -28,7 +28,7 @@ def quad_angles(config: ScoreConfig) -> tuple[Scalar, int] | None:
 
 def rotating(p: Parameters, name: str, matrix: Matrix, batch: Value, shift: Value) -> Matrix:
     """A matrix by its name, rotated where the configuration has it so."""
-    if p.config.rope is None or name not in ("q", "k", "dq", "dk"):
+    if p.config.rope is None or name not in (("dq", "dk") if p.config.turned else ("q", "k", "dq", "dk")):
         return matrix
     return replace(matrix, rotary=rotary_of(p, name, batch, shift))
 

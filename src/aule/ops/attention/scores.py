@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from aule.ir import Builder, Value
@@ -134,15 +134,17 @@ class Scores:
         return low, high
 
     def modifiers(self, head: Value, columns: dict[str, Columns]) -> list[mod.Modifier]:
-        """The modifiers of one query head's rows, in order."""
+        """The modifiers of one query head's rows, in order; without a mask or bias to be added that is not among the
+        columns."""
         b, config, number = self.b, self.config, self.p.number
         work = SCALARS["f64"] if config.dtype == "f64" else f32
         result: list[mod.Modifier] = []
         if config.softcap:
             result.append(mod.softcap(number("softcap", work)))
-        if config.mask is not None and config.mask != "bool":
-            result.append(mod.additive(self._reader("mask", config.mask, head, columns["mask"])))
-        if config.bias is not None:
+        if config.mask not in (None, "bool", "bits") and "mask" in columns:
+            added = mod.additive(self._reader("mask", config.mask, head, columns["mask"]))
+            result.append(replace(added, everywhere=not config.listed))
+        if config.bias is not None and "bias" in columns:
             result.append(mod.additive(self._reader("bias", config.bias, head, columns["bias"])))
         if config.alibi:
             slope = b.load(self.p.buffer("alibi", f32), self.p.strided("alibi", self.batch, head))

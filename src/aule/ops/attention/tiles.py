@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from aule.errors import KernelError
 from aule.ir.types import PANEL
@@ -32,7 +33,7 @@ class Entry:
 #                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
 FIRST = Entry(SimtShape(64, 64, 16, 8, 16, 16, True, registers=168), (96, 96, 64))
 """H200, S 2048, full, fp32, TFLOPS. d64: 41.1 through PTX and 38.7 through Vulkan; beat 64x64 over 8x8 threads and Q
-not resident. 168 registers let three workgroups reside."""
+not resident. 168 registers let three workgroups reside. NVIDIA has tiles of its own by now."""
 
 ENTRIES: tuple[Entry, ...] = (
     FIRST,
@@ -49,15 +50,23 @@ ENTRIES: tuple[Entry, ...] = (
 """Alternatives in order of preference; the first that fits a device is taken."""
 
 OWN: dict[str, tuple[Entry, ...]] = {
-    # H200, d128, S 2048 full and causal, 8192 full and causal: 45.5, 44.5, 46.0, 46.9 TFLOPS. S 2048 full: not late and
-    # m in registers 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128 over 256 threads 42.9.
-    # d64, S 2048: 43.2 and 41.9.
-    "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True)),),
+    # H200, d128, S 2048 full and causal, 8192 full and causal, before `apart`: 45.5, 44.5, 46.0, 46.9 TFLOPS. S
+    # 2048 full: not late and m in registers 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128
+    # over 256 threads 42.9. d64, S 2048: 43.2 and 41.9. Apart: d128 S 2048 full 45.5 -> 46.2 and 8192 causal 47.0 ->
+    # 47.3, d64 S 2048 full 43.2 -> 44.1.
+    "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True, apart=True)),),
+    # Through Vulkan a workgroup has 48 KiB of shared memory and a multiprocessor 100: three reside that have 32 KiB.
+    # GPUs whose shared memory is as small come here through CUDA, too, by rule.
     "nvidia": (
+        # S 2048 full and 8192 causal: 41.6 and 41.9; all of P at once, so that two reside, 39.1, and not apart 38.2 and
+        # 38.2. S 2048 full: late 41.5 to 42.2, not apart 40.0, Q not resident 39.4, and with P by 32 and l in memory
+        # 38.7.
+        Entry(SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False), (64, 64, 64)),
         FIRST,
-        # The same through Vulkan, where 48 KiB of shared memory is all: 41.7, 39.5, 42.1, 42.3. S 2048 full: 64x64
-        # 38.9, and 39.7 with m and l in registers; 64x64 and late 36.0.
-        Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64), (128, 0, 0)),
+        # The same: 42.5 and 42.2. S 2048 full: along rows 41.9, and not apart 41.7; 64x64 in 30 KiB 39.8, of which no
+        # three reside because the driver takes 187 registers; Q resident, in steps of 8 columns and keys, 40.6; 192x64
+        # over 384 threads, for which there are 168, 37.5.
+        Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True), (128, 0, 0)),
     ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
     # (from DG2 on): the shapes above spill up to 298 of 128, these at most a dozen, and none of 256.
@@ -131,18 +140,16 @@ class FragmentEntry:
     strided: FragmentShape
 
 
-_Numbers = tuple[int, int, int, int, int] | tuple[int, int, int, int, int, int]
+_Numbers = tuple[int, int, int, int, int]
 
 
-def _entry(dim: int, plain: _Numbers, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
-    """An entry out of block_q, block_kv, subgroups, stages, resident_q and, where it is not zero, held."""
-    return FragmentEntry(
-        dim,
-        *(
-            FragmentShape(q, kv, n, stages, bool(r), held=sum(held))
-            for q, kv, n, stages, r, *held in (plain, masked, strided)
-        ),
-    )
+def _entry(dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
+    """An entry out of block_q, block_kv, subgroups, stages and resident_q, or of a shape that has more to say."""
+    return FragmentEntry(dim, *(x if isinstance(x, FragmentShape) else _shape(*x) for x in (plain, masked, strided)))
+
+
+def _shape(block_q: int, block_kv: int, subgroups: int, stages: int, resident_q: int) -> FragmentShape:
+    return FragmentShape(block_q, block_kv, subgroups, stages, bool(resident_q))
 
 
 FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
@@ -164,18 +171,22 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         _entry(256, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 16, 4, 1, 0)),
         _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
-    # H200, f16, S 2048 full / 8192 causal; 48 KiB of shared memory is all there is.
+    # H200, S 2048 full / 8192 causal, f16 and then bf16; 48 KiB of shared memory is all there is. In brackets: before
+    # scores were made ahead, accesses no longer checked and bf16 cut off (docs/performance.md, steps 14 to 18).
     "vulkan": (
-        # 317 / 304, in bf16 309 / -; keys by 32 312 / 283, by 96 in one stage 273 (S 8192 full, where this has 309) /
-        # -, 16 rows a subgroup and loops that the driver unrolls 249 / 232.
-        _entry(64, (128, 64, 4, 2, 1), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
-        # 309 / 293, in bf16 301 / -; 32 columns of Q in registers 302 / -, 48 and keys by 48 271 / -, three subgroups
-        # and none 187 / -, all of them 179 / -. 16 rows a subgroup, eight of them, 285 / 262, in bf16 240 / -; four
-        # 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240.
-        _entry(128, (128, 32, 4, 1, 0, 16), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
-        # 198 / -; keys by 16 in two stages 195 / -, with all of Q in registers 191 / - and in one stage 183 / -, with
-        # 96 columns of it 176 / -; keys by 32 with all of Q 118 / -, 32 rows a subgroup 119 / -.
-        _entry(256, (64, 32, 4, 1, 0, 160), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+        # 331 / -, 330 / -; two stages, not ahead 314 / -, 306 / -. (317 / 304, 309 / -; keys by 32 312 / 283, by 96 in
+        # one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops 249 / 232.)
+        _entry(64, FragmentShape(128, 64, 4, 1, True, ahead=True), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 332 / 331, 321 / 335; not ahead 313 / 317, 305 / 316; 32 columns of Q in registers 326 / -. Not ahead, Q in
+        # private memory: keys by 64 257 / -, by 48 266 / -, by 32 in two stages 225 / -, 256 rows 236 to 257. (309 /
+        # 293, 301 / -; 48 columns and keys by 48 271 / -, three subgroups and none 187 / -. 16 rows a subgroup, eight
+        # of them, 285 / 262; four 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240.)
+        _entry(128, FragmentShape(128, 32, 4, 1, False, held=16, ahead=True), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        # 247 / 259, 244 / -; 48 columns of Q in memory 244 / -. 64 rows over four subgroups, 96 columns in memory 236 /
+        # 248, 233 / -, none 216 / -, not ahead 208 / 218, 203 / -. (198 / -; keys by 16 in two stages 195 / -, with all
+        # of Q in registers 191 / - and in one stage 183 / -, with 96 columns of it 176 / -; 32 rows a subgroup 119 /
+        # -.)
+        _entry(256, FragmentShape(128, 32, 8, 1, True, ahead=True), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
     # cycles per score without the guarded product, whose trips it overrates; WMMA alone would be 0.5 at d64.
@@ -212,12 +223,33 @@ WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
 """Tiles for products of warpgroups by the widest head dimension that they are for."""
 
 
-def choose_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
+Doing = Literal["nothing", "masking", "adding", "more"]
+"""What costs a kernel registers between its products: nothing, bits of a mask, a bias, or a mask to be added or
+dropout."""
+
+WARPGROUPS_DOING: dict[Doing, tuple[tuple[int, FragmentShape], ...]] = {
+    "nothing": (),
+    # H200, batch 4, 16 heads, S 4096, ms: 0.191 for eight documents, 0.518 for padding, 0.929 for random bits; keys by
+    # 128 0.210, 0.511, 0.915, by 144 0.263, 0.568, 1.055; 128 rows and keys by 128 0.192, 0.541, 0.984. At d128 the
+    # plain tiles 0.240, 0.670, 1.250, keys by 96 0.254, 0.715, 1.394.
+    "masking": ((64, FragmentShape(192, 96, 12, 2, False, 168, warpgroups=True)),),
+    # A bias for each score: 1.443; 128 rows and keys by 128 1.884, by 192 1.733.
+    "adding": ((64, FragmentShape(192, 112, 12, 2, False, 168, warpgroups=True)),),
+    # Dropout: 2.286; 192 rows and keys by 144 2.707, by 128 2.569, by 96 2.548, all of which spill. Eight documents as
+    # numbers: 0.262.
+    "more": ((64, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),),
+}
+"""What goes before those then."""
+
+
+def choose_warpgroups(
+    target: Target, dtype: str, head_dim: int, value_dim: int, doing: Doing = "nothing"
+) -> FragmentShape | None:
     """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None where there are no
     such products."""
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
-    for dim, shape in WARPGROUPS:
+    for dim, shape in (*WARPGROUPS_DOING[doing], *WARPGROUPS):
         fits = shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
         if max(head_dim, value_dim) <= dim and fits:
             return shape
@@ -243,7 +275,8 @@ def choose_fragments(
         return None
     itemsize = factor_elem(dtype).bits // 8
     for entry in TF32 if dtype == "tf32" else FRAGMENTS.get(target.vendor, FRAGMENTS.get(target.backend, ())):
-        plain = entry.masked if rotated and entry.plain.held else entry.plain
+        apart = entry.plain.held > 0 or entry.plain.in_pieces(head_dim)
+        plain = entry.masked if rotated and apart else entry.plain
         shape = fitted(entry.strided if strided else entry.masked if masked else plain, target)
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target):
             continue
@@ -284,21 +317,22 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # All by sums: 217 / -.
         FragmentBackwardEntry(256, FragmentShape(64, 32, 4, 2, False), FragmentShape(64, 64, 8, 2, False, columns=4)),
     ),
-    # H200, 48 KiB, S 2048 full.
+    # H200, 48 KiB, S 2048 full / 8192 full / 8192 causal, all launches, five products counted.
     "vulkan": (
-        # f16: dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count
-        # as 220; sums of 64 keys, with V in memory, 183 to 195. bf16: both together 198. Sums with V in registers 231;
-        # both together 212, with dO and V in registers 200, sums with rows by 16 188. These four had P and dS truncated
-        # by the driver's conversion, which is faster and not used.
+        # Sums, bf16: 285 / 312 / 282, f16 287; rows fetched early 253, bf16 rounded instead of cut off 261, both 232 /
+        # 247 / 232; rows by 48 269, V in private memory 248. Before accesses were no longer checked: f16 dQ 313; 16
+        # rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of
+        # 64 keys, with V in memory, 183 to 195.
         FragmentBackwardEntry(
             64,
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, False),
-            FragmentShape(128, 32, 4, 1, True),
+            FragmentShape(128, 32, 4, 1, True, ahead=True),
         ),
-        # bf16, truncated likewise: sums 199, both together 179; rows by 16 and V in memory, sums 162 (154 if rounded);
-        # sums of 128 keys over eight subgroups 155, of 96 over six in two stages 117.
-        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True)),
+        # Sums, bf16: 229 / 245 / 235, f16 228; early and rounded 218 / 233 / 223, V in private memory 229 / 247 / 234.
+        # Before: both together 179; rows by 16 and V in memory 162, of 128 keys over eight subgroups 155, of 96 over
+        # six in two stages 117.
+        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True, ahead=True)),
     ),
     # Not measured, only compiled, as above. None of them spills, with any modifiers.
     "amd": (

@@ -324,7 +324,7 @@ class _Decode:
                     if scales:  # what belongs to dropped keys may be NaN
                         weight = b.select(s.value < LOWEST, b.const(0.0, f32), weight * scales[i][a][1])
                     weights.append(weight)
-                rounded = engine.rounded(weights, weights=True)
+                rounded = engine.rounded(weights, "weights")
                 for r in range(0, len(rows), 2):  # `holds_pairs`
                     b.store(self.weights, at + rows[r].column, b.vector(rounded[r : r + 2]))
         for row, found in zip(rows, sums, strict=True):

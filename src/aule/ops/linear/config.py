@@ -123,12 +123,10 @@ class WarpgroupBlocks:
         """A factor's step as it is stored."""
         return PanelShape(self.depth, outer) if across else PanelShape(outer, self.depth)
 
-    def shared_bytes(self, left_across: bool, right_across: bool) -> int:
-        """Shared memory with a left factor that is normalised: it lies row by row, and three numbers come with each of
-        the summed dimension."""
-        left, right = self.panel(left_across, self.rows), self.panel(right_across, self.cols)
-        elements = left.rows * row_stride(left.cols) + right.elements
-        return WARPGROUP_STAGES * (2 * elements + 3 * 4 * self.depth) + 16
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of all stages, and of where warpgroups meet."""
+        return WARPGROUP_STAGES * 2 * self.depth * (self.rows + self.cols) + 16
 
 
 @dataclass(frozen=True)
@@ -157,8 +155,6 @@ class ProductConfig:
         The summed dimension has whole steps only.
     packed : bool
         On a CPU: the right factor has been packed, panel by panel, by another kernel.
-    transposed : bool
-        ``out[i, j]`` is stored in row ``j``: of products of warpgroups, in whole runs.
     """
 
     name: str
@@ -170,5 +166,4 @@ class ProductConfig:
     blocks: Blocks
     whole: bool
     index64: bool
-    transposed: bool = False
     packed: bool = False

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ir.types import PANEL
 from aule.ops.linear.blocks import choose_blocks, packs
 from aule.ops.linear.config import (
     Affine,
@@ -23,12 +22,11 @@ from aule.ops.linear.config import (
 from aule.ops.linear.pack_vector import PackConfig, build_pack, steps_of
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
-from aule.ops.linear.product_normalised import build_product_normalised
 from aule.ops.linear.product_simt import build_product_simt
 from aule.ops.linear.product_vector import build_product_vector
 from aule.ops.linear.product_warpgroup import build_product_warpgroup
 from aule.ops.linear.statistics import statistics_step
-from aule.ops.norm.plan import plan_norm_gradient
+from aule.ops.norm.plan import plan_norm, plan_norm_gradient
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import extent, lay_out, view_width
 from aule.ops.step import Step, StepPlan, grid_of
@@ -45,13 +43,18 @@ def plan_layer_norm_linear(
     """Plan the forward pass: ``x``, ``weight``, ``y`` and, where present, ``weight_norm``, ``bias_norm``, ``bias``."""
     if not problem.rows:
         return StepPlan(())
-    left = Given("x", views["x"], across=False, norm=_affine(views))
-    product = product_step(
-        "layer_norm_linear", problem.dtype, left, Given("weight", views["weight"]), ("y", views["y"]), target,
-        views.get("bias"),
-    )  # fmt: skip
+    weight, out, bias = Given("weight", views["weight"]), ("y", views["y"]), views.get("bias")
+
+    def product(left: Given) -> Step:
+        return product_step("layer_norm_linear", problem.dtype, left, weight, out, target, bias)
+
+    rows = _rows(problem)
+    step = product(rows)
+    if isinstance(step.config.blocks, WarpgroupBlocks):
+        return StepPlan((_normalise_step(problem, views, rows, target), step), _room(rows))
+    step = product(Given("x", views["x"], norm=_affine(views)))
     statistics, workspace = statistics_step(problem.norm, views["x"], target), {"statistics": 3 * problem.rows}
-    return StepPlan((statistics, *_packed(product, target, workspace)), workspace)
+    return StepPlan((statistics, *_packed(step, target, workspace)), workspace)
 
 
 def plan_layer_norm_linear_gradient(
@@ -89,19 +92,20 @@ def plan_layer_norm_linear_gradient(
         names = {"dy": "dnormal"} | {theirs: ours for ours, theirs in (inner | wanted).items()}
         add(plan_norm_gradient(problem.norm, given, target), names)
     if "dweight" in views:
-        steps.append(statistics_step(problem.norm, x, target))
-        workspace["statistics"] = 3 * problem.rows
-        gradient, normalised = Given("dy", dy, across=True), Given("x", x, across=True, norm=_affine(views))
-        out = ("dweight", views["dweight"])
+        left, out = Given("dy", dy, across=True), ("dweight", views["dweight"])
 
-        def weight_step(left: Given, right: Given, transposed: bool) -> Step:
-            name = "linear_weight_backward"
-            return product_step(name, problem.dtype, left, right, out, target, transposed=transposed)
+        def weight_step(right: Given) -> Step:
+            return product_step("linear_weight_backward", problem.dtype, left, right, out, target)
 
-        product = weight_step(normalised, gradient, transposed=True)
-        if not isinstance(product.config.blocks, WarpgroupBlocks):
-            product = weight_step(gradient, normalised, transposed=False)
-        steps += _packed(product, target, workspace)
+        rows = replace(_rows(problem), across=True)
+        step = weight_step(rows)
+        if isinstance(step.config.blocks, WarpgroupBlocks):
+            steps += [_normalise_step(problem, views, rows, target), step]
+            workspace |= _room(rows)
+        else:
+            steps.append(statistics_step(problem.norm, x, target))
+            steps.append(weight_step(Given("x", x, across=True, norm=_affine(views))))
+            workspace["statistics"] = 3 * problem.rows
     if "dbias" in views:
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
         sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
@@ -130,22 +134,17 @@ def product_step(
     out: tuple[str, TensorView],
     target: Target,
     bias: TensorView | None = None,
-    transposed: bool = False,
 ) -> Step:
-    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``, or of ``out[j, i]``."""
+    """The launch of ``out[i, j] = sum over k of left[i, k] * right[j, k] + bias[j]``."""
     (rows, cols), (outer, inner) = _sizes(left.view), _sizes(right.view)
     m, k = (cols, rows) if left.across else (rows, cols)
     n = inner if right.across else outer
     if max(m, n, k) >= 1 << 30:
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
-    # Products of warpgroups normalise their left factor alone, two steps at a time, by what comes in whole runs.
-    whole = all(x is None or view_width(x) >= 16 // x.itemsize for x in left.norm or ())
-    whole = whole and (left.norm is None or k % (2 * PANEL) == 0)
+    plain = left.norm is None and right.norm is None
     packed = packs(target, m) and right.norm is None  # normalised rows do not go to memory
-    blocks = choose_blocks(
-        target, dtype, (m, n, k), left.across, right.across, aligned, whole and right.norm is None, packed
-    )
+    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned, plain, packed)
     width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
@@ -182,7 +181,6 @@ def product_step(
         bias=None if bias is None else bias.dtype,
         blocks=blocks,
         whole=k % depth == 0,
-        transposed=transposed,
         packed=packed,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
@@ -206,10 +204,32 @@ def _packed(product: Step, target: Target, workspace: dict[str, int]) -> tuple[S
     return Step(pack, build_pack, (tiles, parts, 1), product.scalars), product
 
 
+def _rows(problem: LayerNormLinearProblem) -> Given:
+    """The normalised rows, in a workspace: for products of warpgroups. On the way into a product each row would be
+    normalised once for every 256 columns of the result, beside matrix units that leave little room for it."""
+    view = TensorView(problem.dtype, problem.shape, contiguous_strides(problem.shape), "device", None)
+    return Given("normalised", view)
+
+
+def _normalise_step(
+    problem: LayerNormLinearProblem, views: Mapping[str, TensorView], rows: Given, target: Target
+) -> Step:
+    """The launch that makes them."""
+    inner = {"weight": "weight_norm", "bias": "bias_norm"}
+    given = {"x": views["x"], "y": rows.view} | {ours: views[name] for ours, name in inner.items() if name in views}
+    (step,) = plan_norm(problem.norm, given, target).steps
+    return replace(step, renamed=inner | {"y": rows.name})
+
+
+def _room(rows: Given) -> dict[str, int]:
+    """Their workspace, in numbers of 32 bits."""
+    return {rows.name: -(-math.prod(rows.view.shape) * rows.view.itemsize // 4)}
+
+
 def build_product(config: ProductConfig, target: Target) -> KernelIR:
     """Trace a product."""
     if isinstance(config.blocks, WarpgroupBlocks):
-        return (build_product_warpgroup if config.left.norm is None else build_product_normalised)(config, target)
+        return build_product_warpgroup(config, target)
     if isinstance(config.blocks, FragmentBlocks):
         return build_product_fragment(config, target)
     return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)

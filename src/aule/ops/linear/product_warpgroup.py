@@ -12,8 +12,6 @@ the meeting itself it stores a result, if there is one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import PANEL, Vector, f32, i32, i64, u32, u64
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
@@ -71,24 +69,10 @@ class Way:
         assert self.step % RUN == 0, "the order of runs is the same in all of a thread's rows"
         self.row, run = divmod_const(self.b, product.engine.thread, self.shape.cols // RUN)
         self.col = run * RUN
-        self.own = self.offset(self.row, self.col)
-
-    @property
-    def elements(self) -> int:
-        """Of a stage."""
-        return self.shape.elements
-
-    @property
-    def stride(self) -> int:
-        """From one of a thread's rows to the next."""
-        return PANEL
-
-    def offset(self, row: Value, col: Value) -> Value:
-        """Where in a stage a run lies."""
-        return self.shape.offset(row, col)
+        self.own = self.shape.offset(self.row, self.col)
 
     def memory_of(self, stage: Value) -> Value:
-        return stage * self.elements + self.start
+        return stage * self.shape.elements + self.start
 
     def copy(self, first: Value, depth: Value, stage: Value) -> None:
         """Start the copies of a step of the tile that begins at row or column ``first``."""
@@ -100,7 +84,7 @@ class Way:
             else:
                 row, col = first + row, depth + col
             index = factor.stored.index(factor.place(row), col)
-            b.async_copy(self.product.memory, to + i * self.step * self.stride, factor.stored.buffer, index, RUN)
+            b.async_copy(self.product.memory, to + i * self.step * PANEL, factor.stored.buffer, index, RUN)
 
 
 class WarpgroupProduct:
@@ -115,8 +99,11 @@ class WarpgroupProduct:
         self.engine = Warpgroups(b, target, shape, config.left.stored.dtype)
         left = Factor(p, config.left, self.m, self.k, f32, config.whole)
         right = Factor(p, config.right, self.n, self.k, f32, config.whole)
-        self.left, self.right = self.ways(left, right)
-        self.memory = b.shared("stages", self.engine.elem, STAGES * (self.left.elements + self.right.elements))
+        # The right one's stages are in front.
+        self.right = Way(self, right, blocks.cols, 0)
+        self.left = Way(self, left, blocks.rows, STAGES * self.right.shape.elements)
+        elements = self.left.shape.elements + self.right.shape.elements
+        self.memory = b.shared("stages", self.engine.elem, STAGES * elements)
         self.meeting = b.shared("meeting", u64, 1)
         b.warpgroup_meeting(self.meeting)
         b.barrier()
@@ -127,12 +114,6 @@ class WarpgroupProduct:
         self.workgroups = b.group_count(0) * b.group_count(1)
         self.tile = self.engine.tile(SIZE, blocks.cols)
         self.stage = b.var(b.const(0, i32), "stage")
-
-    def ways(self, left: Factor, right: Factor) -> tuple[Way, Way]:
-        """How the factors come in; the right one's stages are in front, where panels must be."""
-        blocks = self.blocks
-        columns = Way(self, right, blocks.cols, 0)
-        return Way(self, left, blocks.rows, STAGES * columns.elements), columns
 
     def place(self, number: Value) -> tuple[Value, Value]:
         """The first row and column of a tile."""
@@ -159,7 +140,7 @@ class WarpgroupProduct:
             with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
                 self.meet(now)
-                self.multiply(self._left_panels(now), now)
+                self.multiply(now)
                 bring((now + 2) & (STAGES - 1))
                 b.warpgroup_wait(1)
                 self.arrive()
@@ -177,23 +158,22 @@ class WarpgroupProduct:
         """All have come that far, ``times`` before."""
         self.b.warpgroup_await(self.meeting, 0, times & 1)
 
-    def multiply(self, left: PanelFactor | Sequence[Value], stage: Value) -> None:
+    def multiply(self, stage: Value) -> None:
         """Start a step's products."""
-        b, at = self.b, self.right.memory_of(stage)
-        right = PanelFactor(self.memory, at, self.right.shape, transposed=not self.config.right.across)
+        b, config = self.b, self.config
+        # A warpgroup's rows are 64 rows of the left factor's panel, or one of its panels of 64 columns.
+        at = self.left.memory_of(stage) + self.engine.group * (ROWS * PANEL)
+        left = PanelFactor(self.memory, at, self.left.shape, transposed=config.left.across)
+        at = self.right.memory_of(stage)
+        right = PanelFactor(self.memory, at, self.right.shape, transposed=not config.right.across)
         b.warpgroup_fence()
         self.engine.start_product(self.tile.vars[0], left, right, self.blocks.depth // SIZE)
         b.warpgroup_commit()
 
-    def _left_panels(self, stage: Value) -> PanelFactor:
-        # A warpgroup's rows are 64 rows of the left factor's panel, or one of its panels of 64 columns.
-        at = self.left.memory_of(stage) + self.engine.group * (ROWS * PANEL)
-        return PanelFactor(self.memory, at, self.left.shape, transposed=self.config.left.across)
-
     def finish(self, number: Value) -> None:
         """Store a tile, by its number, and begin anew."""
         self.b.warpgroup_wait(0)
-        (self._store_transposed if self.config.transposed else self._store)(*self.place(number))
+        self._store(*self.place(number))
         for variable in self.tile.vars[0]:
             variable.value = self.b.fragment_fill(self.engine.accumulator, 0.0)
 
@@ -224,33 +204,10 @@ class WarpgroupProduct:
             return [(col, b.cast(x, elem)) for col, x in zip(cols, part, strict=True)]
         if elem.bits != 16:
             return [(cols[i], b.cast(b.vector(part[i : i + 2]), elem)) for i in range(0, RUN, 2)]
-        words = self._exchanged(self._words(part), (2, 1))
+        words = self._exchanged(self._words(part))
         # This lane's first column is that of its own pair in the first eight; its run is the one of its number.
         quad = self.engine.lane & (_QUAD - 1)
         return [(cols[0] - quad * 2 + quad * RUN, b.bitcast(b.vector(words), Vector(elem, RUN)))]
-
-    def _store_transposed(self, row0: Value, col0: Value) -> None:
-        """Store a tile whose rows are columns in memory: lanes exchange until each has eight rows of a column."""
-        b, engine, out = self.b, self.engine, self.out
-        assert self.config.out.aligned and self.config.bias is None and out.elem.bits == 16
-        values, lane = self.tile.values(), engine.lane
-        odd = b.ne(lane & _QUAD, 0)
-        own = ((lane >> 3) & 3) * RUN + (lane & 3) * 2 + ((lane >> 2) & 1)
-        for c in range(0, len(values[0]), RUN):
-            col = col0 + (own + c * _QUAD)
-            start = out.start(b.min(col, self.n - 1))
-            for r, row in enumerate(values):
-                words = []
-                for word in self._words(row[c : c + RUN]):
-                    other = b.shuffle_xor(
-                        word, _QUAD
-                    )  # a neighbour's row: one has both of a column, the other of the next
-                    even, uneven = (word & 0xFFFF) | (other << 16), (other >> 16) | (word & 0xFFFF0000)
-                    words.append(b.select(odd, uneven, even))
-                run = b.bitcast(b.vector(self._exchanged(words, (16, 8))), Vector(out.elem, RUN))
-                at = row0 + engine.subgroup * SIZE + engine.part_rows[r]
-                with b.if_((at < self.m) & (col < self.n)):
-                    b.store(out.buffer, out.index(start, at), run)
 
     def _words(self, values: list[Value]) -> list[Value]:
         """Rounded, two in a word."""
@@ -258,13 +215,13 @@ class WarpgroupProduct:
         pairs = zip(values[::2], values[1::2], strict=True)
         return [b.bitcast(b.cast(b.vector(list(pair)), elem), u32) for pair in pairs]
 
-    def _exchanged(self, words: list[Value], masks: tuple[int, int]) -> list[Value]:
-        """The words of four lanes, whose numbers differ by ``masks``, as a matrix of 4 x 4, which is transposed."""
+    def _exchanged(self, words: list[Value]) -> list[Value]:
+        """The words of four neighbouring lanes as a matrix of 4 x 4, which is transposed."""
         b, words = self.b, list(words)
-        for mask, step in zip(masks, (2, 1), strict=True):
-            upper = b.ne(self.engine.lane & mask, 0)
+        for step in (2, 1):
+            upper = b.ne(self.engine.lane & step, 0)
             for low in (i for i in range(_QUAD) if not i & step):
                 high = low | step
-                other = b.shuffle_xor(b.select(upper, words[low], words[high]), mask)
+                other = b.shuffle_xor(b.select(upper, words[low], words[high]), step)
                 words[low], words[high] = b.select(upper, other, words[low]), b.select(upper, words[high], other)
         return words

@@ -1,0 +1,62 @@
+"""Q and K rotated before the kernels over warpgroups, whose copies to shared memory pass by registers.
+
+One launch for each, by the kernel of `aule.rope`, takes a small part of the time by which those kernels are ahead of
+the ones that rotate rows on their way; the rotated rows take as much memory again as q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.rope.plan import plan_rope
+from aule.ops.rope.problem import RopeProblem
+from aule.ops.step import Step
+from aule.target import Target
+from aule.tile.fragment_shape import RUN
+from aule.view import ITEMSIZE, TensorView, contiguous_strides
+
+TURNED = {"q": "q_turned", "k": "k_turned"}
+"""Names of the memory in which rotated rows are."""
+
+
+def can_turn(problem: AttentionProblem) -> bool:
+    """Whether rows can be rotated beforehand, and then copied as they are. Of packed sequences each has positions of
+    its own."""
+    return problem.rope is not None and problem.packed is None and problem.head_dim % RUN == 0
+
+
+def turned(
+    problem: AttentionProblem, views: Mapping[str, TensorView], target: Target, aligned_base: Mapping[str, bool]
+) -> tuple[tuple[Step, ...], dict[str, int], dict[str, TensorView]]:
+    """Steps that rotate q and k, the 32-bit words that they leave their results in, and views of those by the names of
+    what they stand for."""
+    rope = problem.rope
+    assert rope is not None and problem.packed is None
+    steps: list[Step] = []
+    workspace: dict[str, int] = {}
+    found: dict[str, TensorView] = {}
+
+    def known(name: str, view: TensorView) -> TensorView:
+        return view if aligned_base.get(name, True) else replace(view, alignment=view.itemsize)
+
+    for (name, memory), first in zip(TURNED.items(), problem.rope_starts, strict=True):
+        x = known(name, views[name])
+        y = TensorView(x.dtype, x.shape, contiguous_strides(x.shape), x.device, None)
+        tables = {}
+        for table in ("cos", "sin"):
+            view = known(table, views[table])
+            tables[table] = replace(
+                view,
+                shape=(*x.shape[:3], rope.half),
+                strides=(view.strides[0], 0, *view.strides[2:]),
+                offset=view.offset + first * view.strides[2],
+            )
+        turn = RopeProblem(problem.dtype, x.shape, rope.half, rope.interleaved, 0, False, None)
+        plan = plan_rope(turn, {"x": x, "y": y} | tables, target)
+        steps += [replace(step, renamed={"x": name, "y": memory}) for step in plan.steps]
+        workspace[memory] = -(-prod(x.shape) * ITEMSIZE[x.dtype] // 4)
+        found[name] = y
+    return tuple(steps), workspace, found
