@@ -141,7 +141,7 @@ def gradient_call(spec: OpSpec, arrays: Arrays, call: Call, outs: Mapping[str, n
     """The call of an op's gradient, on the op's own results."""
     gradient = spec.gradient
     assert gradient is not None
-    known = dict(arrays) | {name: (outs[name], call.outputs[name].dtype) for name in spec.outputs}
+    known = dict(arrays) | {name: (outs[name], result.dtype) for name, result in call.outputs.items()}
     for i, (name, result) in enumerate(call.outputs.items()):
         known[f"d{name}"] = (values(result.shape, result.dtype, 20 + i), result.dtype)
     given = {operand.name: known[operand.name] for operand in gradient.operands if operand.name in known}

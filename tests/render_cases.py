@@ -504,6 +504,16 @@ def memory() -> Iterator[Case]:
         args = [numbers(elem), numbers(elem, 3 * N, seed=9)]
         yield Case(neighbours.name, neighbours, args)
 
+    @trace("streamed")
+    def streamed(b: Builder) -> None:
+        # Some vectors begin where memory past the caches may be written, others do not.
+        x, out = b.buffer("x", f32), b.buffer("result", f32, "readwrite")
+        i = thread(b)
+        b.stream(out, i, b.load(x, i))
+        b.stream(out, N + i * 5 + 1, b.load(x, (i & 31) * 4, 4), align=1)
+
+    yield Case("streamed", streamed, [numbers(f32), numbers(f32, 7 * N, seed=9)])
+
     for elem in (f32, f16, bf16, u8, i16, u32, i64):
 
         @trace(f"arrays_{elem}")

@@ -113,6 +113,8 @@ class Target:
     """Bytes to which an offset into a bound buffer must be aligned."""
     memory_bytes: int = 0
     """Device memory (host memory for a CPU); 0 when unknown."""
+    cache_bytes: int = 0
+    """Last-level cache of a CPU; 0 when unknown."""
     compute_units: int = 0
     """Multiprocessors, compute units or cores; 0 when unknown."""
     unified_memory: bool = False

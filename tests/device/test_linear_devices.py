@@ -70,8 +70,18 @@ def test_result_and_gradients(backend: str, number: int) -> None:
     judge(device, *CASES[number])
 
 
-def test_products_of_many_rows_of_pairs_on_a_cpu() -> None:
-    judge(need("cpu"), "bfloat16", (800, 70), 600)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "features"),
+    [
+        ("bfloat16", (800, 70), 600),
+        ("bfloat16", (110, 301), 530),
+        ("float32", (97, 300), 70),
+        ("float16", (100, 140), 40),
+    ],
+)
+def test_products_of_many_rows_on_a_cpu(dtype: str, shape: tuple[int, ...], features: int) -> None:
+    """The weight is packed for all tasks: whole tiles and parts of the summed dimension, and others."""
+    judge(need("cpu"), dtype, shape, features)
 
 
 def judge(device: Any, dtype: str, shape: tuple[int, ...], features: int) -> None:

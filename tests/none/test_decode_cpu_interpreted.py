@@ -29,6 +29,7 @@ CASES = [
     Case("tokens", (37, 4), 5, (4, 1), (16, 16), page=3, options={"window": 20, "softcap": 2.0}),
     Case("fp8", (20, 9), 1, (2, 2), (16, 16), "bf16", "e4m3", page=8, layout="HND"),
     Case("ragged-int8", (30, 5, 12), (9, 1, 0), (2, 1), (16, 16), "bf16", "i8", page=256),
+    Case("in-turns", (150, 64, 3), heads=(4, 1), dims=(16, 16), page=16, layout="HND"),
     Case("parts", (2100, 3), heads=(2, 1), dims=(8, 8), page=16, options={"window": 1500}),
 ]
 

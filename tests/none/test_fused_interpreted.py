@@ -71,6 +71,34 @@ def test_cases(case: fused_cases.Case, target: Target) -> None:
 
 
 @pytest.mark.parametrize(
+    "case",
+    [
+        fused_cases.Case("layer_norm", (9, 1600)),  # four rows at once
+        fused_cases.Case("residual_layer_norm", (5, 40), "bf16", layout="rows"),
+        fused_cases.Case("softmax_dropout", (2, 5, 200), "f32", {"dropout_p": 0.3, "causal": True, "scale": -1.5}),
+        fused_cases.Case("softmax_dropout", (2, 3, 100), "bf16", {"dropout_p": 0.3}),  # sums by pairs
+        fused_cases.Case("softmax_dropout", (1, 2, 3, 70), "f16", {"dropout_p": 0.5}, mask="bool"),
+    ],
+    ids=str,
+)
+def test_what_is_kept_for_the_gradient(case: fused_cases.Case) -> None:
+    """Statistics of rows on CPUs; and results that go past the caches, which are small here."""
+    features = ("avx2", "avx512f", "avx512bf16", "avx512dq", "avx512vl", "fma")
+    target = replace(TARGETS["avx512"], extensions=features, cache_bytes=1)
+    spec = CATALOGUE[case.op]
+    assert spec.gradient is not None and spec.kept == ("statistics",)
+    arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
+    plain = fused_cases.bound(spec, arrays, options)
+    call = spec.call(plain.views, options, spec.results)
+    found = run(spec, call, target)
+    fused_cases.judge(plain, found, fused_cases.right(spec, plain), gradient=False)
+    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+    assert "statistics" in backward.views
+    expected = fused_cases.right(spec.gradient, backward)
+    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+
+
+@pytest.mark.parametrize(
     "way",
     [
         SumTuning(parts=1, batch=2, ahead=0),

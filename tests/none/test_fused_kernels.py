@@ -46,7 +46,11 @@ def test_every_language(name: str) -> None:
     for language in ("ptx", "spirv", "opencl", "wgsl", "msl", "llvm"):
         artifact = kernel.artifact(language)
         names = [p.name for p in artifact.buffers]
-        assert {f"{operand}_ptr" for operand in kernel.operands()} < set(names) and "y_ptr" in names
+        needed = set(kernel.operands())
+        if "packed_ptr" in names:  # by the launch before
+            assert (name, language) == ("layer_norm_linear", "llvm") and len(kernel.steps(language)) == 3
+            needed.remove("weight")
+        assert {f"{operand}_ptr" for operand in needed} < set(names) and "y_ptr" in names
         assert set(p.name for p in artifact.scalars) <= set(kernel.plan(language).scalars)
         assert len(artifact.code) > 500
     assert kernel.emit("ptx") == kernel.emit_ptx()
@@ -89,11 +93,10 @@ def test_gradients_read_ahead(name: str, length: int, tmp_path: Path) -> None:
         pytest.skip("no ptxas")
     spec = CATALOGUE[name].gradient
     assert spec is not None
-    shapes = {operand.name: (1024, length) for operand in spec.operands} | {"weight": (length,), "bias": (length,)}
+    needed = [operand.name for operand in spec.operands if operand.spares is None]
+    shapes = {name: (1024, length) for name in needed} | {"weight": (length,), "bias": (length,)}
     views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
-    call = spec.call(
-        {operand.name: views[operand.name] for operand in spec.operands}, {o.name: o.default for o in spec.options}
-    )
+    call = spec.call({name: views[name] for name in needed}, {o.name: o.default for o in spec.options})
     target = replace(HOPPER, max_shared_bytes=232448)
     step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
     artifact = generate(step.build(step.config, target), target)

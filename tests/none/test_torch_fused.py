@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aule
@@ -12,6 +14,7 @@ import aule
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="these run on the CPU engine")
 
+from aule.backends import registry  # noqa: E402
 from aule.frontends import torch_fused, torch_fused_ops  # noqa: E402
 from aule.ops.catalogue import CATALOGUE  # noqa: E402
 
@@ -98,6 +101,13 @@ def test_gradients_are_pytorch_s(name: str, dtype: Any) -> None:
             assert (got.double() - value).abs().max() <= limit * value.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CALLS if name in CATALOGUE and CATALOGUE[name].kept])
+def test_so_they_are_with_what_was_kept_for_them(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_fused, "_KEPT_FROM", 0)
+    test_gradients_are_pytorch_s(name, dtype)
+
+
 @pytest.mark.parametrize("backend", ["numpy", "cpu"])
 def test_other_devices_compute_gradients_too(backend: str) -> None:
     x, w = inputs("rms_norm")
@@ -118,7 +128,7 @@ def test_only_what_is_wanted() -> None:
 
 
 def test_dropout_draws_from_pytorch_s_generator() -> None:
-    x = made(64, 64).requires_grad_()
+    x = made(128, 128).requires_grad_()
     torch.manual_seed(3)
     first, second = aule.softmax_dropout(x, dropout_p=0.5), aule.softmax_dropout(x, dropout_p=0.5)
     torch.manual_seed(3)
@@ -130,22 +140,73 @@ def test_dropout_draws_from_pytorch_s_generator() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_dropped_is_seen_in_the_result_or_drawn_again(dtype: Any) -> None:
-    spec, options = CATALOGUE["softmax_dropout"], (0.5, True, 2.0)
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_was_dropped_is_seen_in_the_result_or_drawn_again(dtype: Any, causal: bool) -> None:
+    spec, options = CATALOGUE["softmax_dropout"], (0.5, causal, 2.0)
     assert spec.gradient is not None
-    x, dy = made(3, 40, 133, dtype=dtype), made(3, 40, 133, dtype=dtype, seed=1)
-    y = torch_fused.compute(spec, (x, None, SEED), options, None, spec.outputs)[0]
-    seen, drawn = (
-        torch_fused.compute(spec.gradient, (dy, x, None, SEED, given), options, None, ("dx",))[0] for given in (y, None)
-    )
-    assert bool((y == 0).any()) and torch.equal(seen, drawn)
+    x, dy = 4 * made(3, 40, 133, dtype=dtype), made(3, 40, 133, dtype=dtype, seed=1)
+    x[0, 1, 7] = 1000.0  # some row's only weight, kept or dropped
+    y, statistics = torch_fused.compute(spec, (x, None, SEED), options, None, spec.results)
+    p = torch.softmax(2.0 * x.double(), -1)
+    if causal:
+        p = torch.softmax((2.0 * x.double()).masked_fill(~torch.ones(40, 133).tril(93).bool(), -torch.inf), -1)
+    dp = dy.double() * 2 * (y > 0)
+    right = p * (dp - (p * dp).sum(-1, keepdim=True)) * 2.0
+    rounded, drops = p.to(dtype), dp.to(dtype)  # the same in the precision of the arrays
+    naive = rounded * (drops - (rounded * drops).sum(-1, keepdim=True)) * 2.0
+    allowed = 2e-5 * right.abs().max() if dtype == torch.float32 else 2 * (naive.double() - right).abs().max()
+    for given in ((y, statistics), (y, None), (None, None)):
+        found = torch_fused.compute(spec.gradient, (dy, x, None, SEED, *given), options, None, ("dx",))[0]
+        assert (found.double() - right).abs().max() <= allowed
 
 
 def test_a_result_is_kept_for_the_gradient_only_where_it_is_of_use() -> None:
     spec, x = CATALOGUE["softmax_dropout"], made(4, 8)
-    assert torch_fused.saved(spec, (x, None, SEED), x)[-1] is x
-    assert torch_fused.saved(spec, (x, None, None), x)[-1] is None
-    assert torch_fused.saved(spec, (x.to("meta"), None, SEED), x)[-1] is None
+    numbers = made(2, 4)
+    found = torch_fused.saved(spec, (x, None, SEED), (x, numbers))
+    assert found[-2] is x and found[-1] is numbers
+    assert torch_fused.saved(spec, (x, None, SEED), x)[-2:] == [x, None]
+    assert torch_fused.saved(spec, (x, None, None), x)[-2:] == [None, None]
+    assert torch_fused.saved(spec, (x.to("meta"), None, SEED), x)[-2:] == [None, None]
+
+
+def test_statistics_are_kept_for_the_gradient_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    compute = torch_fused.compute
+    monkeypatch.setattr(
+        torch_fused, "compute", lambda *given: (asked.append((given[0].name, given[4])), compute(*given))[1]
+    )
+    x = made(4, 4096).requires_grad_()
+    y = aule.layer_norm(x)
+    assert isinstance(y, torch.Tensor)
+    torch.autograd.grad(y.sum(), x)
+    with torch.no_grad():
+        aule.layer_norm(x)
+    aule.layer_norm(x, backend="numpy")
+    aule.layer_norm(x[:3])  # not worth it
+    kept = ("y", "statistics")
+    assert asked == [
+        ("layer_norm", kept),
+        ("layer_norm_backward", ("dx",)),
+        *[("layer_norm", ("y",))] * 3,
+    ]
+
+
+def test_results_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever results lie: those of NumPy seldom begin where a vector may."""
+    x, w = made(37, 1100), made(1100, seed=1)
+    want = aule.layer_norm(x, w)
+    device = registry.find("cpu")
+    assert device is not None
+    monkeypatch.setattr(device, "target", replace(device.target, cache_bytes=1))
+    monkeypatch.delattr(device, "_torch_fused")
+    monkeypatch.delattr(device, "_ready_fused")
+    assert torch.equal(aule.layer_norm(x, w), want)
+    memory = np.zeros(37 * 1100 + 1, np.float32)
+    for shift in (0, 1):
+        given = memory[shift : 37 * 1100 + shift].reshape(37, 1100)
+        given[...] = x.numpy()
+        np.testing.assert_array_equal(aule.layer_norm(given, w.numpy()), want.numpy())
 
 
 def test_rope_in_place() -> None:

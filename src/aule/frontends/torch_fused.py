@@ -8,6 +8,7 @@ back to `compute` here when it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _MAX_SIGNATURES = 4096
+_KEPT_FROM = 1 << 14
+"""Elements from which on something is kept for a gradient: one more result takes PyTorch 10 us."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -52,9 +55,8 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
         fresh = _operator(spec, tensors, _not_in_place(spec, options), backend)
         return tensors[where].copy_(fresh)
     if _grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Fused.apply(spec, options, backend, *tensors)
-    found = compute(spec, tensors, options, backend, spec.outputs)
-    return found[0] if len(found) == 1 else found
+        return _apply(spec, tensors, options, backend)
+    return _seen(spec, compute(spec, tensors, options, backend, spec.outputs))
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
@@ -82,11 +84,21 @@ def _operator(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], back
     from aule.frontends import torch_fused_ops  # which needs this module
 
     if _transform() is not None or _forward_ad._current_level >= 0:
-        return _Fused.apply(spec, options, backend, *tensors)
+        return _apply(spec, tensors, options, backend)
     return torch_fused_ops.operator(spec)(*tensors, *options, backend)
 
 
+def _seen(spec: OpSpec, found: tuple[Any, ...]) -> Any:
+    """What a caller gets of the results of an op."""
+    return found[0] if len(spec.outputs) == 1 else found[: len(spec.outputs)]
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def _apply(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
+    found = _Fused.apply(spec, options, backend, *tensors)
+    return _seen(spec, found) if isinstance(found, tuple) else found
 
 
 class _Fused(torch.autograd.Function):  # type: ignore[misc]
@@ -94,8 +106,9 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(spec: OpSpec, options: Any, backend: str | None, *tensors: Any) -> Any:
-        found = _run(spec, tensors, options, backend, spec.outputs)
-        return found[0] if len(found) == 1 else tuple(found)
+        found = _run(spec, tensors, options, backend, (*spec.outputs, *_kept(spec, tensors, backend)))
+        found = tuple(x for x in found if x is not None)
+        return found[0] if len(found) == 1 else found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -105,6 +118,8 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         where = place(spec, ctx.options)
         if where is not None:
             ctx.mark_dirty(tensors[where])
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[len(spec.outputs) :])
         ctx.save_for_backward(*saved(spec, tensors, output))
 
     @staticmethod
@@ -112,13 +127,14 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         spec: OpSpec = ctx.spec
         needs = ctx.needs_input_grad[3:]
         with torch.no_grad():
-            found = gradients(spec, douts, ctx.saved_tensors, ctx.options, ctx.backend, needs, _run)
+            used = douts[: len(spec.outputs)]
+            found = gradients(spec, used, ctx.saved_tensors, ctx.options, ctx.backend, needs, _run)
         return (None, None, None, *last(found, *douts, *ctx.saved_tensors, op=spec.name))
 
     @staticmethod
     def vmap(info: Any, dims: Any, spec: OpSpec, options: Any, backend: str | None, *tensors: Any) -> Any:
         def call(*mapped: Any) -> tuple[Any, ...]:
-            found = _Fused.apply(spec, options, backend, *mapped)
+            found = _apply(spec, mapped, options, backend)
             return found if isinstance(found, tuple) else (found,)
 
         found, out_dims = one_by_one(call, info.batch_size, dims[3:], tensors)
@@ -132,21 +148,44 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def saved_names(spec: OpSpec) -> list[str]:
+@cache
+def saved_names(spec: OpSpec) -> tuple[str, ...]:
     """What of an op's operands and outputs its gradient needs."""
     gradient = required_gradient(spec)
     theirs = {f"d{name}" for name in spec.outputs}
-    return [operand.name for operand in gradient.operands if operand.name not in theirs]
+    return tuple(operand.name for operand in gradient.operands if operand.name not in theirs)
 
 
 def saved(spec: OpSpec, tensors: Sequence[Any], output: Any) -> list[Any]:
-    """Those of a call, in the order of their names."""
+    """Those of a call, in the order of their names; None for what is of no use, or was not made."""
     known = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
-    known |= dict(zip(spec.outputs, output if isinstance(output, tuple) else (output,), strict=True))
-    for operand in required_gradient(spec).operands:
-        if operand.spares is not None and (known[operand.spares] is None or not tensors[0].is_cpu):
-            known[operand.name] = None
-    return [known[name] for name in saved_names(spec)]
+    useless = _useless(spec, tensors)
+    known |= dict.fromkeys(spec.kept)
+    known |= dict(zip(spec.results, output if isinstance(output, tuple) else (output,), strict=False))
+    return [None if name in useless else known[name] for name in saved_names(spec)]
+
+
+def _useless(spec: OpSpec, tensors: Sequence[Any]) -> set[str]:
+    """Results of an op that would spare its gradient no work."""
+    return {name for name, number in _spared(spec) if tensors[number] is None or not tensors[0].is_cpu}
+
+
+@cache
+def _spared(spec: OpSpec) -> tuple[tuple[str, int], ...]:
+    """Results that spare the gradient work, each with the number of the operand whose work it is."""
+    numbers = {operand.name: i for i, operand in enumerate(spec.operands)}
+    operands = required_gradient(spec).operands
+    return tuple((operand.name, numbers[operand.spares]) for operand in operands if operand.spares is not None)
+
+
+def _kept(spec: OpSpec, tensors: Sequence[Any], backend: str | None) -> tuple[str, ...]:
+    """What a call is to make for its gradient."""
+    if not spec.kept or not tensors[0].is_cpu or tensors[0].numel() < _KEPT_FROM:
+        return ()
+    device, useless = host_device(backend), _useless(spec, tensors)
+    if device is None or device.target.backend != "cpu":
+        return ()
+    return tuple(name for name in spec.kept if name not in useless)
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:
@@ -217,7 +256,7 @@ _cuda_launches: dict[Any, Prepared] = {}
 def compute(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    """All outputs of an op in order, None for those that are not wanted."""
+    """All results of an op in order, None for those that are not wanted."""
     where = route_of(tensors[0], backend)
     if where == "cuda":
         return _on_cuda(spec, tensors, options, backend, wanted)
@@ -300,7 +339,7 @@ def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -
     if not found.launches:
         for x in results.values():
             x.zero_()
-    return tuple(results.get(name) for name in spec.outputs)
+    return tuple(results.get(name) for name in spec.results)
 
 
 def _on_host(
@@ -311,7 +350,7 @@ def _on_host(
         call = _bound(spec, tensors, options, wanted, arrays=True)
         arrays = on_host(spec, call, device)
         found = {name: torch.from_numpy(x).view(DTYPES[call.outputs[name].dtype]) for name, x in arrays.items()}
-        return tuple(found.get(name) for name in spec.outputs)
+        return tuple(found.get(name) for name in spec.results)
     key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
     known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
     ready = known.get(key)
@@ -339,7 +378,7 @@ def _on_host(
     addresses = {name: x.data_ptr() for name, x in memory.items()}
     addresses |= {name: x.data_ptr() for name, x in results.items()}
     cpu.run(ready.launches, device, addresses)
-    return tuple(results.get(name) for name in spec.outputs)
+    return tuple(results.get(name) for name in spec.results)
 
 
 def _layout(x: Any) -> Any:

@@ -235,6 +235,11 @@ def _store(v: Verifier, op: Op) -> None:
               f"{pointer.elem}, or a vector of it, as the value")  # fmt: skip
 
 
+def _stream(v: Verifier, op: Op) -> None:
+    v.memory(op, ("global",), reads=False, writes=True)
+    _store(v, op)
+
+
 def _atomic(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer = v.memory(op, ("global", "shared"), reads=True, writes=True)
@@ -426,7 +431,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "atomic": _atomic,
+    "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "stream": _stream, "atomic": _atomic,
     "async_copy": _async_copy, "cluster_load": _cluster_load,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "if": _if,

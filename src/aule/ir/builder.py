@@ -146,9 +146,16 @@ class Builder:
 
     def store(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
         """Store a scalar, or a vector over consecutive elements."""
+        self._store("store", pointer, index, value, align)
+
+    def stream(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
+        """Store what nobody will read soon; see ``ops.OPS["stream"]``."""
+        self._store("stream", pointer, index, value, align)
+
+    def _store(self, opcode: str, pointer: Value, index: Any, value: Any, align: int | None) -> None:
         value = self.coerce(value, element(pointer.type))
         lanes = value.type.lanes if isinstance(value.type, Vector) else 1
-        self.emit("store", (pointer, self._index(index), value), None, align=lanes if align is None else align)
+        self.emit(opcode, (pointer, self._index(index), value), None, align=lanes if align is None else align)
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any) -> Value:
         """Read-modify-write; returns what was there before."""

@@ -149,6 +149,14 @@ OPS: dict[str, OpInfo] = {
     "store": OpInfo(
         "memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load", ("align",), result=False
     ),
+    "stream": OpInfo(
+        "memory",
+        3,
+        "as store, to global memory, with a hint that nobody will read it soon: past the caches, where a language has "
+        "such a thing",
+        ("align",),
+        result=False,
+    ),
     "prefetch": OpInfo(
         "memory",
         2,

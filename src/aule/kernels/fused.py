@@ -152,7 +152,8 @@ class LayerNormLinearKernel(FusedKernel):
     normalisation's weight and bias.
 
     The kernel is the product, on matrix units where the target has such. What normalises each row, three numbers of
-    fp32 in ``statistics_ptr``, comes from the first of `steps`.
+    fp32 in ``statistics_ptr``, comes from the first of `steps`. For CPUs and more than 96 rows the weight is in
+    ``packed_ptr`` instead, where the second of three steps has put it.
     """
 
     rows: int

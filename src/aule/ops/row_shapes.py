@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from aule.ir.types import SCALARS, f32
@@ -11,6 +13,7 @@ from aule.tile.rows import RowShape, Through
 from aule.tile.spans import SpanShape
 from aule.tile.stages import COPIED_BYTES, copies_past_registers
 from aule.tile.vector import vector_unit, work_type
+from aule.view import TensorView
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ _SCRATCH = (1024, 4096, 16384)
 """Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _ROW_BYTES = (6 << 10, 5 << 10)
 """Bytes of a row up to which a CPU's thread takes one at a time, in kernels without and with sums of columns."""
+_CACHE_BYTES = 32 << 20
+"""Of a CPU's last cache, where the system does not say."""
+_FRESH_BYTES = 32 << 20
+"""An array of so much is fresh memory each time (glibc), which the system has cleared and so brought to the caches:
+past them a result of 40 MiB took 5 to 10% longer."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
 _ROW_SUMS = 5
@@ -279,3 +287,16 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
     return (min(blocks, shape.resident * (target.compute_units or _UNITS)), 1, 1)
+
+
+def streams(views: Mapping[str, TensorView], target: Target) -> bool:
+    """Whether what a kernel writes is to go past the caches: on CPUs, where all that it reads and writes fills them, so
+    that whoever comes next would not find it there anyway.
+
+    Zen 4, one thread, fp32, LayerNorm: 1.29 -> 1.13 ms forward and 3.5 -> 2.5 backward with arrays of 16 MiB, and with
+    a sum over the result after that 1.58 -> 1.57 and 4.0 -> 3.4. Kernels of 16-bit numbers take as long as it takes to
+    convert those: 3% less (SwiGLU) to 7% more (softmax, backward).
+    """
+    sizes = [math.prod(view.shape) * view.itemsize for view in views.values()]
+    fills = sum(sizes) >= (target.cache_bytes or _CACHE_BYTES) and max(sizes) < _FRESH_BYTES
+    return target.backend == "cpu" and fills and all(view.itemsize >= f32.bytes for view in views.values())

@@ -11,6 +11,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, i32, i64
 from aule.ops.attention.validate import FLOAT_DTYPES
 from aule.ops.parameters import Access, Parameters
+from aule.ops.spec import Result
 from aule.target import Target
 from aule.tile.carried import Carried
 from aule.tile.early import Early
@@ -18,7 +19,7 @@ from aule.tile.rows import Columns, RowArray, Rows, RowShape
 from aule.tile.spans import Span, SpanShape
 from aule.tile.stages import Stages
 from aule.tile.vector import work_type
-from aule.view import TensorView, broadcast
+from aule.view import TensorView, broadcast, contiguous_strides
 
 MAX_LENGTH = 1 << 30
 """Columns of a row, so that sums of two of them stay below 2**31."""
@@ -81,6 +82,31 @@ def spread(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy:
     return broadcast(view, shape, (*(None for _ in range(lead)), *range(len(view.shape))))
 
 
+def statistics_of(dtype: str, shape: tuple[int, ...], count: int) -> Result:
+    """What ``count`` numbers of each row are together: all first ones, then all second ones ..."""
+    return Result(work_type(SCALARS[dtype]).name, (count, *shape[:-1]))
+
+
+def check_statistics(op: str, main: str, views: Mapping[str, TensorView], count: int) -> dict[str, TensorView]:
+    """Such statistics of the rows of ``main``, where there are some; the other views."""
+    if "statistics" in views:
+        want, found = statistics_of(views[main].dtype, views[main].shape, count), views["statistics"]
+        if found.dtype != want.dtype:
+            raise InvalidDtypeError(
+                f"[{op}] expected statistics of dtype {want.dtype}, got {found.dtype}; leave them out"
+            )
+        check_shape(op, "statistics", found, want.shape, "leave them out")
+    return {name: view for name, view in views.items() if name != "statistics"}
+
+
+def has_statistics(views: Mapping[str, TensorView], target: Target) -> bool:
+    """Whether a kernel can read statistics of rows, or writes them: on CPUs, where they lie in one piece."""
+    view = views.get("statistics")
+    if view is None or target.backend != "cpu" or view.offset:
+        return False
+    return view.strides == contiguous_strides(view.shape)
+
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +129,8 @@ class RowConfig:
         Leading axes that cannot be taken as one, by whose strides a row is found.
     operands : tuple of (str, RowOperand)
         In the order of the kernel's buffers, by name.
+    stream : bool
+        Rows that are written go past the caches.
     """
 
     dtype: str
@@ -111,6 +139,7 @@ class RowConfig:
     axes: int
     index64: bool
     operands: tuple[tuple[str, RowOperand], ...]
+    stream: bool = False
 
     def has(self, name: str) -> bool:
         return any(name == known for known, _ in self.operands)
@@ -232,9 +261,8 @@ class RowKernel:
         told = self._operands[name]
         buffer = self.p.buffer(name, SCALARS[told.dtype], access)
         stride = None if told.unit else self.p.number(f"{name}_col_stride", self.p.index)
-        return RowArray(
-            buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, told.aligned and not self.cpu
-        )
+        aligned, stream = told.aligned and not self.cpu, self.config.stream and access == "write"
+        return RowArray(buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, aligned, stream)
 
     def columns(self, name: str) -> Columns | None:
         """An operand with one number for each column; None where the kernel has none such."""
@@ -265,6 +293,12 @@ class RowKernel:
             return base + self.b.cast(row, index) * step
 
         return RowArray(buffer, start, None, not self.cpu)  # parts of more than one column divide a row
+
+    def statistic(self, number: int, access: Access = "read") -> RowArray:
+        """One of several numbers of each row in ``statistics``, which has all first ones, then all second ones ..."""
+        buffer, index = self.p.buffer("statistics", self.work, access), self.p.index
+        rows = self.b.cast(self.rows.count, index)
+        return RowArray(buffer, lambda row: rows * number + self.b.cast(row, index))
 
     def axes(self, row: Value) -> list[Value]:
         """A row's number along each axis."""

@@ -80,6 +80,9 @@ class OpSpec:
     ----------
     outputs : tuple of str
         Of a gradient, callers may want some only.
+    kept : tuple of str
+        Further outputs, which are made for the gradient alone and where the CPU engine will compute it: no caller sees
+        them, and the gradient's operands of these names are optional.
     bind : callable
         ``bind(op, views, options, wanted) -> Call``: checks a call. ``views`` holds the operands that were given,
         ``wanted`` the names of the outputs to compute.
@@ -110,6 +113,12 @@ class OpSpec:
     products: bool = False
     gradient: OpSpec | None = None
     gradients: Mapping[str, str] | None = None
+    kept: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """All that it can compute."""
+        return (*self.outputs, *self.kept)
 
     @property
     def seed(self) -> int | None:

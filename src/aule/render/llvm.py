@@ -189,6 +189,8 @@ class _Body:
     def __init__(self, kernel: KernelIR, processor: _llvm_math.Processor) -> None:
         self.kernel = kernel
         self.emitter = e = Emitter()
+        self.arch = processor.arch
+        self._past: int | None = None
         self._align = _alignments(kernel)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
@@ -214,6 +216,7 @@ class _Body:
             "load": self._load,
             "prefetch": self._prefetch,
             "store": self._store,
+            "stream": self._stream,
             "atomic": self._atomic,
             "var": self._var,
             "get": self._get,
@@ -237,6 +240,8 @@ class _Body:
         for array in self.kernel.shared:
             self._array(array, array.hint)
         self._block(self.kernel.body)
+        if self._past is not None and self.arch == "x86_64":
+            e.line("call void @llvm.x86.sse.sfence()")  # such stores wait in buffers, whatever comes behind them
         e.line("ret void")
 
     def function(self) -> list[str]:
@@ -339,6 +344,30 @@ class _Body:
     def _store(self, op: Op) -> None:
         address = self._address(op)
         self.emitter.line(f"store {self.emitter.typed(op.args[2])}, ptr {address}, align {_bytes(op)}")
+
+    def _stream(self, op: Op) -> None:
+        """Past the caches goes what is aligned as a whole; where it is not, it is stored as anything else is."""
+        e, (value, address) = self.emitter, (op.args[2], self._address(op))
+        size = value.type.bytes  # type: ignore[union-attr]
+        number = e.emit(f"ptrtoint ptr {address} to i64")
+        rest = e.emit(f"and i64 {number}, {size - 1}")
+        whole = e.emit(f"icmp eq i64 {rest}, 0")
+        past, plain, end = e.labels("past", "plain", "stored")
+        e.line(f"br i1 {whole}, label %{past}, label %{plain}")
+        e.start(past)
+        e.line(f"store {e.typed(value)}, ptr {address}, align {size}, !nontemporal !{self._temporal()}")
+        e.line(f"br label %{end}")
+        e.start(plain)
+        e.line(f"store {e.typed(value)}, ptr {address}, align {_bytes(op)}")
+        e.line(f"br label %{end}")
+        e.start(end)
+
+    def _temporal(self) -> int:
+        """The number of the metadata of such stores."""
+        if self._past is None:
+            self._past = len(self.emitter.metadata)
+            self.emitter.metadata.append(f"!{self._past} = !{{i32 1}}")
+        return self._past
 
     def _atomic(self, op: Op) -> None:
         elem, kind = element(op.args[2].type), op.attrs["kind"]

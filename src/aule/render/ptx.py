@@ -108,7 +108,7 @@ def _parameters(kernel: KernelIR) -> Iterator[str]:
     """Declarations of the parameters. A buffer is promised to be aligned as its widest access needs it, no more."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "store"):
+        if op.opcode in ("load", "store", "stream"):
             bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
     for p in kernel.params:
@@ -150,6 +150,7 @@ class _Body:
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
+            "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
             "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -31,6 +32,7 @@ def read_target(machine: Machine, threads: int) -> Target:
         max_buffer_bytes=1 << 62,
         offset_alignment=1,
         memory_bytes=_memory_bytes(),
+        cache_bytes=_cache_bytes(),
         compute_units=threads,
         unified_memory=True,
         f16=True,
@@ -93,6 +95,15 @@ def _registry_name() -> str:
             return str(registry.QueryValueEx(key, "ProcessorNameString")[0])
     except OSError:
         return ""
+
+
+def _cache_bytes() -> int:
+    """The largest cache that the first processor uses; 0 where the system does not say."""
+    found = 0
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            found = max(found, int(file.read_text().strip().removesuffix("K")) << 10)
+    return found
 
 
 def _memory_bytes() -> int:

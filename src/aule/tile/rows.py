@@ -97,12 +97,15 @@ class RowArray:
         Elements from one column to the next; None means 1.
     aligned : bool
         Every part of a row starts at a multiple of its width, or of 16 bytes where it has more.
+    stream : bool
+        What is stored goes past the caches.
     """
 
     buffer: Value
     start: Callable[[Value], Value]
     stride: Value | None = None
     aligned: bool = False
+    stream: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +236,10 @@ class Rows:
             first = b.eq(self.lane, 0)
             with b.if_(first if exists is None else first & exists):
                 b.store(array.buffer, array.start(number), b.cast(value, element(array.buffer.type)))
+
+    def get(self, array: RowArray) -> PerRow:
+        """What `put` has stored."""
+        return self.per_row(lambda number: self.b.load(array.buffer, array.start(number)))
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aule.ir import Value
-from aule.ir.types import element, i32
+from aule.ir.types import Vector, element, i32, u32
 from aule.tile.early import Early
 from aule.tile.math import LOG2E, fold, lowest
 from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
@@ -227,6 +227,23 @@ class Span:
         first, *rest = rows.reduce("add", ended)
         return most, first, rest
 
+    def dot_of_pairs(self, x: Source, y: Source) -> PerRow:
+        """The sum of products of two arrays of bf16, by an instruction for pairs, which need not be made wider."""
+        rows, b = self.rows, self.rows.b
+        pairs = Vector(u32, self.shape.width // 2)
+        zero = b.splat(b.const(0.0, rows.work), pairs.lanes)
+        totals = [[b.var(zero) for _ in range(self.shape.unroll)] for _ in range(rows.shape.batch)]
+
+        def add(parts: list[Part], place: int) -> None:
+            for part in parts:
+                total = totals[part.row][place]
+                left, right = (b.bitcast(part.raw(source), pairs) for source in (x, y))
+                total.value = b.dot_pairs(left, right, total.value)
+
+        self.walk(add)
+        ended = [rows.combine("add", fold(b, "add", [x.value for x in row])) for row in totals]
+        return rows.reduce("add", [PerRow(tuple(ended))])[0]
+
     def partials(self, kind: str, f: Callable[[Part], Sequence[Term]], count: int) -> list[PerRow]:
         """What each thread has of ``count`` results in each row, for `Rows.reduce`."""
         rows, b = self.rows, self.rows.b
@@ -441,7 +458,8 @@ class Span:
                 b.store(array.buffer, start + b.cast(col + i, index) * array.stride, x)
             return
         if count == self.shape.width:
-            b.store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
+            store = b.stream if array.stream else b.store
+            store(array.buffer, start + b.cast(col, index), value, align=self._alignment(array))
             return
         done = 0
         while done < count:

@@ -397,7 +397,7 @@ COMPILERS: dict[str, Compiler] = {
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "atomic": _atomic,
+    "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "stream": _store, "atomic": _atomic,
     "cluster_load": _cluster_load, "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,

@@ -9,14 +9,18 @@ _HINTS = ("prefetch", "launch_next", "launch_await")
 
 
 def hints(kernel: KernelIR) -> KernelIR:
-    """Leave out every ``prefetch``, and what tells launches when to start."""
-    return _Hints(kernel).run() if any(op.opcode in _HINTS for op in kernel.walk()) else kernel
+    """Leave out every ``prefetch``, and what tells launches when to start; store what is to be streamed."""
+    return _Hints(kernel).run() if any(op.opcode in (*_HINTS, "stream") for op in kernel.walk()) else kernel
 
 
 class _Hints(Rewriter):
     def __init__(self, kernel: KernelIR) -> None:
         super().__init__(kernel)
-        self.hooks |= dict.fromkeys(_HINTS, self._nothing)
+        self.hooks |= dict.fromkeys(_HINTS, self._nothing) | {"stream": self._store}
 
     def _nothing(self, op: Op) -> None:
         """Whoever reads the memory waits for it, and a launch for those before it."""
+
+    def _store(self, op: Op) -> None:
+        pointer, index, value = (self.value(x) for x in op.args)
+        self.b.store(pointer, index, value, op.attrs["align"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from aule.ops.glu.kernels import GluConfig, build_glu, build_glu_gradient
 from aule.ops.glu.problem import GluProblem
-from aule.ops.row_shapes import choose_rows, row_grid
+from aule.ops.row_shapes import choose_rows, row_grid, streams
 from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -44,6 +44,7 @@ def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Targe
         axes=len(layout.sizes),
         index64=max(extent(view) for view in views.values()) > 2**31 - 1,
         operands=tuple((n, operand(view, span.width, length)) for n, view in views.items()),
+        stream=streams(views, target),
     )
     scalars = layout.scalars | view_numbers(views) | {"length": length}
     return StepPlan((Step(config, build_glu_gradient if backward else build_glu, grid, scalars),))

@@ -46,6 +46,12 @@ _CPU_PAIR_ROWS = 384
 """Where there are so many rows and products are of pairs, of which bringing the factors together is a larger part: a
 quarter of the time with 192 rows (Zen 4, bf16, 1024 x 2048 x 2048, one thread: 157-163 -> 168-174 GFLOP/s). A processor
 that has pairs has a second level of 1 MiB at least."""
+_CPU_PACKED_ROWS, _CPU_PACKED_VECTORS, _CPU_PACKED_PAIRS = 96, 32, 256
+"""Rows and vectors of a tile whose right factor has been packed, and its depth with pairs of bf16. That factor takes no
+room of a task's own, so tiles are wider, and the left one, which each of them normalises or copies, is brought less
+often (Zen 4, bf16, 512 x 1024 x 1024 and 2048 x 1024 x 1024, one thread, beside oneDNN: 192 x 8 vectors 0.88 and 0.93,
+192 x 32 0.92 and 1.01, 96 x 32 0.93 and 0.97, all with a depth of 128; with 256 0.96 and 1.01; 48 x 32, 96 x 64, 144 x
+32 and a depth of 512 no better. fp32, 512 x 1024 x 1024, 192 x 8: 0.97; 96 x 32: 1.00)."""
 
 
 def choose_blocks(
@@ -56,15 +62,19 @@ def choose_blocks(
     right_across: bool,
     aligned: bool,
     warpgroups: bool = False,
+    packed: bool = False,
 ) -> Blocks:
     """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
 
     ``aligned`` says that both factors can be read in whole runs: elements that come one by one take so many registers
-    that only a small tile has room beside them. ``warpgroups`` says that their products may be taken.
+    that only a small tile has room beside them. ``warpgroups`` says that their products may be taken,
+    ``packed`` that the right factor will have been packed.
     """
     m, n, k = sizes
     if target.backend == "cpu":
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
+        if packed:
+            return _packed(target, dtype, m, n, lanes)
         rows = next((rows for rows, fewer in pairwise(_CPU_ROWS) if m > fewer), 1)
         tall = m // _CPU_PAIR_ROWS * (n // (_CPU_VECTORS * lanes))
         if has_pairs(target, SCALARS[dtype]) and tall >= 4 * max(target.compute_units, 1):
@@ -97,6 +107,19 @@ def choose_blocks(
         f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
         f"bytes and {target.max_threads} on {target.name}; use another backend"
     )
+
+
+def packs(target: Target, m: int) -> bool:
+    """Whether a right factor is packed once for all tasks: on CPUs, where it would be brought more than once."""
+    return target.backend == "cpu" and m > _CPU_PACKED_ROWS
+
+
+def _packed(target: Target, dtype: str, m: int, n: int, lanes: int) -> VectorBlocks:
+    vectors, rows = _CPU_PACKED_VECTORS, -(-m // _CPU_PACKED_ROWS)
+    while vectors > _CPU_VECTORS and rows * -(-n // (vectors * lanes)) < 4 * max(target.compute_units, 1):
+        vectors //= 2
+    depth = _CPU_PACKED_PAIRS if has_pairs(target, SCALARS[dtype]) else _CPU_DEPTH
+    return VectorBlocks(_CPU_PACKED_ROWS, vectors * lanes, depth, lanes)
 
 
 def _choose_warpgroups(target: Target, m: int, n: int) -> WarpgroupBlocks | None:

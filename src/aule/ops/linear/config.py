@@ -153,6 +153,8 @@ class ProductConfig:
         The dtype that is summed up in.
     whole : bool
         The summed dimension has whole steps only.
+    packed : bool
+        On a CPU: the right factor has been packed, panel by panel, by another kernel.
     """
 
     name: str
@@ -164,3 +166,4 @@ class ProductConfig:
     blocks: Blocks
     whole: bool
     index64: bool
+    packed: bool = False

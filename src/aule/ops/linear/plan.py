@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.linear.blocks import choose_blocks
+from aule.ops.linear.blocks import choose_blocks, packs
 from aule.ops.linear.config import (
     Affine,
     Blocks,
@@ -19,6 +19,7 @@ from aule.ops.linear.config import (
     VectorBlocks,
     WarpgroupBlocks,
 )
+from aule.ops.linear.pack_vector import PackConfig, build_pack, steps_of
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
 from aule.ops.linear.product_simt import build_product_simt
@@ -52,7 +53,8 @@ def plan_layer_norm_linear(
     if isinstance(step.config.blocks, WarpgroupBlocks):
         return StepPlan((_normalise_step(problem, views, rows, target), step), _room(rows))
     step = product(Given("x", views["x"], norm=_affine(views)))
-    return StepPlan((statistics_step(problem.norm, views["x"], target), step), {"statistics": 3 * problem.rows})
+    statistics, workspace = statistics_step(problem.norm, views["x"], target), {"statistics": 3 * problem.rows}
+    return StepPlan((statistics, *_packed(step, target, workspace)), workspace)
 
 
 def plan_layer_norm_linear_gradient(
@@ -81,7 +83,8 @@ def plan_layer_norm_linear_gradient(
         normal = TensorView(work, problem.shape, contiguous_strides(problem.shape), "device", None)
         right = Given("weight", views["weight"], across=True)
         left = Given("dy", dy)
-        steps.append(product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target))
+        product = product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target)
+        steps += _packed(product, target, workspace)
         workspace["dnormal"] = math.prod(problem.shape)
         given = {"dy": normal, "x": x}
         given |= {theirs: views[ours] for ours, theirs in inner.items() if ours in views}
@@ -91,17 +94,17 @@ def plan_layer_norm_linear_gradient(
     if "dweight" in views:
         left, out = Given("dy", dy, across=True), ("dweight", views["dweight"])
 
-        def product(right: Given) -> Step:
+        def weight_step(right: Given) -> Step:
             return product_step("linear_weight_backward", problem.dtype, left, right, out, target)
 
         rows = replace(_rows(problem), across=True)
-        step = product(rows)
+        step = weight_step(rows)
         if isinstance(step.config.blocks, WarpgroupBlocks):
             steps += [_normalise_step(problem, views, rows, target), step]
             workspace |= _room(rows)
         else:
             steps.append(statistics_step(problem.norm, x, target))
-            steps.append(product(Given("x", x, across=True, norm=_affine(views))))
+            steps.append(weight_step(Given("x", x, across=True, norm=_affine(views))))
             workspace["statistics"] = 3 * problem.rows
     if "dbias" in views:
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
@@ -140,7 +143,8 @@ def product_step(
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
     plain = left.norm is None and right.norm is None
-    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned, warpgroups=plain)
+    packed = packs(target, m) and right.norm is None  # normalised rows do not go to memory
+    blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned, plain, packed)
     width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
@@ -177,12 +181,27 @@ def product_step(
         bias=None if bias is None else bias.dtype,
         blocks=blocks,
         whole=k % depth == 0,
+        packed=packed,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
     if isinstance(blocks, WarpgroupBlocks):  # as few workgroups as take no more rounds over the device
         count = -(-count // -(-count // target.compute_units))
     return Step(config, build_product, grid_of(name, count, target), scalars)
+
+
+def _packed(product: Step, target: Target, workspace: dict[str, int]) -> tuple[Step, ...]:
+    """A product, and before it, where its right factor is to be packed for all tasks, the launch that does so."""
+    config: ProductConfig = product.config
+    blocks = config.blocks
+    if not config.packed:
+        return (product,)
+    assert isinstance(blocks, VectorBlocks)
+    tiles, parts = -(-int(product.scalars["n"]) // blocks.cols), -(-int(product.scalars["k"]) // blocks.depth)
+    size = tiles * parts * blocks.cols * steps_of(blocks, config.right.stored.dtype, target)
+    workspace["packed"] = max(workspace.get("packed", 0), size)
+    pack = PackConfig(config.work, config.right, blocks)
+    return Step(pack, build_pack, (tiles, parts, 1), product.scalars), product
 
 
 def _rows(problem: LayerNormLinearProblem) -> Given:

@@ -4,16 +4,17 @@ the processor multiplies pairs of bf16, factors of bf16 come together as such pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Vector, bf16, element, i32, i64, u16, u32
+from aule.ir.types import SCALARS, element, i32, i64
 from aule.ops.linear.config import ProductConfig, VectorBlocks
-from aule.ops.linear.factors import Factor, RowAt, Stored
+from aule.ops.linear.factors import Factor, Stored
+from aule.ops.linear.pack_vector import Bringing
 from aule.ops.linear.product_fragment import tile_of
 from aule.ops.parameters import Parameters
 from aule.target import Target
-from aule.tile.vector import Operand, Vectors, has_pairs, vector_unit
+from aule.tile.vector import Operand, vector_unit
 
 
 def build_product_vector(config: ProductConfig, target: Target) -> KernelIR:
@@ -25,86 +26,47 @@ def build_product_vector(config: ProductConfig, target: Target) -> KernelIR:
     return b.finish()
 
 
-class _Product:
+class _Product(Bringing):
     def __init__(self, b: Builder, config: ProductConfig, blocks: VectorBlocks, target: Target) -> None:
-        self.b, self.config, self.blocks = b, config, blocks
+        super().__init__(b, blocks, config.work, config.left.stored.dtype, target)
+        self.config = config
         p = self.p = Parameters(b, i64)
-        self.work = SCALARS[config.work]
         self.unit = vector_unit(target, self.work)
-        self.engine = Vectors(b, self.work, blocks.lanes)
         self.m, self.n, self.k = (p.number(name) for name in "mnk")
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, 1)
         self.left = Factor(p, config.left, self.m, self.k, self.work, whole=True)
-        self.right = Factor(p, config.right, self.n, self.k, self.work, whole=True)
-        self.pairs = has_pairs(target, self.left.stored.elem)
-        self.depth = blocks.depth // 2 if self.pairs else blocks.depth
-        """Steps of a part: numbers of the summed dimension, or pairs of them."""
-        elem = u32 if self.pairs else self.work
-        self.left_memory = b.shared("left", elem, blocks.rows * self.depth)
-        self.right_memory = b.shared("right", elem, blocks.cols * self.depth)
+        self.right = None if config.packed else Factor(p, config.right, self.n, self.k, self.work, whole=True)
+        self.left_memory = b.shared("left", self.stored, blocks.rows * self.depth)
+        if config.packed:
+            self.right_memory = p.buffer("packed", self.stored)
+        else:
+            self.right_memory = b.shared("right", self.stored, blocks.cols * self.depth)
         self.result = b.shared("result", self.work, blocks.rows * blocks.cols)
 
     def run(self) -> None:
         b, blocks = self.b, self.blocks
-        for memory, size in (
-            (self.left_memory, blocks.rows * self.depth),
-            (self.right_memory, blocks.cols * self.depth),
-            (self.result, blocks.rows * blocks.cols),
-        ):
+        cleared = [(self.left_memory, blocks.rows * self.depth), (self.result, blocks.rows * blocks.cols)]
+        if self.right is not None:
+            cleared.append((self.right_memory, blocks.cols * self.depth))
+        for memory, size in cleared:
             zero = b.splat(b.const(0, element(memory.type)), blocks.lanes)
             with b.loop(b.const(0, i64), size, blocks.lanes, name="i") as i:
                 b.store(memory, i, zero, align=1)
         with b.loop(b.const(0, i32), self.k, blocks.depth, name="start") as start:
             count = b.min(self.k - start, blocks.depth)
             if self.config.left.across:
-                self._copy(self.left, self.row0, blocks.rows, start, count, self.left_memory)
+                self.copy(self.left, self.row0, blocks.rows, start, count, self.left_memory, b.const(0, i64))
             else:
                 self._lines(start, count)
-            if self.config.right.across:
-                self._copy(self.right, self.col0, blocks.cols, start, count, self.right_memory)
+            right = b.const(0, i64)
+            if self.right is None:
+                right = self.panel(self.col0, start, self.k)
             else:
-                self._transpose(start, count)
-            self._multiply((count + 1) >> 1 if self.pairs else count)
+                self.bring_columns(self.right, self.col0, start, count, self.right_memory, right)
+            self._multiply((count + 1) >> 1 if self.pairs else count, right)
         self._finish()
 
     # -- bringing in ---------------------------------------------------------------------------------------------------
-
-    def _along(self, count: Value, f: Callable[[Value, int], None], whole: int | None = None, single: int = 1) -> None:
-        """Call ``f`` for whole vectors of ``count`` columns, or for as many columns as said, and then for the few that
-        are left, one by one or two by two."""
-        b, whole = self.b, whole or self.blocks.lanes
-        last = count - count % whole
-        with b.loop(b.const(0, i32), last, whole, name="col") as col:
-            f(col, whole)
-        with b.loop(last, count, single, name="col") as col:
-            f(col, single)
-
-    def _value(self, factor: Factor, at: RowAt, col: Value, width: int) -> Value:
-        return factor.value(factor.load(at, col, width), at, factor.affine(col, width))
-
-    def _paired(self, first: Value, second: Value, there: Value) -> Value:
-        """Numbers, each with that of another vector, or with zero where those are not there."""
-        b = self.b
-        lanes = first.type.lanes if isinstance(first.type, Vector) else 1
-        second = b.select(there, second, b.splat(b.const(0.0, self.work), lanes))
-        if lanes > 1:
-            return self.engine.pair_up(first, second)
-        low, high = (b.cast(b.bitcast(b.cast(x, bf16), u16), u32) for x in (first, second))
-        return low | (high << 16)
-
-    def _copy(self, factor: Factor, first: Value, outer: int, start: Value, depth: Value, memory: Value) -> None:
-        """Stored rows as they are, or in pairs: ``outer`` numbers for each step."""
-        b, each = self.b, 2 if self.pairs else 1
-        count = b.min(factor.cols - first, outer)
-        with b.loop(b.const(0, i32), depth, each, name="row") as row:
-            lines = [factor.row(start + b.min(row + i, depth - 1)) for i in range(each)]
-
-            def put(col: Value, width: int) -> None:
-                values = [self._value(factor, line, first + col, width) for line in lines]
-                value = self._paired(values[0], values[1], row + 1 < depth) if self.pairs else values[0]
-                b.store(memory, self._index(row // each) * outer + self._index(col), value, align=1)
-
-            self._along(count, put)
 
     def _lines(self, start: Value, depth: Value) -> None:
         """Stored rows of the left factor as they are: steps for each row of the result."""
@@ -119,44 +81,16 @@ class _Product:
                     numbers = [self._value(factor, line, start + b.min(col + i, depth - 1), 1) for i in range(2)]
                     value = self._paired(numbers[0], numbers[1], col + 1 < depth)
                 else:
-                    value = self._value(factor, line, start + col, width)
-                    value = self.engine.pairs(value) if self.pairs else value
+                    bring = self._neighbours if self.pairs else partial(self._value, width=width)
+                    value = bring(factor, line, start + col)
                 b.store(self.left_memory, at, value, align=1)
 
             self._along(depth, put, single=single)
 
-    def _transpose(self, start: Value, depth: Value) -> None:
-        """Stored rows of the right factor as columns."""
-        b, lanes, cols = self.b, self.blocks.lanes, self.blocks.cols
-        factor, single = self.right, 2 if self.pairs else 1
-        with b.loop(b.const(0, i32), b.min(self.n - self.col0, cols), lanes, name="part") as part:
-            lines = [factor.row(self.col0 + part + i) for i in range(lanes)]
-
-            def column(col: Value) -> Value:
-                return b.vector([self._value(factor, line, start + col, 1) for line in lines])
-
-            def block(line: RowAt, col: Value) -> Value:
-                low, *high = [self._value(factor, line, start + col + i * lanes, lanes) for i in range(single)]
-                if not self.pairs:
-                    return low
-                return b.permute(self.engine.pairs(low), self.engine.pairs(high[0]), tuple(range(lanes)))
-
-            def put(col: Value, width: int) -> None:
-                if width > single:
-                    columns = self.engine.transpose([block(line, col) for line in lines])
-                elif self.pairs:
-                    columns = [self._paired(column(col), column(b.min(col + 1, depth - 1)), col + 1 < depth)]
-                else:
-                    columns = [column(col)]
-                for i, value in enumerate(columns):
-                    at = self._index(col // single + i) * cols + self._index(part)
-                    b.store(self.right_memory, at, value, align=1)
-
-            self._along(depth, put, lanes * single, single)
-
     # -- products ------------------------------------------------------------------------------------------------------
 
-    def _multiply(self, steps: Value) -> None:
+    def _multiply(self, steps: Value, start: Value) -> None:
+        """The part that lies in memory, of the right factor from ``start`` on."""
         b, blocks, engine = self.b, self.blocks, self.engine
         piece_rows, pieces = engine.pieces(self.unit, blocks.rows, blocks.cols, self.pairs)
         row_step, step = (1, blocks.rows) if self.config.left.across else (self.depth, 1)
@@ -166,7 +100,7 @@ class _Product:
                 base = self._index(row)
                 c = engine.accumulators(piece_rows, widths)
                 left = Operand(self.left_memory, base * row_step, row_step, step)
-                right = Operand(self.right_memory, b.const(first * blocks.lanes, i64), 0, blocks.cols)
+                right = Operand(self.right_memory, start + first * blocks.lanes, 0, blocks.cols)
                 engine.multiply(c, left, right, 0, self._index(steps))
                 for i, vectors in enumerate(c):
                     for j, (variable, width) in enumerate(zip(vectors, widths, strict=True)):
@@ -197,6 +131,3 @@ class _Product:
                     b.store(out.buffer, out.index(start, self.col0 + col + i), x)
 
             self._along(b.min(self.n - self.col0, blocks.cols), put)
-
-    def _index(self, value: Value) -> Value:
-        return self.b.cast(value, i64)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aule.ir import KernelIR, Value
+from aule.ir import KernelIR
 from aule.ops.norm.kernels import NormConfig, normalise
 from aule.ops.norm.plan import norm_step
 from aule.ops.norm.problem import NormProblem
 from aule.ops.rowwise import RowKernel
 from aule.ops.step import Step
 from aule.target import Target
-from aule.tile.rows import RowArray
 from aule.view import TensorView
 
 
@@ -25,24 +24,18 @@ def build_statistics(config: NormConfig, target: Target) -> KernelIR:
     """Trace the kernel: all means, then all scales, then all shifts, by which a number becomes
     ``(x - mean) * scale + shift``."""
     k = RowKernel(config.name, config, target)
-    b, rows = k.b, k.rows
+    rows = k.rows
     x_array = k.array("x")
-    buffer = k.p.buffer("statistics", k.work, "write")
-
-    def part(number: int) -> RowArray:
-        def start(row: Value) -> Value:
-            return b.cast(rows.count, k.p.index) * number + b.cast(row, k.p.index)
-
-        return RowArray(buffer, start)
+    mean, scale, shift = (k.statistic(number, "write") for number in range(3))
 
     def body() -> None:
         x = rows.source(x_array)
         k.span.hold(x)
         found = normalise(k, x, center=True)
         assert found.mean is not None and found.shift is not None
-        rows.put(part(0), found.mean)
-        rows.put(part(1), found.scale)
-        rows.put(part(2), found.shift.map(lambda s, r: -s * r, found.scale))
+        rows.put(mean, found.mean)
+        rows.put(scale, found.scale)
+        rows.put(shift, found.shift.map(lambda s, r: -s * r, found.scale))
 
     rows.run(body)
     return k.finish()

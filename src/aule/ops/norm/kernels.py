@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
 from aule.ir.types import SCALARS
+from aule.ops.norm.problem import STATISTICS
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
 from aule.tile.column_sums import ColumnSums
@@ -77,6 +78,14 @@ def normalise(
     return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums)
 
 
+def recall(k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Value], Term]]) -> Normalised:
+    """`normalise` with statistics that the forward kernel has left."""
+    mean, scale, shift = (k.rows.get(k.statistic(number)) for number in range(STATISTICS))
+    near = Derived(lambda p: p[x] - p[mean])
+    sums = k.span.sums(*(lambda p, f=f: f(p, p[near]) for f in also))
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums)
+
+
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
     k = RowKernel(config.name, config, target)
@@ -96,6 +105,10 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
             elem = SCALARS[config.dtype]
             x = Derived(lambda p: b.cast(b.cast(p[given["x"]] + p[given["residual"]], elem), k.work))
         found = normalise(k, x, config.center)
+        if config.has("statistics"):
+            assert found.mean is not None and found.shift is not None
+            for number, statistic in enumerate((found.mean, found.scale, found.shift)):
+                rows.put(k.statistic(number, "write"), statistic)
 
         def write(p: Part) -> None:
             if "h" in out:
@@ -124,8 +137,9 @@ def rows_read(operands: Iterable[str]) -> list[str]:
 
 
 def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
-    """Trace the backward kernel: statistics are made again, which costs no memory, and with them ``dx``; the sums over
-    rows of which the gradients of weight and bias are made stay where they are until the workgroup's last row."""
+    """Trace the backward kernel: statistics are made again, which costs no memory, unless they were kept, and with them
+    ``dx``; the sums over rows of which the gradients of weight and bias are made stay where they are until the
+    workgroup's last row."""
     k = RowKernel(config.name, config, target)
     b, span, rows = k.b, k.span, k.rows
     inverse = k.number("inverse_length")
@@ -151,7 +165,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         also: list[Callable[[Part, Value], Term]] = [lambda p, x: Product(inner(p), x)]
         if config.center:
             also.append(lambda p, x: inner(p))
-        found = normalise(k, x, config.center, also)
+        found = recall(k, x, also) if config.has("statistics") else normalise(k, x, config.center, also)
         along, total = found.sums[0], found.sums[-1]
         if found.shift is not None:
             along = along.map(lambda s, t, m: s - t * m, total, found.shift)

@@ -9,8 +9,8 @@ from aule.ir import KernelIR
 from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
-from aule.ops.row_shapes import Work, choose_rows, row_grid
-from aule.ops.rowwise import common_width, extent, lay_out, operand, view_numbers
+from aule.ops.row_shapes import Work, choose_rows, row_grid, streams
+from aule.ops.rowwise import RowOperand, common_width, extent, has_statistics, lay_out, operand, view_numbers
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.view import TensorView
@@ -51,6 +51,8 @@ def norm_step(
     sums: tuple[str, ...] = (),
 ) -> tuple[Step, int]:
     """The launch over rows, and how many rows of partial sums it leaves."""
+    statistics = has_statistics(views, target)
+    views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
     count = math.prod(problem.shape[:-1])
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
@@ -60,6 +62,9 @@ def norm_step(
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
+    operands = tuple((n, operand(view, span.width)) for n, view in views.items())
+    if statistics:
+        operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
     config = NormConfig(
         name=name,
         center=problem.center,
@@ -68,7 +73,8 @@ def norm_step(
         spans=(span,),
         axes=len(layout.sizes),
         index64=max(extent(view) for view in rows.values()) + partials * len(sums) * problem.length > 2**31 - 1,
-        operands=tuple((n, operand(view, span.width)) for n, view in views.items()),
+        operands=operands,
+        stream=streams(rows, target),
     )
     scalars = layout.scalars | view_numbers(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}

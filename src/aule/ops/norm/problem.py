@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidArgumentError
-from aule.ops.rowwise import check_floats, check_rows, check_shape
+from aule.ops.rowwise import check_floats, check_rows, check_shape, check_statistics, statistics_of
 from aule.ops.spec import Call, Result
 from aule.view import TensorView
+
+STATISTICS = 3
+"""Numbers that are kept of each row for the gradient: those of `aule.ops.norm.kernels.Normalised`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ def bind_norm(
 ) -> Call:
     """Check a normalisation."""
     problem = _problem(op, "x", views, options, center)
-    return Call(problem, views, {name: Result(problem.dtype, problem.shape) for name in wanted})
+    outputs = {name: Result(problem.dtype, problem.shape) for name in wanted if name != "statistics"}
+    if "statistics" in wanted:
+        outputs["statistics"] = statistics_of(problem.dtype, problem.shape, STATISTICS)
+    return Call(problem, views, outputs)
 
 
 def bind_norm_gradient(
@@ -60,6 +66,7 @@ def _problem(
     op: str, main: str, views: Mapping[str, TensorView], options: Mapping[str, Any], center: bool
 ) -> NormProblem:
     rows = ("x", "residual", "h", "dy", "dh")
+    views = check_statistics(op, main, views, STATISTICS)
     check_floats(op, main, views, rows)
     x = views[main]
     check_rows(op, main, x)

@@ -14,9 +14,10 @@ def _norm(name: str, center: bool, residual: bool, eps: float) -> OpSpec:
     vectors = ["weight", "bias"] if center else ["weight"]
     options = (Option("eps", "float", eps),)
     saved = (Operand("dh", optional=True), Operand("h")) if residual else (Operand("x"),)
+    statistics = (Operand("statistics", optional=True, spares="x"),) if center else ()
     gradient = OpSpec(
         name=f"{name}_backward",
-        operands=(Operand("dy"), *saved, *(Operand(vector, optional=True) for vector in vectors)),
+        operands=(Operand("dy"), *saved, *(Operand(vector, optional=True) for vector in vectors), *statistics),
         outputs=("dx", *(f"d{vector}" for vector in vectors)),
         options=options,
         bind=partial(bind_norm_gradient, center=center),
@@ -34,6 +35,7 @@ def _norm(name: str, center: bool, residual: bool, eps: float) -> OpSpec:
         compute=norm,
         gradient=gradient,
         gradients={**dict.fromkeys(rows, "dx"), **{vector: f"d{vector}" for vector in vectors}},
+        kept=tuple(operand.name for operand in statistics),
     )
 
 

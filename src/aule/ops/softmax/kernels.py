@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
-from aule.ir.types import u32
+from aule.ir.types import SCALARS, u32
 from aule.ops.attention.dropout import WORDS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
+from aule.ops.softmax.problem import STATISTICS
 from aule.target import Target
 from aule.tile.math import NEG_INF
 from aule.tile.rows import PerRow, Source
-from aule.tile.spans import Derived, Part
+from aule.tile.spans import Derived, Part, Product
+from aule.tile.vector import has_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class _Kernel:
         self.seed = k.p.buffer("seed", u32) if config.dropout and self.y_array is None else None
 
     def take(self) -> None:
-        """The rows at hand: scores, and their exponentials."""
+        """The rows at hand, and their scores."""
         k, b, span = self.k, self.k.b, self.span
         rows = k.rows
         self.x = rows.source(self.x_array)
@@ -66,10 +68,17 @@ class _Kernel:
         self.head = rows.per_row(lambda number: number // per_head)
         if self.seed is not None:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
-        scores = Derived(self._scores)
-        largest = span.max(lambda p: p[scores]).map(lambda m: b.select(b.eq(m, NEG_INF), 0.0, m))
-        factor = k.number("factor")
-        self.weights = Derived(lambda p: b.exp2((p[scores] - p[largest]) * factor), costly=True)
+        self.scores = Derived(self._scores)
+
+    def largest(self) -> PerRow:
+        """The largest score of each row, or 0 where no column counts."""
+        b = self.k.b
+        return self.span.max(lambda p: p[self.scores]).map(lambda m: b.select(b.eq(m, NEG_INF), 0.0, m))
+
+    def exponentials(self, largest: PerRow, costly: bool) -> Derived:
+        """Weights but for one over their sum."""
+        factor = self.k.number("factor")
+        return Derived(lambda p: self.k.b.exp2((p[self.scores] - p[largest]) * factor), costly)
 
     def _scores(self, p: Part) -> Value:
         """What the exponential is taken of; -inf where a column does not count."""
@@ -104,10 +113,13 @@ class _Kernel:
         return b.select(_kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width), value, 0.0)
 
     def inverse(self, total: Value) -> Value:
-        """One over a sum of weights, times what is kept is multiplied by; zero where there are none. NaN stays."""
+        """One over a sum of weights; zero where there are none. NaN stays."""
         b = self.k.b
-        found = b.select(b.eq(total, 0.0), 0.0, b.rcp(total))
-        return found * self.k.number("keep_scale") if self.config.dropout else found
+        return b.select(b.eq(total, 0.0), 0.0, b.rcp(total))
+
+    def scaled(self, inverse: Value) -> Value:
+        """The same times what is kept is multiplied by."""
+        return inverse * self.k.number("keep_scale") if self.config.dropout else inverse
 
 
 def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
@@ -144,8 +156,14 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
     def body() -> None:
         kernel.take()
         y = rows.source(y_array)
-        inverse = span.sum(lambda p: p[kernel.weights]).map(kernel.inverse)
-        span.each(lambda p: p.store(y, kernel.kept(p, p[kernel.weights] * p[inverse])))
+        largest = kernel.largest()
+        weights = kernel.exponentials(largest, costly=True)
+        inverse = span.sum(lambda p: p[weights]).map(kernel.inverse)
+        if config.has("statistics"):
+            for number, statistic in enumerate((largest, inverse)):
+                rows.put(k.statistic(number, "write"), statistic)
+        factor = inverse.map(kernel.scaled)
+        span.each(lambda p: p.store(y, kernel.kept(p, p[weights] * p[factor])))
 
     rows.run(body)
     return k.finish()
@@ -171,11 +189,25 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             return value if counts is None else b.select(counts, value, 0.0)
 
         dp = Derived(gradient, costly=kernel.seed is not None)
-        total, along = span.sums(lambda p: p[kernel.weights], lambda p: p[kernel.weights] * p[dp])
-        factor = total.map(lambda s: kernel.inverse(s) * scale)
-        # One over the sum is in the factor, and a second time in the mean of what comes for the weights.
-        mean: PerRow = along.map(lambda s, t, f: b.select(b.eq(t, 0.0), 0.0, s / t) * f, total, factor)
-        span.each(lambda p: p.store(dx, p[kernel.weights] * (p[dp] * p[factor] - p[mean])))
+        if kernel.y is not None and config.has("statistics"):
+            # P * dP is y * dy, and weights are made once.
+            y = kernel.y
+            largest, inverse = (rows.get(k.statistic(number)) for number in range(STATISTICS))
+            weights = kernel.exponentials(largest, costly=False)
+            masked = config.causal or config.mask is not None
+            paired = has_pairs(target, SCALARS[config.dtype]) and not masked
+            along = span.dot_of_pairs(y, dy) if paired else span.sum(lambda p: Product(p[y], p[dp]))
+            mean = along.map(lambda s, i: s * i * scale, inverse)
+        else:
+            weights = kernel.exponentials(kernel.largest(), costly=True)
+            total, along = span.sums(lambda p: p[weights], lambda p: p[weights] * p[dp])
+            inverse = total.map(kernel.inverse)
+            # One over the sum is in the factor, and a second time in the mean of what comes for the weights.
+            mean = along.map(
+                lambda s, t, i: b.select(b.eq(t, 0.0), 0.0, s / t) * kernel.scaled(i) * scale, total, inverse
+            )
+        factor = inverse.map(lambda i: kernel.scaled(i) * scale)
+        span.each(lambda p: p.store(dx, p[weights] * (p[dp] * p[factor] - p[mean])))
 
     rows.run(body)
     return k.finish()

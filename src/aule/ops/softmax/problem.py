@@ -9,9 +9,20 @@ from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ops.attention.validate import checked_dropout, checked_seed_words
-from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
+from aule.ops.rowwise import (
+    check_devices,
+    check_floats,
+    check_rows,
+    check_shape,
+    check_statistics,
+    spread,
+    statistics_of,
+)
 from aule.ops.spec import Call, Result
 from aule.view import TensorView
+
+STATISTICS = 2
+"""Numbers that are kept of each row for the gradient: its largest score, and one over the sum of exponentials."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
     for name in ("dy", "y"):
         if name in views:
             check_shape(op, name, views[name], x.shape, "give it the shape of the result")
+    check_statistics(op, "x", views, STATISTICS)
     normal = dict(views)
     if mask is not None:
         if mask.dtype not in ("bool", "f32", "f16", "bf16", "f64"):
@@ -69,6 +81,7 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
     if p == 0.0:
         normal.pop("seed", None)
         normal.pop("y", None)
+        normal.pop("statistics", None)
     else:
         normal["seed"] = checked_seed_words(op, views.get("seed"))
     problem = SoftmaxProblem(
@@ -79,7 +92,10 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
         causal=bool(options["causal"]),
         dropout_p=p,
     )
-    return Call(problem, normal, {name: Result(x.dtype, x.shape) for name in wanted})
+    outputs = {name: Result(x.dtype, x.shape) for name in wanted if name != "statistics"}
+    if "statistics" in wanted:
+        outputs["statistics"] = statistics_of(x.dtype, x.shape, STATISTICS)
+    return Call(problem, normal, outputs)
 
 
 def _scale(op: str, scale: Any) -> float:

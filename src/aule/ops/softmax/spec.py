@@ -11,6 +11,7 @@ _REST = (
     Operand("mask", optional=True),
     Operand("seed", optional=True),
 )
+_SPARED = ("y", "statistics")
 _OPTIONS = (Option("dropout_p", "float", 0.0), Option("causal", "bool", False), Option("scale", "float", 1.0))
 
 SOFTMAX_DROPOUT = OpSpec(
@@ -23,7 +24,7 @@ SOFTMAX_DROPOUT = OpSpec(
     compute=softmax,
     gradient=OpSpec(
         name="softmax_dropout_backward",
-        operands=(Operand("dy"), Operand("x"), *_REST, Operand("y", optional=True, spares="seed")),
+        operands=(Operand("dy"), Operand("x"), *_REST, *(Operand(x, optional=True, spares="seed") for x in _SPARED)),
         outputs=("dx",),
         options=_OPTIONS,
         bind=bind_softmax,
@@ -31,4 +32,5 @@ SOFTMAX_DROPOUT = OpSpec(
         compute=softmax_gradient,
     ),
     gradients={"x": "dx"},
+    kept=("statistics",),
 )

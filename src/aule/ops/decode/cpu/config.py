@@ -21,6 +21,8 @@ class CpuDecodeConfig(CpuConfig):
         Query heads that share a key head.
     page : int
         Keys of a page; 0 when the cache is contiguous.
+    ways : int
+        Runs of keys that are read in turns; 1 where their order matters, or nothing is gained.
     ragged : bool
         Sequences have their own numbers of query rows, one behind the other.
     """
@@ -28,6 +30,7 @@ class CpuDecodeConfig(CpuConfig):
     cache: str
     group: int
     page: int = 0
+    ways: int = 1
     ragged: bool = False
 
     @property

@@ -10,6 +10,8 @@ The scales of a quantised cache never meet its elements: those of K are multipli
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, f32, i32, i64
 from aule.ops.attention.config import ScoreConfig
@@ -125,10 +127,31 @@ class _Decode(Forward):
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
         run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
-        last = (seq_kv - 1) // run * run
-        with b.loop(b.const(0, i32), whole, run, name="key") as i:
-            number, slot = divmod_const(b, b.min(key0 + i, last), page)
-            self._note(i, run, self._page(number), slot)
+        last, ways = (seq_kv - 1) // run * run, self.config.ways
+
+        def found(key: Value) -> tuple[Value, Value]:
+            number, slot = divmod_const(b, b.min(key, last), page)
+            return self._page(number), slot
+
+        with b.loop(b.const(0, i32), whole, ways * run, name="key") as i:
+            runs = [found(key0 + i + n * run) for n in range(ways)]
+            if ways > 1:
+                with b.if_(key0 + i + ways * run <= seq_kv):
+                    self._note_in_turns(i, run, runs)
+            with b.else_() if ways > 1 else nullcontext():
+                for n, (number, slot) in enumerate(runs):
+                    self._note(i + n * run, run, number, slot)
+
+    def _note_in_turns(self, to: Value, count: int, runs: list[tuple[Value, Value]]) -> None:
+        """Note the places of several runs of ``count`` keys, all first keys before all second ones: so their pages are
+        read side by side, and while one comes from memory the others do, too. The order of keys matters to nobody
+        here."""
+        b, p, index = self.b, self.p, self.engine.index
+        for name in "kv":
+            stride = p.number(f"{name}_row_stride", i64)
+            starts = b.vector([p.strided(name, page, self.kv_head) + index(slot) * stride for page, slot in runs])
+            for i in range(count):
+                b.store(self.places[name], index(to) + i * len(runs), starts + stride * i, align=1)
 
     def _page(self, number: Value) -> Value:
         """A page of this sequence; never one that the pool has not."""

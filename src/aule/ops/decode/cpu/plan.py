@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from aule.ir.types import SCALARS
 from aule.ops.attention.cpu.config import CpuShape
@@ -20,6 +21,8 @@ from aule.view import TensorView
 
 _MOST_IN_PLACE = 48
 """Rows up to which V is read where it lies, and converted again by every group of rows."""
+_SHORT_PAGE = 64
+"""Keys of a page up to which several are read in turns (docs/performance.md, "Decoding on the CPU")."""
 
 
 def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
@@ -94,6 +97,7 @@ def _launches(
         lens=problem.lens,
         ragged=problem.total_q is not None,
     )
+    config = replace(config, ways=_ways(config, views))
     blocks, numbers = heads * blocks_q, numbers | {"splits": splits, "blocks_q": blocks_q}
     steps = [Step(config, build_decode, (blocks * splits, 1, 1), numbers)]
     if splits == 1:
@@ -103,6 +107,15 @@ def _launches(
     )
     steps.append(Step(combine, build_combine, (blocks, 1, 1), numbers))
     return steps, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes)
+
+
+def _ways(config: CpuDecodeConfig, views: dict[str, TensorView]) -> int:
+    """How many runs of keys are read in turns: several where neither a mask nor a scale goes by the number of a key,
+    rows are few, and pages so short that hardware does not fetch ahead. Four of a head's in one piece, two if apart."""
+    ordered = config.left or config.right or config.alibi or config.quantised
+    if not config.page or config.page > _SHORT_PAGE or ordered or config.panels != "none":
+        return 1
+    return 4 if views["k"].strides[2] == config.head_dim else 2
 
 
 def _splits(seq_kv: int, blocks: int, shape: CpuShape, threads: int) -> int:

@@ -1,0 +1,154 @@
+"""Factors of a product on their way to a CPU's vectors, and the kernel that packs one of them for all tasks.
+
+A tile of the result that is some rows high needs all of the right factor's columns beside it, so that factor would be
+transposed once for every such row of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from aule.ir import Builder, KernelIR, Value
+from aule.ir.types import SCALARS, Vector, bf16, element, i32, i64, u16, u32
+from aule.ops.linear.config import FactorConfig, VectorBlocks
+from aule.ops.linear.factors import Factor, RowAt
+from aule.ops.parameters import Parameters
+from aule.target import Target
+from aule.tile.vector import Vectors, has_pairs
+
+
+def steps_of(blocks: VectorBlocks, dtype: str, target: Target) -> int:
+    """Steps of a part: numbers of the summed dimension, or pairs of them."""
+    return blocks.depth // 2 if has_pairs(target, SCALARS[dtype]) else blocks.depth
+
+
+class Bringing:
+    """Brings parts of factors together in memory, as numbers of the type that is computed in or as pairs of bf16."""
+
+    def __init__(self, b: Builder, blocks: VectorBlocks, work: str, dtype: str, target: Target) -> None:
+        self.b, self.blocks = b, blocks
+        self.work = SCALARS[work]
+        self.engine = Vectors(b, self.work, blocks.lanes)
+        self.pairs = has_pairs(target, SCALARS[dtype])
+        self.each = 2 if self.pairs else 1
+        """Numbers of the summed dimension in a step."""
+        self.depth = steps_of(blocks, dtype, target)
+        self.stored = u32 if self.pairs else self.work
+
+    def panel(self, first: Value, start: Value, summed: Value) -> Value:
+        """Where the part from ``start`` on of the columns from ``first`` on begins in what is packed."""
+        parts = self._index((summed + (self.blocks.depth - 1)) // self.blocks.depth)
+        number = self._index(first // self.blocks.cols) * parts + self._index(start // self.blocks.depth)
+        return number * (self.depth * self.blocks.cols)
+
+    def _along(self, count: Value, f: Callable[[Value, int], None], whole: int | None = None, single: int = 1) -> None:
+        """Call ``f`` for whole vectors of ``count`` columns, or for as many columns as said, and then for the few that
+        are left, one by one or two by two."""
+        b, whole = self.b, whole or self.blocks.lanes
+        last = count - count % whole
+        with b.loop(b.const(0, i32), last, whole, name="col") as col:
+            f(col, whole)
+        with b.loop(last, count, single, name="col") as col:
+            f(col, single)
+
+    def _value(self, factor: Factor, at: RowAt, col: Value, width: int) -> Value:
+        return factor.value(factor.load(at, col, width), at, factor.affine(col, width))
+
+    def _neighbours(self, factor: Factor, at: RowAt, col: Value) -> Value:
+        """A vector of columns as pairs of neighbours: as they are, where nothing is to be computed."""
+        lanes = self.blocks.lanes
+        if factor.norm is None:
+            return self.b.bitcast(factor.load(at, col, lanes), Vector(u32, lanes // 2))
+        return self.engine.pairs(self._value(factor, at, col, lanes))
+
+    def _paired(self, first: Value, second: Value, there: Value) -> Value:
+        """Numbers, each with that of another vector, or with zero where those are not there."""
+        b = self.b
+        lanes = first.type.lanes if isinstance(first.type, Vector) else 1
+        second = b.select(there, second, b.splat(b.const(0.0, element(second.type)), lanes))
+        if lanes > 1:
+            return self.engine.pair_up(first, second)
+        low, high = (b.cast(b.bitcast(b.cast(x, bf16), u16), u32) for x in (first, second))
+        return low | (high << 16)
+
+    def bring_columns(
+        self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value
+    ) -> None:
+        """A part of the right factor, for the columns of a tile from ``first`` on, to memory from ``base`` on."""
+        if factor.across:
+            self.copy(factor, first, self.blocks.cols, start, depth, memory, base)
+        else:
+            self._transpose(factor, first, start, depth, memory, base)
+
+    def copy(
+        self, factor: Factor, first: Value, outer: int, start: Value, depth: Value, memory: Value, base: Value
+    ) -> None:
+        """Stored rows as they are, or in pairs: ``outer`` numbers for each step, in memory from ``base`` on."""
+        b, each = self.b, self.each
+        count = b.min(factor.cols - first, outer)
+        with b.loop(b.const(0, i32), depth, each, name="row") as row:
+            lines = [factor.row(start + b.min(row + i, depth - 1)) for i in range(each)]
+
+            def put(col: Value, width: int) -> None:
+                bring = factor.load if self.pairs and factor.norm is None else partial(self._value, factor)
+                values = [bring(line, first + col, width) for line in lines]
+                value = self._paired(values[0], values[1], row + 1 < depth) if self.pairs else values[0]
+                b.store(memory, base + self._index(row // each) * outer + self._index(col), value, align=1)
+
+            self._along(count, put)
+
+    def _transpose(self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value) -> None:
+        """Stored rows of the right factor, from ``first`` on, as columns in memory from ``base`` on."""
+        b, lanes, cols, single = self.b, self.blocks.lanes, self.blocks.cols, self.each
+        with b.loop(b.const(0, i32), b.min(factor.rows - first, cols), lanes, name="part") as part:
+            lines = [factor.row(first + part + i) for i in range(lanes)]
+
+            def column(col: Value) -> Value:
+                return b.vector([self._value(factor, line, start + col, 1) for line in lines])
+
+            def block(line: RowAt, col: Value) -> Value:
+                if not self.pairs:
+                    return self._value(factor, line, start + col, lanes)
+                low, high = (self._neighbours(factor, line, start + col + i * lanes) for i in range(2))
+                return b.permute(low, high, tuple(range(lanes)))
+
+            def put(col: Value, width: int) -> None:
+                if width > single:
+                    columns = self.engine.transpose([block(line, col) for line in lines])
+                elif self.pairs:
+                    columns = [self._paired(column(col), column(b.min(col + 1, depth - 1)), col + 1 < depth)]
+                else:
+                    columns = [column(col)]
+                for i, value in enumerate(columns):
+                    at = self._index(col // single + i) * cols + self._index(part)
+                    b.store(memory, base + at, value, align=1)
+
+            self._along(depth, put, lanes * single, single)
+
+    def _index(self, value: Value) -> Value:
+        return self.b.cast(value, i64)
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """The kernel that packs a right factor."""
+
+    work: str
+    factor: FactorConfig
+    blocks: VectorBlocks
+
+
+def build_pack(config: PackConfig, target: Target) -> KernelIR:
+    """Trace the kernel: a task packs a part of the columns of a tile."""
+    b = Builder("linear_pack", 1)
+    p, blocks = Parameters(b, i64), config.blocks
+    bringing = Bringing(b, blocks, config.work, config.factor.stored.dtype, target)
+    n, k = p.number("n"), p.number("k")
+    factor = Factor(p, config.factor, n, k, bringing.work, whole=True)
+    packed = p.buffer("packed", bringing.stored, "write")
+    first, start = b.group_id(0) * blocks.cols, b.group_id(1) * blocks.depth
+    depth = b.min(k - start, blocks.depth)
+    bringing.bring_columns(factor, first, start, depth, packed, bringing.panel(first, start, k))
+    return b.finish()
