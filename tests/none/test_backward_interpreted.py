@@ -8,7 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from op_plans import run_step
+from op_plans import run_step, unwritten
 
 from aule.engine.attention import STORED, contiguous_strides, named
 from aule.ops.attention.plan import plan_backward
@@ -68,7 +68,7 @@ def run(
         memory["d" + name] = np.zeros(shape_of, stored).reshape(-1)
     plan = plan_backward(problem, views, target, shapes=shape if isinstance(shape, tuple) else (shape, shape))
     memory |= {
-        name: np.full(size, np.nan, np.float32) if name in ("delta", "dq_sum") else np.full(size, -1, np.int32)
+        name: np.full(size, np.nan, np.float32) if name in ("delta", "dq_sum") else unwritten(size)
         for name, size in plan.workspace.items()
     }
     for step in plan.steps:

@@ -8,7 +8,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from op_plans import run_step
+from op_plans import run_step, unwritten
 
 from aule.engine.attention import contiguous_strides, named
 from aule.ops.attention.forward import build_forward
@@ -59,7 +59,7 @@ def run(
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
     plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), shape)
-    memory |= {name: np.full(size, -1, np.int32) for name, size in plan.workspace.items()}
+    memory |= {name: unwritten(size) for name, size in plan.workspace.items()}
     for step in (*plan.before, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
         if step.grid[0]:
             run_step(replace(step, config=replace(step.config, index64=index64)), memory, device)

@@ -175,7 +175,6 @@ def _look(b: Builder, p: Parameters, config: MaskTilesConfig, target: Target, nu
                 take(run)
     keeps = b.workgroup_any(b.ne(any_kept.value, 0))
     changes = b.workgroup_any(b.ne(any_changed.value, 0))
-    some = keeps & changes
     with b.if_(b.eq(thread, 0)):
         found = b.select(keeps, b.select(changes, b.const(SOME, i32), b.const(ALL, i32)), b.const(NONE, i32))
         b.store(p.buffer("mask_tiles", i32, "write"), b.cast(number, p.index), found)
@@ -186,7 +185,9 @@ def _look(b: Builder, p: Parameters, config: MaskTilesConfig, target: Target, nu
     def place(own: Value, other: Value) -> tuple[Value, Value]:
         return (other, own) if config.transposed else (own, other)
 
-    with b.if_(some):
+    # Also where the mask drops nothing: the band or the end of the sequence may cut such a tile, which then has its bits
+    # read as those of every partly dropped one are.
+    with b.if_(keeps):
         count = words(config.other)
         rows = config.own // SIZE
         with b.loop(b.subgroup_id(), rows * count, THREADS // LANES, name="word") as at:
