@@ -185,7 +185,7 @@ def _look(b: Builder, p: Parameters, config: MaskTilesConfig, target: Target, nu
     def place(own: Value, other: Value) -> tuple[Value, Value]:
         return (other, own) if config.transposed else (own, other)
 
-    # Also where the mask drops nothing: the band or the end of the sequence may cut such a tile, which then has its bits
+    # Also where the mask drops nothing: the band or the end of the sequence may cut such a tile, whose bits are then
     # read as those of every partly dropped one are.
     with b.if_(keeps):
         count = words(config.other)
