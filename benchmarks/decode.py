@@ -12,7 +12,7 @@ against float64 first.
 
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
-the kernel for matrix units, ``m:blocks:subgroups:registers:splits:stages``. What the plan chooses comes first. Where
+the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where
 sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, and by a cluster;
 ``--at-once`` are the parts that a thread of the last workgroup has under way.
 """
@@ -362,7 +362,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
 
 
 PLAIN = ("keys", "subgroups", "registers", "splits", "rows", "run")
-FRAGMENT = ("blocks", "subgroups", "registers", "splits", "stages")
+FRAGMENT = ("blocks", "subgroups", "registers", "splits")
 FORMS: dict[str, dict[str, bool]] = {
     "as planned": {},
     "one launch": {"gather": True},

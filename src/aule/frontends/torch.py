@@ -10,7 +10,7 @@ becomes the operator of `torch_ops`, which comes back to `with_lse` and `gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from aule.engine.attention import (
     prepare_backward,
     prepare_forward,
 )
-from aule.engine.programs import StepLaunches
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
+from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.precision import checked_precision
@@ -510,49 +510,12 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
             launches = [*prepared_steps(launch.before, device), (start, launch.buffers)]
             used = {name for _, buffers in launches for name in buffers}
             names = ["q", "k", "v", "o", *(name for name in fields if name in used), *ends]
-            start = _in_steps(names, launches, launch.before.workspace, q.device)
+            start = in_steps(names, launches, launch.before.workspace, q.device)
     extra = tuple(fields[name] for name in names if name in fields)
     # `_on_cuda` puts pointers together without looking at names.
     assert names == ["q", "k", "v", "o", *(n for n in names if n in fields), *ends], names
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     return PreparedLaunch(start, like_q, operands.out_shape, operands.lse_shape, extra)
-
-
-def prepared_steps(ready: StepLaunches, device: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """Launches with everything fixed but memory and stream, each with the names of its buffers."""
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return launches
-
-
-def _in_steps(
-    names: Sequence[str], launches: Sequence[tuple[Any, tuple[str, ...]]], workspace: Mapping[str, int], device: Any
-) -> Callable[[list[int], int], None]:
-    """Several launches as one, with memory of their own."""
-    places, total = {}, 0
-    for name, count in workspace.items():
-        places[name] = 4 * total
-        total += -(-count // 64) * 64
-
-    def start(pointers: list[int], stream: int) -> None:
-        memory = dict(zip(names, pointers, strict=True))
-        # Given back at the end, of which PyTorch's allocator makes use on this stream alone.
-        space = torch.empty(total, dtype=torch.int32, device=device)
-        first = space.data_ptr()
-        memory |= {name: first + offset for name, offset in places.items()}
-        for launch, buffers in launches:
-            launch([memory[name] for name in buffers], stream)
-
-    return start
-
-
-def extras_aligned(options: AttentionOptions) -> dict[str, bool]:
-    """Whether mask, bias and the tables of rope start at multiples of 16 bytes, by the names of their buffers."""
-    extras = {"mask": options.mask, "bias": options.bias, "cos": options.rope_cos, "sin": options.rope_sin}
-    return {name: x.data_ptr() % 16 == 0 for name, x in extras.items() if x is not None}
 
 
 _gradient_launches: dict[Any, Any] = {}

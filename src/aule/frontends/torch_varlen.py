@@ -28,15 +28,14 @@ from aule.frontends.torch import (
     autocast,
     device_view,
     dispatches,
-    extras_aligned,
     last,
     needs_gradient,
-    prepared_steps,
     raw_stream,
     route,
     signature,
 )
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
+from aule.frontends.torch_launches import extras_aligned, prepared_steps
 from aule.frontends.torch_views import checked_out, refuse_tracing, require_tensor
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
