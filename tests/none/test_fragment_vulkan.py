@@ -14,7 +14,7 @@ from test_forward_interpreted import run
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.config import FragmentBackwardConfig, FragmentConfig
 from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import plan_backward, plan_forward
+from aule.ops.attention.plan import plan_backward, plan_forward, problem_scalars
 from aule.ops.attention.problem import AttentionProblem, Rope
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
@@ -108,3 +108,37 @@ def test_results(dims: tuple[int, int]) -> None:
     found, dout = backward(problem, operands, arrays, (keys, keys), True, TARGET)
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
+
+
+def test_heads_come_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a causal mask two of five heads come together, and the last alone."""
+    rng = np.random.default_rng(3)
+    arrays = {name: rng.standard_normal((1, 5, 140, 16)).astype(np.float16) for name in "qkv"}
+    monkeypatch.setattr("aule.ops.attention.plan._CACHED", 2 * 140 * 32 * 2)
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    shape = choose_fragments(TARGET, "f16", 16, 16, False, False)
+    assert shape is not None and problem_scalars(problem)["heads_together"] == 2
+    out, lse = run(problem, operands, shape, TARGET)
+    verdict = compare(problem, out, lse, expect(problem, **arrays))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_wild_values_take_another_way(dim: int) -> None:
+    """Inf and NaN of keys that some rows of a tile drop, and others do not, send a block over its tiles another way."""
+    rng = np.random.default_rng(3)
+    arrays = {name: rng.standard_normal((1, 1, 150, dim)).astype(np.float16) for name in "qkv"}
+    arrays["v"][0, 0, 100, 3], arrays["v"][0, 0, 140, 5] = np.inf, np.nan
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, return_lse=True)
+    shape = choose_fragments(TARGET, "f16", dim, dim, False, False)
+    assert shape is not None and shape.ahead
+    out, lse = run(problem, operands, shape, TARGET)
+    assert np.isposinf(out[0, 0, 100:, 3]).all() and np.isnan(out[0, 0, 140:, 5]).all()
+    out[0, 0, 100:, 3] = out[0, 0, 140:, 5] = 0
+    arrays["v"][0, 0, 100, 3] = arrays["v"][0, 0, 140, 5] = 0
+    wanted = expect(problem, **arrays)
+    wanted.out[0, 0, 100:, 3] = wanted.out[0, 0, 140:, 5] = 0
+    verdict = compare(problem, out, lse, wanted)
+    assert verdict, verdict.message

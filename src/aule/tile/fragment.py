@@ -336,11 +336,14 @@ class Fragments(Components):
         left: Callable[[int], list[Value]],
         right: Callable[[int, int], Value],
         depth: int,
+        paced: int = 0,
     ) -> None:
-        """``tile += left @ right``; ``left`` gives a column of fragments, ``right`` the fragment at a row and a
-        column."""
+        """``tile += left @ right``; ``left`` gives a column of fragments, ``right`` the fragment at a row and a column.
+        Waits for the subgroup after each ``paced`` of them, or never (0)."""
         acc = [[variable.value for variable in row] for row in tile.vars]
         for k in range(depth):
+            if paced and k and k % paced == 0:
+                self.b.subgroup_barrier()
             a = left(k)
             for j in range(len(acc[0])):
                 factor = right(k, j)

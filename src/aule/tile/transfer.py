@@ -137,6 +137,14 @@ class Transfer:
         for i in range(self.count):
             self._each(i, each)
 
+    def runs_of(self, first: Value) -> list[Value]:
+        """Fetch the rows from ``first`` on: this thread's runs of elements, as they are multiplied."""
+        b, source, runs = self.b, self.source, []
+        for i in range(self.count):
+            row, col, _ = self.place(i)  # one too many is a run of a row past the end
+            runs.append(source.load_quad(b, source.row_start(b, first + row), col, self.cols, RUN))
+        return [self.engine.incoming(run) for run in runs]
+
     def rewrite(self, first: Value, target: Value, f: Callable[[Value], Value]) -> None:
         """Fetch the rows from ``first`` on again and store what ``f`` makes of each run. Slow."""
         b = self.b

@@ -288,7 +288,7 @@ class _Block:
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < total
-        head_number, block = block_of(config, number, blocks, total)
+        head_number, block = block_of(b, config, number, blocks, total, total // blocks)
         self.row0 = block * config.shape.block_q
         self.batch, self.head = head_number // heads, head_number % heads
         kv_head = self.head // group

@@ -9,7 +9,8 @@ the kernel for plain arithmetic:
 * The base, minus the largest score, follows the running maximum only when that has grown by more than `LAG` powers of
   two. P stays below 2^LAG, far from the limits of fp16, and O is multiplied through a few times in all instead of with
   every tile.
-* Inf and NaN of dropped keys are searched for where keys are dropped; a tile that has any takes a slow product.
+* Inf and NaN of dropped keys are searched for where keys are dropped; a tile that has any takes a slow product. Where
+  scores are made a tile ahead, that is looked into before the first tile, and such a block takes a slow passage.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from math import log2
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, Vector, element, f32, i32, i64, u16, u32
+from aule.ir.types import SCALARS, Scalar, Vector, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.dropout import Dropout
@@ -32,13 +33,17 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.fragment_shape import RUN, row_stride
-from aule.tile.math import EXPONENTS, LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
+from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
 from aule.tile.matrix import Matrix
 from aule.tile.rotated_fragment import transfer_of
 from aule.tile.simt import padded
+from aule.tile.wild import added, sorted_out
 
 LAG = 8.0
 """How far, in powers of two, the maximum that is subtracted may lag behind."""
+
+_LOOKED_AT = 4
+"""Tiles of V that are looked at together before the first; a causal mask has so many edges, or half as many."""
 
 
 def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
@@ -63,6 +68,9 @@ class Place:
 class FragmentForward:
     """The parameters of the kernel, the place of this workgroup's block, and the passage over the keys."""
 
+    trusting = False
+    """V is finite at the edges."""
+
     def __init__(self, b: Builder, config: FragmentConfig, target: Target) -> None:
         self.b, self.config, shape = b, config, config.shape
         self.shape = shape
@@ -73,7 +81,8 @@ class FragmentForward:
         number = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = number < p.number("blocks")
         # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
-        self.head_number, block = block_of(config, number, blocks, p.number("blocks"), by_head=shape.warpgroups)
+        together = None if shape.warpgroups or not config.right else p.number("heads_together")
+        self.head_number, block = block_of(b, config, number, blocks, p.number("blocks"), together)
         self.block, self.row0 = block, block * shape.block_q
         batch, self.head = self.head_number // heads, self.head_number % heads
         kv_head = self.head // p.number("group")
@@ -155,18 +164,27 @@ class FragmentForward:
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        b, engine, config = self.b, self.engine, self.config
-        zero = b.const(0.0, f32)
-        base, l = engine.row_vars(self.lowest), engine.row_vars(zero)
-        O = engine.tile(self.shape.rows, config.value_dim)
-        if config.sinks:
-            self._start_from_sink(base, l)
-        q = self._load_q()
-        start = self._edge(b.const(-1, i32))
-        ahead = engine.tile(self.shape.rows, self.shape.block_kv) if self.shape.ahead else None
-        with b.if_(start.more):
-            self._start_tile(start.next, b.const(0, i32), whole=False)
-            if ahead is not None:
+        b = self.b
+        if not self.shape.ahead or self.config.everywhere:
+            self._pass_all()
+            return
+        # Where code for values that are not finite lies between products, the compiler has fewer registers for them,
+        # and reads fragments one by one; so it has a passage of its own.
+        with b.if_(self._wild_edges()):
+            self._pass_carefully()
+        with b.else_():
+            self.trusting = True
+            self._pass_all()
+
+    def _pass_all(self) -> None:
+        """All tiles, those at the edges in a loop of their own."""
+        b, engine = self.b, self.engine
+        O, base, l, q = self._begin()
+        ahead = None
+        if self.shape.ahead:
+            ahead = engine.tile(self.shape.rows, self.shape.block_kv)
+            start = self._edge(b.const(-1, i32))
+            with b.if_(start.more):
                 self._score_ahead(ahead, start.next, q, whole=False)
 
         def work(at: Place, whole: bool) -> None:
@@ -178,10 +196,49 @@ class FragmentForward:
 
         with b.loop(0, self.edges, name="edge") as i:
             work(self._edge(i), whole=False)
-        if not config.everywhere:
+        if not self.config.everywhere:
             with b.loop(self.inner_first, self.inner_last, name="tile") as tile:
                 work(self._inner(tile), whole=True)
         self._finish(O, base, l)
+
+    def _pass_carefully(self) -> None:
+        """The same in one loop, for few workgroups and in little code."""
+        b = self.b
+        O, base, l, q = self._begin()
+        count = self.edges + (self.inner_last - self.inner_first)
+
+        def tile(i: Value) -> Value:
+            return b.select(i < self.edges, self._edge(i).tile, self.inner_first + (i - self.edges))
+
+        with b.loop(0, count, name="tile") as i:
+            at = Place(tile(i), b.const(0, i32), tile(i + 1), i + 1 < count)
+            self._pass(at, q, O, base, l, whole=False)
+        self._finish(O, base, l)
+
+    def _begin(self) -> tuple[FragmentTile, list[Var], list[Var], Callable[[int], list[Value]]]:
+        """O, bases and sums before the first tile, and what gives Q's fragments; K of that tile is on its way."""
+        b, engine = self.b, self.engine
+        base, l = engine.row_vars(self.lowest), engine.row_vars(b.const(0.0, f32))
+        O = engine.tile(self.shape.rows, self.config.value_dim)
+        if self.config.sinks:
+            self._start_from_sink(base, l)
+        q = self._load_q()
+        start = self._edge(b.const(-1, i32))
+        with b.if_(start.more):
+            self._start_tile(start.next, b.const(0, i32), whole=False)
+        return O, base, l, q
+
+    def _wild_edges(self) -> Value:
+        """Whether V holds Inf or NaN in a tile at the edges, where 0 times either would come into O."""
+        b = self.b
+        found = b.var(b.const(0, u32), "found")
+        with b.loop(0, self.edges, _LOOKED_AT, name="edge") as i:
+            # All of them are fetched before the first is looked at.
+            tiles = [self._edge(b.min(i + n, self.edges - 1)).tile for n in range(_LOOKED_AT)]
+            runs = [run for tile in tiles for run in self.values.runs_of(tile * self.shape.block_kv)]
+            for run in runs:
+                self._check(run, found)
+        return b.workgroup_any(b.ne(found.value, 0))
 
     def _pass(
         self, at: Place, q: Callable[[int], list[Value]], O: FragmentTile, base: list[Var], l: list[Var], whole: bool
@@ -214,6 +271,7 @@ class FragmentForward:
             q,
             lambda k, j: engine.load_right(self.memory, k_at, self.k_stride, k * SIZE, j * width, transposed=True),
             self.k_depth,
+            self.shape.paced,
         )
         return S
 
@@ -243,7 +301,7 @@ class FragmentForward:
                 p = self._drop(self.dropout, p, S, key0, k)
             return [blocks[0] for blocks in engine.pack(p, engine.left, "enlarged")]
 
-        if whole:
+        if whole or self.trusting:
             self._multiply_values(O, weights, v_at)
             return
         factors = [weights(k) for k in range(self.shape.block_kv // SIZE)]
@@ -445,7 +503,7 @@ class FragmentForward:
         """Wait for all; find out whether V of a tile that may have dropped keys holds Inf or NaN: 0 times either is
         NaN."""
         b = self.b
-        if whole:
+        if whole or self.trusting:
             b.barrier()
             return None
         found = b.var(b.const(0, u32), "found")
@@ -458,13 +516,13 @@ class FragmentForward:
 
     def _look_over(self, v_at: Value, found: Var) -> None:
         """Set bits of ``found`` where what this thread has brought in of V is Inf or NaN."""
-        b = self.b
+        self.values.own_runs(v_at, lambda run: self._check(run, found))
 
-        def check(run: Value) -> None:
-            for word in b.unpack(b.bitcast(run, Vector(u32, RUN * self.engine.elem.bits // 32))):
-                found.value = found.value | overflowing(b, word, self.engine.elem)
-
-        self.values.own_runs(v_at, check)
+    def _check(self, run: Value, found: Var) -> None:
+        """The same for a run of elements."""
+        b, elem = self.b, self.engine.elem
+        for word in b.unpack(b.bitcast(run, Vector(u32, RUN * elem.bits // 32))):
+            found.value = found.value | overflowing(b, word, elem)
 
     # -- products with V -------------------------------------------------------------------------------------------
 
@@ -478,44 +536,16 @@ class FragmentForward:
         )
 
     def _multiply_guarded(self, O: FragmentTile, factors: list[list[Value]], key0: Value, v_at: Value) -> None:
-        """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN: the finite
-        values first, then what is infinite in either direction, as ones. NaN counts for both, and Inf - Inf is NaN."""
+        """The same product, in which a key of weight zero adds nothing even when its value is Inf or NaN."""
         b, engine = self.b, self.engine
         with b.loop(0, 3, name="kind") as kind:
             b.barrier()
-            self.values.rewrite(key0, v_at, lambda run: self._rewritten(run, kind))
+            self.values.rewrite(key0, v_at, lambda run: sorted_out(b, engine.elem, run, kind))
             b.barrier()
-            infinite = b.select(b.eq(kind, 1), b.const(float("inf"), f32), b.const(NEG_INF, f32))
             for j in range(len(O.vars[0])):
                 part = [b.fragment_fill(engine.accumulator, 0.0) for _ in O.vars]
                 for k in range(self.shape.block_kv // SIZE):
                     right = engine.load_right(self.memory, v_at, self.v_stride, k * SIZE, j * engine.way.width)
                     part = [engine.multiply_add(factors[k][i], right, x) for i, x in enumerate(part)]
                 for row, x in zip(O.vars, part, strict=True):
-                    row[j].value = self._added(row[j].value, x, kind, infinite)
-
-    def _added(self, o: Value, part: Value, kind: Value, infinite: Value) -> Value:
-        b, engine = self.b, self.engine
-        parts = []
-        for c in range(len(engine.part_rows) * len(engine.part_cols)):
-            x = b.fragment_get(part, c)
-            added = b.select(b.eq(kind, 0), x, b.select(x > 0.0, infinite, b.const(0.0, f32)))
-            parts.append(b.fragment_get(o, c) + added)
-        return b.fragment_pack(engine.accumulator, parts)
-
-    def _rewritten(self, run: Value, kind: Value) -> Value:
-        b, elem = self.b, self.engine.elem
-        word = u16 if elem.bits == 16 else u32
-        return b.vector([b.bitcast(self._sorted(b.bitcast(x, word), kind), elem) for x in b.unpack(run)])
-
-    def _sorted(self, bits: Value, kind: Value) -> Value:
-        """Of an element: the number itself if finite (kind 0), or 1 where it is +inf (kind 1), -inf (kind 2) or NaN."""
-        b, elem = self.b, self.engine.elem
-        exponent, sign = EXPONENTS[elem], elem.bits - 1
-        one = (exponent >> 1) & exponent  # all bits of the exponent but its highest
-        word = b.cast(bits, u32)
-        size = word & ((1 << sign) - 1)
-        finite, nan = size < exponent, size > exponent
-        wanted = nan | b.eq(word >> sign, b.cast(kind - 1, u32))
-        bad = b.select(~finite & wanted, b.const(one, u32), b.const(0, u32))
-        return b.cast(b.select(b.eq(kind, 0), b.select(finite, word, b.const(0, u32)), bad), element(bits.type))
+                    row[j].value = added(engine, row[j].value, x, kind)

@@ -32,6 +32,7 @@ from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.simt import padded
 from aule.tile.transfer import Transfer
 from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, Warpgroups
+from aule.tile.wild import added, sorted_out
 
 
 def build_forward_warpgroup(config: FragmentConfig, target: Target, name: str) -> KernelIR:
@@ -425,10 +426,9 @@ class _Forward(FragmentForward):
         part = [b.var(b.fragment_fill(engine.accumulator, 0.0)) for _ in range(PANEL // SIZE)]
         with b.loop(0, 3, name="kind") as kind:
             b.barrier()
-            self.values.rewrite(key0, v_at, lambda run: self._rewritten(run, kind))
+            self.values.rewrite(key0, v_at, lambda run: sorted_out(b, engine.elem, run, kind))
             b.warpgroup_publish()
             b.barrier()
-            infinite = b.select(b.eq(kind, 1), b.const(float("inf"), f32), b.const(NEG_INF, f32))
             for col in range(0, padded(self.config.value_dim, SIZE), PANEL):
                 columns = O.vars[0][col // SIZE : (col + PANEL) // SIZE]
                 values = PanelFactor(self.memory, v_at, self.v_panels, col=col)
@@ -437,4 +437,4 @@ class _Forward(FragmentForward):
                 b.warpgroup_commit()
                 b.warpgroup_wait()
                 for variable, x in zip(columns, part, strict=False):
-                    variable.value = self._added(variable.value, x.value, kind, infinite)
+                    variable.value = added(engine, variable.value, x.value, kind)

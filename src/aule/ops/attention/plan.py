@@ -419,6 +419,7 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         "heads_q": problem.heads_q,
         "heads_kv": problem.heads_kv,
         "group": problem.group,
+        "heads_together": _heads_together(problem),
         "shift": problem.shift,
         "left": min(left, FAR),
         "right": min(right, FAR),
@@ -432,6 +433,16 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         "total_kv": total_kv,
         "bottom_right": int(problem.causal_align == "bottom-right"),
     }
+
+
+_CACHED = 32 << 20
+"""Bytes of K and V that workgroups which run at the same time may read and still find in a GPU's cache."""
+
+
+def _heads_together(problem: AttentionProblem) -> int:
+    """Query heads whose K and V are so many bytes; at most all there are."""
+    each = problem.seq_kv * (problem.head_dim + problem.value_dim) * (4 if problem.dtype == "f32" else 2)
+    return max(min(_CACHED * problem.group // max(each, 1), problem.batch * problem.heads_q), 1)
 
 
 def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:

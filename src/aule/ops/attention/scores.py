@@ -16,17 +16,19 @@ from aule.tile.math import LOG2E
 
 
 def block_of(
-    config: ScoreConfig, number: Value, blocks: Value, total: Value, by_head: bool = False
+    b: Builder, config: ScoreConfig, number: Value, blocks: Value, total: Value, together: Value | None
 ) -> tuple[Value, Value]:
     """The head of workgroup ``number`` of ``total``, and which of its ``blocks`` blocks of rows it has.
 
-    With a causal mask the last blocks have the most work. Those of all heads come first, so that what is begun last is
-    short and no multiprocessor works alone at the end. Without one all have as much, and a head comes after the other,
-    whose K and V stay in the cache; so does who asks for it ``by_head``.
+    With a causal mask the last blocks have the most work. Those of ``together`` heads come first, so that what is begun
+    last is short and no multiprocessor works alone at the end; then the next heads, so that K and V in use stay in the
+    cache. Without one all have as much, and a head comes after the other, as where ``together`` is None.
     """
-    if config.right and not config.left and not by_head:
-        heads = total // blocks
-        return number % heads, blocks - 1 - number // heads
+    if config.right and not config.left and together is not None:
+        section = number // (together * blocks)
+        first = section * together
+        place, width = number - first * blocks, b.min(together, total // blocks - first)
+        return first + place % width, blocks - 1 - place // width
     return number // blocks, blocks - 1 - number % blocks
 
 

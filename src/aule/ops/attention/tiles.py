@@ -171,22 +171,32 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         _entry(256, (64, 32, 4, 1, 0), (64, 32, 4, 1, 0), (64, 16, 4, 1, 0)),
         _entry(256, (64, 16, 4, 1, 0), (64, 16, 4, 1, 0), (64, 16, 4, 1, 0)),
     ),
-    # H200, S 2048 full / 8192 causal, f16 and then bf16; 48 KiB of shared memory is all there is. In brackets: before
-    # scores were made ahead, accesses no longer checked and bf16 cut off (docs/performance.md, steps 14 to 18).
+    # H200, bf16, S 2048 full / 2048 causal / 8192 full / 8192 causal; 48 KiB of shared memory is all there is. "Before"
+    # is with code for values that are not finite between the products and with the heads of a causal mask all together.
+    # In brackets S 2048 full / 8192 causal, f16: before scores were made ahead, accesses no longer checked and bf16 cut
+    # off (docs/performance.md, steps 14 to 18 and 22 to 24).
     "vulkan": (
-        # 331 / -, 330 / -; two stages, not ahead 314 / -, 306 / -. (317 / 304, 309 / -; keys by 32 312 / 283, by 96 in
-        # one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops 249 / 232.)
+        # 326 / 270 / - / -; before 328 / 252 / - / -, two stages and not ahead 306 / - / - / -. (317 / 304; keys by 32
+        # 312 / 283, by 96 in one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops
+        # 249 / 232.)
         _entry(64, FragmentShape(128, 64, 4, 1, True, ahead=True), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
-        # 332 / 331, 321 / 335; not ahead 313 / 317, 305 / 316; 32 columns of Q in registers 326 / -. Not ahead, Q in
-        # private memory: keys by 64 257 / -, by 48 266 / -, by 32 in two stages 225 / -, 256 rows 236 to 257. (309 /
-        # 293, 301 / -; 48 columns and keys by 48 271 / -, three subgroups and none 187 / -. 16 rows a subgroup, eight
-        # of them, 285 / 262; four 258 / 236, keys by 48 252 / 244, by 32 in two stages 255 / 240.)
+        # 332 / 280 / 357 / 351, f16 333 / - / - / -; paced by 2 312 / 265 / - / -; before 325 / 250 / 352 / 332, not
+        # ahead 305 / - / - / 316; in f16 332, 32 columns of Q in registers 326; not ahead and Q in private memory, keys
+        # by 64 257, by 48 266, by 32 in two stages 225, 256 rows 236 to 257. (309 / 293; 48 columns and keys by 48 271
+        # / -, three subgroups and none 187 / -; 16 rows a subgroup, eight of them, 285 / 262; four 258 / 236, keys by
+        # 48 252 / 244, by 32 in two stages 255 / 240.)
         _entry(128, FragmentShape(128, 32, 4, 1, False, held=16, ahead=True), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
-        # 247 / 259, 244 / -; 48 columns of Q in memory 244 / -. 64 rows over four subgroups, 96 columns in memory 236 /
-        # 248, 233 / -, none 216 / -, not ahead 208 / 218, 203 / -. (198 / -; keys by 16 in two stages 195 / -, with all
+        # 273 / 238 / 297 / -; paced by 4 267 / - / - / -, not 260 / 234 / - / -; all of Q in registers 264 / 236 / - /
+        # -, not paced 260 / 236 / 280 / -; before 245 / 201 / 269 / 257, 64 rows over four subgroups with 96 columns of
+        # Q in memory 233 / - / - / -, not ahead 203 / - / - / -. (198 / -; keys by 16 in two stages 195 / -, with all
         # of Q in registers 191 / - and in one stage 183 / -, with 96 columns of it 176 / -; 32 rows a subgroup 119 /
         # -.)
-        _entry(256, FragmentShape(128, 32, 8, 1, True, ahead=True), (64, 16, 4, 1, 1), (64, 16, 4, 1, 1)),
+        _entry(
+            256,
+            FragmentShape(128, 32, 8, 1, False, held=224, ahead=True, paced=8),
+            (64, 16, 4, 1, 1),
+            (64, 16, 4, 1, 1),
+        ),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
     # cycles per score without the guarded product, whose trips it overrates; WMMA alone would be 0.5 at d64.
