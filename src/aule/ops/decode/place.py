@@ -124,6 +124,7 @@ class Place:
             p.number(f"{name}_row_stride", self.index),
             None if config.unit[column] else p.number(f"{name}_col_stride", self.index),
             config.aligned[column],
+            once=name in "kv" and not config.tall,  # by several blocks of rows
         )
 
     def token(self, row: Value) -> tuple[Value, Value]:
