@@ -3,7 +3,7 @@
 One step along the summed dimension is in shared memory, as long as a line of a cache, so that rows come in whole lines.
 While it is multiplied, the next one is fetched; it waits in registers until all have read this one, and is then stored
 in its place. A second workgroup on the same unit multiplies in the meantime. What was fetched is not carried around the
-loop, and no later load is under way when it is waited for: both would make a thread wait for loads that have just
+loop, and no later load is under way when it is waited for: either can make a thread wait for loads that have just
 begun.
 
 Tiles at the end of the result are moved back to where all of their rows and columns exist, so that nothing is bounded
