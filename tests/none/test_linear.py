@@ -27,7 +27,9 @@ from aule.view import TensorView, contiguous_strides
 SPEC = CATALOGUE["layer_norm_linear"]
 NAMES = [operand.name for operand in SPEC.operands]
 TINY = FragmentBlocks(32, 32, 32, down=2, along=1, stages=3)
-VULKAN = replace(fragment_target(""), backend="vulkan", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"))
+VULKAN = replace(
+    fragment_target(""), backend="vulkan", vendor="nvidia", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32")
+)
 TARGETS_OF = {
     "copied": fragment_target(),
     "carried": VULKAN,
