@@ -8,8 +8,8 @@ best backend, and FlexAttention compiled (FlexDecoding), both on contiguous bf16
 in common. Device times are those of a CUDA graph of many calls; through Vulkan, of many in one command buffer, each
 waiting for the one before, by timestamps around them; "host" is the time of a call, launches and Python and all, when
 many are queued one after the other. GB/s counts the bytes of K and V (and scales) once. Every result is checked
-against float64 first. Before the first case, a process for each has its kernels compiled into the caches on disk, all at
-the same time.
+against float64 first. Before the first case, a process for each has its kernels compiled into the caches on disk, all
+at the same time.
 
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
