@@ -8,7 +8,8 @@ best backend, and FlexAttention compiled (FlexDecoding), both on contiguous bf16
 in common. Device times are those of a CUDA graph of many calls; through Vulkan, of many in one command buffer, each
 waiting for the one before, by timestamps around them; "host" is the time of a call, launches and Python and all, when
 many are queued one after the other. GB/s counts the bytes of K and V (and scales) once. Every result is checked
-against float64 first.
+against float64 first. Before the first case, a process for each has its kernels compiled into the caches on disk, all
+at the same time.
 
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
@@ -22,8 +23,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +53,7 @@ from aule.runtime.cuda import CudaDevice
 from aule.view import TensorView
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
-WARM = 0.15
+WARM = 0.1
 """Seconds of work before each measurement; `main` has the clocks up before the first."""
 NAMES = {
     torch.bfloat16: "bf16",
@@ -288,13 +293,14 @@ class Engine:
         for step, loaded in ready.steps:
             arguments = values | dict(step.scalars)
             launches.append((loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params]))
+        calls = 50 if self.inputs.case.small else 20
         if self.device.target.backend == "cuda":
-            seconds = graph_seconds(lambda: self._launch(launches, torch.cuda.current_stream().cuda_stream), 20)
+            seconds = graph_seconds(lambda: self._launch(launches, torch.cuda.current_stream().cuda_stream), calls)
         else:
             start = time.perf_counter()
             while time.perf_counter() - start < WARM:
-                self.device.time_launches(launches, 20)
-            seconds = statistics.median(self.device.time_launches(launches, 20) for _ in range(11))
+                self.device.time_launches(launches, calls)
+            seconds = statistics.median(self.device.time_launches(launches, calls) for _ in range(11))
         found = np.empty(self.problem.out_shape, np.uint16)
         self.device.download(memory["o"], found)
         error = self.inputs.error(torch.from_numpy(found).view(torch.bfloat16).cuda())
@@ -320,7 +326,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
     case = CASES[name]
     inputs = Inputs(case)
     error = inputs.error(inputs.ours())
-    calls = 50 if case.small else 10
+    calls = 50 if case.small else 20
     seconds = graph_seconds(inputs.ours, calls)
     row: dict[str, object] = {
         "case": name, "aule_us": round(1e6 * seconds, 1), "aule_gb_s": round(case.bytes / seconds / 1e9),
@@ -359,6 +365,34 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
             print(f"vulkan: {problem}")
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
+
+
+def compile_case(name: str, args: argparse.Namespace) -> None:
+    """Call everything once, for what it leaves on disk."""
+    inputs = Inputs(CASES[name])
+    inputs.ours()
+    # What does not work `compare` will say.
+    if not args.no_vulkan:
+        with suppress(AuleError):
+            engine = Engine(inputs, "vulkan")
+            load_steps(plan_decode(engine.problem, engine.views, engine.device.target), engine.device)
+    if not args.no_flex:
+        with suppress(RuntimeError):
+            flex(inputs)()
+    torch.cuda.synchronize()
+
+
+def compile_cases(names: list[str], args: argparse.Namespace) -> None:
+    """The same of several cases, each in a process of its own."""
+    options = [flag for flag, given in (("--no-flex", args.no_flex), ("--no-vulkan", args.no_vulkan)) if given]
+    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+    def run(name: str) -> None:
+        command = [sys.executable, __file__, "--compile", "--cases", name, *options]
+        subprocess.run(command, stdout=subprocess.DEVNULL, env=alone, check=False)
+
+    with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+        list(pool.map(run, names))
 
 
 PLAIN = ("keys", "subgroups", "registers", "splits", "rows", "run")
@@ -413,23 +447,32 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--no-vulkan", action="store_true")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--csv")
     parser.add_argument("--tune")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--at-once", type=int)
     parser.add_argument("alternatives", nargs="*")
     args = parser.parse_args()
+    names = args.cases.split(",")
+    if args.compile:
+        with torch.no_grad():
+            for name in names:
+                compile_case(name, args)
+        return
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
-    warm_up()
     if args.at_once:
         os.environ["AULE_DISK_CACHE"] = "0"  # which does not know of it
         last.AT_ONCE = args.at_once
     if args.tune:
+        warm_up()
         tune(args.tune, args.alternatives, args.backend)
         return
+    compile_cases(names, args)
+    warm_up()
     with torch.no_grad():
-        rows = [compare(name, args) for name in args.cases.split(",")]
+        rows = [compare(name, args) for name in names]
     if args.csv:
         write_csv(args.csv, rows, device)
 

@@ -510,7 +510,7 @@ def memory() -> Iterator[Case]:
         x, out = b.buffer("x", f32), b.buffer("result", f32, "readwrite")
         i = thread(b)
         b.stream(out, i, b.load(x, i))
-        b.stream(out, N + i * 5 + 1, b.load(x, (i & 31) * 4, 4), align=1)
+        b.stream(out, N + i * 5 + 1, b.load_once(x, (i & 31) * 4, 4), align=1)
 
     yield Case("streamed", streamed, [numbers(f32), numbers(f32, 7 * N, seed=9)])
 

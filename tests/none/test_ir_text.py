@@ -69,7 +69,7 @@ kernel everything(
     set %total, %8
   }
   %9 = get f32 %total
-  %10 = atomic f32 %out[0], %9 kind='add'
+  %10 = atomic f32 %out[0], %9 kind='add' ordered=false
   %11 = fragment_load fragment<f32,8x8,accumulator> %tile[0], 8 layout='column'
   %12 = fragment_set fragment<f32,8x8,accumulator> %11, nan component=1
   fragment_store %out[0], 8, %12 layout='row'

@@ -210,6 +210,7 @@ BROKEN: list[tuple[str, Callable[[Kit], Any], str]] = [
     ("reduce kind", lambda k: k.b.subgroup_reduce("mul", k.x), "expected one of add, min, max, got 'mul'"),
     ("workgroup vote", lambda k: k.b.workgroup_any(k.n), "workgroup_any: expected a bool, got i32 -> bool"),
     ("prefetch shared", lambda k: k.b.prefetch(k.tile, 0), "prefetch: expected global memory"),
+    ("once shared", lambda k: k.b.load_once(k.tile, 0), "load_once: expected global memory"),
     ("stream shared", lambda k: k.b.stream(k.tile, 0, 1.0), "stream: expected global memory"),
     ("copy back", lambda k: k.b.async_copy(k.read, 0, k.tile, 0, 4), "expected shared memory"),
     ("copy type", lambda k: k.b.async_copy(k.b.shared("w", i32, 64), 0, k.read, 0, 4), "memory of one element type"),

@@ -402,6 +402,15 @@ def test_vector_widths(elem: Scalar, lanes: int, align: int, expected: list[str]
     assert re.findall(r"st\.global\.(\S+)", code) == [x.replace("s8", "b8") for x in expected]
 
 
+def test_what_is_read_once_leaves_the_caches_first() -> None:
+    b = Builder("once", 32)
+    at = b.thread_id() * 4
+    x, y = b.buffer("x", u32), b.buffer("y", u32, "readwrite")
+    b.store(y, at, b.load_once(x, at, 4) + b.load_once(y, at, 4))
+    code = text(b.finish())
+    assert "ld.global.cs.nc.v4" in code and "ld.global.cs.v4" in code
+
+
 def test_unrolling() -> None:
     def looped(unroll: int, stop: int = 8) -> str:
         b = Builder("unrolled", 32)

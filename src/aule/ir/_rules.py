@@ -73,6 +73,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "index": ("a value", lambda v: isinstance(v, Value)),
     "unroll": ("-1, 0 or a count", lambda v: is_int(v, -1)),
     "global_memory": ("a bool", lambda v: isinstance(v, bool)),
+    "ordered": ("a bool", lambda v: isinstance(v, bool)),
     "mask": ("a positive integer", lambda v: is_int(v, 1)),
     "layout": ('"row" or "column"', lambda v: v in ("row", "column")),
     "component": ("a component's number", lambda v: is_int(v, 0)),
@@ -218,6 +219,11 @@ def _load(v: Verifier, op: Op) -> None:
               f"{pointer.elem}, or a vector of it, as the result")  # fmt: skip
 
 
+def _load_once(v: Verifier, op: Op) -> None:
+    v.memory(op, ("global",), reads=True, writes=False)
+    _load(v, op)
+
+
 def _cluster_load(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer, type_ = v.memory(op, ("shared",), reads=True, writes=False), op.result.type
@@ -248,6 +254,8 @@ def _atomic(v: Verifier, op: Op) -> None:
     v.require(op, type_ == pointer.elem or (together and pointer.space == "global"),
               f"{pointer.elem}, or two or four f32 of global memory, as the value")  # fmt: skip
     v.require(op, op.result.type == type_, "the value's type as the result's")
+    v.require(op, not op.attrs["ordered"] or (pointer.space == "global" and not together),
+              "one element of global memory where it is ordered")  # fmt: skip
     kinds = ("add",) if pointer.elem.name == "f32" else _ATOMIC_KINDS
     v.require(op, pointer.elem.name in ("i32", "u32", "f32"), "i32, u32 or f32 in memory")
     if op.attrs["kind"] not in kinds:
@@ -431,7 +439,8 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "unary": _same, "binary": _same, "fma": _same, "compare": _compare, "dot_pairs": _dot_pairs, "select": _select,
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "prefetch": _prefetch, "store": _store, "stream": _stream, "atomic": _atomic,
+    "private": _private, "load": _load, "load_once": _load_once, "prefetch": _prefetch,
+    "store": _store, "stream": _stream, "atomic": _atomic,
     "async_copy": _async_copy, "cluster_load": _cluster_load,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "if": _if,

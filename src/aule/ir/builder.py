@@ -136,9 +136,16 @@ class Builder:
 
     def load(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
         """One element, or ``lanes`` consecutive ones as a vector. ``align`` (default ``lanes``) divides the index."""
+        return self._load("load", pointer, index, lanes, align)
+
+    def load_once(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
+        """Load from a buffer what nobody will read again soon; see ``ops.OPS["load_once"]``."""
+        return self._load("load_once", pointer, index, lanes, align)
+
+    def _load(self, opcode: str, pointer: Value, index: Any, lanes: int, align: int | None) -> Value:
         elem = element(pointer.type)
         type_: ValueType = elem if lanes == 1 else Vector(elem, lanes)
-        return self.emit("load", (pointer, self._index(index)), type_, align=lanes if align is None else align)
+        return self.emit(opcode, (pointer, self._index(index)), type_, align=lanes if align is None else align)
 
     def prefetch(self, pointer: Value, index: Any) -> None:
         """A hint that memory at an index of a buffer will be read soon; see ``ops.OPS["prefetch"]``."""
@@ -157,10 +164,10 @@ class Builder:
         lanes = value.type.lanes if isinstance(value.type, Vector) else 1
         self.emit(opcode, (pointer, self._index(index), value), None, align=lanes if align is None else align)
 
-    def atomic(self, kind: str, pointer: Value, index: Any, value: Any) -> Value:
-        """Read-modify-write; returns what was there before."""
+    def atomic(self, kind: str, pointer: Value, index: Any, value: Any, ordered: bool = False) -> Value:
+        """Read-modify-write; returns what was there before. ``ordered``: with a `device_fence` on either side."""
         value = self.coerce(value, element(pointer.type))
-        return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind)
+        return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind, ordered=ordered)
 
     # -- leaves ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ Beyond the entries below:
   *what came before* a fence is what a barrier over global memory had ordered before the thread, and *what comes after*
   one is what such a barrier orders behind it. What came before a fence of one thread, which then changes an element by
   an atomic, comes before all that comes after a fence of another thread, which has found that change, or a later one of
-  the same element, by an atomic.
+  the same element, by an atomic. An ``ordered`` atomic is one between two fences.
 * *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
   ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
   access "read", indices of loops with uniform bounds, variables that are only ever set to uniform values in uniform
@@ -146,6 +146,13 @@ OPS: dict[str, OpInfo] = {
         "of two, in elements (and so is the buffer's start)",
         ("align",),
     ),
+    "load_once": OpInfo(
+        "memory",
+        2,
+        "as load, from global memory, with a hint that nobody will read it again soon: the first to leave the caches, "
+        "where a language has such a thing",
+        ("align",),
+    ),
     "store": OpInfo(
         "memory", 3, "pointer, index, value (elem or vector of elem); ``align`` as for load", ("align",), result=False
     ),
@@ -169,8 +176,9 @@ OPS: dict[str, OpInfo] = {
         3,
         "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
         "i32/u32; add on f32 where the target can, and on a vector of 2 or 4 f32 in global memory, at a multiple of "
-        "their number: each for itself, but PTX says it in one instruction",
-        ("kind",),
+        "their number: each for itself, but PTX says it in one instruction. An ``ordered`` one, of one element of "
+        "global memory, has a ``device_fence`` before it and one behind it",
+        ("kind", "ordered"),
     ),
     "async_copy": OpInfo(
         "memory",

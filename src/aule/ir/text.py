@@ -110,7 +110,10 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         name = names.get(index, "%?") if isinstance(index, Value) else "%?"
         type_ = f"{index.type} " if isinstance(index, Value) else ""
         return f"loop {type_}{name} = {args[0]} to {args[1]} step {args[2]}{_attrs(op, ('index',))} {{"
-    if op.opcode in ("load", "store", "atomic", "fragment_load", "fragment_store", "cluster_load") and len(args) >= 2:
+    if (
+        op.opcode in ("load", "load_once", "store", "atomic", "fragment_load", "fragment_store", "cluster_load")
+        and len(args) >= 2
+    ):
         args[:2] = [f"{args[0]}[{args[1]}]"]
     if op.opcode == "async_copy" and len(args) == 4:
         args = [f"{args[0]}[{args[1]}]", f"{args[2]}[{args[3]}]"]

@@ -115,6 +115,8 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     assert op.result is not None
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
+    if op.opcode == "load_once":  # which is evicted first
+        memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
     lanes, elem = lane_count(op.result), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
@@ -168,7 +170,8 @@ def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str]) -> No
 
 
 def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """``atom``, relaxed and seen by the whole device; a vector in one piece where the architecture can."""
+    """``atom``, relaxed unless ordered, and seen by the whole device; a vector in one piece where the architecture
+    can."""
     assert op.result is not None
     memory, kind = addresses.memory(op.args[0]), op.attrs["kind"]
     name = memory.elem.name
@@ -188,7 +191,8 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     cls = register_class(memory.elem)
     if lane_count(op.result) == 1:
         value = e.operands(op.args[2])[0]
-        e.bind(op.result, (e.emit(f"atom.{memory.space}.{suffix}", cls, at(base, offset), value),))
+        order = ".acq_rel.gpu" if op.attrs["ordered"] else ""
+        e.bind(op.result, (e.emit(f"atom{order}.{memory.space}.{suffix}", cls, at(base, offset), value),))
         return
     values = e.registers(op.args[2])
     if e.arch.number < 90:

@@ -71,7 +71,8 @@ class KernelRenderer:
         self.fragments = any(name.startswith("fragment") for name in opcodes)
         self.subgroups = bool(opcodes & SUBGROUP_OPS)
         self._check(opcodes)
-        coherent = "device_fence" in opcodes or any(op.attrs.get("global_memory") for op in kernel.walk())
+        shared = ("global_memory", "ordered")
+        coherent = "device_fence" in opcodes or any(op.attrs.get(name) for op in kernel.walk() for name in shared)
         self.memory = Memory(
             self.m, self.r, kernel, self.indices, value=self._scalar, quotient=self._quotient,
             coherent=coherent, vulkan_model=self.fragments, computable=computable,

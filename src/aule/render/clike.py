@@ -213,7 +213,7 @@ class Printer(ABC):
                 self.emit(*self.barrier(op.attrs["global_memory"]))
             case "subgroup_barrier":
                 self.emit(self.subgroup_barrier())
-            case "device_fence":
+            case _ if op.opcode == "device_fence" or op.attrs.get("ordered"):
                 raise KernelError(f"{self.kernel.name}: {self.language} has no fence of the device ({op.where})")
             case "intrinsic":
                 self._intrinsic(op)

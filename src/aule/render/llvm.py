@@ -214,6 +214,7 @@ class _Body:
             "permute": self._permute,
             "private": self._private,
             "load": self._load,
+            "load_once": self._load,
             "prefetch": self._prefetch,
             "store": self._store,
             "stream": self._stream,
@@ -380,7 +381,8 @@ class _Body:
         elif kind in ("min", "max") and not elem.is_signed:
             kind = f"u{kind}"
         address = self._address(op)
-        self._bind(op, self.emitter.emit(f"atomicrmw {kind} ptr {address}, {self.emitter.typed(op.args[2])} monotonic"))
+        order = "acq_rel" if op.attrs["ordered"] else "monotonic"
+        self._bind(op, self.emitter.emit(f"atomicrmw {kind} ptr {address}, {self.emitter.typed(op.args[2])} {order}"))
 
     # -- variables: memory that LLVM makes registers of ------------------------------------------------------------
 
@@ -481,7 +483,7 @@ def _alignments(kernel: KernelIR) -> dict[Value, int]:
     """The alignment in bytes that the accesses of each array rely on."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "store"):
+        if op.opcode in ("load", "load_once", "store"):
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), _bytes(op))
     return aligned
 

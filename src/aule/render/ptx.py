@@ -108,7 +108,7 @@ def _parameters(kernel: KernelIR) -> Iterator[str]:
     """Declarations of the parameters. A buffer is promised to be aligned as its widest access needs it, no more."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "store", "stream"):
+        if op.opcode in ("load", "load_once", "store", "stream"):
             bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
     for p in kernel.params:
@@ -149,6 +149,7 @@ class _Body:
             "permute": self._extract,
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
+            "load_once": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
             "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),

@@ -13,7 +13,17 @@ from aule.runtime import _vulkan_api as api
 from aule.runtime._vulkan_loader import Functions, Instance, log, strings
 from aule.runtime._vulkan_memory import Block, Memory, Region, Staging
 from aule.runtime._vulkan_pipeline import Pipeline, Pipelines
-from aule.runtime._vulkan_queue import PARAMETER_BYTES, SLOTS, FenceTimeline, Ring, Slot, Timeline
+from aule.runtime._vulkan_queue import (
+    COPIES,
+    HOST,
+    KERNELS,
+    PARAMETER_BYTES,
+    SLOTS,
+    FenceTimeline,
+    Ring,
+    Slot,
+    Timeline,
+)
 from aule.runtime._vulkan_target import Facts
 
 
@@ -145,7 +155,9 @@ class Context:
         slot, _ = self.ring.acquire(None)
         command = self.ring.begin(slot)
         piece = api.VkBufferCopy(srcOffset=source_offset, dstOffset=destination_offset, size=nbytes)
+        self.ring.order(slot, KERNELS | COPIES, COPIES)
         self.vk.vkCmdCopyBuffer(command, source, destination, 1, ctypes.byref(piece))
+        self.ring.order(slot, COPIES, KERNELS | HOST)
         self.ring.end(slot, None)
         return self.ring.submit(slot)
 
@@ -165,6 +177,8 @@ class Context:
             command = self.ring.begin(slot)
             self._bind(command, slot, pipeline)
             self.vk.vkCmdDispatch(command, *grid)
+            # Copies order themselves behind kernels; whether the host sees the memory belongs to what is recorded.
+            self.ring.order(slot, KERNELS, KERNELS | HOST if any(region.address for region in regions) else KERNELS)
             self.ring.end(slot, key)
         self._used(self.ring.submit(slot), pipeline, regions)
 
@@ -185,11 +199,12 @@ class Context:
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 0)
         for number in range(rounds * len(launches)):
             if number:
-                self.ring.barrier(slots[0])
+                self.ring.order(slots[0], KERNELS, KERNELS)
             launch, slot = launches[number % len(launches)], slots[number % len(launches)]
             self._bind(command, slot, launch.pipeline)
             vk.vkCmdDispatch(command, *launch.grid)
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 1)
+        self.ring.order(slots[0], KERNELS, KERNELS | HOST)
         self.ring.end(slots[0], None)
         value = self.ring.submit(slots[0])
         for slot, launch in zip(slots, launches, strict=True):

@@ -1,8 +1,8 @@
 """Memory of a Vulkan device: big blocks, the ranges given out of them, the staging ring, and imported host memory.
 
 A block is one piece of driver memory with one buffer over all of it, so that a tensor costs neither a
-``vkAllocateMemory`` nor a ``vkCreateBuffer``: it is an offset. All work of a device runs in order on one queue, with a
-barrier after each submission; a freed range can therefore be given out again at once, and only the host, which writes
+``vkAllocateMemory`` nor a ``vkCreateBuffer``: it is an offset. All work of a device runs in order on one queue, with
+barriers between submissions; a freed range can therefore be given out again at once, and only the host, which writes
 mapped memory beside the queue, has to wait for the range's last use.
 """
 

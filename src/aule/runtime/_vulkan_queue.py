@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 from aule.runtime import _vulkan_api as api
 from aule.runtime._vulkan_loader import chain
@@ -135,6 +135,33 @@ class FenceTimeline:
         self._idle, self._pending = [], deque()
 
 
+class Order(NamedTuple):
+    """Work that a barrier orders: its stages, what it may have written, and how it may access memory."""
+
+    stages: int
+    writes: int
+    accesses: int
+
+    def __or__(self, other: Order) -> Order:
+        """Work of either kind."""
+        return Order(*(x | y for x, y in zip(self, other, strict=True)))
+
+
+KERNELS = Order(
+    api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT,
+    api.VK_ACCESS_SHADER_WRITE_BIT,
+    api.VK_ACCESS_SHADER_READ_BIT | api.VK_ACCESS_SHADER_WRITE_BIT,
+)
+COPIES = Order(
+    api.VK_PIPELINE_STAGE_TRANSFER_BIT,
+    api.VK_ACCESS_TRANSFER_WRITE_BIT,
+    api.VK_ACCESS_TRANSFER_READ_BIT | api.VK_ACCESS_TRANSFER_WRITE_BIT,
+)
+HOST = Order(api.VK_PIPELINE_STAGE_HOST_BIT, 0, api.VK_ACCESS_HOST_READ_BIT)
+"""The host's reading. It costs: on an H200 a kernel that does nothing, with the barrier behind it, takes 3.0 us for
+kernels, copies and the host, 1.9 for kernels and copies, 1.8 for kernels alone."""
+
+
 class Slot:
     """One command buffer, its place in the ring, and what is recorded in it."""
 
@@ -170,12 +197,6 @@ class Ring:
         self._slots = OrderedDict((i, Slot(i, commands[i] or 0)) for i in range(SLOTS))
         self._recorded: dict[Hashable, deque[Slot]] = {}
         self._begin = api.VkCommandBufferBeginInfo()
-        everything = api.VK_ACCESS_SHADER_READ_BIT | api.VK_ACCESS_SHADER_WRITE_BIT
-        everything |= api.VK_ACCESS_TRANSFER_READ_BIT | api.VK_ACCESS_TRANSFER_WRITE_BIT
-        self._barrier = api.VkMemoryBarrier(
-            srcAccessMask=api.VK_ACCESS_SHADER_WRITE_BIT | api.VK_ACCESS_TRANSFER_WRITE_BIT,
-            dstAccessMask=everything | api.VK_ACCESS_UNIFORM_READ_BIT | api.VK_ACCESS_HOST_READ_BIT,
-        )
 
     def acquire(self, key: Hashable) -> tuple[Slot, bool]:
         """An idle slot, and whether ``key`` is already recorded in it. Waits when all are busy.
@@ -199,27 +220,17 @@ class Ring:
         self._vk.vkBeginCommandBuffer(slot.command, ctypes.byref(self._begin))
         return slot.command
 
-    def barrier(self, slot: Slot) -> None:
-        """Order what is recorded so far before whatever follows, on the queue and on the host."""
-        stages = api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | api.VK_PIPELINE_STAGE_TRANSFER_BIT
+    def order(self, slot: Slot, before: Order, after: Order) -> None:
+        """Order all work of a kind so far, of this recording and of earlier submissions, before that of another kind
+        that follows."""
+        one = api.VkMemoryBarrier(srcAccessMask=before.writes, dstAccessMask=after.accesses)
         self._vk.vkCmdPipelineBarrier(
-            slot.command,
-            stages,
-            stages | api.VK_PIPELINE_STAGE_HOST_BIT,
-            0,
-            1,
-            ctypes.byref(self._barrier),
-            0,
-            None,
-            0,
-            None,
+            slot.command, before.stages, after.stages, 0, 1, ctypes.byref(one), 0, None, 0, None
         )
 
     def end(self, slot: Slot, key: Hashable) -> None:
-        """Finish a recording: what follows on the queue, and the host, sees what it wrote."""
-        # One barrier at the end of each recording orders it before all later ones. Host writes need none: a submission
-        # makes them visible.
-        self.barrier(slot)
+        """Finish a recording. What it leaves for others is ordered by then; what the host wrote before a submission is
+        visible to it anyway."""
         self._vk.vkEndCommandBuffer(slot.command)
         if key is not None:
             slot.key = key

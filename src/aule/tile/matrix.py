@@ -33,6 +33,8 @@ class Matrix:
         Every quad of a row starts at a multiple of four elements, so it can travel as one vector.
     rotary : Rotary or None
         Rows are to be rotated by whoever brings them in.
+    once : bool
+        Nobody reads the same elements again soon.
     """
 
     buffer: Value
@@ -43,6 +45,7 @@ class Matrix:
     col_stride: Value | None
     aligned: bool
     rotary: Rotary | None = field(default=None, kw_only=True)
+    once: bool = field(default=False, kw_only=True)
 
     @property
     def elem(self) -> Scalar:
@@ -69,11 +72,14 @@ class Matrix:
         begins at ``start``, as a vector. Columns from ``cols`` up to ``cols_padded`` read as zero."""
         if self.aligned and self.col_stride is None:
             if cols_padded == self.cols:
-                return b.load(self.buffer, start + self.index(b, col), width)
+                return self._read(b, start + self.index(b, col), width)
             inside = b.min(col, self.cols - width)
-            vector = b.load(self.buffer, start + self.index(b, inside), width)
+            vector = self._read(b, start + self.index(b, inside), width)
             return b.select(col < self.cols, vector, b.splat(b.const(0, self.elem), width))
         return b.vector([self.load(b, start, col + i, cols_padded) for i in range(width)])
+
+    def _read(self, b: Builder, index: Value, width: int) -> Value:
+        return (b.load_once if self.once else b.load)(self.buffer, index, width)
 
     def load(self, b: Builder, start: Value, col: Value, cols_padded: int) -> Value:
         """One element, likewise."""

@@ -84,7 +84,7 @@ class Machine:
         groups = -(-self.total // (kernel.cluster * batches)) * kernel.cluster
         self.lanes = Lanes(kernel, grid, groups, subgroup_size)
         self.fences: Fences | None = None
-        if sanitize and any(op.opcode == "device_fence" for op in kernel.walk()):
+        if sanitize and any(op.opcode == "device_fence" or op.attrs.get("ordered") for op in kernel.walk()):
             self.fences = Fences(self.lanes, self.total)
         self.registers: list[Any] = []
         self.memory: dict[Value, Memory] = {}

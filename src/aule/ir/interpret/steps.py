@@ -213,9 +213,12 @@ def _atomic(m: Machine, op: Op) -> Step:
     merge = atomic_function(op.attrs["kind"])
     type_ = op.args[2].type
     count = type_.lanes if isinstance(type_, Vector) else 1
+    fences = m.fences if op.attrs["ordered"] else None
 
     def step() -> None:
         active = lanes.active
+        if fences is not None:
+            fences.fence()
         address = memory.addresses(op, registers[index], active, count, count)
         value = registers[source] if active is None else registers[source][..., active]
         # The elements of a vector are updated each for itself.
@@ -226,6 +229,8 @@ def _atomic(m: Machine, op: Op) -> Step:
             whole[..., active] = old
             old = whole
         registers[result] = old
+        if fences is not None:
+            fences.fence()
 
     return step
 
@@ -397,7 +402,8 @@ COMPILERS: dict[str, Compiler] = {
     "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
-    "private": _private, "load": _load, "prefetch": _nothing, "store": _store, "stream": _store, "atomic": _atomic,
+    "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,
+    "stream": _store, "atomic": _atomic,
     "cluster_load": _cluster_load, "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,

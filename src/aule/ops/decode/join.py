@@ -53,10 +53,14 @@ class Join:
         # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
         self.b.barrier()
 
+    def _places(self, width: int) -> Value:
+        """Groups of ``width`` columns of the rows that there are, of those that there is room for."""
+        return self.b.min(self.place.rows - self.place.row0, self.rows) * (self.columns // width)
+
     def _add_up(self, thread: Value, threads: int, width: int, use: Use) -> None:
         b, rows, columns = self.b, self.rows, self.columns
         b.barrier()
-        with b.loop(thread, rows * columns // width, threads, name="place") as place:
+        with b.loop(thread, self._places(width), threads, name="place") as place:
             r, column = place * width // columns, place * width % columns
             maxima = [b.load(self._maxima, i * rows + r) for i in range(self.parts)]
             totals = [b.load(self._totals, i * rows + r) for i in range(self.parts)]
@@ -66,9 +70,8 @@ class Join:
     def _store(self, r: Value, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
         b = self.b
         factor, lse = self.result.normal(r, highest, total)
-        with b.if_(self.place.row0 + r < self.place.rows):
-            self.result.store(r, column, [x * factor for x in values], self.columns)
-            self.result.store_lse(r, lse, b.eq(column, 0))
+        self.result.store(r, column, [x * factor for x in values], self.columns)
+        self.result.store_lse(r, lse, b.eq(column, 0))
 
     def _finish_together(self, thread: Value, threads: int, width: int) -> None:
         """The same of all workgroups of a cluster, each of which stores its share of the columns."""
@@ -84,10 +87,10 @@ class Join:
 
         self._add_up(thread, threads, width, keep)
         b.cluster_barrier()
-        share = -(-rows * columns // (width * cluster))
+        places = self._places(width)
+        share = (places + (cluster - 1)) // cluster
         first, numbers = self.place.part * share, [b.const(i, i32) for i in range(cluster)]
-        end = b.min(first + share, rows * columns // width)
-        with b.loop(first + thread, end, threads, name="place") as place:
+        with b.loop(first + thread, b.min(first + share, places), threads, name="place") as place:
             r, column = place * width // columns, place * width % columns
             found = _weighted(
                 b,

@@ -41,7 +41,7 @@ def build_decode(config: DecodeConfig, target: Target, name: str = KERNEL_NAME) 
     wanted = shape.subgroup if shape.subgroup in target.subgroup_sizes else 0
     b = Builder(name, shape.threads, wanted, shape.registers)
     kernel = _Decode(b, config, target)
-    with b.if_(kernel.place.exists):
+    with b.if_(kernel.place.measure()):
         kernel.run()
     return b.finish()
 
@@ -133,17 +133,17 @@ class _Decode:
         with b.if_(self.place.first < self.place.end):
             _assign(here, self._pages(self.place.first) if lookups else [])
             _assign(k, self._fetch(self.place.k, "k", self._keys(self.place.first), _values(here)))
-            _assign(ahead, self._pages(self.place.first + shape.step) if lookups else [])
+            _assign(ahead, self._pages(self.place.first + self.place.stride) if lookups else [])
 
-        with b.loop(self.place.first, self.place.end, shape.step, name="key") as start:
-            keys, later = self._keys(start), self._keys(start + shape.step)
+        with b.loop(self.place.first, self.place.end, self.place.stride, name="key") as start:
+            keys, later = self._keys(start), self._keys(start + self.place.stride)
             v = self._fetch(self.place.v, "v", keys, _values(here))
             scales = self._scales(start, _values(here)) if config.quantised else []
             current = _values(k)
             _assign(k, self._fetch(self.place.k, "k", later, _values(ahead)))
             if lookups:
                 _assign(here, _values(ahead))
-                _assign(ahead, self._pages(start + 2 * shape.step))
+                _assign(ahead, self._pages(start + self.place.stride * 2))
             self._step(q, current, v, scales, rows, acc, start)
         if config.followed:
             b.launch_next()

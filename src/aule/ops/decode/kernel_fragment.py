@@ -53,7 +53,8 @@ def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: st
     shape = config.shape
     b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster)
     kernel = _Decode(b, config, target)
-    with b.if_(kernel.place.exists):
+    kernel.begin()
+    with b.if_(kernel.place.measure()):
         kernel.run()
     return b.finish()
 
@@ -98,21 +99,29 @@ class _Decode:
 
     # -- the passage -----------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Where it is known which keys come first, they do not wait for the sequence's length: others do no harm."""
+        b, fetch = self.b, self.fetch
+        self._k = [b.var(b.splat(b.const(0, u32), self.keys.words), "k") for _ in range(fetch.key_runs)]
+        self._here = fetch.page_variables()
+        if not self.config.left:
+            self._load_first(self.place.begin, self.p.number("seq_kv"))
+
+    def _load_first(self, start: Value, end: Value) -> None:
+        with self.b.if_(start < end):
+            assign(self._here, self.fetch.pages(start, end))
+            assign(self._k, self.fetch.load_keys(start, values(self._here), end))
+
     def run(self) -> None:
         b, shape, place, fetch, config = self.b, self.shape, self.place, self.fetch, self.config
-        k = [b.var(b.splat(b.const(0, u32), self.keys.words), "k") for _ in range(fetch.key_runs)]
+        k, here, ahead, scales = self._k, self._here, fetch.page_variables(), fetch.scale_variables()
         runs = fetch.value_runs if config.quantised else 0
         v = [b.var(b.splat(b.const(0, u32), self.values.words), "v") for _ in range(runs)]
-        scales, here, ahead = fetch.scale_variables(), fetch.page_variables(), fetch.page_variables()
-        # Where it is known which keys come first, they do not wait for the sequence's length: others do no harm.
-        known = not config.split and not config.left
-        end = self.p.number("seq_kv") if known else place.end
-        with b.if_(place.first < end):
-            assign(here, fetch.pages(place.first, end))
-            assign(k, fetch.load_keys(place.first, values(here), end))
+        if config.left:
+            self._load_first(place.first, place.end)
         with b.if_(place.first < place.end):
             assign(scales, flat(fetch.scales(place.first, values(here))))
-            assign(ahead, fetch.pages(place.first + shape.step))
+            assign(ahead, fetch.pages(place.first + place.stride))
         q, rows = self._queries()
         if config.quantised:
             with b.if_(place.first < place.end):
@@ -120,19 +129,20 @@ class _Decode:
         zero = b.fragment_fill(self.engine.accumulator, 0.0)
         O = [b.var(zero, "o") for _ in range(self.values.fragments)]
 
-        with b.loop(place.first, place.end, shape.step, name="key") as start:
+        with b.loop(place.first, place.end, place.stride, name="key") as start:
+            later = start + place.stride
             found = values(v) if config.quantised else fetch.load_values(start, values(here))
             current_k, current_v = values(k), [b.var(run, "v") for run in found]
             current_scales = fetch.by_block(values(scales))
             # The condition also keeps the loads here: without it ptxas puts those of bytes behind the first product,
             # into the registers that this frees, and V is waited for.
-            with b.if_(start + shape.step < place.end):
-                assign(k, fetch.load_keys(start + shape.step, values(ahead)))
+            with b.if_(later < place.end):
+                assign(k, fetch.load_keys(later, values(ahead)))
                 if config.quantised:
-                    assign(scales, flat(fetch.scales(start + shape.step, values(ahead))))
-                    assign(v, fetch.load_values(start + shape.step, values(ahead)))
+                    assign(scales, flat(fetch.scales(later, values(ahead))))
+                    assign(v, fetch.load_values(later, values(ahead)))
                 assign(here, values(ahead))
-                assign(ahead, fetch.pages(start + 2 * shape.step))
+                assign(ahead, fetch.pages(later + place.stride))
             self._step(q, current_k, current_v, current_scales, rows, O, start)
         if config.followed:
             b.launch_next()

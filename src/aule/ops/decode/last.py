@@ -1,6 +1,6 @@
 """The end of a split sequence in the launch that made its parts: the last workgroup of a block of rows adds them up.
 
-Every workgroup makes its part visible to the device and then draws a ticket, a number that counts up, from a word that
+Every workgroup makes its part visible to the device and draws a ticket, a number that counts up, from a word that
 belongs to its block of rows. Who draws the last one knows that all parts are there, adds them up, and sets the word
 back to zero, as it was found: nobody else will draw from it before the next launch.
 """
@@ -31,10 +31,7 @@ def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
     b.barrier(global_memory=True)
     drawn = b.var(b.const(-1, i32), "drawn")
     with b.if_(b.eq(thread, 0)):
-        b.device_fence()
-        drawn.value = b.atomic("add", tickets, place.block_of_rows, 1)
-        with b.if_(b.eq(drawn.value, place.parts - 1)):  # to others it would bring nothing but an empty cache
-            b.device_fence()
+        drawn.value = b.atomic("add", tickets, place.block_of_rows, 1, ordered=True)
     last = b.workgroup_any(b.eq(drawn.value, place.parts - 1))
     with b.if_(last):
         b.barrier(global_memory=True)  # what the one that drew has seen, all have seen

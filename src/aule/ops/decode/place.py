@@ -14,11 +14,14 @@ from aule.tile.matrix import Matrix
 
 
 class Place:
-    """The place of one workgroup.
+    """The place of one workgroup: what is known of it at once, and, from `measure` on, what the sequence's length says.
 
     Rows are the query heads of a key head, and the query tokens: row ``token * group + head`` of them. The workgroup
-    has those from ``row0`` on, and keys ``first .. end - 1``; every row keeps all of ``full_first .. full_end - 1``,
-    and none keeps any before ``kept``.
+    has those from ``row0`` on, and a step of keys at ``first`` and at every ``stride`` behind it, up to ``end``; every
+    row keeps all of ``full_first .. full_end - 1``, and none keeps any before ``kept``.
+
+    Parts of a sequence take its steps in turns: none has more than one step more than another, parts that run at a time
+    read neighbouring memory, and without a window it is known where a part begins before the length is.
 
     Parameters
     ----------
@@ -28,17 +31,22 @@ class Place:
         Keys to a multiple of which a workgroup's first one is brought; a power of two.
     step : int
         Keys that a workgroup takes at a time: parts of a sequence are whole steps.
+
+    Attributes
+    ----------
+    begin : Value
+        Where the part begins, if there is no window and the sequence is as long.
     """
 
     def __init__(self, parameters: Parameters, config: CacheConfig, rows: int, stretch: int, step: int) -> None:
         self.p, self.b, self.config, self.index = parameters, parameters.b, config, parameters.index
         b, number = self.b, parameters.number
         # Blocks of rows that read the same keys come one after the other, then heads, whose keys may be neighbours.
-        exists = []
+        self._exists = []
         self.part = b.const(0, i32)
         if config.flat:
             block = b.group_id(0) + b.group_id(1) * b.group_count(0)
-            exists.append(block < number("blocks"))  # there may be more workgroups than work
+            self._exists.append(block < number("blocks"))  # there may be more workgroups than work
             rest, row_block = self._split(block, "row_blocks")
             rest, self.kv_head = self._split(rest, "heads_kv")
             if config.split:
@@ -55,23 +63,29 @@ class Place:
         """Number of the workgroup's rows among all blocks of rows."""
         self.group = number("group")
         self.q, self.k, self.v = (self.matrix(name) for name in "qkv")
-        self.extent = Extent.of(parameters, self.batch)
-        self.first_q = b.const(0, i32) if self.extent.first_q is None else self.extent.first_q
         self.pages = None if config.paging == "none" else Pages(parameters, self.batch)
         self.row0 = row_block * rows
-        self.rows = self.extent.seq_q * self.group
-        """Of the sequence."""
-        exists.append(self.row0 < self.rows)
-        if config.packed:  # sequences of many rows are left to the kernel for matrix units
-            exists.append(self.extent.seq_q <= number("tokens"))
         self.left = number("left") if config.left else None
         self.right = number("right") if config.right else None
+        self.begin = self.part * step
+        self._block, self._stretch, self._step = rows, stretch, step
+
+    def measure(self) -> Value:
+        """Find out how long the sequence is, and what follows from it; returns whether there is work here."""
+        b, config, number = self.b, self.config, self.p.number
+        self.extent = Extent.of(self.p, self.batch)
+        self.first_q = b.const(0, i32) if self.extent.first_q is None else self.extent.first_q
+        self.rows = self.extent.seq_q * self.group
+        """Of the sequence."""
+        exists = [*self._exists, self.row0 < self.rows]
+        if config.packed:  # sequences of many rows are left to the kernel for matrix units
+            exists.append(self.extent.seq_q <= number("tokens"))
         self.parts = b.const(1, i32)
         """Parts of the keys that these rows may keep."""
-        self._reach(b.min(self.row0 + rows, self.rows) - 1, stretch, step)
+        self._reach(b.min(self.row0 + self._block, self.rows) - 1)
         if config.gather:  # which asks for parts that there are, and for no others
             exists.append(self.part < self.parts)
-        self.exists = fold(b, "and", exists)
+        return fold(b, "and", exists)
 
     def _split(self, value: Value, name: str) -> tuple[Value, Value]:
         """Quotient and remainder by a parameter."""
@@ -79,22 +93,19 @@ class Place:
         quotient = value // by
         return quotient, value - quotient * by
 
-    def _reach(self, last_row: Value, stretch: int, step: int) -> None:
-        b, number, shift = self.b, self.p.number, self.extent.shift
+    def _reach(self, last_row: Value) -> None:
+        b, number, shift, step = self.b, self.p.number, self.extent.shift, self._step
         nearest, furthest = shift + self.row0 // self.group, shift + last_row // self.group
         reach = Reach.of(b, self.extent.seq_kv, self.left, self.right, nearest, furthest)
         self.kept = reach.first
-        self.first = reach.first - (reach.first & (stretch - 1)) if self.config.left else reach.first
+        self.first = reach.first - (reach.first & (self._stretch - 1)) if self.config.left else reach.first
         self.end = b.max(reach.end, self.first)
-        if self.config.split:
-            # Whole steps, as evenly as they go; a sequence that is short has fewer parts, and the others are empty.
+        self.stride = b.const(step, i32)
+        if self.config.split:  # a sequence that is short has fewer parts, and the others are empty
             steps = (self.end - self.first + (step - 1)) // step
             self.parts = b.min(b.max(steps >> number("least_shift"), 1), number("splits"))
-            each = steps // self.parts
-            part, more = b.min(self.part, self.parts), steps - each * self.parts
-            begin = part * each + b.min(part, more)
-            size = each + b.select(part < more, b.const(1, i32), b.const(0, i32))
-            self.first, self.end = self.first + begin * step, b.min(self.first + (begin + size) * step, self.end)
+            self.stride = self.parts * step
+            self.first = b.select(self.part < self.parts, self.first + self.begin, self.end)
         self.full_first, self.full_end = reach.full_first, b.min(reach.full_end, self.end)
 
     def matrix(self, name: str) -> Matrix:
@@ -113,6 +124,7 @@ class Place:
             p.number(f"{name}_row_stride", self.index),
             None if config.unit[column] else p.number(f"{name}_col_stride", self.index),
             config.aligned[column],
+            once=name in "kv" and not config.tall,  # by several blocks of rows
         )
 
     def token(self, row: Value) -> tuple[Value, Value]:

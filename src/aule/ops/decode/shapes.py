@@ -34,9 +34,10 @@ LEAST_KEYS = 128
 UNEVEN_KEYS = 16384
 """The same where there are workgroups enough, and only sequences far longer than others are to be divided."""
 _MAX_UNEVEN = 8
-_GATHERED = 128
-"""Vectors of four that a thread of the last workgroup adds up at most. By estimate: 16 of them are under way at a time
-and take half a microsecond; a second launch, whose workgroups have a row each, takes two or three."""
+_GATHERED = 16
+"""Vectors of four that a thread of the last workgroup adds up at most: as many as are under way at a time. H200 through
+Vulkan, one sequence, us: 4k keys in 16 parts 8.9, by a second launch 9.5; in 32 parts 8k 11.7; 11.6, 64k 67.7; 66.4,
+32k in int8 27.7; 27.4."""
 
 
 def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> DecodeShape:
@@ -236,7 +237,6 @@ def gathers(
     alone, and a kernel can have so many buffers and so much shared memory.
 
     H200, us: one sequence of 32k keys 37.8; by two launches that overlap 36.3, by two others 37.4. 64k keys 66.2; 64.9.
-    Through Vulkan, where launches do not overlap, 4k keys 10.8; by two launches 12.5.
 
     Parameters
     ----------
