@@ -6,7 +6,8 @@
 
 On a CUDA machine, bf16: a plain copy of as many bytes, PyTorch eager, torch.compile, aule on the same tensors, and aule
 through Vulkan where it is found. Figures are terabytes a second of what has to be read and written at least. Calls are
-timed as CUDA graphs, so that the host's time does not count for anyone.
+timed as CUDA graphs, so that the host's time does not count for anyone. Each op and length has a process of its own:
+all of them compile at the same time, since that takes longest, and then have the GPU to themselves in turns.
 
 On the CPU calls alternate, and memory that was freed is kept, so that fresh pages count for nobody. Ratios are medians
 over rounds; with ``--one-thread`` all run on one thread and are measured by its own time, the least of all rounds: for
@@ -18,19 +19,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import itertools
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from result_file import write_csv
+from row_cases import (
+    CASES,
+    Case,
+    error_of,
+    flat,
+    gradient_error,
+    gradient_tensors,
+    gradients,
+    ours,
+    padded,
+    right_gradients,
+    seeded,
+)
 
 import aule
 from aule.backends import registry
@@ -43,141 +61,10 @@ from aule.ops.spec import OpSpec
 from aule.view import TensorView, contiguous_strides
 
 ROWS: list[dict[str, Any]] = []
-HEAD = 128
-"""Columns of a head, for ops that rotate."""
+READY = "ready"
+"""What a worker says when it has compiled."""
 WAYS = "ahead=0 parts=1 most=16 widest=1024 resident=1024|ahead=1,2,3 parts=2,4 resident=512,768"
 """What a sweep tries, backward: changes of what is chosen otherwise."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """An op: its tensors, our call, PyTorch's, and how many arrays of the first one's size either direction moves."""
-
-    make: Callable[[int, int, Any, Any], list[torch.Tensor]]
-    peer: Callable[..., Any]
-    forward: float
-    backward: float
-    options: tuple[Any, ...] = ()
-    differentiable: int = 9
-    """Tensors from the start that want gradients."""
-    axis: int = 0
-    """Of the rows of the first tensor."""
-    checked: tuple[Any, ...] | None = None
-    """Options with which the result is compared, where those that are timed leave it to chance."""
-    checks: Callable[..., Any] | None = None
-    """PyTorch's call for the same."""
-
-    @property
-    def arrays(self) -> int:
-        return int(self.forward)
-
-
-def rows(count: int, vectors: int) -> Callable[[int, int, Any, Any], list[torch.Tensor]]:
-    def make(n: int, length: int, dtype: Any, device: Any) -> list[torch.Tensor]:
-        matrices = [torch.randn(n, length, dtype=dtype, device=device) for _ in range(count)]
-        return matrices + [torch.randn(length, dtype=dtype, device=device) for _ in range(vectors)]
-
-    return make
-
-
-def heads(weight: bool) -> Callable[[int, int, Any, Any], list[torch.Tensor]]:
-    """Heads of positions as projections leave them, ``[1, positions, heads, HEAD]``, and tables as transformers makes
-    them."""
-
-    def make(n: int, length: int, dtype: Any, device: Any) -> list[torch.Tensor]:
-        x = torch.randn(1, n, max(length // HEAD, 1), HEAD, dtype=dtype, device=device).transpose(1, 2)
-        angles = torch.randn(n, HEAD // 2, device=device).repeat(1, 2)
-        more = [torch.randn(HEAD, dtype=dtype, device=device)] if weight else []
-        return [x, *more, angles.cos().to(dtype), angles.sin().to(dtype)]
-
-    return make
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As transformers writes it."""
-    half = torch.cat((-x[..., HEAD // 2 :], x[..., : HEAD // 2]), dim=-1)
-    return x * cos + half * sin
-
-
-CASES: dict[str, Case] = {
-    "rms_norm": Case(rows(1, 1), lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6), 2, 3, (1e-6,)),
-    "layer_norm": Case(rows(1, 2), lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-5), 2, 3, (1e-5,)),
-    "residual_rms_norm": Case(
-        rows(2, 1), lambda x, r, w: (F.rms_norm(x + r, x.shape[-1:], w, 1e-6), x + r), 4, 4, (1e-6,)
-    ),
-    "residual_layer_norm": Case(
-        rows(2, 2), lambda x, r, w, b: (F.layer_norm(x + r, x.shape[-1:], w, b, 1e-5), x + r), 4, 4, (1e-5,)
-    ),
-    "swiglu": Case(rows(2, 0), lambda g, u: F.silu(g) * u, 3, 5),
-    "geglu": Case(rows(2, 0), lambda g, u: F.gelu(g) * u, 3, 5, ("none",)),
-    "rope": Case(heads(False), rotated, 2, 2, (False, HEAD, False), 1, 2),
-    "rms_norm_rope": Case(
-        heads(True),
-        lambda x, w, cos, sin: rotated(F.rms_norm(x, (HEAD,), w, 1e-6), cos, sin),
-        2,
-        3,
-        (False, HEAD, 1e-6),
-        2,
-        2,
-    ),
-    "softmax_dropout": Case(
-        rows(1, 0),
-        lambda x: F.dropout(torch.softmax(x, -1), 0.1),
-        2,
-        3,
-        (0.1, False, 1.0),
-        checked=(0.0, False, 1.0),
-        checks=lambda x: torch.softmax(x, -1),
-    ),
-}
-
-
-def ours(name: str, options: tuple[Any, ...]) -> Callable[..., Any]:
-    return lambda *tensors: torch_fused.fused(name, tuple(padded(name, list(tensors))), options, None)
-
-
-def flat(found: Any) -> tuple[Any, ...]:
-    return found if isinstance(found, tuple) else (found,)
-
-
-def error_of(name: str, case: Case, tensors: list[torch.Tensor]) -> float:
-    """Largest error against float64, relative to the largest value, over the last rows."""
-
-    def last(x: torch.Tensor) -> torch.Tensor:
-        axis = case.axis if x.dim() == tensors[0].dim() else 0
-        return x.narrow(axis, x.shape[axis] - 4, 4) if x.dim() > 1 else x
-
-    found = flat(ours(name, case.options if case.checked is None else case.checked)(*tensors))
-    want = flat((case.checks or case.peer)(*(last(x).double() for x in tensors)))
-    pairs = zip(found, want, strict=True)
-    return max(float((last(got).double() - right).abs().max() / right.abs().max()) for got, right in pairs)
-
-
-def gradients(call: Callable[..., Any], tensors: list[torch.Tensor], case: Case) -> Callable[[], tuple[Any, ...]]:
-    """A call whose gradients can be asked for again and again; outputs weigh the same for everyone who is called."""
-    wanted = [
-        x.detach().requires_grad_(i < case.differentiable and x.is_floating_point()) for i, x in enumerate(tensors)
-    ]
-    outs = flat(call(*wanted))
-    torch.manual_seed(1)
-    weights = [torch.randn(out.shape, device=out.device).bfloat16() for out in outs]
-    grads = [torch.empty_like(out).copy_(weight) for out, weight in zip(outs, weights, strict=True)]
-    leaves = [x for x in wanted if x.requires_grad]
-    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
-
-
-def right_gradients(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """PyTorch's in float64, over all rows, since those of weights are sums of them."""
-    double = [x.double() if x.is_floating_point() else x for x in tensors]
-    return [x.float() for x in gradients(case.checks or case.peer, double, case)()]
-
-
-def gradient_error(name: str, case: Case, tensors: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """Largest error, relative to the largest number of its kind."""
-    found = gradients(ours(name, case.options if case.checked is None else case.checked), tensors, case)()
-    return max(
-        float((got.float() - want).abs().max() / want.abs().max()) for got, want in zip(found, right, strict=True)
-    )
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
@@ -221,27 +108,46 @@ def directions(call: Callable[..., Any], tensors: list[torch.Tensor], case: Case
     return forward, graph_seconds(gradients(call, tensors, case))
 
 
-def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...]) -> float:
-    """The same on a Vulkan device: seconds by its own clock. What memory holds does not matter for the time."""
+def vulkan_call(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """What a call takes on a Vulkan device: views of its operands and results, and the launches, compiled."""
     device = registry.find("vulkan")
     assert device is not None
-    views = {}
+    views = {
+        operand.name: TensorView(torch_fused.NAMES[x.dtype], tuple(x.shape), x.stride(), "vulkan", None)
+        for operand, x in zip(spec.operands, tensors, strict=True)
+        if x is not None
+    }
+    call = spec.call(views, dict(zip((o.name for o in spec.options), options, strict=True)))
+    results = result_views(call)
+    return views, results, prepare(spec, call, dict(call.views) | results, device)
+
+
+@functools.cache
+def some_numbers(count: int) -> Any:
+    """So many numbers of bf16, over and over the same."""
+    few = torch.randn(min(count, 1 << 20)).bfloat16().view(torch.uint16).numpy()
+    return np.resize(few, count)
+
+
+def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...]) -> float:
+    """The same on a Vulkan device: seconds by its own clock. What rows hold does not matter for the time."""
+    device = registry.find("vulkan")
+    assert device is not None
+    _, results, ready = vulkan_call(spec, tensors, options)
     memory: dict[str, Any] = {}
     try:
         for operand, x in zip(spec.operands, tensors, strict=True):
             if x is None:
                 continue
             memory[operand.name] = device.alloc(x.numel() * x.element_size())
-            dtype = torch_fused.NAMES[x.dtype]
-            views[operand.name] = TensorView(dtype, tuple(x.shape), x.stride(), "vulkan", memory[operand.name])
-            host = x.as_strided((x.numel(),), (1,)).cpu()  # as it lies in memory
-            device.upload(memory[operand.name], (host.view(torch.uint16) if dtype == "bf16" else host).numpy())
-        call = spec.call(views, dict(zip((o.name for o in spec.options), options, strict=True)))
-        results = result_views(call)
+            if x.dtype == torch.bfloat16:
+                host = some_numbers(1 << (x.numel() - 1).bit_length())[: x.numel()]
+            else:
+                host = x.as_strided((x.numel(),), (1,)).cpu().numpy()  # as it lies in memory
+            device.upload(memory[operand.name], host)
         for name, view in results.items():
             count = contiguous_strides((1, *view.shape))[0]
             memory[name] = device.alloc(count * view.itemsize)
-        ready = prepare(spec, call, dict(call.views) | results, device)
         memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
         times = []
         for _ in range(18):
@@ -258,16 +164,6 @@ def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tu
             device.free(allocation)
 
 
-def gradient_tensors(name: str, tensors: list[Any], outs: tuple[Any, ...]) -> list[torch.Tensor | None]:
-    """Operands of an op's gradient; any values will do."""
-    spec = CATALOGUE[name]
-    assert spec.gradient is not None
-    known: dict[str, Any] = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
-    known |= dict(zip(spec.outputs, outs, strict=True))
-    known |= {f"d{n}": x for n, x in zip(spec.outputs, outs, strict=True)}
-    return [known.get(operand.name) for operand in spec.gradient.operands]
-
-
 def copy_speed(moved: int) -> float:
     """Terabytes a second of a plain copy that reads and writes so many bytes in all."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
@@ -275,10 +171,42 @@ def copy_speed(moved: int) -> float:
     return moved / graph_seconds(lambda: target.copy_(source)) / 1e12
 
 
-def compare(name: str, length: int, mib: int, compiles: bool) -> None:
+def rows_of(name: str, length: int, mib: int) -> list[torch.Tensor]:
+    """Tensors of which a forward call reads and writes so much."""
     case = CASES[name]
-    n = mib * 2**20 // (2 * length * case.arrays)
-    tensors = case.make(n, length, torch.bfloat16, "cuda")
+    return case.make(mib * 2**20 // (2 * length * case.arrays), length, torch.bfloat16, "cuda")
+
+
+def on_vulkan(
+    name: str, tensors: list[torch.Tensor], call: Callable[..., Any], use: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """What ``use`` makes of both directions."""
+    case, spec = CASES[name], CATALOGUE[name]
+    given = seeded(name, padded(name, tensors))
+    assert spec.gradient is not None
+    backward = gradient_tensors(name, given, flat(call(*tensors)))
+    return use(spec, given, case.options), use(spec.gradient, backward, case.options)
+
+
+def compile_all(name: str, length: int, sizes: list[int], compiled: Callable[..., Any] | None) -> None:
+    """Call everyone once, in both directions: what a kernel takes to be compiled is not to be waited for later."""
+    case = CASES[name]
+    call = ours(name, case.options)
+    for mib in sizes:
+        tensors = rows_of(name, length, mib)
+        for function in (call, *([compiled] if compiled is not None else [])):
+            no_grad(function, tensors)
+            gradients(function, tensors, case)()
+        with contextlib.suppress(AuleError):
+            on_vulkan(name, tensors, call, vulkan_call)
+        some_numbers(1 << (tensors[0].numel() - 1).bit_length())
+        del tensors
+        torch.cuda.empty_cache()
+
+
+def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | None) -> dict[str, Any]:
+    case = CASES[name]
+    tensors = rows_of(name, length, mib)
     size = tensors[0].numel() * tensors[0].element_size()
     call = ours(name, case.options)
     error = max(error_of(name, case, tensors), gradient_error(name, case, tensors, right_gradients(case, tensors)))
@@ -286,9 +214,8 @@ def compare(name: str, length: int, mib: int, compiles: bool) -> None:
     row: dict[str, Any] = {"op": name, "length": length, "rows": tensors[0].numel() // length, "mib": mib}
     row["copy"] = copy_speed(int(size * case.forward))
     peers = {"aule": call, "eager": case.peer}
-    if compiles:
-        torch._dynamo.reset()
-        peers["compile"] = torch.compile(case.peer, dynamic=False)
+    if compiled is not None:
+        peers["compile"] = compiled
     for peer, function in peers.items():
         forward, backward = directions(function, tensors, case)
         row[f"{peer}_forward"], row[f"{peer}_backward"] = (
@@ -296,31 +223,59 @@ def compare(name: str, length: int, mib: int, compiles: bool) -> None:
             size * case.backward / backward / 1e12,
         )
     try:
-        given, gradient = seeded(name, padded(name, tensors)), CATALOGUE[name].gradient
-        assert gradient is not None
-        outs = flat(call(*tensors))
-        seconds = vulkan_seconds(CATALOGUE[name], given, case.options)
-        row["vulkan_forward"] = size * case.forward / seconds / 1e12
-        seconds = vulkan_seconds(gradient, gradient_tensors(name, given, outs), case.options)
-        row["vulkan_backward"] = size * case.backward / seconds / 1e12
+        forward, backward = on_vulkan(name, tensors, call, vulkan_seconds)
+        row["vulkan_forward"] = size * case.forward / forward / 1e12
+        row["vulkan_backward"] = size * case.backward / backward / 1e12
     except AuleError as failed:
-        print(f"vulkan: {failed}")
-    row["error"] = error
-    ROWS.append(row)
-    print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        print(f"vulkan: {failed}", flush=True)
+    return row | {"error": error}
 
 
-def padded(name: str, tensors: list[torch.Tensor]) -> list[Any]:
-    """Tensors with None for optional operands that were left out."""
-    return [*tensors, *(None for _ in range(len(CATALOGUE[name].operands) - len(tensors)))]
+def worker(name: str, length: int, sizes: list[int], compiles: bool) -> None:
+    """Compile, wait for a line, and print a row for each size."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        compiled = torch.compile(CASES[name].peer, dynamic=False) if compiles else None
+        compile_all(name, length, sizes, compiled)
+        print(READY, flush=True)
+        sys.stdin.readline()
+        warm_up(0.5)
+        for mib in sizes:
+            print(json.dumps(compare(name, length, mib, compiled)), flush=True)
+            torch.cuda.empty_cache()
 
 
-def seeded(name: str, tensors: list[Any]) -> list[Any]:
-    """The same with the words of a seed where there is to be one."""
-    number = CATALOGUE[name].seed
-    if number is not None:
-        tensors[number] = torch.tensor([1, 2], dtype=torch.int32)
-    return tensors
+def compare_all(names: list[str], lengths: list[int], sizes: list[int], compiles: bool) -> None:
+    """Workers for every op and length; rows come as they are done."""
+    environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
+    running = []
+    for name, length in itertools.product(names, lengths):
+        command = [sys.executable, "-W", "ignore", __file__, "--ops", name, "--lengths", str(length), "--worker"]
+        command += ["--mib", ",".join(map(str, sizes)), *([] if compiles else ["--no-compile"])]
+        pipe = subprocess.PIPE
+        running.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+    try:
+        for process in running:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.strip() == READY:
+                    break
+                print(line, end="", flush=True)
+        for process in running:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it has said why
+                process.stdin.write("\n")
+                process.stdin.flush()
+            for line in process.stdout:
+                if not line.startswith("{"):
+                    print(line, end="", flush=True)
+                    continue
+                row = json.loads(line)
+                ROWS.append(row)
+                shown = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+                print("  ".join(shown), flush=True)
+    finally:
+        for process in running:
+            process.kill()
 
 
 def grid_of_ways(text: str) -> list[dict[str, Any]]:
@@ -443,8 +398,12 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--one-thread", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     lengths = [int(x) for x in args.lengths.split(",")]
+    if args.worker:
+        worker(args.ops, lengths[0], [int(x) for x in args.mib.split(",")], not args.no_compile)
+        return
     if args.cpu:
         device = platform.processor() or platform.machine()
         keep_memory()
@@ -458,15 +417,14 @@ def main() -> None:
     else:
         device = torch.cuda.get_device_name()
         print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
-        warm_up()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for name in (args.sweep or args.ops).split(","):
-                for mib in [int(x) for x in args.mib.split(",")]:
-                    if args.sweep:
-                        sweep(name, lengths, mib, grid_of_ways(args.ways), args.direction)
-                        continue
-                    for length in lengths:
-                        compare(name, length, mib, not args.no_compile)
+        sizes = [int(x) for x in args.mib.split(",")]
+        if args.sweep:
+            warm_up()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for name, mib in itertools.product(args.sweep.split(","), sizes):
+                    sweep(name, lengths, mib, grid_of_ways(args.ways), args.direction)
+        else:
+            compare_all(args.ops.split(","), lengths, sizes, not args.no_compile)
     if args.csv and ROWS:
         write_csv(args.csv, ROWS, device)
 

@@ -48,7 +48,7 @@ ENUMERANTS = {
     "StorageClass": "Input Uniform Workgroup Function StorageBuffer",
     "Decoration": """
         Block ArrayStride BuiltIn Restrict Aliased Coherent NonWritable Binding DescriptorSet Offset
-        FPRoundingMode
+        FPRoundingMode NoContraction
     """,
     "BuiltIn": "NumWorkgroups WorkgroupId LocalInvocationIndex SubgroupId SubgroupLocalInvocationId",
     "ExecutionMode": "LocalSize SignedZeroInfNanPreserve RoundingModeRTE",

@@ -57,11 +57,22 @@ def test_float64_on_the_cpu(op: str) -> None:
     check(fused_cases.Case(op, (2, 2, 3, 50), "f64", case.options, pairs=25 if pairs else 0), devices.need("cpu"))
 
 
-def test_gradients_with_rows_in_registers_ahead(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        SumTuning(resident=64, through="registers"),
+        SumTuning(resident=64, through="parked"),
+        SumTuning(resident=64, through="parked alone", columns="again"),
+    ],
+    ids=lambda tuning: str(tuning.through),
+)
+def test_gradients_with_rows_in_registers_ahead(
+    device: Device, tuning: SumTuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where it has been measured to be faster: blocks that are not whole, and parts that are not."""
     if device.target.backend == "cpu":
         pytest.skip("CPUs have rows of one thread")
-    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: SumTuning(resident=64, through="registers"))
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: tuning)
     check(fused_cases.Case("residual_layer_norm", (37, 776), "bf16"), device)
 
 

@@ -24,7 +24,7 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_sums
+from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -120,6 +120,15 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
         assert choose_sums(target_for(language), 4096, work) is SUMS
     assert choose_sums(replace(target_for("spirv"), vendor="nvidia"), 4096, work).through == "registers"
     assert choose_sums(replace(HOPPER, arch="sm_75"), 4096, work) is SUMS
+
+
+def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
+    work = Work(sums=2, columns=True, copied=(2, 2))
+    target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 13, work)
+    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked alone", 1, 512, "again")
+    shape, span = choose_rows(replace(target, max_shared_bytes=32 << 10), "bf16", 16384, 8, 1 << 13, work)
+    assert (shape.ahead, span.columns) == (0, "held")
 
 
 def assembled(ptxas: str, artifact: Artifact, folder: Path) -> str:

@@ -48,6 +48,7 @@ SMALL = frozenset({i8, u8, i16, u16})
 WGSL = Legal(frozenset({f16, bf16}), SMALL, SMALL, int64=False, mulhi=False, max_lanes=4)
 PASSES: dict[str, tuple[Callable[[KernelIR], KernelIR], Callable[[KernelIR], bool]]] = {
     "soft_bf16": (lambda k: soft_half(k, {bf16}), lambda k: uses(k, bf16)),
+    "soft_bf16_pairs": (lambda k: soft_half(k, {bf16}, pairs=True), lambda k: uses(k, bf16)),
     "soft_f16": (lambda k: soft_half(k, {f16}), lambda k: uses(k, f16)),
     "pack": (lambda k: pack_memory(k, SMALL | {f16, bf16}), lambda k: uses(k, *SMALL, f16, bf16)),
     "widen": (lambda k: widen_int(k, SMALL), lambda k: uses(k, *SMALL)),

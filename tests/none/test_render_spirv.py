@@ -364,6 +364,42 @@ def test_bf16_fragments() -> None:
         render(kernel_of("bf16_fragments", body), TARGET)
 
 
+def test_bf16_is_rounded_before_it_is_converted() -> None:
+    """OpFConvert may truncate, and compilers take t - (t - x) for x unless told otherwise."""
+    artifact = render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16))), EXTENDED)
+    assert "shaderBFloat16Type" in artifact.extensions
+    assert "shaderBFloat16CooperativeMatrix" not in artifact.extensions
+    made = {w[1]: (op, w[2:]) for op, w in instructions(artifact.code) if len(w) > 2}
+    exact = {w[0] for op, w in instructions(artifact.code) if op == Op.Decorate and w[1] == Decoration.NoContraction}
+    converted = [w[2] for op, w in instructions(artifact.code) if op == Op.FConvert]
+    assert len(converted) == 2  # vectors of four
+    for selected in converted:
+        chosen, (_, upper, x) = made[selected]
+        outer, (scaled, rest) = made[upper]
+        assert (chosen, outer, made[rest]) == (Op.Select, Op.FSub, (Op.FSub, (scaled, x)))
+        assert made[scaled][0] == Op.FMul and made[scaled][1][0] == x
+        assert {upper, rest, scaled} <= exact
+    assert Op.FConvert not in opcodes(
+        render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16))), TARGET)
+    )
+
+
+def test_both_words_of_a_product_are_one_multiplication(tmp_path: Path) -> None:
+    def body(b: Builder) -> None:
+        x = number(b, u32, 2)
+        keep(b, b.mulhi(x, 0xD2511F53) ^ (x * 0xD2511F53))
+        with b.if_(b.thread_id() < 7):  # where that of the block outside is not looked for
+            keep(b, x * 0xD2511F53)
+
+    wide = render(kernel_of("products", body), TARGET)
+    words = render(kernel_of("products", body), dataclasses.replace(TARGET, int64=False))
+    assert "shaderInt64" in wide.extensions
+    assert [opcodes(x).count(Op.UMulExtended) for x in (wide, words)] == [0, 1]
+    # One for both words beside that in the branch, where the other has one for the low words.
+    assert opcodes(wide).count(Op.IMul) == opcodes(words).count(Op.IMul)
+    validate([wide, words], tmp_path)
+
+
 def test_refusals() -> None:
     def intrinsic(b: Builder) -> None:
         b.intrinsic("ptx", "nanosleep.u32 1;", (), None)

@@ -10,7 +10,7 @@ from aule.ir.types import SCALARS, f32
 from aule.ops.step import grid_of
 from aule.target import Target
 from aule.tile.rows import RowShape, Through
-from aule.tile.spans import SpanShape
+from aule.tile.spans import ColumnReads, SpanShape
 from aule.tile.stages import COPIED_BYTES, copies_past_registers
 from aule.tile.vector import vector_unit, work_type
 from aule.view import TensorView
@@ -28,11 +28,14 @@ class RowTuning:
         Columns of a row that a thread may keep.
     threads : int
         Of a workgroup at least, where rows are short.
+    columns : str
+        When arrays of columns are read, as in `SpanShape`.
     """
 
     parts: int = 4
     most: int = 64
     threads: int = 128
+    columns: ColumnReads = "held"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ _MANY_PARTS = 2
 """Parts of a thread where two arrays are written, through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with two
 and four: residual_rms_norm of 4096 columns 3.70, 3.49, of 16384 columns 3.65, 3.43; residual_layer_norm 3.30, 3.15 and
 2.73, 2.35; at 1024 columns the same. Through CUDA four are as fast as two."""
+_COLUMNS: ColumnReads = "late"
+"""Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
+columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
+rms_norm 3.90, 3.78, residual_rms_norm 3.94, 3.65; at 1024 columns the same. Through CUDA nothing is gained."""
 _SCRATCH = (1024, 4096, 16384)
 """Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _ROW_BYTES = (6 << 10, 5 << 10)
@@ -120,22 +127,28 @@ def choose_rows(
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
-        many = work.written > 1 and _vulkan_on_nvidia(target)
-        return _over_threads(target, length, width, rows, replace(TUNING, parts=_MANY_PARTS) if many else TUNING)
-    tuning = choose_sums(target, length, work) if work.copied else SUMS
-    shape, span = _over_threads(target, length, width, rows, tuning)
-    if not tuning.ahead:
+        tuning = TUNING
+        if _vulkan_on_nvidia(target):
+            tuning = replace(TUNING, parts=_MANY_PARTS if work.written > 1 else TUNING.parts, columns=_COLUMNS)
+        return _over_threads(target, length, width, rows, tuning)
+    summing = choose_sums(target, length, work) if work.copied else SUMS
+    shape, span = _over_threads(target, length, width, rows, summing)
+    if not summing.ahead:
         return shape, span
-    ahead, resident = tuning.ahead, shape.resident
+    ahead, resident = summing.ahead, shape.resident
     if not span.parts or width * min(work.copied) != COPIED_BYTES:
         ahead = 0
-    elif tuning.through == "shared":
+    elif summing.through.startswith("parked"):
+        rest, exchanged = _shared_bytes(target, dtype, shape, span, replace(work, copied=()))
+        parked = max(work.copied) * span.width * span.parts * shape.batch * shape.workgroup
+        ahead = int(rest + 2 * exchanged + parked <= target.max_shared_bytes)
+    elif summing.through == "shared":
         rest, block = _shared_bytes(target, dtype, shape, span, work)
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
     if not ahead:
         return _over_threads(target, length, width, rows, SUMS)
-    return replace(shape, resident=resident, ahead=ahead, through=tuning.through), span
+    return replace(shape, resident=resident, ahead=ahead, through=summing.through), span
 
 
 def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
@@ -158,6 +171,8 @@ def _vulkan_on_nvidia(target: Target) -> bool:
 
 _Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
 _FOUR = SumTuning(parts=4)
+_ONE_PART = SumTuning(parts=1, widest=1024, resident=1024, through="registers")
+_AGAIN = SumTuning(parts=4, widest=512, ahead=0, columns="again")
 _COPIED: _Choices = {
     (1, 2): (
         (1024, SumTuning(resident=768, through="registers")),
@@ -192,32 +207,32 @@ which some wait, 3.29. Of 4096 columns through registers 3.41 and, with two sums
 two blocks ahead, 3.45.
 """
 _CARRIED: _Choices = {
-    (1, 2): (
-        (8192, SumTuning(parts=1, widest=1024, resident=1024, through="registers")),
-        (16384, SumTuning(parts=4, widest=512, through="registers")),
-    ),
-    (1, 3): ((8192, SumTuning(parts=1, widest=1024, resident=1024, through="registers")),),
+    (1, 2): ((4096, _ONE_PART), (16384, _AGAIN)),
+    (1, 3): ((8192, _ONE_PART), (16384, _AGAIN)),
     (2, 2): (
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, SumTuning(parts=4, widest=512, through="registers")),
+        (16384, replace(_AGAIN, ahead=1, through="parked alone")),
     ),
     (2, 3): (
         (2048, SumTuning(resident=768, through="registers")),
-        (4096, SUMS),
+        (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, SumTuning(parts=4, widest=512, through="registers")),
+        (16384, replace(_AGAIN, ahead=1, through="parked alone")),
     ),
 }
-"""The same through Vulkan, 512 MiB; in parentheses `SUMS`:
+"""The same through Vulkan, 512 MiB; in parentheses what was chosen before, with bf16 rounded as it is now:
 
-=======  ===================  ===================  ===================  ===================  ==================
-columns  1024                 2048                 4096                 8192                 16384
-=======  ===================  ===================  ===================  ===================  ==================
-(1, 2)   3.89 (3.42)          3.81 (3.23)          3.61 (3.00)          3.46 (2.47)          3.38 (3.14)
-(1, 3)   3.89 (3.75)          3.89 (3.45)          3.85 (3.39)          3.75 (3.02)          3.44
-(2, 2)   3.34 (2.93)          3.33 (2.80)          3.30 (2.67)          3.26 (2.38)          2.44 (1.77)
-(2, 3)   3.51 (2.50)          3.33 (2.34)          3.09                 3.40 (2.77)          2.07 (1.73)
-=======  ===================  ===================  ===================  ===================  ==================
+=======  ===================  ===================  ===================  ===================
+columns  1024                 4096                 8192                 16384
+=======  ===================  ===================  ===================  ===================
+(1, 2)   3.97                 3.63                 3.82 (3.50)          3.57 (2.29)
+(1, 3)   3.91                 3.90                 3.82                 3.47 (2.79)
+(2, 2)   3.38                 3.30                 3.15                 2.61 (1.61)
+(2, 3)   3.31                 3.31 (2.75)          3.37                 2.29 (0.33)
+=======  ===================  ===================  ===================  ===================
+
+What was chosen before spills at 16384 columns. Others there: (1, 2) with x parked alone 3.40, (1, 3) 3.52; (2, 2) and
+(2, 3) with nothing ahead 1.98 and 2.09.
 """
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
@@ -243,7 +258,9 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
         threads = -(-pieces // each // smallest) * smallest
     slots = max(min(tuning.threads, most) // threads, 1)
     parts = -(-pieces // threads)
-    span = SpanShape(width, parts, pieces % threads != 0) if parts * width <= tuning.most else SpanShape(width)
+    span = SpanShape(width)
+    if parts * width <= tuning.most:
+        span = SpanShape(width, parts, pieces % threads != 0, columns=tuning.columns)
     if not isinstance(tuning, SumTuning):
         return RowShape(threads, slots, exact=rows % slots == 0), span
     if not span.parts:

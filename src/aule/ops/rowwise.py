@@ -15,6 +15,7 @@ from aule.ops.spec import Result
 from aule.target import Target
 from aule.tile.carried import Carried
 from aule.tile.early import Early
+from aule.tile.parked import Parked
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
 from aule.tile.spans import Span, SpanShape
 from aule.tile.stages import Stages
@@ -274,11 +275,17 @@ class RowKernel:
         start = self.p.strided(name)
         return Columns(RowArray(buffer, lambda row: start, stride, told.aligned and not self.cpu), start)
 
-    def read_ahead(self, *arrays: RowArray) -> Early | None:
-        """Let rows of arrays come ahead of their turn, for `Rows.run`, where the shape says so."""
-        if self.config.shape.ahead:
-            kind = Stages if self.config.shape.through == "shared" else Carried
-            self.span.early = kind(self.span, arrays)
+    def read_ahead(self, arrays: Sequence[RowArray], often: RowArray) -> Early | None:
+        """Let rows of arrays come ahead of their turn, for `Rows.run`, where the shape says so; most passes read those
+        of ``often``."""
+        shape = self.config.shape
+        if shape.ahead:
+            if shape.through == "shared":
+                self.span.early = Stages(self.span, arrays)
+            elif shape.through == "registers":
+                self.span.early = Carried(self.span, arrays)
+            else:
+                self.span.early = Parked(self.span, arrays, often, alone=shape.through == "parked alone")
         return self.span.early
 
     def partial(self, number: int = 0, shift: Value | int = 0) -> RowArray:

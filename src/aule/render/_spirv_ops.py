@@ -174,6 +174,7 @@ class Decoration:
     DescriptorSet = 34
     Offset = 35
     FPRoundingMode = 39
+    NoContraction = 42
 
 
 class BuiltIn:

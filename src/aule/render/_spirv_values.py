@@ -11,7 +11,7 @@ from typing import Literal
 
 from aule.errors import KernelError
 from aule.ir.kernel import Value
-from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bf16, bool_, element, f16, f32, i32, u32
+from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bf16, bool_, element, f16, f32, i32, u32, u64
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import Decoration, FPRoundingMode, Glsl, Op
 
@@ -143,6 +143,17 @@ class Registers:
         both = self.m.result(Op.UMulExtended, self.m.pair(word), left, right)
         return self.m.result(Op.CompositeExtract, word, both, 1)
 
+    def products(self, result: ValueType, operands: Sequence[Parts]) -> tuple[Parts, Parts]:
+        """Low and high words of products of u32, by way of 64 bits."""
+        both: list[tuple[int, int]] = []
+        for i, type_ in enumerate(part_types(result)):
+            wide, word = shape(u64, lanes_of(type_)), self.m.type(type_)
+            left, right = (self.m.result(Op.UConvert, self.m.type(wide), x[i]) for x in operands)
+            product = self.m.result(Op.IMul, self.m.type(wide), left, right)
+            high = self.m.result(Op.ShiftRightLogical, self.m.type(wide), product, self.constant(wide, 32))
+            both.append((self.m.result(Op.UConvert, word, product), self.m.result(Op.UConvert, word, high)))
+        return tuple(low for low, _ in both), tuple(high for _, high in both)
+
     def _one(self, type_: ValueType) -> int:
         assert isinstance(type_, Scalar | Vector)
         return self.constant(type_, 1.0)
@@ -213,6 +224,8 @@ class Registers:
             if rounding == "decorate":
                 self.m.decorate(part, Decoration.FPRoundingMode, FPRoundingMode.RTE)
             return part
+        if target == bf16:
+            return self.m.result(Op.FConvert, self.m.type(type_), self._round_to_bfloat(part, lanes))
         narrow_source = source.is_int and source.bits < 32
         if (narrow_source and target.bits < 32) or (narrow_source and target.is_float):
             part, source = self._to_word(source, part, lanes, source.is_signed)
@@ -277,6 +290,27 @@ class Registers:
             pair = self.m.result(Op.Bitcast, self.m.type(Vector(f16, 2)), bits)
             pieces.append((self.m.result(Op.CompositeExtract, self.m.type(f16), pair, 0), 1))
         return self.join(f16, pieces)[0]
+
+    def _round_to_bfloat(self, part: int, lanes: int) -> int:
+        """f32 rounded to nearest even with 8 bits, for an OpFConvert that may truncate, as NVIDIA's does.
+
+        It is the upper part of Veltkamp's splitting, by one product and additions, which are cheaper than integers.
+        From 2**110 on, where the product could overflow, and for NaN, the number stays as it is.
+        """
+        floats = shape(f32, lanes)
+        single, flag = self.m.type(floats), self.m.type(shape(bool_, lanes))
+
+        def exact(instruction: int, left: int, right: int) -> int:
+            # Else NVIDIA's compiler takes t - (t - x) for x.
+            result = self.m.result(instruction, single, left, right)
+            self.m.decorate(result, Decoration.NoContraction)
+            return result
+
+        scaled = exact(Op.FMul, part, self.constant(floats, 65537.0))
+        upper = exact(Op.FSub, scaled, exact(Op.FSub, scaled, part))
+        magnitude = self.m.extended(Glsl.FAbs, single, part)
+        small = self.m.result(Op.FOrdLessThan, flag, magnitude, self.constant(floats, 2.0**110))
+        return self.m.result(Op.Select, single, small, upper, part)
 
     def bitcast(self, source: ValueType, result: ValueType, parts: Parts) -> Parts:
         """The same bits as another type of the same size."""

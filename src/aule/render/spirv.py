@@ -11,7 +11,8 @@ Drivers are not asked for more than they said they can do, with three decisions 
 * f32 to f16 must round to nearest even, which Vulkan leaves to the driver. Where the target lists
   ``shaderRoundingModeRTEFloat16`` the mode is declared for the whole kernel; else conversions that go straight to a
   buffer are decorated with the rounding mode, and all others are done in integers. Fragments are left to the driver,
-  except that those that become bf16 are rounded before.
+  except that those that become bf16 are rounded before, as are numbers where the target lists
+  ``VK_KHR_shader_bfloat16``, whose conversion may truncate.
 * The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
 
 Shared memory is viewed as scalars and as vectors where the target lists ``VK_KHR_workgroup_memory_explicit_layout``
@@ -25,9 +26,10 @@ Arithmetic on 16- and 8-bit integers is used where the target lists ``shaderInt1
 from __future__ import annotations
 
 from aule.artifact import Artifact
+from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
-from aule.ir.types import Fragment, Pointer, Scalar, bf16, element, f16, f32, i8, i16, u8, u16
+from aule.ir.types import Fragment, Pointer, Scalar, Vector, bf16, element, f16, f32, i8, i16, u8, u16
 from aule.render._spirv_kernel import RTE_HALF, KernelRenderer
 from aule.render._spirv_memory import access_unit
 from aule.render._spirv_ops import Capability
@@ -115,12 +117,21 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
     packed |= set() if target.storage8 else {i8, u8} & present
     if packed:
         present |= {u16, u8}
+    converts = u16 in computable and target.storage16
     return Legal(
         soft=frozenset(soft),
         packed=frozenset(packed),
         widened=frozenset({i8, u8, i16, u16} & present - computable),
         int64=target.int64 or not any(t.bits == 64 and t.is_int for t in present),
+        float_to_bfloat=_float_to_bfloat if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
+        pairs=converts,
     )
+
+
+def _float_to_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16."""
+    lanes = lanes_of(value.type)
+    return b.bitcast(b.cast(value, bf16), u16 if lanes == 1 else Vector(u16, lanes))
 
 
 def _half_stays_in_memory(kernel: KernelIR) -> bool:

@@ -13,7 +13,7 @@ from aule.tile.rows import RowArray, Source
 if TYPE_CHECKING:
     from aule.tile.spans import Part, Span
 
-_Place = tuple[int, int, int]
+Place = tuple[int, int, int]
 """Number of an array, of a row and of a part."""
 
 
@@ -22,8 +22,8 @@ class Carried(Early):
 
     def __init__(self, span: Span, arrays: Sequence[RowArray]) -> None:
         super().__init__(span, arrays)
-        self._next: dict[_Place, Var] = {}
-        self._now: dict[_Place, Value] = {}
+        self._next: dict[Place, Var] = {}
+        self._now: dict[Place, Value] = {}
 
     def start(self, first: Value, last: Value, step: Value) -> None:
         def load() -> None:
@@ -32,7 +32,8 @@ class Carried(Early):
         self.rows.take(self.b.min(first, last - 1), load)
 
     def advance(self, block: Value, last: Value, step: Value) -> None:
-        self._now = {place: variable.value for place, variable in self._next.items()}
+        for place, variable in self._next.items():
+            self.arrived(place, variable.value)
 
         def load() -> None:
             for place, value in self._loaded().items():
@@ -41,7 +42,11 @@ class Carried(Early):
         # Behind the last block comes that one again, which costs less than to ask each time.
         self.rows.take(self.b.min(block + step, last - 1), load)
 
-    def _loaded(self) -> dict[_Place, Value]:
+    def arrived(self, place: Place, value: Value) -> None:
+        """Have a part of the block that is worked on at hand."""
+        self._now[place] = value
+
+    def _loaded(self) -> dict[Place, Value]:
         """The parts of the rows that `Rows` has now."""
         found, span = {}, self.span
         for i, array in enumerate(self.arrays):

@@ -33,7 +33,7 @@ from aule.tile.matrix import divmod_const
 if TYPE_CHECKING:
     from aule.tile.early import Early
 
-Through = Literal["shared", "registers"]
+Through = Literal["shared", "registers", "parked", "parked alone"]
 
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
@@ -63,7 +63,8 @@ class RowShape:
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
     through : str
         Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
-        (`aule.tile.carried`).
+        (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
+        that comes ahead (`aule.tile.parked`).
     """
 
     threads: int = 1

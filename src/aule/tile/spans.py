@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aule.ir import Value
 from aule.ir.types import Vector, element, i32, u32
@@ -19,6 +19,7 @@ from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
 if TYPE_CHECKING:
     from aule.tile.column_sums import ColumnSums
 
+ColumnReads = Literal["held", "late", "again"]
 _LINE = 64
 """Bytes of a cache line."""
 
@@ -41,6 +42,9 @@ class SpanShape:
         Where it is not: parts that are under way together.
     scratch : int
         Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
+    columns : str
+        Where it is kept in registers: arrays of one number for each column are ``held`` from the start, as rows are;
+        read ``late``, when a pass first wants them; or ``again`` in each pass that does. Either spares registers.
     """
 
     width: int
@@ -49,6 +53,7 @@ class SpanShape:
     tail: int = 0
     unroll: int = 4
     scratch: int = 0
+    columns: ColumnReads = "held"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +167,7 @@ class Span:
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
         self._fetched: tuple[Source, ...] = ()
+        self._again = shape.columns == "again"
         self.early: Early | None = None
         """Where rows come from that are read ahead of their turn."""
 
@@ -174,7 +180,8 @@ class Span:
         if self.rows.vectors:
             self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
         early = self.early
-        wanted = [x for x in sources if early is None or isinstance(x, Columns) or not early.holds(x)]
+        held = self.shape.columns == "held"
+        wanted = [x for x in sources if (held if isinstance(x, Columns) else early is None or not early.holds(x))]
         if self.shape.parts:
             for number in range(self.shape.parts):
                 for source in wanted:
@@ -362,10 +369,18 @@ class Span:
         """Elements of an array at a part; once, where rows are kept in registers."""
         early = self.early
         if isinstance(what, Columns):
-            return self._once(part, -1, what, lambda: self.load(part, what.array, what.start))
+            return self._once(part, -1, what, lambda: self._columns(part, what), self._passes * self._again)
         if early is not None and early.holds(what):
             return self._once(part, part.row, what, lambda: early.read(part, what), self._passes)
         return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
+
+    def _columns(self, part: Part, what: Columns) -> Value:
+        """Elements of an array of columns at a part."""
+        start, rows = what.start, self.rows
+        if self._again and rows.shape.loops:
+            # Adds 0, which no compiler knows: NVIDIA's would else read them before the loop and keep them.
+            start = start + rows.b.cast(rows.b.min(rows.numbers[0], 0), element(start.type))
+        return self.load(part, what.array, start)
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""

@@ -50,6 +50,10 @@ class Legal:
     """Widest vector."""
     half_to_float: Convert | None = None
     """The language's own exact conversion of fp16 bits, for soft f16."""
+    float_to_bfloat: Convert | None = None
+    """The language's own conversion to bf16 bits, for soft bf16."""
+    pairs: bool = False
+    """Vectors of soft bf16 are read as words of two (`soft_half`)."""
 
 
 def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
@@ -60,7 +64,7 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
     kernel = votes(hints(kernel))
     if legal.soft & _elements(kernel):
-        kernel = soft_half(kernel, legal.soft, legal.half_to_float)
+        kernel = soft_half(kernel, legal.soft, legal.half_to_float, legal.float_to_bfloat, legal.pairs)
     if legal.packed & _elements(kernel):
         kernel = pack_memory(kernel, legal.packed)
     if legal.widened & _elements(kernel):

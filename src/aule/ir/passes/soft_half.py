@@ -25,6 +25,7 @@ def soft_half(
     soft: Iterable[Scalar],
     half_to_float: Convert | None = None,
     float_to_bfloat: Convert | None = None,
+    pairs: bool = False,
 ) -> KernelIR:
     """Replace registers and memory of the types in ``soft`` (f16, bf16) by their bits.
 
@@ -39,8 +40,11 @@ def soft_half(
         Without it, integers do it.
     float_to_bfloat : callable, optional
         A built-in of the language that rounds to bf16: f32 to u16 of the same shape. Without it, integers do it.
+    pairs : bool
+        Vectors of bf16 are widened as words of two, for compilers that do not see that half a word which is shifted
+        back to its place need not move.
     """
-    return _SoftHalf(kernel, frozenset(soft), half_to_float, float_to_bfloat).run()
+    return _SoftHalf(kernel, frozenset(soft), half_to_float, float_to_bfloat, pairs).run()
 
 
 class _SoftHalf(Rewriter):
@@ -50,9 +54,11 @@ class _SoftHalf(Rewriter):
         soft: frozenset[Scalar],
         half_to_float: Convert | None,
         float_to_bfloat: Convert | None,
+        pairs: bool,
     ) -> None:
         super().__init__(kernel)
         self._soft = soft
+        self._pairs = pairs
         self._half_to_float = half_to_float
         self._float_to_bfloat = float_to_bfloat
         for opcode, info in OPS.items():
@@ -119,6 +125,8 @@ class _SoftHalf(Rewriter):
         return self.b.bitcast(self.value(op.args[0]), self.register(op.result.type))
 
     def _widen(self, old: Value) -> Value:
+        if self._pairs and element(old.type) != f16 and lanes_of(old.type) > 1 and not _put_together(old):
+            return pairs_to_floats(self.b, self.value(old))
         bits = self.b.cast(self.value(old), u32)
         if element(old.type) != f16:
             return self.b.bitcast(bits << 16, shaped(f32, lanes_of(bits.type)))
@@ -138,6 +146,19 @@ def float_to_bfloat(b: Builder, value: Value) -> Value:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     # Rounding could carry a NaN's mantissa into infinity; setting its top bit cannot.
     return b.select((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
+
+
+def pairs_to_floats(b: Builder, bits: Value) -> Value:
+    """A vector of bf16 bits as f32, exactly: one operation each."""
+    lanes = lanes_of(bits.type)
+    words = b.bitcast(bits, shaped(u32, lanes // 2))
+    halves = [b.unpack(b.bitcast(half, shaped(f32, lanes // 2))) for half in (words << 16, words & 0xFFFF0000)]
+    return b.vector([x for pair in zip(*halves, strict=True) for x in pair])
+
+
+def _put_together(value: Value) -> bool:
+    """Whether a vector was made of single elements, which are not in words yet."""
+    return value.op is not None and value.op.opcode in ("make_vector", "splat", "permute")
 
 
 def float_to_half(b: Builder, value: Value) -> Value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from aule.ir import KernelIR, Value
+from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS
 from aule.ops.norm.problem import STATISTICS
 from aule.ops.rowwise import RowConfig, RowKernel
@@ -43,6 +43,8 @@ class Normalised:
         What ``also`` was not told: the rest of the mean.
     sums : list of PerRow
         Of what was asked for along the way.
+    near : Source or Derived
+        Without ``mean``, but not without ``shift``.
     """
 
     centred: Source | Derived
@@ -50,6 +52,14 @@ class Normalised:
     scale: PerRow
     shift: PerRow | None
     sums: list[PerRow]
+    near: Source | Derived
+
+    def scaled(self, b: Builder) -> Callable[[Part], Value]:
+        """What they are in the end: by one operation each."""
+        if self.shift is None:
+            return lambda p: p[self.near] * p[self.scale]
+        offset = self.shift.map(lambda m, r: m * -r, self.scale)
+        return lambda p: b.fma(p[self.near], p[self.scale], p[offset])
 
 
 def normalise(
@@ -68,14 +78,14 @@ def normalise(
 
     if not center:
         squares, *sums = span.sums(square(x), *extra(x))
-        return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums)
+        return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums, x)
     mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
     near = Derived(lambda p: p[x] - p[mean])
     left, squares, *sums = span.sums(lambda p: p[near], square(near), *extra(near))
     shift = left.map(lambda s: s * inverse)
     variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), shift)
     scale = variance.map(lambda v: b.unary("rsqrt", v + eps))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums)
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
 
 
 def recall(k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Value], Term]]) -> Normalised:
@@ -83,7 +93,7 @@ def recall(k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Val
     mean, scale, shift = (k.rows.get(k.statistic(number)) for number in range(STATISTICS))
     near = Derived(lambda p: p[x] - p[mean])
     sums = k.span.sums(*(lambda p, f=f: f(p, p[near]) for f in also))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums)
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
 
 
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
@@ -109,11 +119,12 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
             assert found.mean is not None and found.shift is not None
             for number, statistic in enumerate((found.mean, found.scale, found.shift)):
                 rows.put(k.statistic(number, "write"), statistic)
+        scaled = found.scaled(b)
 
         def write(p: Part) -> None:
             if "h" in out:
                 p.store(out["h"], p[x])
-            p.store(out["y"], affine(p, p[found.centred] * p[found.scale], weight, bias))
+            p.store(out["y"], affine(p, scaled(p), weight, bias))
 
         span.each(write)
 
@@ -123,9 +134,9 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
 
 def affine(p: Part, value: Value, weight: Columns | None, bias: Columns | None) -> Value:
     """A normalised part with weight and bias."""
-    if weight is not None:
-        value = value * p[weight]
-    return value if bias is None else value + p[bias]
+    if weight is None:
+        return value if bias is None else value + p[bias]
+    return value * p[weight] if bias is None else p.span.rows.b.fma(value, p[weight], p[bias])
 
 
 def rows_read(operands: Iterable[str]) -> list[str]:
@@ -185,7 +196,8 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
             to = rows.source(result)
         span.each(write, list(sums.values()))
 
-    rows.run(add_up if len(arrays) == 1 else body, k.read_ahead(*arrays.values()))
+    often = arrays.get("h", arrays.get("x", arrays["dy"]))
+    rows.run(add_up if len(arrays) == 1 else body, k.read_ahead(list(arrays.values()), often))
     for total in sums.values():
         total.finish()
     return k.finish()
