@@ -171,25 +171,26 @@ class _Stream:
     def _products(
         self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, guarded: Value | None
     ) -> None:
-        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory. ``guarded`` is the
-        condition under which values are looked over, None where they never are."""
+        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory: the first before the
+        loop, which then need not keep its registers. ``guarded`` is the condition under which values are looked over,
+        None where they never are."""
         b, engine, shape = self.b, self.engine, self.config.shape
         parts, width, chunks = shape.block_kv // shape.part, shape.part_cols, shape.part // shape.chunk_v
+        engine.store_p(S, [row[:width] for row in p])
         if parts == 1:
-            engine.store_p(S, p)
             with b.loop(0, chunks, name="chunk") as chunk:
                 self._accumulate(O, tile, chunk, chunk, chunks, guarded)
             return
         with b.loop(0, parts, name="part") as part:
-            for i in range(parts):
-                with b.if_(b.eq(part, i)):
-                    engine.store_p(S, [row[i * width : (i + 1) * width] for row in p])
             if chunks == 1:
                 self._accumulate(O, tile, b.const(0, i32), part, parts, guarded)
             else:
                 with b.loop(0, chunks, name="chunk") as chunk:
                     self._accumulate(O, tile, chunk, part * chunks + chunk, parts * chunks, guarded)
             engine.rows_barrier()  # everyone has read this part
+            for i in range(1, parts):
+                with b.if_(b.eq(part, i - 1)):
+                    engine.store_p(S, [row[i * width : (i + 1) * width] for row in p])
 
     def _accumulate(
         self, O: RegisterTile, tile: Value, chunk: Value, number: Value, count: int, guarded: Value | None
