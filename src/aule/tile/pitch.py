@@ -24,5 +24,7 @@ class Pitch:
 
     def at(self, row: _Number) -> _Number:
         """Where a row begins; where so many end, if they are a multiple of ``every``."""
-        start = row * self.stride
-        return start + (row >> (self.every.bit_length() - 1)) * self.push if self.push else start
+        if not self.push:
+            return row * self.stride
+        pushed = row >> (self.every.bit_length() - 1)
+        return row * self.stride + pushed * self.push

@@ -75,6 +75,9 @@ class SimtShape:
         l waits in shared memory while the products run, and otherwise in registers.
     down : bool
         Products go down their columns, instead of along their rows.
+    ahead_k, ahead_v : int
+        How many positions of the summed dimension the first product's operands, and the second's, are read ahead. The
+        first of them are read before the next chunk is fetched, and come while its addresses are computed.
     """
 
     block_q: int
@@ -90,6 +93,8 @@ class SimtShape:
     apart: bool = False
     sums_kept: bool = True
     down: bool = False
+    ahead_k: int = 0
+    ahead_v: int = 0
 
     @property
     def part(self) -> int:
@@ -291,6 +296,15 @@ class Chunk:
 
     def per_thread(self, threads: int) -> int:
         return -(-self.quads // threads)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A factor of a product in shared memory: where it begins, and how its rows lie."""
+
+    memory: Value
+    start: Value
+    pitch: Pitch
 
 
 class Simt:
@@ -526,18 +540,23 @@ class Simt:
 
     # -- products --------------------------------------------------------------------------------------------------
 
-    def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:
-        """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``."""
-        self.multiply_chunks(S, self.q, offset, chunk)
+    def multiply_scores(
+        self, S: RegisterTile, offset: Value, chunk: Value, fetch: Callable[[], None] | None = None
+    ) -> None:
+        """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``; ``fetch`` starts to fetch the next chunk."""
+        self.multiply_chunks(S, self.q, offset, chunk, fetch)
 
-    def multiply_chunks(self, tile: RegisterTile, resident: Value | None, offset: Value, chunk: Value) -> None:
+    def multiply_chunks(
+        self, tile: RegisterTile, resident: Value | None, offset: Value, chunk: Value,
+        fetch: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """The same for any tile: the left factor is ``resident``, or a chunk of it in the stage as well."""
-        depth, right = self.shape.chunk_k, offset + self.k_chunk.start
-        if resident is None:
-            self.multiply(tile, self.stage, offset, self.q_chunk.pitch, right, self.k_chunk.pitch, depth)
-        else:
+        left = Operand(self.stage, offset, self.q_chunk.pitch)
+        if resident is not None:
             pitch = self.shape.resident_pitch
-            self.multiply(tile, resident, chunk * pitch.at(depth), pitch, right, self.k_chunk.pitch, depth)
+            left = Operand(resident, chunk * pitch.at(self.shape.chunk_k), pitch)
+        right = Operand(self.stage, offset + self.k_chunk.start, self.k_chunk.pitch)
+        self.multiply(tile, left, right, self.shape.chunk_k, self.shape.ahead_k, fetch)
 
     def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
         """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible. Columns
@@ -573,32 +592,49 @@ class Simt:
 
         return key
 
-    def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
-        """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
-        self.multiply_rows(O, self.shape.p_pitch, offset, self.value_cols, chunk)
+    def multiply_values(
+        self, O: RegisterTile, offset: Value, chunk: Value, fetch: Callable[[], None] | None = None
+    ) -> None:
+        """``O += P_chunk @ V_chunk`` out of the stage at ``offset``; ``fetch`` starts to fetch the next chunk."""
+        self.multiply_rows(O, self.shape.p_pitch, offset, self.value_cols, chunk, fetch)
 
-    def multiply_rows(self, tile: RegisterTile, pitch: Pitch, offset: Value, cols: int, chunk: Value) -> None:
+    def multiply_rows(
+        self, tile: RegisterTile, pitch: Pitch, offset: Value, cols: int, chunk: Value,
+        fetch: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """The same for any tile, of ``cols`` columns with padding, P lying as ``pitch`` says."""
-        depth = self.shape.chunk_v
-        self.multiply(tile, self.p, chunk * pitch.at(depth), pitch, offset, Pitch(cols), depth)
+        left = Operand(self.p, chunk * pitch.at(self.shape.chunk_v), pitch)
+        right = Operand(self.stage, offset, Pitch(cols))
+        self.multiply(tile, left, right, self.shape.chunk_v, self.shape.ahead_v, fetch)
 
     def multiply(
-        self, tile: RegisterTile, left: Value, left_start: Value, left_pitch: Pitch,
-        right_start: Value, right_pitch: Pitch, depth: int,
+        self, tile: RegisterTile, left: Operand, right: Operand, depth: int, ahead: int,
+        fetch: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        """``tile += left^T @ right``: both have ``depth`` rows, ``left`` those of Q or P, the stage those of K or V."""
+        """``tile += left^T @ right``: both have ``depth`` rows, the left one those of Q or P, the right one those of K
+        or V. Operands are read ``ahead`` rows before their turn, the first of them before what is to be fetched."""
         b, shape, strip = self.b, self.shape, tile.row_strip
         acc = tile.values()
         rows, cols = range(0, len(acc), strip), range(0, len(acc[0]), tile.strip)
-        left_base, right_base = left_start + self.ty * strip, right_start + self.tx * tile.strip
-        for k in range(depth):
+        left_base, right_base = left.start + self.ty * strip, right.start + self.tx * tile.strip
+
+        def read(k: int) -> tuple[list[Value], list[Value]]:
             x: list[Value] = []
             for r in rows:
-                x += b.unpack(b.load(left, left_base + (left_pitch.at(k) + r * shape.threads_y), strip))
+                x += b.unpack(b.load(left.memory, left_base + (left.pitch.at(k) + r * shape.threads_y), strip))
             y: list[Value] = []
             for c in cols:
-                place = right_base + (right_pitch.at(k) + c * shape.threads_x)
-                y += b.unpack(b.load(self.stage, place, tile.strip))
+                place = right_base + (right.pitch.at(k) + c * shape.threads_x)
+                y += b.unpack(b.load(right.memory, place, tile.strip))
+            return x, y
+
+        waiting = [read(k) for k in range(ahead)]
+        if fetch is not None:
+            fetch()
+        for k in range(depth):
+            if k + ahead < depth:
+                waiting.append(read(k + ahead))
+            x, y = waiting.pop(0)
             if shape.down:
                 for c, r in _serpentine(len(y), len(x)):
                     acc[r][c] = b.fma(y[c], x[r], acc[r][c])

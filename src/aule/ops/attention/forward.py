@@ -141,12 +141,15 @@ class _Stream:
                 first = engine.q_chunk.per_thread(shape.threads)
             engine.commit(self.stager, first, engine.k_chunk, rotated=self._rotated(self.block.k, chunk))
             b.barrier()
-            with b.if_(chunk + 1 < chunks):
-                self._fetch_k(k_starts, chunk + 1)
-            if not shape.late:
-                with b.else_():
-                    self._fetch_v(tile, b.const(0, i32))
-            engine.multiply_scores(S, self.stager.offset.value, chunk)
+
+            def fetch(chunk: Value = chunk) -> None:
+                with b.if_(chunk + 1 < chunks):
+                    self._fetch_k(k_starts, chunk + 1)
+                if not shape.late:
+                    with b.else_():
+                        self._fetch_v(tile, b.const(0, i32))
+
+            engine.multiply_scores(S, self.stager.offset.value, chunk, fetch)
             self.stager.advance()
         if shape.late:
             self._fetch_v(tile, b.const(0, i32))
@@ -203,13 +206,17 @@ class _Stream:
             with nullcontext() if guarded.constant else b.if_(guarded):
                 self._flag_wild(quads, step)
         b.barrier()
-        with b.if_(number + 1 < count):
-            self._fetch_v(tile, number + 1)
-        with b.else_():
-            self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+
+        def fetch() -> None:
+            with b.if_(number + 1 < count):
+                self._fetch_v(tile, number + 1)
+            with b.else_():
+                self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+
         if guarded is None:
-            engine.multiply_values(O, self.stager.offset.value, chunk)
+            engine.multiply_values(O, self.stager.offset.value, chunk, fetch)
         else:
+            fetch()
             with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
                 engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
             with b.else_():
