@@ -20,13 +20,16 @@ from aule.engine.fused import result_views
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
 from aule.ops.linear.config import FragmentBlocks, ProductConfig, WarpgroupBlocks
+from aule.ops.linear.plan import Given, product_step
 from aule.target import NVIDIA_LAYOUT
 from aule.view import TensorView, contiguous_strides
 
 SPEC = CATALOGUE["layer_norm_linear"]
 NAMES = [operand.name for operand in SPEC.operands]
 TINY = FragmentBlocks(32, 32, 32, down=2, along=1, stages=3)
-VULKAN = replace(fragment_target(""), backend="vulkan", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"))
+VULKAN = replace(
+    fragment_target(""), backend="vulkan", vendor="nvidia", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32")
+)
 TARGETS_OF = {
     "copied": fragment_target(),
     "carried": VULKAN,
@@ -97,11 +100,53 @@ def test_warpgroups(rows: int, sizes: tuple[int, int, int], made: set[str], monk
     assert seen == made
 
 
+@pytest.mark.parametrize("sizes", [(150, 128, 64), (64, 64, 200)], ids=["rows", "columns"])
+def test_lines(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows normalised before, and products through registers in lines, with tiles that are moved back at the ends."""
+    tile = replace(blocks.LINES, rows=64, cols=64)
+    monkeypatch.setattr(blocks, "LINES", tile)
+    monkeypatch.setattr(blocks, "CARRIED", (replace(tile, depth=32, stages=2),))
+    monkeypatch.setattr(blocks, "_SHARING", 1)
+    given = arrays(np.float16, *sizes)
+    assert SPEC.gradient is not None
+    seen = {}
+    for spec, operands in ((SPEC, {n: x for n, x in given.items() if n != "dy"}), (SPEC.gradient, given)):
+        call = bound(spec, operands, {})
+        configs = [step.config for step in spec.plan(call.problem, call.views | result_views(call), VULKAN).steps]
+        seen |= {config.name: config for config in configs if isinstance(config, ProductConfig)}
+        found, right = interpreted(spec, operands, {}, VULKAN), reference(spec, operands, {})
+        for name, values in right.items():
+            assert error(found[name], values) < 1e-3, name
+    assert not any(config.left.norm or config.right.norm for config in seen.values())
+    stages = {name: config.blocks.stages for name, config in seen.items() if isinstance(config.blocks, FragmentBlocks)}
+    # The depth of dX is the number of features.
+    features = 1 if sizes[2] % tile.depth == 0 else 2
+    assert stages == {"layer_norm_linear": 1, "linear_backward": features, "linear_weight_backward": 2}
+
+
+def test_lines_of_one_stride() -> None:
+    """Rows that more than one stride finds, few columns that share a row, and depths that are not whole lines."""
+    device = replace(VULKAN, compute_units=4)
+
+    def chosen(left: TensorView, n: int, k: int) -> int:
+        weight, out = (TensorView("f16", shape, contiguous_strides(shape), "d", None) for shape in ((n, k), (1024, n)))
+        config = product_step("y", "f16", Given("x", left), Given("weight", weight), ("y", out), device).config
+        assert isinstance(config.blocks, FragmentBlocks)
+        assert blocks.normalises_before(device, config.blocks, n) == (n >= 512)
+        return config.blocks.stages
+
+    rows = TensorView("f16", (1024, 64), (64, 1), "d", None)
+    assert chosen(rows, 512, 64) == 1
+    assert chosen(rows, 256, 64) == 1
+    assert chosen(replace(rows, shape=(4, 256, 64), strides=(64 * 257, 64, 1)), 512, 64) == 2
+    assert chosen(replace(rows, shape=(1024, 96), strides=(96, 1)), 512, 96) == 2
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_tiles_fit(dtype: str) -> None:
     """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
     for left, right in ((False, False), (False, True), (True, True)):
-        for table, target in ((blocks.COPIED, 227 << 10), (blocks.CARRIED, 48 << 10)):
+        for table, target in ((blocks.COPIED, 227 << 10), ((blocks.LINES, *blocks.CARRIED), 48 << 10)):
             assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
     assert all(tile.shared_bytes <= 227 << 10 for tile, _ in blocks.WARPGROUPS)
     chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)

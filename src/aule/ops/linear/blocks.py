@@ -35,6 +35,12 @@ CARRIED = (
     FragmentBlocks(64, 64, 32, down=2, along=2, stages=2),
 )
 """Through registers."""
+LINES = FragmentBlocks(128, 128, 64, down=2, along=2, stages=1)
+"""Through registers, as they are and in lines of 128 bytes, where stored rows of a factor lie along the depth (H200,
+Vulkan, bf16, 4096 x 4096 x 4096, TFLOPS of the first of `CARRIED` and of this: forward 256 and 332, dX 296 and 333; dW,
+whose lines are whole either way, 327 and 317)."""
+_SHARING = 4
+"""Tiles that must share a row for it to be normalised before."""
 _SIMT = tuple(
     SimtShape(size, size, x, 16, chunk_k=depth, chunk_v=QUAD, resident_q=False, block_p=QUAD)
     for size, x, depth in ((128, 16, 16), (64, 8, 16), (64, 8, 8))
@@ -61,14 +67,14 @@ def choose_blocks(
     left_across: bool,
     right_across: bool,
     aligned: bool,
-    warpgroups: bool = False,
+    plain: bool = False,
     packed: bool = False,
 ) -> Blocks:
     """Tiles for a product of ``sizes`` m, n and k: the largest that fit and leave no unit without one.
 
     ``aligned`` says that both factors can be read in whole runs: elements that come one by one take so many registers
-    that only a small tile has room beside them. ``warpgroups`` says that their products may be taken,
-    ``packed`` that the right factor will have been packed.
+    that only a small tile has room beside them. ``plain`` says that they are multiplied as they are, ``packed`` that
+    the right factor will have been packed.
     """
     m, n, k = sizes
     if target.backend == "cpu":
@@ -83,10 +89,12 @@ def choose_blocks(
     if dtype in ("f16", "bf16") and multiplies(target, dtype) and uniform(target):
         copies = aligned and k % COPIED_DEPTH == 0 and copies_past_registers(target)
         table = COPIED if copies else CARRIED if aligned else CARRIED[-1:]
-        if copies and warpgroups and has_warpgroups(target, dtype):
+        if copies and plain and has_warpgroups(target, dtype):
             found = _choose_warpgroups(target, m, n)
             if found is not None:
                 return found
+        if not copies and aligned and plain and _nvidia_vulkan(target) and not (left_across and right_across):
+            table = (LINES, *table) if k % LINES.depth == 0 and m >= LINES.rows and n >= LINES.cols else table
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]
         fitting = [
@@ -107,6 +115,23 @@ def choose_blocks(
         f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
         f"bytes and {target.max_threads} on {target.name}; use another backend"
     )
+
+
+def normalises_before(target: Target, blocks: Blocks, others: int) -> bool:
+    """Whether rows are normalised by a launch of their own, into a workspace, and not on their way into a product.
+
+    There each is normalised once for every tile along the result's other side, of ``others`` numbers. H200, Vulkan,
+    bf16, 4096 x 4096 x 4096, TFLOPS of the product with the first of `CARRIED`: on the way 178 forward and 197 for dW,
+    before 256 and 327; that is 7 or 9 us for each of 32 tiles, where the launch takes 35.
+    """
+    if isinstance(blocks, FragmentBlocks):
+        return _nvidia_vulkan(target) and blocks.rows >= LINES.rows and others >= _SHARING * LINES.cols
+    return isinstance(blocks, WarpgroupBlocks)
+
+
+def _nvidia_vulkan(target: Target) -> bool:
+    """Where both were measured. Elsewhere rows are normalised on their way."""
+    return target.backend == "vulkan" and target.vendor == "nvidia"
 
 
 def packs(target: Target, m: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from aule.errors import InvalidShapeError
 from aule.ir import KernelIR
-from aule.ops.linear.blocks import choose_blocks, packs
+from aule.ops.linear.blocks import choose_blocks, normalises_before, packs
 from aule.ops.linear.config import (
     Affine,
     Blocks,
@@ -22,6 +22,7 @@ from aule.ops.linear.config import (
 from aule.ops.linear.pack_vector import PackConfig, build_pack, steps_of
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_fragment import build_product_fragment
+from aule.ops.linear.product_lines import build_product_lines
 from aule.ops.linear.product_simt import build_product_simt
 from aule.ops.linear.product_vector import build_product_vector
 from aule.ops.linear.product_warpgroup import build_product_warpgroup
@@ -50,7 +51,7 @@ def plan_layer_norm_linear(
 
     rows = _rows(problem)
     step = product(rows)
-    if isinstance(step.config.blocks, WarpgroupBlocks):
+    if normalises_before(target, step.config.blocks, problem.features):
         return StepPlan((_normalise_step(problem, views, rows, target), step), _room(rows))
     step = product(Given("x", views["x"], norm=_affine(views)))
     statistics, workspace = statistics_step(problem.norm, views["x"], target), {"statistics": 3 * problem.rows}
@@ -99,7 +100,7 @@ def plan_layer_norm_linear_gradient(
 
         rows = replace(_rows(problem), across=True)
         step = weight_step(rows)
-        if isinstance(step.config.blocks, WarpgroupBlocks):
+        if normalises_before(target, step.config.blocks, problem.features):
             steps += [_normalise_step(problem, views, rows, target), step]
             workspace |= _room(rows)
         else:
@@ -143,6 +144,8 @@ def product_step(
         raise InvalidShapeError(f"[{name}] expected matrices of fewer than 2**30 rows, got {max(m, n, k)}; split them")
     aligned = min(view_width(left.view), view_width(right.view)) >= RUN
     plain = left.norm is None and right.norm is None
+    if target.backend == "vulkan":  # where kernels for plain factors step from row to row
+        plain = plain and max(_row_axes(left.view), _row_axes(right.view)) <= 1
     packed = packs(target, m) and right.norm is None  # normalised rows do not go to memory
     blocks = choose_blocks(target, dtype, (m, n, k), left.across, right.across, aligned, plain, packed)
     width = RUN if isinstance(blocks, FragmentBlocks | WarpgroupBlocks) else QUAD
@@ -205,8 +208,8 @@ def _packed(product: Step, target: Target, workspace: dict[str, int]) -> tuple[S
 
 
 def _rows(problem: LayerNormLinearProblem) -> Given:
-    """The normalised rows, in a workspace: for products of warpgroups. On the way into a product each row would be
-    normalised once for every 256 columns of the result, beside matrix units that leave little room for it."""
+    """The normalised rows, in a workspace. On the way into a product each row would be normalised once for every tile
+    along the other side, beside matrix units that leave little room for it."""
     view = TensorView(problem.dtype, problem.shape, contiguous_strides(problem.shape), "device", None)
     return Given("normalised", view)
 
@@ -231,7 +234,7 @@ def build_product(config: ProductConfig, target: Target) -> KernelIR:
     if isinstance(config.blocks, WarpgroupBlocks):
         return build_product_warpgroup(config, target)
     if isinstance(config.blocks, FragmentBlocks):
-        return build_product_fragment(config, target)
+        return (build_product_lines if config.blocks.stages == 1 else build_product_fragment)(config, target)
     return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)
 
 
@@ -240,6 +243,11 @@ def _tile(blocks: Blocks) -> tuple[int, int, int]:
     if not isinstance(blocks, SimtShape):
         return blocks.rows, blocks.cols, blocks.depth
     return blocks.block_q, blocks.block_kv, blocks.chunk_k
+
+
+def _row_axes(view: TensorView) -> int:
+    """By how many strides a row is found."""
+    return len(lay_out(view.shape[:-1], {"rows": view.strides[:-1]}).sizes)
 
 
 def _sizes(view: TensorView) -> tuple[int, int]:

@@ -123,7 +123,8 @@ class _Product:
 
             self._multiply(tile, stage, carry)
             current.value = following
-        self._finish(tile)
+        first = self.row0 + self.sub_row, self.col0 + self.sub_col
+        store_tile(self.p, self.config, tile, first, lambda row: row < self.m, lambda col: col < self.n)
 
     def _turned(self, stage: Value) -> Value:
         """A number of a stage that may have gone once around the ring."""
@@ -154,25 +155,32 @@ class _Product:
             for variable, value in zip(variables, row, strict=True):
                 variable.value = value
 
-    def _finish(self, tile: FragmentTile) -> None:
-        """Store the tile, and add the bias on the way."""
-        b, engine = self.b, self.engine
-        out = Stored(self.p, self.config.out, "write")
-        values = tile.values()
-        first = self.col0 + self.sub_col
-        cols = [first + tile.col(c) for c in range(len(values[0]))]
-        if self.config.bias is not None:
-            added = column_bias(self.p, self.config.bias, cols, self.n, f32)
-            values = [[x + y for x, y in zip(row, added, strict=True)] for row in values]
-        run = engine.run if self.config.out.aligned else 1
-        for r, row in enumerate(values):
-            at = self.row0 + self.sub_row + tile.row(r)
-            with b.if_(at < self.m):
-                start = out.start(at)
-                for c in range(0, len(row), run):
-                    with b.if_(cols[c] < self.n):
-                        parts = b.vector(row[c : c + run])
-                        b.store(out.buffer, out.index(start, cols[c]), b.cast(parts, out.elem))
+
+def store_tile(
+    p: Parameters,
+    config: ProductConfig,
+    tile: FragmentTile,
+    first: tuple[Value, Value],
+    keeps_row: Callable[[Value], Value],
+    keeps_col: Callable[[Value], Value],
+) -> None:
+    """Store a subgroup's tile, whose first row and column are ``first``, and add the bias on the way; of rows and
+    columns that are to be kept."""
+    b, engine, out = p.b, tile.engine, Stored(p, config.out, "write")
+    values = tile.values()
+    cols = [first[1] + tile.col(c) for c in range(len(values[0]))]
+    if config.bias is not None:
+        added = column_bias(p, config.bias, cols, p.number("n"), f32)
+        values = [[x + y for x, y in zip(row, added, strict=True)] for row in values]
+    run = engine.run if config.out.aligned else 1
+    for r, row in enumerate(values):
+        at = first[0] + tile.row(r)
+        with b.if_(keeps_row(at)):
+            start = out.start(at)
+            for c in range(0, len(row), run):
+                with b.if_(keeps_col(cols[c])):
+                    parts = b.vector(row[c : c + run])
+                    b.store(out.buffer, out.index(start, cols[c]), b.cast(parts, out.elem))
 
 
 def tile_of(b: Builder, m: Value, n: Value, rows: int, cols: int, group: int) -> tuple[Value, Value]:
