@@ -3,7 +3,7 @@
 A workgroup is a grid of ``threads_y`` × ``threads_x`` threads. A tile lies over them in strips of up to four rows and
 columns, so that a thread's part of either operand of a product is read sixteen bytes at a time. Both operands lie in
 shared memory with the dimension that is summed over outermost: Q, K and P are transposed on their way in, V is so
-already. Rows there are padded by four elements to keep lanes off each other's banks.
+already. Where rows lie there (`Pitch`) keeps lanes off each other's banks.
 
 Two habits of NVIDIA's hardware decide the order of things; neither costs anything elsewhere.
 
@@ -22,7 +22,7 @@ per step, and the memory's latency passes under the products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Scalar, bool_, f32, i32
@@ -30,9 +30,12 @@ from aule.target import Target
 from aule.tile.kept import KeptRows, RowVariables
 from aule.tile.math import is_finite
 from aule.tile.matrix import QUAD, Matrix, divmod_const
+from aule.tile.pitch import BANKS, Pitch
 from aule.tile.rotary import Angles, Rotary
 
 PAD = 4
+LINE_QUADS = 8
+"""In a line of the cache, which lanes side by side read together."""
 LANES_PER_COLUMN = 2
 """Neighbouring lanes that share ``tx``; ``threads_y`` is a multiple of it."""
 
@@ -72,6 +75,9 @@ class SimtShape:
         l waits in shared memory while the products run, and otherwise in registers.
     down : bool
         Products go down their columns, instead of along their rows.
+    ahead_k, ahead_v : int
+        How many positions of the summed dimension the first product's operands, and the second's, are read ahead. The
+        first of them are read before the next chunk is fetched, and come while its addresses are computed.
     """
 
     block_q: int
@@ -87,6 +93,8 @@ class SimtShape:
     apart: bool = False
     sums_kept: bool = True
     down: bool = False
+    ahead_k: int = 0
+    ahead_v: int = 0
 
     @property
     def part(self) -> int:
@@ -117,6 +125,26 @@ class SimtShape:
         least = padded(cols, self.threads_x)
         return next(w for w in (4, 2, 1) if w == 1 or padded(cols, self.threads_x * w) <= least * 1.07)
 
+    def chunk_pitch(self, rows: int) -> Pitch:
+        """Of a chunk of Q or K: columns of ``rows`` elements. On the way in 32 lanes write an element of each of the
+        chunk's quads at a time, of as many rows as the quads are pushed apart."""
+        return Pitch(rows, QUAD, max(BANKS * QUAD // self.chunk_k, QUAD))
+
+    @property
+    def resident_pitch(self) -> Pitch:
+        """Of Q where it stays, and of another matrix beside it. Brought in once, so that little is lost on the way."""
+        return Pitch(self.block_q + PAD)
+
+    @property
+    def p_pitch(self) -> Pitch:
+        """Of P, whose columns threads write as vectors, each those of its keys that follow each other."""
+        return Pitch(self.block_q, max(min(self.part_cols, self.strip(self.block_kv)), 1), 2 * QUAD)
+
+    @property
+    def turned_pitch(self) -> Pitch:
+        """Of P row by row."""
+        return Pitch(self.block_kv + PAD)
+
     def value_cols(self, value_dim: int) -> int:
         """Columns of O with the padding that spreads them evenly over threads."""
         return padded(max(padded(value_dim, self.threads_x * self.strip(value_dim)), QUAD), QUAD)
@@ -127,11 +155,13 @@ class SimtShape:
 
     def shared_elements(self, head_dim: int, value_dim: int, subgroups: bool) -> dict[str, int]:
         """Length of each shared array, in fp32 elements."""
-        q_row, k_row = self.block_q + PAD, self.block_kv + PAD
-        scores = self.chunk_k * (k_row if self.resident_q else q_row + k_row)
-        sizes = {"stage": 2 * max(scores, self.chunk_v * self.value_cols(value_dim)), "p": self.part * q_row}
+        scores = self.chunk_pitch(self.block_kv).at(self.chunk_k)
+        if not self.resident_q:
+            scores += self.chunk_pitch(self.block_q).at(self.chunk_k)
+        values = self.chunk_v * self.value_cols(value_dim)
+        sizes = {"stage": 2 * max(scores, values), "p": self.p_pitch.at(self.part)}
         if self.resident_q:
-            sizes["q"] = padded(head_dim, self.chunk_k) * q_row
+            sizes["q"] = self.resident_pitch.at(padded(head_dim, self.chunk_k))
         if not subgroups:
             sizes["rows"] = self.block_q * (self.threads_x + 1)
         return sizes
@@ -149,7 +179,7 @@ class SimtShape:
         if self.resident_q:
             sizes["own"] = sizes["q"]
         if sums:
-            sizes["p"] = max(sizes["p"], self.block_q * (self.block_kv + PAD))
+            sizes["p"] = max(sizes["p"], self.turned_pitch.at(self.block_q))
         return sizes
 
     def backward_bytes(self, dim: int, sums: bool) -> int:
@@ -253,9 +283,12 @@ class Chunk:
     cols: int
     start: int
     """Where the chunk begins in its stage, in elements."""
-    stride: int
-    """Elements from one row to the next in shared memory, or from one column to the next when transposed."""
+    pitch: Pitch
+    """Of its rows in shared memory, or of its columns when transposed."""
     transposed: bool = False
+    by_row: bool = False
+    """A thread's quads are all of one row, which needs one address, where that goes even and lanes still read whole
+    lines of the cache."""
 
     @property
     def quads(self) -> int:
@@ -263,6 +296,15 @@ class Chunk:
 
     def per_thread(self, threads: int) -> int:
         return -(-self.quads // threads)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A factor of a product in shared memory: where it begins, and how its rows lie."""
+
+    memory: Value
+    start: Value
+    pitch: Pitch
 
 
 class Simt:
@@ -282,8 +324,6 @@ class Simt:
         self.ty = row_pair * LANES_PER_COLUMN + parity
         self.value_cols = shape.value_cols(value_dim)
         self.head_cols = padded(head_dim, shape.chunk_k)
-        self.q_stride = shape.block_q + PAD  # of Q and P both: they have the rows of the block
-        self.k_stride = shape.block_kv + PAD
         sizes = sizes or shape.shared_elements(head_dim, value_dim, uses_subgroups(target, shape))
         self.stage_size = sizes["stage"] // 2
         self.stage = b.shared("stage", f32, sizes["stage"])
@@ -291,15 +331,16 @@ class Simt:
         self.q = b.shared("q", f32, sizes["q"]) if shape.resident_q else None
         self.own = b.shared("own", f32, sizes["own"]) if "own" in sizes else None
         self.rows_scratch = b.shared("rows", f32, sizes["rows"]) if "rows" in sizes else None
-        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, self.q_stride, transposed=True)
-        k_start = 0 if shape.resident_q else shape.chunk_k * self.q_stride
-        self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, self.k_stride, transposed=True)
-        self.v_chunk = self.row_chunk(value_dim)
+        of_q, of_k = shape.chunk_pitch(shape.block_q), shape.chunk_pitch(shape.block_kv)
+        self.q_chunk = Chunk(shape.block_q, shape.chunk_k, 0, of_q, transposed=True)
+        k_start = 0 if shape.resident_q else of_q.at(shape.chunk_k)
+        self.k_chunk = Chunk(shape.block_kv, shape.chunk_k, k_start, of_k, transposed=True)
+        self.v_chunk = replace(self.row_chunk(value_dim), by_row=True)
 
     def row_chunk(self, value_dim: int) -> Chunk:
         """What one step of a product of ``P V``'s form brings in: whole rows of a matrix of ``value_dim`` columns."""
         cols = self.shape.value_cols(value_dim)
-        return Chunk(self.shape.chunk_v, cols, 0, cols)
+        return Chunk(self.shape.chunk_v, cols, 0, Pitch(cols))
 
     # -- tiles -----------------------------------------------------------------------------------------------------
 
@@ -382,8 +423,12 @@ class Simt:
         """Which row and column of a chunk this thread's ``i``-th quad is, and its number. Neighbouring lanes go along a
         row: eight lanes in eight rows would spare bank conflicts on the way in, but reading eight cache lines at a time
         costs more than that (H200, d128: 30.8 instead of 35.2 TFLOPS)."""
-        b, per_row = self.b, chunk.cols // QUAD
-        number = self.thread + i * self.shape.threads
+        b, per_row, count = self.b, chunk.cols // QUAD, chunk.per_thread(self.shape.threads)
+        number, lanes = self.thread + i * self.shape.threads, per_row // count
+        even = lanes * count == per_row and chunk.quads == count * self.shape.threads
+        if chunk.by_row and even and lanes >= LINE_QUADS:
+            row, quad = divmod_const(b, self.thread, lanes)
+            return row, (quad + i * lanes) * QUAD, number
         if self.shape.threads % per_row == 0:  # all in one column: their addresses differ by constants
             row, quad = divmod_const(b, self.thread, per_row)
             return row + i * (self.shape.threads // per_row), quad * QUAD, number
@@ -449,7 +494,7 @@ class Simt:
                 quad = quad * scale
             if finite:
                 quad = b.vector([b.select(is_finite(b, x), x, b.const(0.0, f32)) for x in b.unpack(quad)])
-            place = c * chunk.stride + r if chunk.transposed else r * chunk.stride + c
+            place = chunk.pitch.at(c) + r if chunk.transposed else chunk.pitch.at(r) + c
             index = stager.offset.value + place + chunk.start
             if (i + 1) * self.shape.threads > chunk.quads:
                 inside = number < chunk.quads
@@ -466,7 +511,7 @@ class Simt:
             self.b.store(self.stage, index, quad)
             return
         for e, x in enumerate(self.b.unpack(quad)):
-            self.b.store(self.stage, index + e * chunk.stride, x)
+            self.b.store(self.stage, index + e * chunk.pitch.stride, x)
 
     def load_resident(self, memory: Value, source: Matrix, row: Value, scale: Value | None = None) -> None:
         """Bring all of a block of rows into shared memory, scaled and transposed."""
@@ -480,8 +525,9 @@ class Simt:
                 if source.rotary is not None:
                     value = b.vector(self._turned(source, row + r, start, col, b.unpack(value)))
                 quad_values = value if scale is None else value * scale
+                pitch = self.shape.resident_pitch
                 for e, x in enumerate(b.unpack(quad_values)):
-                    b.store(memory, (quad * QUAD + e) * self.q_stride + r, x)
+                    b.store(memory, pitch.at(quad * QUAD) + (e * pitch.stride + r), x)
 
     def _turned(self, source: Matrix, row: Value, start: Value, col: Value, x: list[Value]) -> list[Value]:
         """A quad of Q, rotated."""
@@ -494,10 +540,23 @@ class Simt:
 
     # -- products --------------------------------------------------------------------------------------------------
 
-    def multiply_scores(self, S: RegisterTile, offset: Value, chunk: Value) -> None:
-        """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``."""
-        q, start = (self.stage, offset) if self.q is None else (self.q, chunk * (self.shape.chunk_k * self.q_stride))
-        self.multiply(S, q, start, offset + self.k_chunk.start, self.k_stride, self.shape.chunk_k)
+    def multiply_scores(
+        self, S: RegisterTile, offset: Value, chunk: Value, fetch: Callable[[], None] | None = None
+    ) -> None:
+        """``S += Q_chunk @ K_chunk^T`` out of the stage at ``offset``; ``fetch`` starts to fetch the next chunk."""
+        self.multiply_chunks(S, self.q, offset, chunk, fetch)
+
+    def multiply_chunks(
+        self, tile: RegisterTile, resident: Value | None, offset: Value, chunk: Value,
+        fetch: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """The same for any tile: the left factor is ``resident``, or a chunk of it in the stage as well."""
+        left = Operand(self.stage, offset, self.q_chunk.pitch)
+        if resident is not None:
+            pitch = self.shape.resident_pitch
+            left = Operand(resident, chunk * pitch.at(self.shape.chunk_k), pitch)
+        right = Operand(self.stage, offset + self.k_chunk.start, self.k_chunk.pitch)
+        self.multiply(tile, left, right, self.shape.chunk_k, self.shape.ahead_k, fetch)
 
     def store_p(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
         """Put a part of P where all threads of a row can read it; the next commit's barrier makes it visible. Columns
@@ -507,13 +566,14 @@ class Simt:
             start = c // width * self.shape.threads_x * width + c % width
             for r in range(0, len(values), strip):
                 column = self.b.vector([row[c] for row in values[r : r + strip]])
-                self.b.store(self.p, (self.tx * width + start) * self.q_stride + self.row(r), column)
+                self.b.store(self.p, self.shape.p_pitch.at(self.tx * width + start) + self.row(r), column)
 
     def store_p_transposed(self, S: RegisterTile, values: Sequence[Sequence[Value]]) -> None:
-        """Put all of P there row by row, `k_stride` elements apart: the left factor of ``P^T @ right``."""
+        """Put all of P there row by row: the left factor of ``P^T @ right``."""
         for r, row in enumerate(values):
             for c in range(0, len(row), S.strip):
-                self.b.store(self.p, self.row(r) * self.k_stride + S.col(c), self.b.vector(list(row[c : c + S.strip])))
+                place = self.shape.turned_pitch.at(self.row(r)) + S.col(c)
+                self.b.store(self.p, place, self.b.vector(list(row[c : c + S.strip])))
 
     def value_order(self, number: Value) -> Callable[[Value], Value] | None:
         """Which key of its tile each row of the ``number``-th chunk of V is, so that V meets P's columns as `store_p`
@@ -532,29 +592,49 @@ class Simt:
 
         return key
 
-    def multiply_values(self, O: RegisterTile, offset: Value, chunk: Value) -> None:
-        """``O += P_chunk @ V_chunk`` out of the stage at ``offset``."""
-        start = chunk * (self.shape.chunk_v * self.q_stride)
-        self.multiply(O, self.p, start, offset, self.value_cols, self.shape.chunk_v)
+    def multiply_values(
+        self, O: RegisterTile, offset: Value, chunk: Value, fetch: Callable[[], None] | None = None
+    ) -> None:
+        """``O += P_chunk @ V_chunk`` out of the stage at ``offset``; ``fetch`` starts to fetch the next chunk."""
+        self.multiply_rows(O, self.shape.p_pitch, offset, self.value_cols, chunk, fetch)
+
+    def multiply_rows(
+        self, tile: RegisterTile, pitch: Pitch, offset: Value, cols: int, chunk: Value,
+        fetch: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """The same for any tile, of ``cols`` columns with padding, P lying as ``pitch`` says."""
+        left = Operand(self.p, chunk * pitch.at(self.shape.chunk_v), pitch)
+        right = Operand(self.stage, offset, Pitch(cols))
+        self.multiply(tile, left, right, self.shape.chunk_v, self.shape.ahead_v, fetch)
 
     def multiply(
-        self, tile: RegisterTile, left: Value, left_start: Value, right_start: Value, right_stride: int, depth: int,
-        left_stride: int | None = None,
+        self, tile: RegisterTile, left: Operand, right: Operand, depth: int, ahead: int,
+        fetch: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        """``tile += left^T @ right``: both have ``depth`` rows, ``left`` those of Q or P, which are ``left_stride``
-        (`q_stride`, when None) apart, the stage those of K or V."""
+        """``tile += left^T @ right``: both have ``depth`` rows, the left one those of Q or P, the right one those of K
+        or V. Operands are read ``ahead`` rows before their turn, the first of them before what is to be fetched."""
         b, shape, strip = self.b, self.shape, tile.row_strip
         acc = tile.values()
         rows, cols = range(0, len(acc), strip), range(0, len(acc[0]), tile.strip)
-        left_base, stride = left_start + self.ty * strip, self.q_stride if left_stride is None else left_stride
-        right_base = right_start + self.tx * tile.strip
-        for k in range(depth):
+        left_base, right_base = left.start + self.ty * strip, right.start + self.tx * tile.strip
+
+        def read(k: int) -> tuple[list[Value], list[Value]]:
             x: list[Value] = []
             for r in rows:
-                x += b.unpack(b.load(left, left_base + (k * stride + r * shape.threads_y), strip))
+                x += b.unpack(b.load(left.memory, left_base + (left.pitch.at(k) + r * shape.threads_y), strip))
             y: list[Value] = []
             for c in cols:
-                y += b.unpack(b.load(self.stage, right_base + (k * right_stride + c * shape.threads_x), tile.strip))
+                place = right_base + (right.pitch.at(k) + c * shape.threads_x)
+                y += b.unpack(b.load(right.memory, place, tile.strip))
+            return x, y
+
+        waiting = [read(k) for k in range(ahead)]
+        if fetch is not None:
+            fetch()
+        for k in range(depth):
+            if k + ahead < depth:
+                waiting.append(read(k + ahead))
+            x, y = waiting.pop(0)
             if shape.down:
                 for c, r in _serpentine(len(y), len(x)):
                     acc[r][c] = b.fma(y[c], x[r], acc[r][c])
@@ -568,7 +648,7 @@ class Simt:
         b, shape = self.b, self.shape
         with b.loop(0, shape.chunk_v, name="j") as j:
             for r in range(len(O.vars)):
-                p = b.load(self.p, (chunk * shape.chunk_v + j) * self.q_stride + O.row(r))
+                p = b.load(self.p, shape.p_pitch.at(chunk * shape.chunk_v + j) + O.row(r))
                 with b.if_(b.ne(p, 0.0)):
                     for c, variable in enumerate(O.vars[r]):
                         v = b.load(self.stage, offset + j * self.value_cols + O.col(c))

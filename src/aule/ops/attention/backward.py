@@ -28,6 +28,7 @@ from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
 from aule.tile.matrix import QUAD, Matrix
+from aule.tile.pitch import Pitch
 from aule.tile.rotated_simt import turn_back
 from aule.tile.simt import Chunk, RegisterTile, Simt, Stager, padded, wave_size
 from aule.tile.sums import TileSums
@@ -100,11 +101,7 @@ class _Kernel(BackwardBlock):
                 engine.commit(stager, first, piece, scale, rotated=rotated)
 
         def multiply(chunk: Value) -> None:
-            offset = stager.offset.value
-            memory, start = engine.stage, offset
-            if resident is not None:
-                memory, start = resident, chunk * (shape.chunk_k * engine.q_stride)
-            engine.multiply(tile, memory, start, offset + engine.k_chunk.start, engine.k_stride, shape.chunk_k)
+            engine.multiply_chunks(tile, resident, stager.offset.value, chunk)
 
         return _Phase(cols // shape.chunk_k, fetch, commit, multiply)
 
@@ -130,8 +127,7 @@ class _Kernel(BackwardBlock):
             engine.commit(stager, 0, piece, scale, finite, rotated)
 
         def multiply(chunk: Value) -> None:
-            left = chunk * (shape.chunk_v * engine.q_stride)
-            engine.multiply(tile, engine.p, left, stager.offset.value, piece.cols, shape.chunk_v)
+            engine.multiply_rows(tile, shape.p_pitch, stager.offset.value, piece.cols, chunk)
 
         return _Phase(shape.block_kv // shape.chunk_v, fetch, commit, multiply)
 
@@ -139,7 +135,7 @@ class _Kernel(BackwardBlock):
         """``tile += P^T right`` of one part of the columns, P what `Simt.store_p_transposed` left in shared memory, of
         the rows from ``row`` on. Inf and NaN count as zero, as for `inner`."""
         engine, shape, stager = self.engine, self.shape, self.stager
-        piece = Chunk(shape.chunk_v, sums.part_cols, 0, sums.part_cols)
+        piece = Chunk(shape.chunk_v, sums.part_cols, 0, Pitch(sums.part_cols))
         first, cols = self.b.const(part * sums.part_cols, i32), shape.value_cols(sums.dim)
 
         def fetch(chunk: Value) -> None:
@@ -151,8 +147,7 @@ class _Kernel(BackwardBlock):
             engine.commit(stager, 0, piece, finite=True, rotated=rotated)
 
         def multiply(chunk: Value) -> None:
-            left, stride = chunk * (shape.chunk_v * engine.k_stride), engine.k_stride
-            engine.multiply(tile, engine.p, left, stager.offset.value, piece.cols, shape.chunk_v, stride)
+            engine.multiply_rows(tile, shape.turned_pitch, stager.offset.value, piece.cols, chunk)
 
         return _Phase(shape.block_q // shape.chunk_v, fetch, commit, multiply)
 

@@ -141,12 +141,15 @@ class _Stream:
                 first = engine.q_chunk.per_thread(shape.threads)
             engine.commit(self.stager, first, engine.k_chunk, rotated=self._rotated(self.block.k, chunk))
             b.barrier()
-            with b.if_(chunk + 1 < chunks):
-                self._fetch_k(k_starts, chunk + 1)
-            if not shape.late:
-                with b.else_():
-                    self._fetch_v(tile, b.const(0, i32))
-            engine.multiply_scores(S, self.stager.offset.value, chunk)
+
+            def fetch(chunk: Value = chunk) -> None:
+                with b.if_(chunk + 1 < chunks):
+                    self._fetch_k(k_starts, chunk + 1)
+                if not shape.late:
+                    with b.else_():
+                        self._fetch_v(tile, b.const(0, i32))
+
+            engine.multiply_scores(S, self.stager.offset.value, chunk, fetch)
             self.stager.advance()
         if shape.late:
             self._fetch_v(tile, b.const(0, i32))
@@ -171,25 +174,26 @@ class _Stream:
     def _products(
         self, S: RegisterTile, O: RegisterTile, p: list[list[Value]], tile: Value, guarded: Value | None
     ) -> None:
-        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory. ``guarded`` is the
-        condition under which values are looked over, None where they never are."""
+        """``O += P V``, chunk by chunk of the keys, P a part at a time through shared memory: the first before the
+        loop, which then need not keep its registers. ``guarded`` is the condition under which values are looked over,
+        None where they never are."""
         b, engine, shape = self.b, self.engine, self.config.shape
         parts, width, chunks = shape.block_kv // shape.part, shape.part_cols, shape.part // shape.chunk_v
+        engine.store_p(S, [row[:width] for row in p])
         if parts == 1:
-            engine.store_p(S, p)
             with b.loop(0, chunks, name="chunk") as chunk:
                 self._accumulate(O, tile, chunk, chunk, chunks, guarded)
             return
         with b.loop(0, parts, name="part") as part:
-            for i in range(parts):
-                with b.if_(b.eq(part, i)):
-                    engine.store_p(S, [row[i * width : (i + 1) * width] for row in p])
             if chunks == 1:
                 self._accumulate(O, tile, b.const(0, i32), part, parts, guarded)
             else:
                 with b.loop(0, chunks, name="chunk") as chunk:
                     self._accumulate(O, tile, chunk, part * chunks + chunk, parts * chunks, guarded)
             engine.rows_barrier()  # everyone has read this part
+            for i in range(1, parts):
+                with b.if_(b.eq(part, i - 1)):
+                    engine.store_p(S, [row[i * width : (i + 1) * width] for row in p])
 
     def _accumulate(
         self, O: RegisterTile, tile: Value, chunk: Value, number: Value, count: int, guarded: Value | None
@@ -202,13 +206,17 @@ class _Stream:
             with nullcontext() if guarded.constant else b.if_(guarded):
                 self._flag_wild(quads, step)
         b.barrier()
-        with b.if_(number + 1 < count):
-            self._fetch_v(tile, number + 1)
-        with b.else_():
-            self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+
+        def fetch() -> None:
+            with b.if_(number + 1 < count):
+                self._fetch_v(tile, number + 1)
+            with b.else_():
+                self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+
         if guarded is None:
-            engine.multiply_values(O, self.stager.offset.value, chunk)
+            engine.multiply_values(O, self.stager.offset.value, chunk, fetch)
         else:
+            fetch()
             with b.if_(b.eq(b.load(self.flags, step & 1), step + 1)):
                 engine.multiply_values_guarded(O, self.stager.offset.value, chunk)
             with b.else_():

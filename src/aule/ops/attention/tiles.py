@@ -53,20 +53,23 @@ OWN: dict[str, tuple[Entry, ...]] = {
     # H200, d128, S 2048 full and causal, 8192 full and causal, before `apart`: 45.5, 44.5, 46.0, 46.9 TFLOPS. S
     # 2048 full: not late and m in registers 45.2, chunks of 32 43.3, 64x128 45.1 and with Q not resident 43.6, 128x128
     # over 256 threads 42.9. d64, S 2048: 43.2 and 41.9. Apart: d128 S 2048 full 45.5 -> 46.2 and 8192 causal 47.0 ->
-    # 47.3, d64 S 2048 full 43.2 -> 44.1.
+    # 47.3, d64 S 2048 full 43.2 -> 44.1. Rows pushed apart: S 2048 full, d128 47.0, d64 45.0.
     "cuda": (replace(FIRST, shape=replace(FIRST.shape, late=True, apart=True)),),
     # Through Vulkan a workgroup has 48 KiB of shared memory and a multiprocessor 100: three reside that have 32 KiB.
     # GPUs whose shared memory is as small come here through CUDA, too, by rule.
     "nvidia": (
-        # S 2048 full and 8192 causal: 41.6 and 41.9; all of P at once, so that two reside, 39.1, and not apart 38.2 and
-        # 38.2. S 2048 full: late 41.5 to 42.2, not apart 40.0, Q not resident 39.4, and with P by 32 and l in memory
-        # 38.7.
+        # S 2048 full: 42.2. Before rows were pushed apart (`Pitch`), S 2048 full and 8192 causal: 41.6 and 41.9; all of
+        # P at once, so that two reside, 39.1, and not apart 38.2 and 38.2. S 2048 full: late 41.5 to 42.2, not apart
+        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7.
         Entry(SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False), (64, 64, 64)),
         FIRST,
-        # The same: 42.5 and 42.2. S 2048 full: along rows 41.9, and not apart 41.7; 64x64 in 30 KiB 39.8, of which no
-        # three reside because the driver takes 187 registers; Q resident, in steps of 8 columns and keys, 40.6; 192x64
-        # over 384 threads, for which there are 168, 37.5.
-        Entry(SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True), (128, 0, 0)),
+        # The same: 44.7 and 45.0 (and 42.4 and 45.0, S 2048 causal and 8192 full). S 2048 full: nothing ahead 44.2,
+        # along rows as well 43.5; 64x64 in 31 KiB 41.3, of which no three reside because the driver takes 181
+        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3.
+        Entry(
+            SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2),
+            (128, 0, 0),
+        ),
     ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
     # (from DG2 on): the shapes above spill up to 298 of 128, these at most a dozen, and none of 256.

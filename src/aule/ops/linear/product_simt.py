@@ -50,10 +50,10 @@ def build_product_simt(config: ProductConfig, target: Target) -> KernelIR:
                 value = panel.value(i, start)
                 at = stage * engine.stage_size + chunk.start
                 if panel.factor.across:
-                    b.store(engine.stage, at + row * chunk.stride + col, value)
+                    b.store(engine.stage, at + chunk.pitch.at(row) + col, value)
                     continue
                 for e, x in enumerate(b.unpack(value)):
-                    b.store(engine.stage, at + (col + e) * chunk.stride + row, x)
+                    b.store(engine.stage, at + chunk.pitch.at(col) + e * chunk.pitch.stride + row, x)
 
     zero = b.const(0.0, f32)
     tile = RegisterTile(engine, shape.rows, shape.block_kv // shape.threads_x, shape.strip(shape.block_kv), zero)
