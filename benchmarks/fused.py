@@ -212,6 +212,7 @@ def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | Non
     error = max(error_of(name, case, tensors), gradient_error(name, case, tensors, right_gradients(case, tensors)))
     assert error < 2e-2, f"{name}: error {error}"
     row: dict[str, Any] = {"op": name, "length": length, "rows": tensors[0].numel() // length, "mib": mib}
+    warm_up(0.3)  # the card has rested while results were checked
     row["copy"] = copy_speed(int(size * case.forward))
     peers = {"aule": call, "eager": case.peer}
     if compiled is not None:
