@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from forward import timed
-from result_file import write_csv
+from result_file import written
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -121,9 +121,10 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
     dtype = getattr(torch, args.dtype)
     shapes = [(dim, seq, causal) for dim in (64, 128) for seq in (2048, 8192) for causal in (False, True)]
-    rows = [compare(dtype, dim, seq, causal, 5) for dim, seq, causal in shapes]
-    if args.csv:
-        write_csv(args.csv, rows, device)
+    rows: list[dict[str, object]] = []
+    with written(args.csv, rows, device):
+        for dim, seq, causal in shapes:
+            rows.append(compare(dtype, dim, seq, causal, 5))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from result_file import write_csv
+from result_file import written
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -471,10 +471,10 @@ def main() -> None:
         return
     compile_cases(names, args)
     warm_up()
-    with torch.no_grad():
-        rows = [compare(name, args) for name in names]
-    if args.csv:
-        write_csv(args.csv, rows, device)
+    rows: list[dict[str, object]] = []
+    with torch.no_grad(), written(args.csv, rows, device):
+        for name in names:
+            rows.append(compare(name, args))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from forward import timed
-from result_file import write_csv
+from result_file import written
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import aule
@@ -150,9 +150,11 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
     wanted = {name: case for name, case in CASES.items() if name.startswith(tuple(args.cases.split(",")))}
     dims = [int(dim) for dim in args.dims.split(",")]
-    rows = [run(name, case, dim, compiled, args.backward) for dim in dims for name, case in wanted.items()]
-    if args.csv:
-        write_csv(args.csv, rows, device)
+    rows: list[dict[str, object]] = []
+    with written(args.csv, rows, device):
+        for dim in dims:
+            for name, case in wanted.items():
+                rows.append(run(name, case, dim, compiled, args.backward))
 
 
 if __name__ == "__main__":

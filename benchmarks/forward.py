@@ -22,7 +22,7 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from result_file import write_csv
+from result_file import written
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
@@ -180,15 +180,14 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
-    for dim in (64, 128) if args.dtype == "float32" else (64, 128, 256):
-        for seq in (2048, 8192) if args.quick else (512, 2048, 8192):
-            for causal in (False, True):
-                compare(getattr(torch, args.dtype), dim, seq, causal, 7 if args.quick else 15)
+    with written(args.csv, ROWS, device, numpy=np.__version__):
+        for dim in (64, 128) if args.dtype == "float32" else (64, 128, 256):
+            for seq in (2048, 8192) if args.quick else (512, 2048, 8192):
+                for causal in (False, True):
+                    compare(getattr(torch, args.dtype), dim, seq, causal, 7 if args.quick else 15)
     host_cost()
     first_calls()
     memory_growth()
-    if args.csv:
-        write_csv(args.csv, ROWS, device, numpy=np.__version__)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import write_csv
+from result_file import written
 from row_cases import (
     CASES,
     Case,
@@ -411,10 +411,9 @@ def main() -> None:
         if args.one_thread:
             os.environ["AULE_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
-        for name in args.ops.split(","):
-            for dtype in (torch.float32, torch.bfloat16):
-                for length in lengths:
-                    compare_cpu(name, max(2**22 // length, 1), length, dtype, args.rounds, args.one_thread)
+        with written(args.csv, ROWS, device):
+            for name, dtype, length in itertools.product(args.ops.split(","), (torch.float32, torch.bfloat16), lengths):
+                compare_cpu(name, max(2**22 // length, 1), length, dtype, args.rounds, args.one_thread)
     else:
         device = torch.cuda.get_device_name()
         print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
@@ -425,9 +424,8 @@ def main() -> None:
                 for name, mib in itertools.product(args.sweep.split(","), sizes):
                     sweep(name, lengths, mib, grid_of_ways(args.ways), args.direction)
         else:
-            compare_all(args.ops.split(","), lengths, sizes, not args.no_compile)
-    if args.csv and ROWS:
-        write_csv(args.csv, ROWS, device)
+            with written(args.csv, ROWS, device):
+                compare_all(args.ops.split(","), lengths, sizes, not args.no_compile)
 
 
 if __name__ == "__main__":

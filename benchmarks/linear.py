@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fused import copy_speed, gradient_tensors, graph_seconds, vulkan_seconds, warm_up
-from result_file import write_csv
+from result_file import written
 
 import aule
 from aule.backends import registry
@@ -274,13 +274,14 @@ def main() -> None:
     if args.cpu:
         device = platform.processor() or platform.machine()
         small = {"layer_norm_linear": (512, 1024, 1024), "cross_entropy": (256, 32000)}
-        for name, dtype in itertools.product(args.ops.split(","), (torch.float32, torch.bfloat16)):
-            compare_cpu(name, small[name], dtype, args.rounds)
+        with written(args.csv, ROWS, device):
+            for name, dtype in itertools.product(args.ops.split(","), (torch.float32, torch.bfloat16)):
+                compare_cpu(name, small[name], dtype, args.rounds)
     else:
         device = torch.cuda.get_device_name()
         print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
         warm_up()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()), written(args.csv, ROWS, device):
             if args.sweep:
                 sweep(PRODUCTS[0])
             if args.launches:
@@ -288,8 +289,6 @@ def main() -> None:
             for name in [] if args.sweep or args.launches else args.ops.split(","):
                 for sizes in SIZES[name]:
                     compare(name, sizes, not args.no_compile)
-    if args.csv and ROWS:
-        write_csv(args.csv, ROWS, device)
 
 
 if __name__ == "__main__":

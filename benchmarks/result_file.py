@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,3 +22,13 @@ def write_csv(path: str, rows: Sequence[Mapping[str, Any]], device: str, **about
         writer = csv.DictWriter(file, fieldnames=[*common, *names])
         writer.writeheader()
         writer.writerows({**common, **row} for row in rows)
+
+
+@contextmanager
+def written(path: str | None, rows: Sequence[Mapping[str, Any]], device: str, **about: Any) -> Iterator[None]:
+    """Write the rows that there are when the block ends, also where it is interrupted; nothing without a path."""
+    try:
+        yield
+    finally:
+        if path and rows:
+            write_csv(path, rows, device, **about)
