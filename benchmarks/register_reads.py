@@ -23,7 +23,7 @@ from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.forward import build_forward
 from aule.render import ptx
 from aule.target import Target
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 
 TARGET = Target(
     "cuda", vendor="nvidia", arch="sm_90", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,

@@ -20,7 +20,7 @@ from aule.ops.attention.tiles import choose_shape
 from aule.runtime.base import Device
 from aule.target import NVIDIA_LAYOUT, Target
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
 OTHER = SimtShape(32, 32, 8, 8, 8, 4, False)

@@ -18,7 +18,7 @@ from aule.ops.attention.reference_backward import compare_gradients, expect_grad
 from aule.ops.attention.tiles import BACKWARD, SUMS
 from aule.ops.attention.validate import Operands
 from aule.target import Target
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
 SHAPES = {

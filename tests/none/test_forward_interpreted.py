@@ -22,7 +22,7 @@ from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
 from aule.tile.math import LN2, LOG2E
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
 SMALL_SHAPES = {

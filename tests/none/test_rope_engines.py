@@ -35,7 +35,7 @@ from aule.ops.attention.plan import plan_backward, plan_forward
 from aule.ops.attention.reference import attention_reference, compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
 HALF = {name: case for name, case in CASES.items() if case.dtype != "f32"}

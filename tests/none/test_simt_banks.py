@@ -9,7 +9,7 @@ import pytest
 from aule.ops.attention.tiles import ENTRIES, OWN
 from aule.tile.matrix import QUAD
 from aule.tile.pitch import BANKS
-from aule.tile.simt import LANES_PER_COLUMN, SimtShape
+from aule.tile.simt_shape import LANES_PER_COLUMN, SimtShape
 
 SHAPES = [entry.shape for entry in (*ENTRIES, *(entry for entries in OWN.values() for entry in entries))]
 WARP = 32

@@ -29,7 +29,7 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import fitted, multiplies
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt import SimtShape, uses_subgroups
+from aule.tile.simt_shape import SimtShape, uses_subgroups
 from aule.tile.warpgroup import has_warpgroups
 from aule.view import TensorView
 

@@ -15,7 +15,8 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import fitted, multiplies
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt import SimtShape, padded, uses_subgroups
+from aule.tile.matrix import padded
+from aule.tile.simt_shape import SimtShape, uses_subgroups
 
 TILE_STEP = 8
 """Tiles are multiples of this: fewer rows or columns leave no work for a workgroup's threads."""

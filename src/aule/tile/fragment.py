@@ -23,8 +23,7 @@ from aule.target import FragmentLayout, Target
 from aule.tile.arrangement import SIZE, arrange, weigh_bits
 from aule.tile.fragment_shape import FragmentShape, row_stride
 from aule.tile.math import is_finite
-from aule.tile.matrix import Matrix
-from aule.tile.simt import padded
+from aule.tile.matrix import Matrix, padded
 from aule.tile.stages import copies_past_registers
 from aule.tile.transfer import Transfer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir.types import PANEL
 from aule.tile.arrangement import SIZE
-from aule.tile.simt import padded
+from aule.tile.matrix import padded
 
 RUN = 8
 """Elements that travel together."""

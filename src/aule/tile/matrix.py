@@ -137,6 +137,11 @@ class PlacedMatrix(Matrix):
         return b.load(self.places, self.index(b, row - self.first))
 
 
+def padded(n: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-n // multiple) * multiple
+
+
 def divmod_const(b: Builder, x: Value, n: int) -> tuple[Value, Value]:
     """``x // n`` and ``x % n`` of a non-negative i32, by shift and mask where n is a power of two."""
     if n == 1:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar
 from aule.tile.matrix import divmod_const
-from aule.tile.simt import LANES_PER_COLUMN, RegisterTile, Simt, SimtShape
+from aule.tile.simt import RegisterTile, Simt
+from aule.tile.simt_shape import LANES_PER_COLUMN, SimtShape
 
 _HELD = 64
 """Elements of a part that one thread may hold, beside those of the results that stay in registers."""

@@ -9,8 +9,7 @@ from aule.ir import Value, Var
 from aule.ir.types import Vector, f32, i32, u32
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment_shape import RUN, row_stride
-from aule.tile.matrix import Matrix, divmod_const
-from aule.tile.simt import padded
+from aule.tile.matrix import Matrix, divmod_const, padded
 
 if TYPE_CHECKING:
     from aule.tile.fragment import Fragments

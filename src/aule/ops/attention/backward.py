@@ -27,10 +27,11 @@ from aule.ops.attention.rotating import quad_angles
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.math import LOG2E
-from aule.tile.matrix import QUAD, Matrix
+from aule.tile.matrix import QUAD, Matrix, padded
 from aule.tile.pitch import Pitch
 from aule.tile.rotated_simt import turn_back
-from aule.tile.simt import Chunk, RegisterTile, Simt, Stager, padded, wave_size
+from aule.tile.simt import Chunk, RegisterTile, Simt, Stager
+from aule.tile.simt_shape import wave_size
 from aule.tile.sums import TileSums
 
 

@@ -18,9 +18,8 @@ from aule.tile.arrangement import SIZE, added_together, number_in_block
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.fragment_shape import RUN
 from aule.tile.math import LOG2E, NEG_INF
-from aule.tile.matrix import Matrix, divmod_const
+from aule.tile.matrix import Matrix, divmod_const, padded
 from aule.tile.rotated_fragment import turned_back
-from aule.tile.simt import padded
 
 
 class GradientKernel(BackwardBlock):

@@ -9,8 +9,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotary_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, arrange, place_in_block
-from aule.tile.matrix import QUAD, divmod_const
-from aule.tile.simt import padded
+from aule.tile.matrix import QUAD, divmod_const, padded
 from aule.tile.sums import TileSums
 
 

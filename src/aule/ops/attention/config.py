@@ -10,7 +10,7 @@ from typing import Literal
 
 from aule.ops.attention.problem import Rope
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 
 Columns = Literal["unit", "same", "any"]
 """How a mask or bias runs along a row: consecutive elements, one element for all keys, or any stride."""

@@ -23,7 +23,8 @@ from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, is_finite
 from aule.tile.matrix import Matrix
 from aule.tile.rotary import Rotary
-from aule.tile.simt import RegisterTile, Row, Simt, wave_size
+from aule.tile.simt import RegisterTile, Row, Simt
+from aule.tile.simt_shape import wave_size
 
 KERNEL_NAME = "flash_attention"
 

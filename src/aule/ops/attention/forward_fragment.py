@@ -34,9 +34,8 @@ from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
-from aule.tile.matrix import Matrix
+from aule.tile.matrix import Matrix, padded
 from aule.tile.rotated_fragment import transfer_of
-from aule.tile.simt import padded
 from aule.tile.wild import added, sorted_out
 
 LAG = 8.0

@@ -28,8 +28,7 @@ from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
 from aule.tile.fragment_shape import RUN
 from aule.tile.math import NEG_INF, fold
-from aule.tile.matrix import Matrix, divmod_const
-from aule.tile.simt import padded
+from aule.tile.matrix import Matrix, divmod_const, padded
 from aule.tile.transfer import Transfer
 from aule.tile.warpgroup import ROWS, PanelFactor, PanelShape, Warpgroups
 from aule.tile.wild import added, sorted_out

@@ -39,9 +39,9 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, arrange
 from aule.tile.fragment_shape import RUN, FragmentShape
 from aule.tile.math import LN2, LOG2E
-from aule.tile.matrix import QUAD
+from aule.tile.matrix import QUAD, padded
 from aule.tile.rotated_fragment import exchange_bytes
-from aule.tile.simt import SimtShape, padded
+from aule.tile.simt_shape import SimtShape
 from aule.tile.sums import TileSums
 from aule.view import TensorView
 

@@ -11,7 +11,8 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import factor_elem, fitted, multiplies
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt import SimtShape, padded, uses_subgroups
+from aule.tile.matrix import padded
+from aule.tile.simt_shape import SimtShape, uses_subgroups
 from aule.tile.warpgroup import has_warpgroups
 
 

@@ -9,7 +9,7 @@ from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment_shape import row_stride
-from aule.tile.simt import padded
+from aule.tile.matrix import padded
 
 WIDEST = 128
 """Columns to a multiple of which rows are padded on matrix units, at most: 16 bytes for each of eight lanes."""

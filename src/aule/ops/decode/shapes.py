@@ -11,8 +11,7 @@ from aule.target import Target
 from aule.tile.arrangement import SIZE, uniform
 from aule.tile.direct import choose_run, holds_pairs
 from aule.tile.fragment import multiplies
-from aule.tile.matrix import QUAD
-from aule.tile.simt import padded
+from aule.tile.matrix import QUAD, padded
 from aule.view import ITEMSIZE
 
 _RUN_BYTES = 16

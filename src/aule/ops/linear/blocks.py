@@ -12,7 +12,7 @@ from aule.target import Target
 from aule.tile.arrangement import uniform
 from aule.tile.fragment import multiplies
 from aule.tile.matrix import QUAD
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.tile.stages import copies_past_registers
 from aule.tile.vector import has_pairs, vector_unit, work_type
 from aule.tile.warpgroup import has_warpgroups

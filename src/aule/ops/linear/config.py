@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir.types import PANEL
 from aule.tile.fragment_shape import row_stride
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.tile.warpgroup import PanelShape
 
 

@@ -34,7 +34,7 @@ from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.fragment_shape import RUN
 from aule.tile.matrix import QUAD
-from aule.tile.simt import SimtShape
+from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView, contiguous_strides
 
 

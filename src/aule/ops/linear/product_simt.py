@@ -11,7 +11,8 @@ from aule.ops.linear.product_fragment import column_bias, tile_of
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.matrix import QUAD
-from aule.tile.simt import RegisterTile, Simt, SimtShape, wave_size
+from aule.tile.simt import RegisterTile, Simt
+from aule.tile.simt_shape import SimtShape, wave_size
 
 _GROUP = 8
 """Tiles above each other that are worked on at the same time; not measured."""
