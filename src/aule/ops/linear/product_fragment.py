@@ -61,7 +61,10 @@ class _Way:
         self.b.store(self.product.memory, self.memory_of(stage) + row * self.stride + col, value)
 
 
-class _Product:
+class FragmentProduct:
+    """What products on matrix units begin with, whichever way their factors come: lengths, the engine, the workgroup's
+    tile of the result, and where the subgroup's lies in it."""
+
     def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
         self.b, self.config, self.blocks = b, config, blocks
         p = self.p = Parameters(b, i64 if config.index64 else i32)
@@ -71,16 +74,21 @@ class _Product:
         )
         self.engine = Fragments(b, target, shape, config.left.stored.dtype)
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, blocks.group)
-        left = Factor(p, config.left, self.m, self.k, f32, config.whole)
-        right = Factor(p, config.right, self.n, self.k, f32, config.whole)
+        self.sub_row = (self.engine.subgroup // blocks.along) * (blocks.rows // blocks.down)
+        self.sub_col = (self.engine.subgroup % blocks.along) * (blocks.cols // blocks.along)
         self.memory = b.shared(
             "stages", self.engine.elem, blocks.shared_elements(config.left.across, config.right.across)
         )
+
+
+class _Product(FragmentProduct):
+    def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
+        super().__init__(b, config, blocks, target)
+        left = Factor(self.p, config.left, self.m, self.k, f32, config.whole)
+        right = Factor(self.p, config.right, self.n, self.k, f32, config.whole)
         self.left = _Way(self, left, blocks.rows, self.row0, 0)
         self.right = _Way(self, right, blocks.cols, self.col0, self.left.size * blocks.stages)
         self.ways = (self.left, self.right)
-        self.sub_row = (self.engine.subgroup // blocks.along) * (blocks.rows // blocks.down)
-        self.sub_col = (self.engine.subgroup % blocks.along) * (blocks.cols // blocks.along)
 
     def run(self) -> None:
         b, blocks = self.b, self.blocks

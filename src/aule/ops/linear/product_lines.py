@@ -13,15 +13,13 @@ but what is stored.
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import i32, i64
+from aule.ir.types import i32
 from aule.ops.linear.config import FactorConfig, FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Stored
-from aule.ops.linear.product_fragment import store_tile, tile_of
-from aule.ops.parameters import Parameters
+from aule.ops.linear.product_fragment import FragmentProduct, store_tile
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.fragment import Fragments
-from aule.tile.fragment_shape import RUN, FragmentShape
+from aule.tile.fragment_shape import RUN
 from aule.tile.matrix import divmod_const
 
 
@@ -94,22 +92,11 @@ class _Way:
         ]
 
 
-class _Product:
+class _Product(FragmentProduct):
     def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
-        self.b, self.config, self.blocks = b, config, blocks
-        p = self.p = Parameters(b, i64 if config.index64 else i32)
-        self.m, self.n, self.k = (p.number(name) for name in "mnk")
-        shape = FragmentShape(
-            blocks.rows, blocks.cols, blocks.down * blocks.along, blocks.stages, False, blocks.registers, blocks.lanes
-        )
-        self.engine = Fragments(b, target, shape, config.left.stored.dtype)
-        self.tile = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, blocks.group)
-        self.row0, self.col0 = b.min(self.tile[0], self.m - blocks.rows), b.min(self.tile[1], self.n - blocks.cols)
-        self.sub_row = (self.engine.subgroup // blocks.along) * (blocks.rows // blocks.down)
-        self.sub_col = (self.engine.subgroup % blocks.along) * (blocks.cols // blocks.along)
-        self.memory = b.shared(
-            "step", self.engine.elem, blocks.shared_elements(config.left.across, config.right.across)
-        )
+        super().__init__(b, config, blocks, target)
+        self.tile = self.row0, self.col0
+        self.row0, self.col0 = b.min(self.row0, self.m - blocks.rows), b.min(self.col0, self.n - blocks.cols)
         self.left = _Way(self, config.left, blocks.rows, self.row0, self.sub_row, 0)
         self.right = _Way(self, config.right, blocks.cols, self.col0, self.sub_col, self.left.size)
 
