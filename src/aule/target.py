@@ -152,6 +152,11 @@ class Target:
     extensions: tuple[str, ...] = ()
     """Extensions that renderers use, by their official names."""
 
+    @property
+    def vulkan_on_nvidia(self) -> bool:
+        """NVIDIA's GPU through its Vulkan driver, whose compiler has habits of its own."""
+        return self.backend == "vulkan" and self.vendor == "nvidia"
+
     def to_dict(self) -> dict[str, object]:
         """Plain dictionary, for JSON."""
         return asdict(self)

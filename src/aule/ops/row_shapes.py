@@ -128,7 +128,7 @@ def choose_rows(
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
         tuning = TUNING
-        if _vulkan_on_nvidia(target):
+        if target.vulkan_on_nvidia:
             tuning = replace(TUNING, parts=_MANY_PARTS if work.written > 1 else TUNING.parts, columns=_COLUMNS)
         return _over_threads(target, length, width, rows, tuning)
     summing = choose_sums(target, length, work) if work.copied else SUMS
@@ -155,7 +155,7 @@ def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
     """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`."""
     if copies_past_registers(target):
         measured = _COPIED
-    elif _vulkan_on_nvidia(target):
+    elif target.vulkan_on_nvidia:
         measured = _CARRIED
     else:
         return SUMS
@@ -163,10 +163,6 @@ def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
         return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
     choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
     return next((tuning for longest, tuning in choices if length <= longest), SUMS)
-
-
-def _vulkan_on_nvidia(target: Target) -> bool:
-    return target.backend == "vulkan" and target.vendor == "nvidia"
 
 
 _Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]

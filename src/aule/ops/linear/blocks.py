@@ -93,7 +93,7 @@ def choose_blocks(
             found = _choose_warpgroups(target, m, n)
             if found is not None:
                 return found
-        if not copies and aligned and plain and _nvidia_vulkan(target) and not (left_across and right_across):
+        if not copies and aligned and plain and target.vulkan_on_nvidia and not (left_across and right_across):
             table = (LINES, *table) if k % LINES.depth == 0 and m >= LINES.rows and n >= LINES.cols else table
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]
@@ -125,13 +125,8 @@ def normalises_before(target: Target, blocks: Blocks, others: int) -> bool:
     before 256 and 327; that is 7 or 9 us for each of 32 tiles, where the launch takes 35.
     """
     if isinstance(blocks, FragmentBlocks):
-        return _nvidia_vulkan(target) and blocks.rows >= LINES.rows and others >= _SHARING * LINES.cols
+        return target.vulkan_on_nvidia and blocks.rows >= LINES.rows and others >= _SHARING * LINES.cols
     return isinstance(blocks, WarpgroupBlocks)
-
-
-def _nvidia_vulkan(target: Target) -> bool:
-    """Where both were measured. Elsewhere rows are normalised on their way."""
-    return target.backend == "vulkan" and target.vendor == "nvidia"
 
 
 def packs(target: Target, m: int) -> bool:
