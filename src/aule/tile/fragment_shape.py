@@ -48,7 +48,7 @@ class FragmentShape:
     ahead : bool
         Forward, with one stage: the scores of the next tile are made behind O's share of this one, so that a change of
         the maximum comes between O's products, where nothing else wants registers. Backward: the next rows are fetched
-        only when P and dS have become factors. Both for rows that wait in registers.
+        when P and dS have become factors, and stored before dQ's product. Both for rows that wait in registers.
     paced : int
         Forward: after so many steps of 16 columns the product for scores waits for its subgroup, so that a compiler has
         fewer fragments under way; 0 for never.

@@ -155,13 +155,14 @@ class _Kernel(GradientKernel):
         transfers: tuple[Transfer, Transfer],
         first: Value,
         last: Value,
-        body: Callable[[Value, tuple[Value, Value], Callable[[], None]], None],
+        body: Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None],
         arrive: Callable[[Value, tuple[Value, Value]], None],
         start: Callable[[Value], None] | None = None,
     ) -> None:
         """Call ``body`` with every tile, where it lies, and what it calls when there are registers for the next one's
-        rows. ``arrive`` may change what a thread has brought in before others see it, ``start`` fetch more."""
-        b, width = self.b, self.shape.block_kv
+        rows and when it has read this one's. ``arrive`` may change what a thread has brought in before others see it,
+        ``start`` fetch more."""
+        b, width, ahead = self.b, self.shape.block_kv, self.shape.ahead
 
         def fetch(tile: Value) -> None:
             at = self.stage(tile)
@@ -170,26 +171,38 @@ class _Kernel(GradientKernel):
             if start is not None:
                 start(tile)
 
+        def put(tile: Value) -> None:
+            at = self.stage(tile)
+            for transfer, place in zip(transfers, at, strict=True):
+                transfer.finish(place)
+            arrive(tile, at)
+
         for stage in range(self.shape.stages):
             for transfer, place in zip(transfers, self.stage(b.const(stage, i32)), strict=True):
                 transfer.clear_padding(place, 1)
         with b.if_(first < last):
             fetch(first)
+            if ahead:
+                put(first)
         with b.loop(first, last, name="tile") as tile:
-            at = self.stage(tile)
-            if self.shape.stages == 1:
-                b.barrier()  # everyone is done with the tile before
-            for transfer, place in zip(transfers, at, strict=True):
-                transfer.finish(place)
-            arrive(tile, at)
-            b.barrier()
-            if self.shape.ahead:
-                # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
-                body(tile, at, lambda: fetch(b.min(tile + 1, last - 1)))
+            # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
+            following = b.min(tile + 1, last - 1)
+
+            def put_next() -> None:
+                b.barrier()  # everyone has read this one's
+                put(following)
+
+            if ahead:
+                b.barrier()
+                body(tile, self.stage(tile), lambda: fetch(following), put_next)
             else:
+                if self.shape.stages == 1:
+                    b.barrier()  # everyone is done with the tile before
+                put(tile)
+                b.barrier()
                 with b.if_(tile + 1 < last):
                     fetch(tile + 1)
-                body(tile, at, lambda: None)
+                body(tile, self.stage(tile), lambda: None, lambda: None)
         b.barrier()  # the next passage begins with the same memory
 
 
@@ -239,7 +252,9 @@ class _Queries(_Kernel):
                 with b.if_(partial(tile)):
                     keys.rewrite_own(at[0], self.finite)
 
-        def body(tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None]) -> None:
+        def body(
+            tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None]
+        ) -> None:
             b.comment("P = exp2(Q K^T - lse)")
             S = self.scores_of(0, at[0])
 
@@ -256,6 +271,7 @@ class _Queries(_Kernel):
             fetch_next()
             b.comment("dQ = dQ + dS K")
             self.accumulate(dQ, factors, 0, at[0])
+            put_next()
 
         self.passage((keys, values), first, last, body, arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
@@ -290,9 +306,14 @@ class _Keys(_Kernel, KeysKernel):
         fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
         own_key = self.row0 + self.subgroup_row
 
-        def body(tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None]) -> None:
+        def body(
+            tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None]
+        ) -> None:
             row0 = tile * width
-            partial = self.partial(row0, self.row0, shape.block_q, end)
+            # Where every key is kept, only those past the end must not be added to dQ, and nothing stands between the
+            # two products for scores that a compiler could not mix with them.
+            plain = config.keeps_all
+            partial = None if plain else self.partial(row0, self.row0, shape.block_q, end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
             column0 = self.part * self.own_width
@@ -308,7 +329,8 @@ class _Keys(_Kernel, KeysKernel):
             dP = self.scores_of(1, at[1])
             p = S.values()
             kept = self.kept(head, place, len(p), len(p[0]), 1)
-            ds = self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept)
+            exist = [key < end for key in keys] if plain and config.sums else None
+            ds = self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept, not plain, exist)
             p = self.dropped(p, kept)
             shared = shape.columns > 1
             if config.sums or shared:
@@ -323,8 +345,9 @@ class _Keys(_Kernel, KeysKernel):
             self.accumulate(dV, p_factors, 1, at[1])
             b.comment("dK = dK + dS^T Q")
             self.accumulate(dK, ds_factors, 0, at[0])
+            put_next()  # dQ's product reads neither Q nor dO, and has their registers
             if config.sums:
-                if not shared:
+                if not (shared or shape.ahead):
                     b.barrier()
                 self._add_to_sums(head, row0)
 

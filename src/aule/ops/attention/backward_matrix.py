@@ -57,15 +57,16 @@ class GradientKernel(BackwardBlock):
         S: FragmentTile,
         head: Value,
         place: Callable[[int, int], tuple[Value, Value]],
-        partial: Value,
+        partial: Value | None,
         base: Callable[[int, int], Value],
     ) -> list[list[Value]] | None:
         """P in the place of S; ``place`` gives query row and key of an element, ``base`` what is added to its scaled
-        score. Returns the derivative of the softcap where there is one."""
+        score, and ``partial`` is None when nothing else happens to scores. Returns the derivative of the softcap where
+        there is one."""
         b, config = self.b, self.config
         if not config.folded:
             S.map(lambda s, r, c: s * self.scale)
-        slope = self.scores.modify(S, head, place, partial)
+        slope = None if partial is None else self.scores.modify(S, head, place, partial)
         if config.folded:
             S.map(lambda s, r, c: b.exp2(b.fma(s, self.scale, base(r, c))))
         else:
@@ -80,9 +81,10 @@ class GradientKernel(BackwardBlock):
         slope: list[list[Value]] | None,
         kept: list[list[Value]] | None,
         guarded: bool = True,
+        exist: list[Value] | None = None,
     ) -> list[list[Value]]:
         """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides, unless somebody else sees to that
-        (``guarded``)."""
+        (``guarded``). ``exist`` says which of the lane's rows do, where the others' weights are not zero."""
         b, zero = self.b, self.b.const(0.0, f32)
         result = []
         for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
@@ -93,6 +95,8 @@ class GradientKernel(BackwardBlock):
                 ds = weight * (x - delta(r, c))
                 if guarded:
                     ds = b.select(b.eq(weight, 0.0), zero, ds)
+                if exist is not None:
+                    ds = b.select(exist[r], ds, zero)
                 line.append(ds if slope is None else ds * slope[r][c])
             result.append(line)
         return result

@@ -74,6 +74,11 @@ class ScoreConfig:
         """Every tile may have dropped keys."""
         return (self.mask is not None and not self.listed) or self.bias is not None
 
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing happens to scores on the way to softmax: every row keeps every key that there is."""
+        return not (self.left or self.right or self.softcap or self.mask or self.bias or self.alibi)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig(ScoreConfig):
