@@ -128,13 +128,23 @@ BACKWARD = {
     "one-stage": FragmentShape(32, 16, 2, 1, False),
     "two-blocks-of-rows": FragmentShape(32, 32, 1, 2, False),
     "one-in-registers": FragmentShape(32, 16, 2, 1, True),
-    "fetched-late": FragmentShape(32, 16, 2, 1, True, ahead=True),
+    "fetched-late": FragmentShape(32, 16, 2, 1, True, ahead=True, offset=True),
+}
+
+
+SHARING = {
+    "scores-by-columns": FragmentShape(32, 32, 4, 2, False, columns=2),
+    "scores-by-rows": FragmentShape(64, 32, 4, 1, True, columns=2, held=16, ahead=True, offset=True),
 }
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "sums"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("shape", SHARING)
 @pytest.mark.parametrize("dims", [(64, 32), (24, 128)], ids=str)
-def test_gradients_of_subgroups_that_share_their_rows(dims: tuple[int, int], deterministic: bool) -> None:
+def test_gradients_of_subgroups_that_share_their_rows(
+    dims: tuple[int, int], shape: str, causal: bool, deterministic: bool
+) -> None:
     """Only dK and dV are made so; dQ has tiles of its own."""
     rng = np.random.default_rng(1)
     arrays = {
@@ -143,8 +153,8 @@ def test_gradients_of_subgroups_that_share_their_rows(dims: tuple[int, int], det
         "v": rng.standard_normal((1, 1, 50, dims[1])).astype(np.float16),
     }
     views = {name: grid.view_of(array) for name, array in arrays.items()}
-    problem, operands = attention_problem(**views, causal=True, deterministic=deterministic)
-    shapes = (BACKWARD["two-stages"], FragmentShape(32, 32, 4, 2, False, columns=2))
+    problem, operands = attention_problem(**views, causal=causal, deterministic=deterministic)
+    shapes = (BACKWARD["two-stages"], SHARING[shape])
     found, dout = backward(problem, operands, arrays, shapes, True, target())
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong

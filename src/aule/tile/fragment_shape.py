@@ -37,14 +37,15 @@ class FragmentShape:
         Lanes of a subgroup.
     columns : int
         Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
-        pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all.
+        pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all. With
+        ``resident_q`` some rows of the scores instead, so that each matrix is in one subgroup's registers.
     staged : bool
         Results pass through shared memory to become factors.
     warpgroups : bool
         Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
     held : int
         The last columns of Q, a multiple of 16, that stay in registers where the others do not: what shared memory
-        has no room for.
+        has no room for. In a backward kernel the first columns of the first of the matrices that it owns.
     ahead : bool
         Forward, with one stage: the scores of the next tile are made behind O's share of this one, so that a change of
         the maximum comes between O's products, where nothing else wants registers. Backward: the next rows are fetched
@@ -52,6 +53,8 @@ class FragmentShape:
     paced : int
         Forward: after so many steps of 16 columns the product for scores waits for its subgroup, so that a compiler has
         fewer fragments under way; 0 for never.
+    offset : bool
+        Backward: sums of dP begin at -delta, which then is not subtracted.
     """
 
     block_q: int
@@ -67,6 +70,7 @@ class FragmentShape:
     held: int = 0
     ahead: bool = False
     paced: int = 0
+    offset: bool = False
 
     @property
     def threads(self) -> int:
@@ -76,6 +80,11 @@ class FragmentShape:
     def rows(self) -> int:
         """Rows of one subgroup."""
         return self.block_q * self.columns // self.subgroups
+
+    @property
+    def score_cut(self) -> tuple[int, int]:
+        """Of a backward kernel: in how many parts subgroups that share rows make their scores, by rows and columns."""
+        return (self.columns, 1) if self.resident_q else (1, self.columns)
 
     def q_columns(self, head_dim: int) -> int:
         """Columns of Q that are read from shared memory for every tile."""

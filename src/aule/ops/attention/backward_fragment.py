@@ -51,7 +51,7 @@ class _Kernel(GradientKernel):
         rows, width = self.shape.block_q, self.shape.block_kv
         self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
         self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
-        self.resident: list[list[Value]] = []
+        self.resident: tuple[list[list[Value]], list[list[Value]]] = ([], [])
         self.stage_size = width * sum(self.strides)
         # What passes through shared memory between the products, by key: dS, and P.
         self.kept_stride = row_stride(width)
@@ -70,7 +70,7 @@ class _Kernel(GradientKernel):
 
     def load_own(self) -> None:
         """Bring in the rows that the workgroup owns; the first barrier of the loop shows them."""
-        first, second = self.own
+        b, (first, second) = self.b, self.own
         transfer = self._bring(first, self.own_start[0])
         if self.config.sums:
             transfer.rewrite_own(self.own_start[0], self.finite)
@@ -78,6 +78,11 @@ class _Kernel(GradientKernel):
             self._load_resident(second, self.own_start[1])
         else:
             self._bring(second, self.own_start[1])
+        if self.shape.held:
+            if not self.shape.resident_q:
+                b.barrier()
+            held = min(self.shape.held // SIZE, self.depths[0])
+            self.resident[0].extend([self.left(0, k) for k in range(held)])
 
     def _bring(self, matrix: Matrix, start: Value) -> Transfer:
         transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
@@ -94,11 +99,11 @@ class _Kernel(GradientKernel):
         piece = (room // shape.block_q - RUN) // SIZE * SIZE
         for first in range(0, matrix.cols, piece):
             transfer = self._bring(matrix.columns(b, first, min(first + piece, matrix.cols)), start)
-            own = start + self.subgroup_row * transfer.stride
+            own = start + self.score_row * transfer.stride
             b.barrier()
             for col in range(0, transfer.source.cols, SIZE):
-                rows = range(0, shape.rows, engine.way.height)
-                self.resident.append([engine.load_left(self.memory, own, transfer.stride, r, col) for r in rows])
+                rows = range(0, self.score_rows, engine.way.height)
+                self.resident[1].append([engine.load_left(self.memory, own, transfer.stride, r, col) for r in rows])
             b.barrier()
 
     def stage(self, i: Value) -> tuple[Value, Value]:
@@ -110,20 +115,22 @@ class _Kernel(GradientKernel):
 
     def left(self, which: int, k: int) -> list[Value]:
         """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
-        if which == 1 and self.resident:
-            return self.resident[k]
+        if k < len(self.resident[which]):
+            return self.resident[which][k]
         stride = self.strides[which]
-        start = self.own_start[which] + self.subgroup_row * stride
-        rows = range(0, self.shape.rows, self.engine.way.height)
+        start = self.own_start[which] + self.score_row * stride
+        rows = range(0, self.score_rows, self.engine.way.height)
         return [self.engine.load_left(self.memory, start, stride, row, k * SIZE) for row in rows]
 
     # -- one tile ------------------------------------------------------------------------------------------------------
 
-    def scores_of(self, which: int, at: Value) -> FragmentTile:
-        """``own other^T``, this subgroup's columns."""
+    def scores_of(self, which: int, at: Value, start: Callable[[int, int], Value] | None = None) -> FragmentTile:
+        """``own other^T``, this subgroup's part; sums begin at ``start`` of a lane's row and column, or 0."""
         engine, stride, cols = self.engine, self.strides[which], self.engine.way.width
-        tile = engine.tile(self.shape.rows, self.own_width)
-        at = at + self.part * (self.own_width * stride)
+        tile = engine.tile(self.score_rows, self.own_width)
+        if start is not None:
+            tile.map(lambda _, r, c: start(r, c))
+        at = at + self.score_col * stride
         engine.multiply(
             tile,
             lambda k: self.left(which, k),
@@ -304,7 +311,7 @@ class _Keys(_Kernel, KeysKernel):
         queries = self.transfer(self.matrix("q", head, scores.seq_q, config.head_dim, 0))
         results = self.transfer(self.matrix("do", head, scores.seq_q, config.value_dim, 3))
         fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
-        own_key = self.row0 + self.subgroup_row
+        own_key = self.row0 + self.score_row
 
         def body(
             tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None]
@@ -316,21 +323,22 @@ class _Keys(_Kernel, KeysKernel):
             partial = None if plain else self.partial(row0, self.row0, shape.block_q, end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
-            column0 = self.part * self.own_width
-            base, delta = (self.columns(S, self.numbers_at(tile) + (column0 + i * width)) for i in range(2))
-            columns = [row0 + column0 + S.col(c) for c in range(len(base))]
-            keys = [own_key + S.row(r) for r in range(engine.rows_held)]
+            base, delta = (self.columns(S, self.numbers_at(tile) + (self.score_col + i * width)) for i in range(2))
+            columns = [row0 + self.score_col + S.col(c) for c in range(len(base))]
+            keys = [own_key + S.row(r) for r in range(len(S.vars) * len(engine.part_rows))]
 
             def place(r: int, c: int) -> tuple[Value, Value]:
                 return columns[c], keys[r]
 
             slope = self.weigh(S, head, place, partial, lambda r, c: base[c])
             b.comment("dS^T = P^T * (V dO^T - delta)")
-            dP = self.scores_of(1, at[1])
+            offset = shape.offset and not config.dropout  # which scales dP alone
+            dP = self.scores_of(1, at[1], (lambda r, c: -delta[c]) if offset else None)
             p = S.values()
             kept = self.kept(head, place, len(p), len(p[0]), 1)
             exist = [key < end for key in keys] if plain and config.sums else None
-            ds = self.differentiate(p, dP.values(), lambda r, c: delta[c], slope, kept, not plain, exist)
+            less = None if offset else lambda r, c: delta[c]
+            ds = self.differentiate(p, dP.values(), less, slope, kept, not plain, exist)
             p = self.dropped(p, kept)
             shared = shape.columns > 1
             if config.sums or shared:
@@ -359,7 +367,7 @@ class _Keys(_Kernel, KeysKernel):
     def _keep(self, values: list[list[Value]], start: int) -> None:
         """P^T or dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last
         readers."""
-        own = start + self.subgroup_row * self.kept_stride + self.part * self.own_width
+        own = start + self.score_row * self.kept_stride + self.score_col
         self.engine.put(self.memory, own, self.kept_stride, values, "enlarged")
 
     def _kept(self, start: int) -> Callable[[int], list[Value]]:

@@ -38,7 +38,11 @@ class GradientKernel(BackwardBlock):
         # The subgroup's first row, and which of the columns it has where it shares its rows.
         down, self.part = divmod_const(b, engine.subgroup, self.shape.columns)
         self.subgroup_row = down * self.shape.rows
-        self.own_width = self.shape.block_kv // self.shape.columns
+        # Its rows and columns of the scores, and where they begin.
+        by_rows, by_cols = self.shape.score_cut
+        self.score_rows, self.own_width = self.shape.rows // by_rows, self.shape.block_kv // by_cols
+        self.score_row = self.subgroup_row + self.part * (self.score_rows if by_rows > 1 else 0)
+        self.score_col = self.part * (self.own_width if by_cols > 1 else 0)
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
 
     def finite(self, run: Value) -> Value:
@@ -77,14 +81,15 @@ class GradientKernel(BackwardBlock):
         self,
         p: list[list[Value]],
         dp: list[list[Value]],
-        delta: Callable[[int, int], Value],
+        delta: Callable[[int, int], Value] | None,
         slope: list[list[Value]] | None,
         kept: list[list[Value]] | None,
         guarded: bool = True,
         exist: list[Value] | None = None,
     ) -> list[list[Value]]:
         """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides, unless somebody else sees to that
-        (``guarded``). ``exist`` says which of the lane's rows do, where the others' weights are not zero."""
+        (``guarded``). ``delta`` is None when ``dp`` is less by it already; ``exist`` says which of the lane's rows do,
+        where the others' weights are not zero."""
         b, zero = self.b, self.b.const(0.0, f32)
         result = []
         for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
@@ -92,7 +97,7 @@ class GradientKernel(BackwardBlock):
             for c, (weight, x) in enumerate(zip(weights, row, strict=True)):
                 if kept is not None:
                     x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
-                ds = weight * (x - delta(r, c))
+                ds = weight * (x if delta is None else x - delta(r, c))
                 if guarded:
                     ds = b.select(b.eq(weight, 0.0), zero, ds)
                 if exist is not None:
