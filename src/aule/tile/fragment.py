@@ -297,14 +297,26 @@ class Fragments(Components):
         stride: int,
         values: Sequence[Sequence[Value]],
         rounding: Rounding = "nearest",
+        exist: Sequence[Value] | None = None,
     ) -> None:
-        """Store this lane's elements of a tile, rounded, in shared memory; ``start`` is where the tile begins."""
+        """Store this lane's elements of a tile, rounded, in shared memory; ``start`` is where the tile begins. Rows
+        that do not ``exist`` are zeros."""
         b = self.b
         for r, row in enumerate(values):
             line = start + self.row(r) * stride
             for c in range(0, len(row), self.run):
                 strip = self._strip(list(row[c : c + self.run]), rounding)
+                if exist is not None:
+                    strip = self._strip_if(exist[r], strip)
                 b.store(memory, line + self.col(c), strip)
+
+    def _strip_if(self, condition: Value, strip: Value) -> Value:
+        """A strip of `put`, or zeros; two elements of 16 bits as one word."""
+        b, type_ = self.b, strip.type
+        if isinstance(type_, Vector) and type_.elem.bits * type_.lanes == 32:
+            return b.bitcast(b.select(condition, b.bitcast(strip, u32), b.const(0, u32)), type_)
+        parts = [b.select(condition, x, b.const(0, self.elem)) for x in b.unpack(strip)]
+        return b.vector(parts)
 
     def _strip(self, parts: list[Value], rounding: Rounding) -> Value:
         """Neighbours of a row as they are multiplied."""

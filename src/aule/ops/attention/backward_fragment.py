@@ -336,13 +336,12 @@ class _Keys(_Kernel, KeysKernel):
             dP = self.scores_of(1, at[1], (lambda r, c: -delta[c]) if offset else None)
             p = S.values()
             kept = self.kept(head, place, len(p), len(p[0]), 1)
-            exist = [key < end for key in keys] if plain and config.sums else None
             less = None if offset else lambda r, c: delta[c]
-            ds = self.differentiate(p, dP.values(), less, slope, kept, not plain, exist)
+            ds = self.differentiate(p, dP.values(), less, slope, kept, guarded=not plain)
             p = self.dropped(p, kept)
             shared = shape.columns > 1
             if config.sums or shared:
-                self._keep(ds, self.ds_start)
+                self._keep(ds, self.ds_start, [key < end for key in keys] if plain else None)
             if shared:
                 self._keep(p, self.p_start)
                 b.barrier()
@@ -364,11 +363,11 @@ class _Keys(_Kernel, KeysKernel):
             lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
         )  # fmt: skip
 
-    def _keep(self, values: list[list[Value]], start: int) -> None:
-        """P^T or dS^T where all subgroups can read it. The barrier before this tile's scores was behind its last
-        readers."""
+    def _keep(self, values: list[list[Value]], start: int, exist: list[Value] | None = None) -> None:
+        """P^T or dS^T where all subgroups can read it, zeros for keys that do not ``exist``. The barrier before this
+        tile's scores was behind its last readers."""
         own = start + self.score_row * self.kept_stride + self.score_col
-        self.engine.put(self.memory, own, self.kept_stride, values, "enlarged")
+        self.engine.put(self.memory, own, self.kept_stride, values, "enlarged", exist)
 
     def _kept(self, start: int) -> Callable[[int], list[Value]]:
         """The subgroup's rows of what `_keep` has kept, as left factors."""

@@ -85,11 +85,9 @@ class GradientKernel(BackwardBlock):
         slope: list[list[Value]] | None,
         kept: list[list[Value]] | None,
         guarded: bool = True,
-        exist: list[Value] | None = None,
     ) -> list[list[Value]]:
         """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides, unless somebody else sees to that
-        (``guarded``). ``delta`` is None when ``dp`` is less by it already; ``exist`` says which of the lane's rows do,
-        where the others' weights are not zero."""
+        (``guarded``). ``delta`` is None when ``dp`` is less by it already."""
         b, zero = self.b, self.b.const(0.0, f32)
         result = []
         for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
@@ -100,8 +98,6 @@ class GradientKernel(BackwardBlock):
                 ds = weight * (x if delta is None else x - delta(r, c))
                 if guarded:
                     ds = b.select(b.eq(weight, 0.0), zero, ds)
-                if exist is not None:
-                    ds = b.select(exist[r], ds, zero)
                 line.append(ds if slope is None else ds * slope[r][c])
             result.append(line)
         return result
