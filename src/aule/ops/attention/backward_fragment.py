@@ -16,6 +16,7 @@ not be so (``config.sums``), the second kernel adds what its keys bring to dQ to
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
@@ -124,12 +125,12 @@ class _Kernel(GradientKernel):
 
     # -- one tile ------------------------------------------------------------------------------------------------------
 
-    def scores_of(self, which: int, at: Value, start: Callable[[int, int], Value] | None = None) -> FragmentTile:
-        """``own other^T``, this subgroup's part; sums begin at ``start`` of a lane's row and column, or 0."""
+    def scores_of(self, which: int, at: Value, start: list[Value] | None = None) -> FragmentTile:
+        """``own other^T``, this subgroup's part; sums begin at what ``start`` has for a lane's columns, or 0."""
         engine, stride, cols = self.engine, self.strides[which], self.engine.way.width
         tile = engine.tile(self.score_rows, self.own_width)
         if start is not None:
-            tile.map(lambda _, r, c: start(r, c))
+            tile.map(lambda _, r, c: start[c])
         at = at + self.score_col * stride
         engine.multiply(
             tile,
@@ -333,7 +334,7 @@ class _Keys(_Kernel, KeysKernel):
             slope = self.weigh(S, head, place, partial, lambda r, c: base[c])
             b.comment("dS^T = P^T * (V dO^T - delta)")
             offset = shape.offset and not config.dropout  # which scales dP alone
-            dP = self.scores_of(1, at[1], (lambda r, c: -delta[c]) if offset else None)
+            dP = self.scores_of(1, at[1], [-x for x in delta] if offset else None)
             p = S.values()
             kept = self.kept(head, place, len(p), len(p[0]), 1)
             less = None if offset else lambda r, c: delta[c]
@@ -391,7 +392,7 @@ class _Keys(_Kernel, KeysKernel):
         down = min((n for n in range(1, min(blocks, shape.subgroups) + 1) if blocks % n == 0), key=cost)
         part, block = divmod_const(b, self.engine.subgroup, down)
         rows, cols = blocks // down, depth // across(down)
-        with b.if_(part < across(down)):
+        with b.if_(part < across(down)) if down * across(down) < shape.subgroups else nullcontext():
             self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
 
     def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
