@@ -6,8 +6,8 @@
 
 Cases are head_dim:seq:kind. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v[,registers], with r: before
 it when the block's own rows stay in shared memory, or for matrix units f:rows,width,subgroups,stages[,registers[,
-columns]], the same behind fr: when the second matrix that it owns stays in registers, or for warpgroups (``sums``
-alone) behind w:.
+columns[,held]]], the same behind fr: when the second matrix that it owns stays in registers, or for warpgroups
+(``sums`` alone) behind w:. Behind these may follow +ahead and +offset, as in `FragmentShape`.
 ``queries`` times dQ, ``keys`` dK and dV, ``sums`` all three, dQ added up by the kernel of the others; its five products
 are counted, and the time is that of all its launches.
 """
@@ -144,11 +144,13 @@ class Case:
 
 
 def parsed(text: str) -> SimtShape | FragmentShape:
-    kind, _, listed = text.rpartition(":")
+    kind, _, rest = text.rpartition(":")
+    listed, *options = rest.split("+")
     numbers = [int(x) for x in listed.split(",")]
     if kind in ("f", "fr", "w"):
-        columns = {"columns": numbers[5]} if len(numbers) > 5 else {}
-        return FragmentShape(*numbers[:4], kind == "fr", *numbers[4:5], warpgroups=kind == "w", **columns)
+        further: dict[str, Any] = dict(zip(("registers", "columns", "held"), numbers[4:], strict=False))
+        further |= dict.fromkeys(options, True)
+        return FragmentShape(*numbers[:4], kind == "fr", warpgroups=kind == "w", **further)
     return SimtShape(*numbers[:6], kind == "r", 0, *numbers[6:])
 
 
