@@ -302,21 +302,22 @@ class Fragments(Components):
         """Store this lane's elements of a tile, rounded, in shared memory; ``start`` is where the tile begins. Rows
         that do not ``exist`` are zeros."""
         b = self.b
+        zero, one = b.const(0, u32), b.const(0xFFFFFFFF, u32)
+        masks = [] if exist is None else [b.select(x, one, zero) for x in exist]
         for r, row in enumerate(values):
             line = start + self.row(r) * stride
             for c in range(0, len(row), self.run):
                 strip = self._strip(list(row[c : c + self.run]), rounding)
-                if exist is not None:
-                    strip = self._strip_if(exist[r], strip)
+                if masks:
+                    strip = self._masked(strip, masks[r])
                 b.store(memory, line + self.col(c), strip)
 
-    def _strip_if(self, condition: Value, strip: Value) -> Value:
-        """A strip of `put`, or zeros; two elements of 16 bits as one word."""
-        b, type_ = self.b, strip.type
-        if isinstance(type_, Vector) and type_.elem.bits * type_.lanes == 32:
-            return b.bitcast(b.select(condition, b.bitcast(strip, u32), b.const(0, u32)), type_)
-        parts = [b.select(condition, x, b.const(0, self.elem)) for x in b.unpack(strip)]
-        return b.vector(parts)
+    def _masked(self, strip: Value, mask: Value) -> Value:
+        """A strip of `put` under a mask of 32 bits, which are two elements."""
+        b = self.b
+        if isinstance(strip.type, Vector):
+            return b.bitcast(b.bitcast(strip, u32) & mask, strip.type)
+        return b.select(b.ne(mask, 0), strip, b.const(0, self.elem))
 
     def _strip(self, parts: list[Value], rounding: Rounding) -> Value:
         """Neighbours of a row as they are multiplied."""

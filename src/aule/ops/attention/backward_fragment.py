@@ -193,16 +193,15 @@ class _Kernel(GradientKernel):
             if ahead:
                 put(first)
         with b.loop(first, last, name="tile") as tile:
-            # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
-            following = b.min(tile + 1, last - 1)
 
             def put_next() -> None:
                 b.barrier()  # everyone has read this one's
-                put(following)
+                put(tile)  # the one stage that there is
 
             if ahead:
                 b.barrier()
-                body(tile, self.stage(tile), lambda: fetch(following), put_next)
+                # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
+                body(tile, self.stage(tile), lambda: fetch(b.min(tile + 1, last - 1)), put_next)
             else:
                 if self.shape.stages == 1:
                     b.barrier()  # everyone is done with the tile before

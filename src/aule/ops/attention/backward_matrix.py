@@ -41,8 +41,8 @@ class GradientKernel(BackwardBlock):
         # Its rows and columns of the scores, and where they begin.
         by_rows, by_cols = self.shape.score_cut
         self.score_rows, self.own_width = self.shape.rows // by_rows, self.shape.block_kv // by_cols
-        self.score_row = self.subgroup_row + self.part * (self.score_rows if by_rows > 1 else 0)
-        self.score_col = self.part * (self.own_width if by_cols > 1 else 0)
+        self.score_row = engine.subgroup * self.score_rows if by_rows > 1 else self.subgroup_row
+        self.score_col = self.part * self.own_width if by_cols > 1 else b.const(0, i32)
         self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
 
     def finite(self, run: Value) -> Value:

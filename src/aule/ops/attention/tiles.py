@@ -334,21 +334,22 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
     ),
     # H200, 48 KiB, S 2048 full / 8192 full / 8192 causal, all launches, five products counted.
     "vulkan": (
-        # Sums, bf16: 286 / 313 / 294; delta subtracted 268 / 301 / 275, and rows stored behind dQ's product 265 / 286 /
-        # 264. Before those, 285 / 312 / 282 in another run: rows fetched early 253, bf16 rounded instead of cut off
-        # 261, both 232 / 247 / 232; rows by 48 269, V in private memory 248. Before accesses were no longer checked:
-        # f16 dQ 313; 16 rows a subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as
-        # 220; sums of 64 keys, with V in memory, 183 to 195.
+        # Sums, bf16: 286 / 317 / 295, f16 - / 304 / -; 32 columns of K in registers 273 / 299 / 279, all 261 / 281 /
+        # 254; delta subtracted 268 / 301 / 275, and rows stored behind dQ's product 265 / 289 / 267. Before: rows
+        # fetched early 253 of 285, bf16 rounded instead of cut off 261, both 232 / 247 / 232; rows by 48 269, V in
+        # private memory 248. Before accesses were no longer checked: f16 dQ 313; 16 rows a subgroup 254. dK and dV 312;
+        # 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of 64 keys, with V in memory, 183 to 195.
         FragmentBackwardEntry(
             64,
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, True, ahead=True, offset=True),
         ),
-        # Sums, bf16: 249 / 269 / 262; each subgroup its own rows 247 / 265 / 256, and rows stored behind dQ's product
-        # 231 / 250 / 239; none of K in registers 233 / 245 / 249. Before: early and rounded 218 / 233 / 223, V in
-        # private memory 229 / 247 / 234; both together 179; rows by 16 and V in memory 162, of 128 keys over eight
-        # subgroups 155, of 96 over six in two stages 117.
+        # Sums, bf16: 251 / 271 / 259, f16 - / 267 / 245. None of K in registers 233 / 245 / 249, 32 columns 240 / 253 /
+        # 243, 96 249 / 264 / 240, all 228 / 241 / 245. Each subgroup its own rows 250 / 266 / 252, f16 - / 260 / 245,
+        # with 64 columns of K 259 / 274 / 246; rows stored behind dQ's product 232 / 250 / 239, f16 - / 239 / 237.
+        # Before: early and rounded 218 / 233 / 223, V in private memory 229 / 247 / 234; both together 179; rows by 16
+        # and V in memory 162, of 128 keys over eight subgroups 155, of 96 over six in two stages 117.
         FragmentBackwardEntry(
             128,
             FragmentShape(64, 32, 4, 1, True),
