@@ -338,7 +338,7 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
         # 254; delta subtracted 268 / 301 / 275, and rows stored behind dQ's product 265 / 289 / 267. Before: rows
         # fetched early 253 of 285, bf16 rounded instead of cut off 261, both 232 / 247 / 232; rows by 48 269, V in
         # private memory 248. Before accesses were no longer checked: f16 dQ 313; 16 rows a subgroup 254. dK and dV 312;
-        # 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of 64 keys, with V in memory, 183 to 195.
+        # 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of 64 keys, V in memory, 183 to 195.
         FragmentBackwardEntry(
             64,
             FragmentShape(128, 32, 4, 1, False),
