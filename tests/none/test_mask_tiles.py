@@ -30,6 +30,7 @@ from aule.view import TensorView
 
 SHAPE = FragmentShape(64, 80, 4, 2, False, warpgroups=True)
 """80 columns: a word and a quarter of a lane's bits."""
+AHEAD = {kind: replace(SHAPE, stages=3) for kind in ("documents", "columns", "additive")}
 
 
 def documents(length: int, ends: list[int]) -> np.ndarray:
@@ -61,7 +62,7 @@ def test_forward(kind: str) -> None:
     arrays = {name: rng.standard_normal((2, 2, 300, 24)).astype(np.float16) for name in "qkv"} | {"mask": mask}
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, **options, return_lse=True)
-    out, lse = run(problem, operands, SHAPE, replace(target(), matrix_layout=NVIDIA_LAYOUT))
+    out, lse = run(problem, operands, AHEAD.get(kind, SHAPE), replace(target(), matrix_layout=NVIDIA_LAYOUT))
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 
@@ -106,6 +107,9 @@ def test_which_kernel() -> None:
     for other in (replace(problem, mask="f16"), replace(problem, mask=None, bias="f32")):
         plan = planned(other)
         assert plan.config.shape.warpgroups and plan.config.one_loop and "mask_bits" not in plan.workspace
+    plain = replace(problem, mask=None, causal=True, alibi=True)
+    for other, linear in ((plain, True), (replace(plain, causal=False), False), (replace(plain, softcap=5.0), False)):
+        assert planned(other).config.linear == linear
     for seq, one_loop in ((2048, True), (4096, False)):
         assert planned(replace(problem, mask=None, seq_q=seq, seq_kv=seq, causal=True)).config.one_loop == one_loop
 

@@ -110,6 +110,9 @@ class FragmentConfig(ScoreConfig):
         Which of mask and bias, where they are added, can be read two keys at a time.
     one_loop : bool
         Over warpgroups: tiles with dropped keys are so many that they are in one loop with the others.
+    linear : bool
+        Over warpgroups: ALiBi is all that every score is modified by, and no row keeps a key to the right of where it
+        stands, so that what is added grows with the key.
     """
 
     shape: FragmentShape
@@ -119,6 +122,7 @@ class FragmentConfig(ScoreConfig):
     factor: str | None = None
     pairs: tuple[str, ...] = ()
     one_loop: bool = False
+    linear: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
-from aule.tile.matrix import Matrix, padded
+from aule.tile.matrix import Matrix, divmod_const, padded
 from aule.tile.rotated_fragment import transfer_of
 from aule.tile.wild import added, sorted_out
 
@@ -137,12 +137,13 @@ class FragmentForward:
         shift = self.scores.shift
         last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
         reach = self.scores.reach(self.row0 + shift, last_row + shift)
-        self.first = reach.first // width
-        last = b.max((reach.end + (width - 1)) // width, self.first)
+        self.first = divmod_const(b, reach.first, width)[0]
+        last = b.max(divmod_const(b, reach.end + (width - 1), width)[0], self.first)
         self.inner_first = self.inner_last = last
         if not self.config.everywhere:
-            self.inner_first = b.min(b.max((reach.full_first + (width - 1)) // width, self.first), last)
-            self.inner_last = b.max(reach.full_end // width, self.inner_first)
+            inner_first = divmod_const(b, reach.full_first + (width - 1), width)[0]
+            self.inner_first = b.min(b.max(inner_first, self.first), last)
+            self.inner_last = b.max(divmod_const(b, reach.full_end, width)[0], self.inner_first)
         self.edges = last - self.first - (self.inner_last - self.inner_first)
 
     def _edge(self, i: Value) -> Place:
@@ -295,7 +296,7 @@ class FragmentForward:
         b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
-            p = self._weigh(s, base, l, k)
+            p = self._weigh(s, [low.value for low in base], l, k)
             if self.dropout is not None:
                 p = self._drop(self.dropout, p, S, key0, k)
             return [blocks[0] for blocks in engine.pack(p, engine.left, "enlarged")]
@@ -331,16 +332,16 @@ class FragmentForward:
         """A base that makes weights as large as the engine wants them."""
         return base if self.engine.excess == 1.0 else base + log2(self.engine.excess)
 
-    def _weigh(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[list[Value]]:
+    def _weigh(self, s: list[list[Value]], base: list[Value], l: list[Var], k: int) -> list[list[Value]]:
         """P of the ``k``-th 16 keys; their sum goes into l."""
         b, width = self.b, self.engine.factor_cols
         p: list[list[Value]] = []
         for row, low, total in zip(s, base, l, strict=True):
             part = row[k * width : (k + 1) * width]
             if self.config.folded:
-                p.append([b.exp2(b.fma(x, self.scale, low.value)) for x in part])
+                p.append([b.exp2(b.fma(x, self.scale, low)) for x in part])
             else:
-                p.append([b.exp2(x + low.value) for x in part])
+                p.append([b.exp2(x + low) for x in part])
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
         return p
 
@@ -460,10 +461,10 @@ class FragmentForward:
         return self.k_start + stage * self.k_size, self.v_start + stage * self.v_size
 
     def _start_tile(self, tile: Value, stage: Value, whole: bool) -> None:
-        """Begin to fetch what the first product of a tile needs, and with two stages all of it."""
+        """Begin to fetch what the first product of a tile needs, and with more than one stage all of it."""
         k_at, v_at = self._memory_of(stage)
         self.keys.start(tile * self.shape.block_kv, k_at, whole)
-        if self.shape.stages == 2:
+        if self.shape.stages > 1:
             self.values.start(tile * self.shape.block_kv, v_at, whole)
 
     def _arrive_keys(self, at: Place, whole: bool) -> Value | None:

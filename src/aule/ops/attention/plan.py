@@ -169,6 +169,7 @@ def plan_forward(
             scalars |= found
         if shape.warpgroups:
             memory["one_loop"] = masked or _few_keys(problem)
+            memory["linear"] = problem.alibi and problem.limits[1] == 0 and not (problem.bias or problem.softcap > 0)
             memory["pairs"] = tuple(
                 name for name in ("mask", "bias")
                 if getattr(problem, name) not in (None, "bool") and _in_pairs(views[name], base_ok.get(name, True))

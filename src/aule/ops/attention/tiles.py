@@ -228,7 +228,7 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
     # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal.
     # 386 / 443; keys by 128 382 / 419, 128 rows and keys by 256 402 / 409, by 192 - / 395, by 128 349 / 389.
-    (64, FragmentShape(192, 144, 12, 2, False, 168, warpgroups=True)),
+    (64, FragmentShape(128, 64, 8, 3, False, 128, warpgroups=True)),
     # 534 / 566; keys by 96 475 / 531. With whole barriers 465 / 401, keys by 160 454 / 396.
     (128, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
     # 561 / 577. With whole barriers 552 / 447, keys by 48 509 / 436, by 32 417 / 375.
