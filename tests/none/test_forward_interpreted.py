@@ -11,6 +11,9 @@ import pytest
 from op_plans import run_step, unwritten
 
 from aule.engine.attention import contiguous_strides, named
+from aule.ir import Builder
+from aule.ir.interpret import interpret
+from aule.ir.types import Scalar, f32, f64, i32
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.forward_fragment import LAG
 from aule.ops.attention.plan import plan_forward
@@ -21,7 +24,7 @@ from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.math import LN2, LOG2E
+from aule.tile.math import LN2, LOG2E, tanh
 from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
@@ -159,6 +162,24 @@ def test_three_workgroups_of_nvidia_through_vulkan() -> None:
     for modifiers in range(3):
         shape = choose_shape(device, 64, 64, modifiers=modifiers)
         assert 3 * (shape.shared_bytes(64, 64, subgroups=True) + 1024) <= 100 * 1024
+
+
+@pytest.mark.parametrize("elem", [f32, f64], ids=str)
+def test_tanh_to_a_few_ulp(elem: Scalar) -> None:
+    """On both sides of where the formula changes, and far below, where nothing may be lost."""
+    dtype = np.float32 if elem == f32 else np.float64
+    size = np.concatenate([np.linspace(0.0, 1.2, 4001), np.geomspace(1e-30, 1e-2, 90), [20.0, 1e4, np.inf]])
+    x = np.concatenate([size, -size, [np.nan]]).astype(dtype)
+    b = Builder("tanh", 64)
+    source, result, count = b.buffer("x", elem), b.buffer("y", elem, "write"), b.scalar("count", i32)
+    i = b.group_id(0) * 64 + b.thread_id()
+    with b.if_(i < count):
+        b.store(result, i, tanh(b, b.load(source, i)))
+    y = np.empty_like(x)
+    interpret(b.finish(), (-(-len(x) // 64), 1, 1), [x, y, len(x)])
+    want = np.tanh(x.astype(np.longdouble))
+    ulp = np.finfo(dtype).eps * np.abs(want[:-1])
+    assert (np.abs(y - want)[:-1] <= 4 * ulp).all() and np.isnan(y[-1])
 
 
 def test_indices_of_64_bits() -> None:
