@@ -116,13 +116,29 @@ def test_which_kernel() -> None:
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("mask", ["bool", "bf16"])
-def test_nothing_is_spilled(dim: int, mask: str, tmp_path: Path) -> None:
-    plan = planned(AttentionProblem(4, 16, 16, 4096, 4096, dim, dim, "bf16", 0.125, causal=True, mask=mask))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": "bool"}, {"mask": "bf16"}, {"window": (511, 0)}, {"alibi": True}, {"bias": "bf16"}, {"softcap": 9.0}],
+    ids=str,
+)
+def test_nothing_is_spilled(dim: int, options: dict[str, Any], tmp_path: Path) -> None:
+    plan = planned(AttentionProblem(4, 16, 16, 4096, 4096, dim, dim, "bf16", 0.125, causal=True, **options))
     for step in plan.before:
         assemble(step.build(step.config, device()), device(), tmp_path)
     text, spilled = assemble(build_forward(plan.config, device()), device(), tmp_path)
     assert spilled == 0 and text.count("wgmma.mma_async") > 20
+
+
+def test_two_workgroups_share_a_multiprocessor() -> None:
+    """With the plain tiles up to 64 columns, which has 64 Ki registers and 228 KiB; 1 KiB is taken for each."""
+    problem = AttentionProblem(4, 16, 16, 4096, 4096, 64, 64, "bf16", 0.125)
+    shape = planned(problem).config.shape
+    assert 2 * shape.threads * shape.registers <= 1 << 16
+    assert 2 * (shape.shared_bytes(64, 64) + 1024) <= 228 << 10
+    long = replace(problem, seq_q=8192, seq_kv=8192)
+    assert planned(long).config.shape != shape
+    for other in (replace(long, seq_q=4096), replace(long, causal=True), replace(long, softcap=5.0)):
+        assert planned(other).config.shape == shape
 
 
 def test_memory_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ Q, K and V lie in shared memory, from where products fetch them by themselves. T
 scores of a tile and O's share of the tile before; as soon as the scores are there, their softmax is computed while the
 other product is still running.
 
-Where tiles in which rows may drop keys are few, they come first, those at the edges of the band, and have a loop of
-their own, one product after the other, that sees to Inf and NaN in V of dropped keys; the other loop has no code for
-any of that. Where they are many (``config.one_loop``) there is one loop for all, in the order of the keys or, with a
-mask, in that of a list (`mask_tiles`). It only looks for Inf and NaN, and in the rare block that has any, all is
-computed again with care.
+Tiles in which rows may drop keys come first: those at the edges of the band, or with a mask the first ones of a list
+(`mask_tiles`). Where they are few, they have a loop of their own, one product after the other, that sees to Inf and NaN
+in V of dropped keys; the other loop has no code for any of that. Where they are many (``config.one_loop``) there is one
+loop for all, with a window in the order of the keys, which only looks for Inf and NaN, and in the rare block that has
+any, all is computed again with care.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class _Forward(FragmentForward):
 
     def _order_tiles(self) -> None:
         self.listed: TileList | None = None
+        self.ascending = self.config.one_loop and self.config.left and not self.config.listed
+        """Tiles are in the order of the keys; otherwise those of which rows may drop keys come first."""
         self.found = self.b.var(self.b.const(0, u32), "found")
         """Whether V of a tile with dropped keys has Inf or NaN, as far as this thread knows."""
         if not self.config.listed:
@@ -90,19 +92,19 @@ class _Forward(FragmentForward):
         self.coming = [self.b.var(self._tile(self.b.const(i, i32)), "coming") for i in range(self.shape.stages)]
 
     def _tile(self, i: Value) -> Value:
-        """The ``i``-th tile in the order in which they are worked on: with two loops those at the edges first."""
+        """The ``i``-th tile in the order in which they are worked on."""
         b = self.b
         if self.listed is not None:
             return self.listed.tile(i)
         left, inner = self.first + i, self.inner_last - self.inner_first
-        if self.config.one_loop:
+        if self.ascending:
             return left
         right = b.select(i < self.edges, left + inner, self.inner_first + (i - self.edges))
         return b.select(left < self.inner_first, left, right)
 
     def _at_edge(self, i: Value) -> Value:
         """Whether rows may drop keys of the ``i``-th tile of one loop."""
-        if self.listed is not None:
+        if not self.ascending:
             return i < self.edges
         return (self.first + i < self.inner_first) | (self.first + i >= self.inner_last)
 
@@ -241,7 +243,7 @@ class _Forward(FragmentForward):
             k_slot = self._slot(k_slot, stages)
         self._fetch_next(self.keys, tiles[-1], i + (stages - 1), k_slot)
         if stages == 2:
-            self._fetch(self.values, tiles[0], v_slot)
+            self._fetch(self.values, tiles[0], v_slot, i)
         else:
             self._fetch_next(self.values, tiles[1], i + 1, self._slot(v_slot, stages + 1))
 
@@ -250,18 +252,19 @@ class _Forward(FragmentForward):
         case."""
         b = self.b
         with b.if_(i < self.count):
-            self._fetch(transfer, tile, slot)
+            self._fetch(transfer, tile, slot, i)
         if self.shape.stages > 2:
             with b.else_():
                 b.async_commit()
 
-    def _fetch(self, transfer: Transfer, tile: Value, slot: Value) -> None:
+    def _fetch(self, transfer: Transfer, tile: Value, slot: Value, i: Value) -> None:
         b, config, block = self.b, self.config, self.shape.block_kv
         row, to = tile * block, self._memory_of(slot)[transfer is self.values]
         if config.everywhere or not config.one_loop:
             transfer.start(row, to, whole=not config.everywhere)
             return
-        with b.if_(row + block > self.scores.seq_kv):
+        by_rows = self.ascending or config.listed
+        with b.if_(row + block > self.scores.seq_kv if by_rows else i < self.edges):
             transfer.start(row, to)
         with b.else_():
             transfer.start(row, to, whole=True)
@@ -294,7 +297,8 @@ class _Forward(FragmentForward):
         key0 = tile * self.shape.block_kv
         further = self._modify_everywhere(S, key0)
         if self.config.one_loop:
-            with nullcontext() if self.listed is None else self.b.if_(i < self.edges):
+            asks = self.ascending or self.config.everywhere  # subgroup by subgroup, or not at all
+            with nullcontext() if asks else self.b.if_(i < self.edges):
                 self._modify_partly(S, key0, bits)
         return further
 
@@ -445,10 +449,11 @@ class _Forward(FragmentForward):
         self.b.warpgroup_publish()
 
     def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
-        """By way of shared memory, from where whole rows go 16 bytes at a time. H200, S 2048 full, TFLOPS: d128 547
-        against 531 in one run and 533 against 531 in another; d64 371 against 382, d256 causal 414 against 427."""
+        """By way of shared memory, from where whole rows go 16 bytes at a time. H200, d64, S 512 full 0.188 against
+        0.205 ms, S 4096 causal 0.334 against 0.349; TFLOPS at d128, S 2048 full, 547 against 531 in one run and 533
+        against 531 in another, at d256 causal 414 against 427."""
         b, engine = self.b, self.engine
-        wins = self.config.one_loop or PANEL < out.cols <= 2 * PANEL
+        wins = self.config.one_loop or out.cols <= 2 * PANEL
         if not (wins and out.aligned and out.col_stride is None):
             super()._store(O, values, out)
             return

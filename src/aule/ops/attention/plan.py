@@ -51,9 +51,10 @@ FAR = 1 << 30
 
 FEW_KEYS = 2048
 """Up to so many keys in a row's band, tiles at its edges are too many for a loop of their own (`FragmentConfig`). H200,
-bf16, with one loop and with two, at d64 and d128: window of 512 (S 4096) 0.369 and 0.434, 0.231 and 0.271 ms; causal,
-TFLOPS: S 2048 307 and 296, 443 and 423 (d256 424 and 427), S 8192 438 and 448, 555 and 583. Without a band 365 and 382,
-517 and 531."""
+bf16, with one loop and with two, d64, ms: windows of 512 (S 4096) 0.117 and 0.128, of 1024 and 2048 (S 8192) 0.358 and
+0.374, 0.627 and 0.618; causal, S 512 0.137 and 0.154, 1024 0.211 and 0.226, 2048 0.368 and 0.376, 4096 0.349 and 0.341.
+d128, other tiles then: window of 512 0.231 and 0.271; causal, TFLOPS: S 2048 443 and 423 (d256 424 and 427), S 8192 555
+and 583. Without a band 517 and 531."""
 
 _MANY_SCORES = 1 << 23
 """From so many on it is worth two launches to look at a mask. H200, d128, batch 4, 16 heads: S 256 20 us without, 36
@@ -134,7 +135,7 @@ def plan_forward(
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     copied = all(aligned(RUN)[:3] if problem.rope is None else [can_turn(problem), aligned(RUN)[2]])
     if shape is None and copied and (problem.mask is None or scores >= _MANY_SCORES):
-        shape = choose_warpgroups(target, problem.dtype, *dims, _doing(problem))
+        shape = choose_warpgroups(target, problem.dtype, *dims, _doing(problem), _length_of_all(problem))
     if shape is None and rotates_runs(problem):
         rotated = problem.rope is not None
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
@@ -377,11 +378,18 @@ def listed(problem: AttentionProblem) -> dict[str, Any]:
 
 
 def _doing(problem: AttentionProblem) -> Doing:
-    if problem.dropout_p > 0 or problem.mask not in (None, "bool"):
-        return "more"
+    if problem.dropout_p > 0:
+        return "dropout"
     if problem.bias is not None:
-        return "adding"
-    return "nothing" if problem.mask is None else "masking"
+        return "bias"
+    return "nothing" if problem.mask in (None, "bool") else "mask"
+
+
+def _length_of_all(problem: AttentionProblem) -> int:
+    """How many rows and keys there are at least where every row keeps every key as it is; 0 elsewhere."""
+    modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
+    banded = problem.limits != (UNBOUNDED, UNBOUNDED)
+    return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
 
 
 def _few_keys(problem: AttentionProblem) -> bool:

@@ -226,10 +226,15 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 """Tiles on matrix units by vendor, or else by backend; the first that is wide enough and fits is taken."""
 
 WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
-    # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal.
-    # 386 / 443; keys by 128 382 / 419, 128 rows and keys by 256 402 / 409, by 192 - / 395, by 128 349 / 389.
+    # Two of these share a multiprocessor. H200, bf16, batch 4, 16 heads, S 4096, ms: a window of 512 / causal / masks
+    # of eight documents / padding / random bits: 0.117 / 0.340 / 0.138 / 0.423 / 0.807; in two stages 0.128 / - / 0.144
+    # / 0.451 / 0.814. 64 rows over one warpgroup in two stages 0.113 / - / 0.132 / 0.455 / 0.868, in three 0.115 /
+    # 0.355. In three stages, 192 x 96 0.155 / 0.361 / 0.162 / 0.421 / 0.794, 192 x 144 0.171 / 0.368, 128 x 128 0.152 /
+    # 0.419 / 0.169 / 0.488 / 0.923; 192 x 144 in two 0.189 / 0.380. B*S 16384, H*D 2048, S 2048 full / 8192 causal:
+    # 0.596 / 1.201; 192 x 144 in three stages 0.644 / 1.207, in two 0.741 / 1.256. (Before O was stored in whole rows.)
     (64, FragmentShape(128, 64, 8, 3, False, 128, warpgroups=True)),
-    # 534 / 566; keys by 96 475 / 531. With whole barriers 465 / 401, keys by 160 454 / 396.
+    # B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal: 534 / 566; keys by 96 475 / 531. With whole barriers 465
+    # / 401, keys by 160 454 / 396.
     (128, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
     # 561 / 577. With whole barriers 552 / 447, keys by 48 509 / 436, by 32 417 / 375.
     (256, FragmentShape(128, 64, 8, 2, False, warpgroups=True)),
@@ -237,33 +242,44 @@ WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
 """Tiles for products of warpgroups by the widest head dimension that they are for."""
 
 
-Doing = Literal["nothing", "masking", "adding", "more"]
-"""What costs a kernel registers between its products: nothing, bits of a mask, a bias, or a mask to be added or
-dropout."""
+Doing = Literal["nothing", "mask", "bias", "dropout"]
+"""What costs a kernel many registers between its products: nothing, a mask to be added, a bias, or dropout."""
 
 WARPGROUPS_DOING: dict[Doing, tuple[tuple[int, FragmentShape], ...]] = {
+    # H200, batch 4, 16 heads, S 4096, ms, none of which spills.
     "nothing": (),
-    # H200, batch 4, 16 heads, S 4096, ms: 0.191 for eight documents, 0.518 for padding, 0.929 for random bits; keys by
-    # 128 0.210, 0.511, 0.915, by 144 0.263, 0.568, 1.055; 128 rows and keys by 128 0.192, 0.541, 0.984. At d128 the
-    # plain tiles 0.240, 0.670, 1.250, keys by 96 0.254, 0.715, 1.394.
-    "masking": ((64, FragmentShape(192, 96, 12, 2, False, 168, warpgroups=True)),),
-    # A bias for each score: 1.443; 128 rows and keys by 128 1.884, by 192 1.733.
-    "adding": ((64, FragmentShape(192, 112, 12, 2, False, 168, warpgroups=True)),),
-    # Dropout: 2.286; 192 rows and keys by 144 2.707, by 128 2.569, by 96 2.548, all of which spill. Eight documents as
-    # numbers: 0.262.
-    "more": ((64, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),),
+    # Eight documents as numbers: 0.165; plain tiles, which spill, 0.180, 192 x 96 in three stages 0.211, 128 x 128 in
+    # two 0.251.
+    "mask": ((64, FragmentShape(64, 64, 4, 3, False, 168, warpgroups=True)),),
+    # One for each score: 1.202; plain tiles 1.309, 192 x 112 in two stages 1.474, 128 x 128 in three 1.485.
+    "bias": ((64, FragmentShape(192, 96, 12, 3, False, 168, warpgroups=True)),),
+    # Causal: 1.169; 128 x 128 1.254, 64 x 64 in three stages 1.237, plain tiles 1.335, 192 x 96 1.446.
+    "dropout": ((64, FragmentShape(128, 96, 8, 3, False, warpgroups=True)),),
 }
 """What goes before those then."""
 
 
+WARPGROUPS_LONG: tuple[tuple[int, int, FragmentShape], ...] = (
+    # H200, bf16, B*S 16384, H*D 2048, full, ms, and the plain tiles: S 16384 3.82 and 4.49, 8192 2.02 and 2.24, but
+    # 4096 1.16 and 1.11, 2048 0.644 and 0.596. In two stages 4.55, 2.27, 1.33 and 0.741.
+    (64, 8192, FragmentShape(192, 144, 12, 3, False, 168, warpgroups=True)),
+    # S 8192 1.74 and 1.86, 2048 0.515 and 0.530. 192 x 64 in three stages, which spills, 1.92 and 0.515. Causal, S 4096
+    # 0.543 and 0.545, 2048 0.342 and 0.319.
+    (128, 2048, FragmentShape(192, 96, 12, 2, False, 168, warpgroups=True)),
+)
+"""The same where all rows keep all keys, and there are so many of both."""
+
+
 def choose_warpgroups(
-    target: Target, dtype: str, head_dim: int, value_dim: int, doing: Doing = "nothing"
+    target: Target, dtype: str, head_dim: int, value_dim: int, doing: Doing = "nothing", length: int = 0
 ) -> FragmentShape | None:
     """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None where there are no
-    such products."""
+    such products. ``length`` are rows and keys where all of these keep all of those."""
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
-    for dim, shape in (*WARPGROUPS_DOING[doing], *WARPGROUPS):
+    long = next((entry for entry in WARPGROUPS_LONG if max(head_dim, value_dim) <= entry[0]), None)
+    further = [(long[0], long[2])] if long is not None and length >= long[1] else []
+    for dim, shape in (*further, *WARPGROUPS_DOING[doing], *WARPGROUPS):
         fits = shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
         if max(head_dim, value_dim) <= dim and fits:
             return shape
