@@ -42,7 +42,7 @@ def target(subgroup_size: int) -> Target:
 
 def run(
     problem: AttentionProblem, operands: Operands, shape: SimtShape | FragmentShape, device: Target, *,
-    index64: bool = False, aligned: bool = True,
+    index64: bool = False, aligned: bool = True, preferred: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Forward pass on the interpreter, on copies packed as the engine packs them."""
     out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
@@ -58,9 +58,12 @@ def run(
             steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), shape)
+    tiles: dict[str, Any] = {"preferred" if preferred else "shape": shape}
+    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), **tiles)
     memory |= {name: unwritten(size) for name, size in plan.workspace.items()}
-    for step in (*plan.before, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
+    memory |= {name: np.zeros(size, np.int32) for name, size in plan.zeroed.items()}
+    beside = [] if plan.beside is None else [plan.beside]
+    for step in (*plan.before, *beside, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
         if step.grid[0]:
             run_step(replace(step, config=replace(step.config, index64=index64)), memory, device)
     return out, lse

@@ -85,11 +85,14 @@ class ForwardConfig(ScoreConfig):
         For q, k, v, o: rows can be read or written as vectors of four.
     index64 : bool
         Element indices need 64 bits.
+    tail : bool
+        Workgroups have pieces of blocks (`tail.py`).
     """
 
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+    tail: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,8 @@ class FragmentConfig(ScoreConfig):
         Which of mask and bias, where they are added, can be read two keys at a time.
     one_loop : bool
         Over warpgroups: tiles with dropped keys are so many that they are in one loop with the others.
+    tail : bool
+        As in `ForwardConfig`; not over warpgroups.
     """
 
     shape: FragmentShape
@@ -119,6 +124,7 @@ class FragmentConfig(ScoreConfig):
     factor: str | None = None
     pairs: tuple[str, ...] = ()
     one_loop: bool = False
+    tail: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,11 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.forward import build_forward
 from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.tail import Tail, cut_tail
 from aule.ops.attention.tiles import (
     Doing,
     choose_backward_fragments,
@@ -78,6 +80,10 @@ class ForwardPlan:
         32-bit words of the memory that these leave their results in, by buffer name.
     renamed : dict
         Which memory stands for a buffer of the kernel where that has another name, as in `Step`.
+    beside : Step or None
+        A launch for some more of the blocks; neither waits for the other.
+    zeroed : dict
+        32-bit words of further memory, as in `StepPlan`.
     """
 
     config: ForwardConfig | FragmentConfig
@@ -86,6 +92,8 @@ class ForwardPlan:
     before: tuple[Step, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    beside: Step | None = None
+    zeroed: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_forward(
@@ -110,7 +118,7 @@ def plan_forward(
     preferred : SimtShape or FragmentShape, optional
         The same where there is no mask, bias, other modifier, rotation or strided row.
     """
-    base_ok = aligned_base or {}
+    base_ok, chosen = aligned_base or {}, shape is None
 
     def aligned(run: int) -> tuple[bool, ...]:
         return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in "qkvo")
@@ -176,7 +184,28 @@ def plan_forward(
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
-    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace, renamed)
+    tail = _tail(config, blocks, problem, target) if chosen else None
+    beside, zeroed = None, {}
+    if tail is not None:
+        grid = grid_of("flash_attention", tail.workgroups, target)
+        beside = Step(replace(config, tail=True), build_forward, grid, scalars | tail.scalars)
+        rows = tail.blocks * shape.block_q * tail.splits
+        workspace |= {"part": rows * problem.value_dim, "part_lse": rows}
+        zeroed["tickets"] = tail.blocks
+        blocks = scalars["blocks"] = tail.first
+    grid = grid_of("flash_attention", blocks, target)
+    return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, zeroed)
+
+
+def _tail(
+    config: ForwardConfig | FragmentConfig, blocks: int, problem: AttentionProblem, target: Target
+) -> Tail | None:
+    """The pieces of the last wave where all blocks take as long and it is known how many run at a time."""
+    plain = problem.modifiers == 0 and problem.packed is None and not config.left and not config.right
+    if target.backend != "vulkan" or not plain or not target.device_fence or not all(config.aligned):
+        return None
+    slots = config.shape.resident * target.compute_units
+    return cut_tail(blocks, -(-problem.seq_kv // config.shape.block_kv), slots)
 
 
 _DELTA_THREADS = 64

@@ -68,7 +68,9 @@ OWN: dict[str, tuple[Entry, ...]] = {
         # along rows as well 43.5; 64x64 in 31 KiB 41.3, of which no three reside because the driver takes 181
         # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3.
         Entry(
-            SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2),
+            SimtShape(
+                64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2, resident=2
+            ),
             (128, 0, 0),
         ),
     ),
@@ -189,7 +191,12 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         # by 64 257, by 48 266, by 32 in two stages 225, 256 rows 236 to 257. (309 / 293; 48 columns and keys by 48 271
         # / -, three subgroups and none 187 / -; 16 rows a subgroup, eight of them, 285 / 262; four 258 / 236, keys by
         # 48 252 / 244, by 32 in two stages 255 / 240.)
-        _entry(128, FragmentShape(128, 32, 4, 1, False, held=16, ahead=True), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        _entry(
+            128,
+            FragmentShape(128, 32, 4, 1, False, held=16, ahead=True, resident=2),
+            (128, 64, 8, 1, 1),
+            (128, 64, 8, 1, 1),
+        ),
         # 273 / 238 / 297 / -; paced by 4 267 / - / - / -, not 260 / 234 / - / -; all of Q in registers 264 / 236 / - /
         # -, not paced 260 / 236 / 280 / -; before 245 / 201 / 269 / 257, 64 rows over four subgroups with 96 columns of
         # Q in memory 233 / - / - / -, not ahead 203 / - / - / -. (198 / -; keys by 16 in two stages 195 / -, with all
@@ -197,7 +204,7 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
         # -.)
         _entry(
             256,
-            FragmentShape(128, 32, 8, 1, False, held=224, ahead=True, paced=8),
+            FragmentShape(128, 32, 8, 1, False, held=224, ahead=True, paced=8, resident=1),
             (64, 16, 4, 1, 1),
             (64, 16, 4, 1, 1),
         ),
