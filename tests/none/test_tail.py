@@ -13,8 +13,9 @@ import pytest
 from test_forward_interpreted import SMALL_SHAPES, run, target
 from test_fragment_interpreted import SHAPES, WAYS
 
+from aule.ops.attention import plan
 from aule.ops.attention.reference import compare, expect
-from aule.ops.attention.tail import LEAST_TILES, Tail, cut_tail
+from aule.ops.attention.tail import Dealing, Tail, cut_tail
 from aule.ops.attention.validate import attention_problem
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
@@ -31,10 +32,13 @@ ENGINES: dict[str, tuple[SimtShape | FragmentShape, Target, type]] = {
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("length", [320, 333])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_pieces(engine: str, length: int, sinks: bool) -> None:
-    """Blocks of 40 rows for three heads on four workgroups at a time."""
+def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 rows of three heads on four workgroups at a time."""
     shape, device, dtype = ENGINES[engine]
     device = replace(device, compute_units=2, device_fence=True)
+    monkeypatch.setattr(plan, "MATRIX", plan.SIMT)  # tiles are few here
+    cuts: list[Tail | None] = []
+    monkeypatch.setattr(plan, "cut_tail", lambda *args: cuts.append(cut_tail(*args)) or cuts[-1])
     rng = np.random.default_rng(2)
     arrays: dict[str, Any] = {
         name: rng.standard_normal((1, heads, rows, 16)).astype(dtype)
@@ -45,6 +49,7 @@ def test_pieces(engine: str, length: int, sinks: bool) -> None:
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, return_lse=True)
     out, lse = run(problem, operands, replace(shape, resident=2), device, preferred=True)
+    assert cuts[0] is not None and cuts[0].first > 0 and cuts[0].splits > 1
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 
@@ -68,34 +73,36 @@ def makespan(work: list[float], slots: int) -> float:
     return max(free)
 
 
+@pytest.mark.parametrize("dealing", [Dealing(1, 14), Dealing(3, 2)], ids=["one", "three"])
 @pytest.mark.parametrize("slots", [132, 264, 396])
 @pytest.mark.parametrize("tiles", [16, 64, 256])
-@pytest.mark.parametrize("blocks", [400, 1024, 2048, 4096])
-def test_tail_is_even(blocks: int, tiles: int, slots: int) -> None:
-    """Pieces are all keys of all blocks, once; and all slots are done when the longest of them is."""
-    tail = cut_tail(blocks, tiles, slots)
+@pytest.mark.parametrize("blocks", [100, 400, 1024, 2048, 4096])
+def test_tail_is_even(blocks: int, tiles: int, slots: int, dealing: Dealing) -> None:
+    """Pieces are all keys of all blocks, once; and all is over earlier than with whole blocks."""
+    tail = cut_tail(blocks, tiles, slots, dealing)
+    ideal = blocks % slots * tiles / slots
     if tail is None:
-        assert blocks % slots == 0 or blocks % slots > 0.8 * slots or blocks < slots
+        assert ideal == 0 or ideal + dealing.cost + dealing.pieces > tiles
         return
     assert tail.first + tail.blocks == blocks and tail.first % slots == 0
     work = shares(tail)
-    assert len(work) == tail.workgroups <= slots
+    assert len(work) == tail.workgroups <= dealing.pieces * slots
     done = [(i, tile) for share in work for i, first, last in share for tile in range(first, last)]
     assert done == [(i, tile) for i in range(tail.blocks) for tile in range(tiles)]
     parts = Counter(i for share in work for i, _, _ in share)
     assert max(parts.values()) == tail.splits
-    assert tail.each <= max(tail.blocks * tiles / slots + 1, LEAST_TILES)
-    beginning = 0.5
+    beginning = dealing.cost / (2 * dealing.pieces)
     lengths = [sum(last - first + beginning for _, first, last in share) for share in work]
-    took = makespan([*lengths, *[tiles + beginning] * tail.first], slots)
-    assert took <= tail.first // slots * (tiles + beginning) + tail.each + 2 * beginning
+    whole = [tiles + beginning] * tail.first
+    took = makespan([*whole, *lengths], slots)
+    assert took <= sum(whole) / slots + ideal + dealing.pieces + dealing.cost
     assert took < makespan([tiles + beginning] * blocks, slots)
 
 
 def test_what_is_not_cut() -> None:
-    assert cut_tail(264 * 8, 64, 264) is None  # nothing is left over
-    assert cut_tail(200, 64, 264) is None  # all run at the same time
-    assert cut_tail(264 * 8 - 8, 64, 264) is None  # the last wave is nearly full
-    assert cut_tail(264 * 100 + 100, 64, 264) is None  # the others are too many
-    assert cut_tail(264 * 8 + 100, 4, 264) is None  # there is nothing to cut
-    assert cut_tail(2048, 64, 0) is None  # nobody knows how many run at a time
+    one = Dealing(1, 14)
+    assert cut_tail(264 * 8, 64, 264, one) is None  # nothing is left over
+    assert cut_tail(264 * 8 - 8, 64, 264, one) is None  # the last wave is nearly full
+    assert cut_tail(264 * 100 + 100, 64, 264, one) is None  # the others are too many
+    assert cut_tail(264 * 8 + 100, 16, 264, one) is None  # there is nothing to cut
+    assert cut_tail(2048, 64, 0, one) is None  # nobody knows how many run at a time

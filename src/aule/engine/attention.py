@@ -60,7 +60,7 @@ class Launch:
 
     def start(self, device: Device, memory: dict[str, Any], arena: Arena) -> None:
         """Launch on memory of the device, by buffer name; asynchronous."""
-        if not self.plan.grid[0]:
+        if self.plan.idle:
             return
         memory = memory | self.workspace(device, arena)
         launch_steps(self.before, device, memory)
@@ -80,8 +80,8 @@ class Launch:
         own = (self.program, self.plan.grid, self.arguments(memory))
         if self.plan.beside is None or self.beside is None:
             return [own]
-        # The pieces go first: who adds them up is not waited for in the end.
-        return [launch_of(self.plan.beside, self.beside, memory), own]
+        both = [own, launch_of(self.plan.beside, self.beside, memory)]
+        return both[::-1] if self.plan.leading else both
 
 
 def prepare_forward(
@@ -177,7 +177,7 @@ def forward_on_host(
         check_memory("flash_attention", problem.dtype, views, device)
         views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
         launch = prepare_forward(problem, views, device)
-        if launch.plan.grid[0]:
+        if not launch.plan.idle:
             memory = {name: view.storage for name, view in views.items()}
             memory["o"] = arena.alloc(out.size * out.itemsize)
             memory["lse"] = arena.alloc(lse.nbytes) if lse is not None else None

@@ -25,7 +25,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.tail import Tail, cut_tail
+from aule.ops.attention.tail import MATRIX, SIMT, Tail, cut_tail
 from aule.ops.attention.tiles import (
     Doing,
     choose_backward_fragments,
@@ -71,7 +71,7 @@ class ForwardPlan:
     config : ForwardConfig or FragmentConfig
         The kernel.
     grid : tuple of int
-        Workgroups; (0, 0, 0) when there is nothing to compute.
+        Workgroups; (0, 0, 0) when there is nothing to compute, or all of it is ``beside``.
     scalars : dict
         Every scalar parameter of the kernel, by name.
     before : tuple of Step
@@ -82,6 +82,8 @@ class ForwardPlan:
         Which memory stands for a buffer of the kernel where that has another name, as in `Step`.
     beside : Step or None
         A launch for some more of the blocks; neither waits for the other.
+    leading : bool
+        It is the first of the two.
     zeroed : dict
         32-bit words of further memory, as in `StepPlan`.
     """
@@ -93,7 +95,13 @@ class ForwardPlan:
     workspace: Mapping[str, int] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     beside: Step | None = None
+    leading: bool = False
     zeroed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.grid[0] and self.beside is None
 
 
 def plan_forward(
@@ -194,7 +202,9 @@ def plan_forward(
         zeroed["tickets"] = tail.blocks
         blocks = scalars["blocks"] = tail.first
     grid = grid_of("flash_attention", blocks, target)
-    return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, zeroed)
+    # Where one workgroup has a multiprocessor to itself, nothing hides that pieces are added up: so not at the end.
+    leading = config.shape.resident == 1
+    return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, leading, zeroed)
 
 
 def _tail(
@@ -205,7 +215,8 @@ def _tail(
     if target.backend != "vulkan" or not plain or not target.device_fence or not all(config.aligned):
         return None
     slots = config.shape.resident * target.compute_units
-    return cut_tail(blocks, -(-problem.seq_kv // config.shape.block_kv), slots)
+    dealing = MATRIX if isinstance(config, FragmentConfig) else SIMT
+    return cut_tail(blocks, -(-problem.seq_kv // config.shape.block_kv), slots, dealing)
 
 
 _DELTA_THREADS = 64

@@ -22,8 +22,6 @@ from aule.ops.decode.gather import Gather, Row
 from aule.ops.decode.last import when_last
 from aule.tile.matrix import QUAD, Matrix
 
-LEAST_TILES = 4
-"""Tiles that a piece should have to be worth its beginning and its end."""
 _MOST_WAVES = 64
 """From so many waves on, what the last one wastes is too little to look at."""
 _PARTS_AT_ONCE, _ROWS_AT_ONCE = 2, 4
@@ -73,7 +71,27 @@ class Tail:
         }
 
 
-def cut_tail(blocks: int, tiles: int, slots: int) -> Tail | None:
+@dataclass(frozen=True)
+class Dealing:
+    """What was found best for a kernel.
+
+    Attributes
+    ----------
+    pieces : int
+        That are dealt out for each workgroup that the device works on at a time.
+    cost : int
+        Tiles that could be worked on while pieces begin, end and are added up.
+    """
+
+    pieces: int
+    cost: int
+
+
+SIMT = Dealing(3, 2)
+MATRIX = Dealing(1, 14)
+
+
+def cut_tail(blocks: int, tiles: int, slots: int, dealing: Dealing) -> Tail | None:
     """Cut the blocks that are left over when ``slots`` workgroups at a time have taken whole ones; None where it is not
     worth it.
 
@@ -82,12 +100,11 @@ def cut_tail(blocks: int, tiles: int, slots: int) -> Tail | None:
     blocks : int
         Of the launch, all of the same ``tiles`` of keys.
     """
-    if slots < 1 or not slots < blocks < _MOST_WAVES * slots:
+    if slots < 1 or blocks >= _MOST_WAVES * slots:
         return None
     rest = blocks % slots
-    each = max(-(-rest * tiles // slots), LEAST_TILES)
-    # A wave that is nearly full, or keys that are few, leave nothing to win.
-    return Tail(blocks - rest, rest, tiles, each) if rest and 8 * each <= 7 * tiles else None
+    each = -(-rest * tiles // (slots * dealing.pieces))
+    return Tail(blocks - rest, rest, tiles, each) if rest and each * dealing.pieces + dealing.cost < tiles else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from aule.tile.simt_shape import SimtShape
 SHAPE = SimtShape(32, 32, 8, 8, 8, 4, False, resident=1)
 
 
-def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waves", [0, 1])
+def test_pieces(waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = devices.need("vulkan")
     slots = device.target.compute_units
     if not device.target.device_fence or slots < 2:
@@ -28,7 +29,7 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         attention, "prepare_forward", lambda *args: launches.append(prepare_forward(*args)) or launches[-1]
     )
     rng = np.random.default_rng(5)
-    blocks = slots + slots // 2
+    blocks = waves * slots + slots // 2
     arrays = {
         name: rng.standard_normal((1, heads, rows, 16), np.float32)
         for name, heads, rows in (("q", blocks, 27), ("k", 1, 500), ("v", 1, 500))
@@ -36,7 +37,7 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, return_lse=True)
     out, lse = forward_on_host(problem, operands, device)
     beside, whole = launches[0].plan.beside, launches[0].plan
-    assert beside is not None and whole.grid[0] == slots and beside.grid[0] > 1
+    assert beside is not None and whole.grid[0] == waves * slots and beside.grid[0] > 1
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
     tickets = np.ones(blocks, np.int32)
