@@ -82,7 +82,7 @@ def test_tail_is_even(blocks: int, tiles: int, slots: int, dealing: Dealing) -> 
     tail = cut_tail(blocks, tiles, slots, dealing)
     ideal = blocks % slots * tiles / slots
     if tail is None:
-        assert ideal == 0 or ideal + dealing.cost + dealing.pieces > tiles
+        assert ideal == 0 or max(ideal + dealing.pieces, dealing.cost) + dealing.cost > tiles
         return
     assert tail.first + tail.blocks == blocks and tail.first % slots == 0
     work = shares(tail)
@@ -95,7 +95,7 @@ def test_tail_is_even(blocks: int, tiles: int, slots: int, dealing: Dealing) -> 
     lengths = [sum(last - first + beginning for _, first, last in share) for share in work]
     whole = [tiles + beginning] * tail.first
     took = makespan([*whole, *lengths], slots)
-    assert took <= sum(whole) / slots + ideal + dealing.pieces + dealing.cost
+    assert took <= sum(whole) / slots + max(ideal + dealing.pieces, dealing.cost) + dealing.cost
     assert took < makespan([tiles + beginning] * blocks, slots)
 
 

@@ -80,7 +80,7 @@ class Dealing:
     pieces : int
         That are dealt out for each workgroup that the device works on at a time.
     cost : int
-        Tiles that could be worked on while pieces begin, end and are added up.
+        Tiles that could be worked on while pieces begin, end and are added up; none has fewer.
     """
 
     pieces: int
@@ -103,8 +103,11 @@ def cut_tail(blocks: int, tiles: int, slots: int, dealing: Dealing) -> Tail | No
     if slots < 1 or blocks >= _MOST_WAVES * slots:
         return None
     rest = blocks % slots
-    each = -(-rest * tiles // (slots * dealing.pieces))
-    return Tail(blocks - rest, rest, tiles, each) if rest and each * dealing.pieces + dealing.cost < tiles else None
+    if not rest:
+        return None
+    tail = Tail(blocks - rest, rest, tiles, max(-(-rest * tiles // (slots * dealing.pieces)), dealing.cost))
+    turns = -(-tail.workgroups // slots)
+    return tail if turns * tail.each + dealing.cost < tiles else None
 
 
 @dataclass(frozen=True)
