@@ -10,11 +10,13 @@ import pytest
 from aule.engine import attention
 from aule.engine.attention import forward_on_host, prepare_forward
 from aule.engine.memory import zeroed
+from aule.ops.attention import plan
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.wave import Wave
 from aule.tile.simt_shape import SimtShape
 
-SHAPE = SimtShape(32, 32, 8, 8, 8, 4, False, resident=1)
+SHAPE = SimtShape(32, 32, 8, 8, 8, 4, False)
 
 
 @pytest.mark.parametrize("waves", [0, 1])
@@ -24,6 +26,7 @@ def test_pieces(waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not device.target.device_fence or slots < 2:
         pytest.skip("the last wave is not cut here")
     monkeypatch.setattr(attention, "tuned_shape", lambda device, problem: SHAPE)
+    monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(1, 3, 2, leading=bool(waves)))
     launches = []
     monkeypatch.setattr(
         attention, "prepare_forward", lambda *args: launches.append(prepare_forward(*args)) or launches[-1]

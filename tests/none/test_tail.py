@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from test_forward_interpreted import SMALL_SHAPES, run, target
 from test_fragment_interpreted import SHAPES, WAYS
+from test_fragment_vulkan import TARGET
 
 from aule.ops.attention import plan
 from aule.ops.attention.reference import compare, expect
-from aule.ops.attention.tail import Dealing, Tail, cut_tail
+from aule.ops.attention.tail import Tail, cut_tail
+from aule.ops.attention.tiles import choose_fragments, choose_shape, choose_wave
 from aule.ops.attention.validate import attention_problem
+from aule.ops.attention.wave import Wave
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
 from aule.tile.simt_shape import SimtShape
@@ -36,7 +39,7 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
     """40 rows of three heads on four workgroups at a time."""
     shape, device, dtype = ENGINES[engine]
     device = replace(device, compute_units=2, device_fence=True)
-    monkeypatch.setattr(plan, "MATRIX", plan.SIMT)  # tiles are few here
+    monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(2, 3, 2))
     cuts: list[Tail | None] = []
     monkeypatch.setattr(plan, "cut_tail", lambda *args: cuts.append(cut_tail(*args)) or cuts[-1])
     rng = np.random.default_rng(2)
@@ -48,7 +51,7 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
         arrays["sinks"] = rng.standard_normal(3).astype(np.float32)
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, return_lse=True)
-    out, lse = run(problem, operands, replace(shape, resident=2), device, preferred=True)
+    out, lse = run(problem, operands, shape, device, preferred=True)
     assert cuts[0] is not None and cuts[0].first > 0 and cuts[0].splits > 1
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
@@ -73,36 +76,48 @@ def makespan(work: list[float], slots: int) -> float:
     return max(free)
 
 
-@pytest.mark.parametrize("dealing", [Dealing(1, 14), Dealing(3, 2)], ids=["one", "three"])
-@pytest.mark.parametrize("slots", [132, 264, 396])
+@pytest.mark.parametrize("wave", [Wave(1, 1, 8), Wave(2, 1, 14), Wave(2, 4, 2), Wave(3, 1, 2)], ids=str)
 @pytest.mark.parametrize("tiles", [16, 64, 256])
 @pytest.mark.parametrize("blocks", [100, 400, 1024, 2048, 4096])
-def test_tail_is_even(blocks: int, tiles: int, slots: int, dealing: Dealing) -> None:
+def test_tail_is_even(blocks: int, tiles: int, wave: Wave) -> None:
     """Pieces are all keys of all blocks, once; and all is over earlier than with whole blocks."""
-    tail = cut_tail(blocks, tiles, slots, dealing)
+    units = 132
+    slots = units * wave.resident
+    tail = cut_tail(blocks, tiles, units, wave)
     ideal = blocks % slots * tiles / slots
+    worst = max(ideal + wave.pieces, wave.cost) + wave.cost
     if tail is None:
-        assert ideal == 0 or max(ideal + dealing.pieces, dealing.cost) + dealing.cost > tiles
+        assert ideal == 0 or worst >= tiles
         return
     assert tail.first + tail.blocks == blocks and tail.first % slots == 0
     work = shares(tail)
-    assert len(work) == tail.workgroups <= dealing.pieces * slots
+    assert len(work) == tail.workgroups <= wave.pieces * slots
     done = [(i, tile) for share in work for i, first, last in share for tile in range(first, last)]
     assert done == [(i, tile) for i in range(tail.blocks) for tile in range(tiles)]
     parts = Counter(i for share in work for i, _, _ in share)
     assert max(parts.values()) == tail.splits
-    beginning = dealing.cost / (2 * dealing.pieces)
+    beginning = wave.cost / (2 * wave.pieces)
     lengths = [sum(last - first + beginning for _, first, last in share) for share in work]
     whole = [tiles + beginning] * tail.first
     took = makespan([*whole, *lengths], slots)
-    assert took <= sum(whole) / slots + max(ideal + dealing.pieces, dealing.cost) + dealing.cost
+    assert took <= sum(whole) / slots + worst
     assert took < makespan([tiles + beginning] * blocks, slots)
 
 
 def test_what_is_not_cut() -> None:
-    one = Dealing(1, 14)
-    assert cut_tail(264 * 8, 64, 264, one) is None  # nothing is left over
-    assert cut_tail(264 * 8 - 8, 64, 264, one) is None  # the last wave is nearly full
-    assert cut_tail(264 * 100 + 100, 64, 264, one) is None  # the others are too many
-    assert cut_tail(264 * 8 + 100, 16, 264, one) is None  # there is nothing to cut
-    assert cut_tail(2048, 64, 0, one) is None  # nobody knows how many run at a time
+    wave = Wave(2, 1, 14)
+    assert cut_tail(264 * 8, 64, 132, wave) is None  # nothing is left over
+    assert cut_tail(264 * 8 - 8, 64, 132, wave) is None  # the last wave is nearly full
+    assert cut_tail(264 * 100 + 100, 64, 132, wave) is None  # the others are too many
+    assert cut_tail(264 * 8 + 100, 16, 132, wave) is None  # there is nothing to cut
+    assert cut_tail(2048, 64, 0, wave) is None  # nobody knows how many run at a time
+
+
+def test_waves_of_the_table() -> None:
+    """They are found by the shapes that are chosen, and only where they were measured."""
+    for dim in (64, 128, 256):
+        shape = choose_fragments(TARGET, "bf16", dim, dim, False, False)
+        assert shape is not None and choose_wave(TARGET, shape) is not None
+        assert choose_wave(replace(TARGET, vendor="amd"), shape) is None
+    for dim in (64, 128):
+        assert choose_wave(TARGET, choose_shape(TARGET, dim, dim)) is not None

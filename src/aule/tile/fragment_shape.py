@@ -52,8 +52,6 @@ class FragmentShape:
     paced : int
         Forward: after so many steps of 16 columns the product for scores waits for its subgroup, so that a compiler has
         fewer fragments under way; 0 for never.
-    resident : int
-        Workgroups of the plain forward kernel that a multiprocessor holds; 0 where nobody has looked.
     """
 
     block_q: int
@@ -69,7 +67,6 @@ class FragmentShape:
     held: int = 0
     ahead: bool = False
     paced: int = 0
-    resident: int = 0
 
     @property
     def threads(self) -> int:

@@ -47,8 +47,6 @@ class SimtShape:
     ahead_k, ahead_v : int
         How many positions of the summed dimension the first product's operands, and the second's, are read ahead. The
         first of them are read before the next chunk is fetched, and come while its addresses are computed.
-    resident : int
-        Workgroups of the plain forward kernel that a multiprocessor holds; 0 where nobody has looked.
     """
 
     block_q: int
@@ -66,7 +64,6 @@ class SimtShape:
     down: bool = False
     ahead_k: int = 0
     ahead_v: int = 0
-    resident: int = 0
 
     @property
     def part(self) -> int:

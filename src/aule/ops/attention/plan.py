@@ -25,7 +25,7 @@ from aule.ops.attention.forward import build_forward
 from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.tail import MATRIX, SIMT, Tail, cut_tail
+from aule.ops.attention.tail import cut_tail
 from aule.ops.attention.tiles import (
     Doing,
     choose_backward_fragments,
@@ -34,6 +34,7 @@ from aule.ops.attention.tiles import (
     choose_fragments,
     choose_shape,
     choose_warpgroups,
+    choose_wave,
 )
 from aule.ops.attention.turned import TURNED, can_turn, turned
 from aule.ops.step import Step, StepPlan, grid_of
@@ -192,31 +193,26 @@ def plan_forward(
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
         config = ForwardConfig(**score_options(problem), **memory, shape=shape)
-    tail = _tail(config, blocks, problem, target) if chosen else None
+    wave = choose_wave(target, shape) if chosen and _plain(config, problem, target) else None
+    tail = None
+    if wave is not None:
+        tail = cut_tail(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
     beside, zeroed = None, {}
     if tail is not None:
         grid = grid_of("flash_attention", tail.workgroups, target)
         beside = Step(replace(config, tail=True), build_forward, grid, scalars | tail.scalars)
-        rows = tail.blocks * shape.block_q * tail.splits
-        workspace |= {"part": rows * problem.value_dim, "part_lse": rows}
+        workspace |= tail.workspace(shape.block_q, problem.value_dim)
         zeroed["tickets"] = tail.blocks
         blocks = scalars["blocks"] = tail.first
     grid = grid_of("flash_attention", blocks, target)
-    # Where one workgroup has a multiprocessor to itself, nothing hides that pieces are added up: so not at the end.
-    leading = config.shape.resident == 1
+    leading = wave is not None and wave.leading
     return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, leading, zeroed)
 
 
-def _tail(
-    config: ForwardConfig | FragmentConfig, blocks: int, problem: AttentionProblem, target: Target
-) -> Tail | None:
-    """The pieces of the last wave where all blocks take as long and it is known how many run at a time."""
-    plain = problem.modifiers == 0 and problem.packed is None and not config.left and not config.right
-    if target.backend != "vulkan" or not plain or not target.device_fence or not all(config.aligned):
-        return None
-    slots = config.shape.resident * target.compute_units
-    dealing = MATRIX if isinstance(config, FragmentConfig) else SIMT
-    return cut_tail(blocks, -(-problem.seq_kv // config.shape.block_kv), slots, dealing)
+def _plain(config: ForwardConfig | FragmentConfig, problem: AttentionProblem, target: Target) -> bool:
+    """Whether all blocks of rows take as long, by a kernel that does no more than it must, and can be cut."""
+    banded = config.left or config.right or problem.packed is not None
+    return target.device_fence and problem.modifiers == 0 and not banded and all(config.aligned)
 
 
 _DELTA_THREADS = 64
