@@ -26,7 +26,7 @@ def test_pieces(waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not device.target.device_fence or slots < 2:
         pytest.skip("the last wave is not cut here")
     monkeypatch.setattr(attention, "tuned_shape", lambda device, problem: SHAPE)
-    monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(1, 3, 2, leading=bool(waves)))
+    monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(1, 3, 1, leading=bool(waves)))
     launches = []
     monkeypatch.setattr(
         attention, "prepare_forward", lambda *args: launches.append(prepare_forward(*args)) or launches[-1]

@@ -93,8 +93,12 @@ def cut_tail(blocks: int, tiles: int, units: int, wave: Wave) -> Tail | None:
         return None
     rest = blocks % slots
     tail = Tail(blocks - rest, rest, tiles, max(-(-rest * tiles // (slots * wave.pieces)), wave.cost))
+    # Workgroups that have a multiprocessor to themselves are quicker: H200, d128, 0.76 of the time (fp32), 0.8 (bf16).
+    alone = wave.resident > 1 and 2 * rest <= slots
+    # Where nothing whole goes beside them, pieces all begin, and are added up, at once: bf16, 27 tiles instead of 10.
+    cost = wave.cost if tail.first else 2 * wave.cost
     turns = -(-tail.workgroups // slots)
-    return tail if turns * tail.each + wave.cost < tiles else None
+    return tail if turns * tail.each + cost < (tiles * 3 // 4 if alone else tiles) else None
 
 
 @dataclass(frozen=True)
