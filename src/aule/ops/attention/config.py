@@ -85,11 +85,14 @@ class ForwardConfig(ScoreConfig):
         For q, k, v, o: rows can be read or written as vectors of four.
     index64 : bool
         Element indices need 64 bits.
+    whole : bool
+        Rows of q, k and v follow each other in memory without a gap, and are whole tiles.
     """
 
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
