@@ -145,11 +145,11 @@ def test_maximum_that_runs_ahead(device: Target) -> None:
 STEADY = SimtShape(16, 32, 4, 8, 8, 4, False, block_p=16, apart=True, down=True, ahead_k=1, ahead_v=2, steady=True)
 
 
-def planned(lengths: tuple[int, int], row_strides: tuple[int, int, int] = (64, 64, 64), **options: Any) -> bool:
+def planned(lengths: tuple[int, int], row_strides: tuple[int, ...] = (64, 64, 64, 64), **options: Any) -> bool:
     """Whether a problem of two heads of 64 columns gets the kernel that relies on whole tiles of dense rows."""
     problem = AttentionProblem(1, 2, 2, *lengths, 64, 64, "f32", 0.125, **options)
     views = {}
-    for name, stride in zip("qkvo", (*row_strides, 64), strict=True):
+    for name, stride in zip("qkvo", row_strides, strict=True):
         rows = lengths[name in "kv"]
         views[name] = TensorView("f32", (1, 2, rows, 64), (2 * rows * stride, rows * stride, stride, 1), "device", None)
     config = plan_forward(problem, views, target(8), shape=STEADY).config
@@ -160,7 +160,7 @@ def planned(lengths: tuple[int, int], row_strides: tuple[int, int, int] = (64, 6
 def test_steady_only_over_whole_tiles_of_dense_rows() -> None:
     assert planned((48, 64)) and planned((48, 64), causal=True)
     assert not planned((40, 64)) and not planned((48, 80))
-    for strided in ((128, 64, 64), (64, 128, 64), (64, 64, 128)):
+    for strided in ((128, 64, 64, 64), (64, 128, 64, 64), (64, 64, 128, 64), (64, 64, 64, 128)):
         assert not planned((48, 64), strided)
     nvidia = replace(target(32), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
     assert choose_shape(nvidia, 128, 128).steady
@@ -175,7 +175,7 @@ def test_steady_reads_nothing_past_the_end(causal: bool, resident: bool) -> None
     q, k, v = (rng.standard_normal((1, 2, n, 64), np.float32) for n in (48, 96, 96))
     views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v}.items()}
     problem, operands = attention_problem(**views, causal=causal, return_lse=True)
-    out, lse = run(problem, operands, replace(STEADY, resident_q=resident), target(8))
+    out, lse = run(problem, operands, replace(STEADY, resident_q=resident), target(8), index64=resident)
     verdict = compare(problem, out, lse, expect(problem, q, k, v))
     assert verdict, verdict.message
 

@@ -275,17 +275,18 @@ class Simt:
         if steps is None:
             row, quad = divmod_const(b, number, per_row)
             return row, quad * QUAD, number
-        row, quad = divmod_const(b, self.thread, per_row if steps[0] else per_row // chunk.per_thread(threads))
-        return row + i * steps[0], quad * QUAD + i * steps[1], number
+        rows, quads = steps
+        row, quad = divmod_const(b, self.thread, quads or per_row)
+        return row + i * rows, (quad + i * quads) * QUAD, number
 
     def _steps(self, chunk: Chunk) -> tuple[int, int] | None:
-        """Rows and columns from one of a thread's quads to its next, so that addresses differ by constants: all in one
+        """Rows and quads from one of a thread's quads to its next, so that addresses differ by constants: all in one
         row, or in one column. None where they are neither."""
         threads, per_row, count = self.shape.threads, chunk.cols // QUAD, chunk.per_thread(self.shape.threads)
         lanes = per_row // count
         even = lanes * count == per_row and chunk.quads == count * threads
         if chunk.by_row and even and lanes >= LINE_QUADS:
-            return 0, lanes * QUAD
+            return 0, lanes
         return (threads // per_row, 0) if threads % per_row == 0 else None
 
     def row_starts(
@@ -310,10 +311,7 @@ class Simt:
     ) -> None:
         """Start loading the chunk whose rows begin at ``starts``, from column ``col`` on, into the stager's registers
         from number ``first`` on."""
-        b, steps = self.b, self._steps(chunk)
-        # Rows of V that are not one row may be asked for in another order (`value_order`).
-        even = steps is not None and (chunk.transposed or steps[0] == 0) and cols == source.cols
-        far = source.distance(*steps) if steps is not None and even else None
+        b, far = self.b, self._distance(chunk, source, cols)
         if far is not None:
             _, c, _ = self._place(chunk, 0)
             quad = starts[0].start + source.index(b, col + c)
@@ -329,6 +327,15 @@ class Simt:
                 found += [] if partners is None else [partners]
                 for variable, value in zip(stager.turns[first + i], found, strict=True):
                     variable.value = value
+
+    def _distance(self, chunk: Chunk, source: Matrix, cols: int) -> int | None:
+        """Elements in memory from one of a thread's quads to its next, where that is known while tracing."""
+        steps = self._steps(chunk)
+        if steps is None or cols != source.cols:
+            return None
+        rows, quads = steps
+        # Rows of V may come in another order (`value_order`).
+        return source.distance(rows, quads * QUAD) if chunk.transposed or rows == 0 else None
 
     def commit(
         self,

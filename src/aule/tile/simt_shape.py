@@ -48,8 +48,8 @@ class SimtShape:
         How many positions of the summed dimension the first product's operands, and the second's, are read ahead. The
         first of them are read before the next chunk is fetched, and come while its addresses are computed.
     steady : bool
-        Where rows of Q, K and V follow each other in memory and are whole tiles, there is a kernel that relies on it: a
-        thread's part of a chunk lies at constant distances, and no row is past the end.
+        Where rows follow each other in memory and are whole tiles, there is a kernel that relies on it: a thread's part
+        of a chunk lies at constant distances, and no row is past the end.
     """
 
     block_q: int

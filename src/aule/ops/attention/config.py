@@ -86,7 +86,7 @@ class ForwardConfig(ScoreConfig):
     index64 : bool
         Element indices need 64 bits.
     whole : bool
-        Rows of q, k and v follow each other in memory without a gap, and are whole tiles.
+        Rows of q, k, v and o follow each other in memory without a gap, and are whole tiles.
     """
 
     shape: SimtShape

@@ -348,7 +348,7 @@ class _Block:
     def _matrix(self, name: str, buffer: Value, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         b, batch = self.b, self.batch if self.extent is None else self.b.const(0, i32)
         base = b.scalar(f"{name}_offset", self.index) + self._strided(name, batch, head)
-        whole = self.config.whole and name != "o"
+        whole = self.config.whole
         row_stride = b.const(cols, self.index) if whole else b.scalar(f"{name}_row_stride", self.index)
         if self.extent is not None:
             first = self.extent.first(name)

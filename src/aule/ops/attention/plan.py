@@ -175,7 +175,7 @@ def plan_forward(
             )  # fmt: skip
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
-        whole = shape.steady and all(memory["aligned"][:3]) and _whole(problem, views, shape)
+        whole = shape.steady and all(memory["aligned"]) and _whole(problem, views, shape)
         config = ForwardConfig(**score_options(problem), **memory, shape=shape, whole=whole)
     return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace, renamed)
 
@@ -342,10 +342,10 @@ def _fits_sums(problem: AttentionProblem, target: Target, shape: SimtShape | Fra
 
 
 def _whole(problem: AttentionProblem, views: Mapping[str, TensorView], shape: SimtShape) -> bool:
-    """Whether rows of q, k and v follow each other in memory and are whole tiles, as `ForwardConfig.whole` says."""
+    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.whole` says."""
     lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
     known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
-    return lengths and known and all(views[n].strides[2:] == (views[n].shape[3], 1) for n in "qkv")
+    return lengths and known and all(views[n].strides[2:] == (views[n].shape[3], 1) for n in "qkvo")
 
 
 def folded(problem: AttentionProblem) -> bool:

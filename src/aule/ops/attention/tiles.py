@@ -66,7 +66,8 @@ OWN: dict[str, tuple[Entry, ...]] = {
         FIRST,
         # The same: 44.7 and 45.0 (and 42.4 and 45.0, S 2048 causal and 8192 full). S 2048 full: nothing ahead 44.2,
         # along rows as well 43.5; 64x64 in 31 KiB 41.3, of which no three reside because the driver takes 181
-        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3.
+        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3. Steady, in
+        # the order of docs/performance.md's table: 44.7, 42.2, 45.1, 45.0 -> 45.5, 43.2, 45.9, 46.1.
         Entry(
             SimtShape(
                 64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2, steady=True
