@@ -10,7 +10,7 @@ from typing import Any
 import grid
 import numpy as np
 import pytest
-from test_forward_interpreted import SMALL_SHAPES, run, target
+from test_forward_interpreted import SMALL_SHAPES, STEADY, run, target
 from test_fragment_interpreted import SHAPES, WAYS
 from test_fragment_vulkan import TARGET
 
@@ -26,6 +26,7 @@ from aule.tile.simt_shape import SimtShape
 
 ENGINES: dict[str, tuple[SimtShape | FragmentShape, Target, type]] = {
     "simt": (SMALL_SHAPES["parts"], target(8), np.float32),
+    "simt, whole tiles": (STEADY, target(8), np.float32),
     "simt without subgroups": (SMALL_SHAPES["pieces"], target(0), np.float32),
     "fragments": (SHAPES["two-stages"], WAYS["as for Vulkan"][0], np.float16),
     "fragments, scores ahead": (SHAPES["scores-ahead"], WAYS["as for Vulkan"][0], np.float16),
@@ -36,8 +37,9 @@ ENGINES: dict[str, tuple[SimtShape | FragmentShape, Target, type]] = {
 @pytest.mark.parametrize("length", [320, 333])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 rows of five heads on four workgroups at a time."""
+    """A few blocks of each of five heads on four workgroups at a time."""
     shape, device, dtype = ENGINES[engine]
+    queries = 48 if shape is STEADY else 40
     device = replace(device, compute_units=2, device_fence=True)
     monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(2, 1, 1))
     cuts: list[Tail | None] = []
@@ -45,7 +47,7 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
     rng = np.random.default_rng(2)
     arrays: dict[str, Any] = {
         name: rng.standard_normal((1, heads, rows, 16)).astype(dtype)
-        for name, heads, rows in (("q", 5, 40), ("k", 1, length), ("v", 1, length))
+        for name, heads, rows in (("q", 5, queries), ("k", 1, length), ("v", 1, length))
     }
     if sinks:
         arrays["sinks"] = rng.standard_normal(5).astype(np.float32)

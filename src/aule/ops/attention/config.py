@@ -87,12 +87,15 @@ class ForwardConfig(ScoreConfig):
         Element indices need 64 bits.
     tail : bool
         Workgroups have pieces of blocks (`tail.py`).
+    whole : bool
+        Rows of q, k, v and o follow each other in memory without a gap, and are whole tiles.
     """
 
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
     tail: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

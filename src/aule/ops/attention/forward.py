@@ -228,7 +228,10 @@ class _Stream:
             with b.if_(number + 1 < count):
                 self._fetch_v(tile, number + 1)
             with b.else_():
-                self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+                following = tile + 1
+                if self.config.whole:  # the last tile's again, since rows past the end are not replaced
+                    following = b.min(following, self.block.last_tile - 1)
+                self._fetch_k(self._k_starts(following), b.const(0, i32))
 
         if guarded is None:
             engine.multiply_values(O, self.stager.offset.value, chunk, fetch)
@@ -365,13 +368,14 @@ class _Block:
     def _matrix(self, name: str, buffer: Value, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         b, batch = self.b, self.batch if self.extent is None else self.b.const(0, i32)
         base = self.p.number(f"{name}_offset", self.index) + self._strided(name, batch, head)
-        row_stride = self.p.number(f"{name}_row_stride", self.index)
+        whole = self.config.whole
+        row_stride = b.const(cols, self.index) if whole else self.p.number(f"{name}_row_stride", self.index)
         if self.extent is not None:
             first = self.extent.first(name)
             assert first is not None
             base = base + b.cast(first, self.index) * row_stride
         col_stride = None if self.config.unit[number] else self.p.number(f"{name}_col_stride", self.index)
-        return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number])
+        return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number], whole=whole)
 
     def _strided(self, name: str, *indices: Value) -> Value:
         """The dot product of indices with strides that are parameters of their own."""

@@ -192,7 +192,8 @@ def plan_forward(
             )  # fmt: skip
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
-        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
+        whole = shape.steady and all(memory["aligned"]) and _whole(problem, views, shape)
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape, whole=whole)
     wave = choose_wave(target, shape) if chosen and _plain(config, problem, target) else None
     tail = None
     if wave is not None:
@@ -374,6 +375,13 @@ def _fits_sums(problem: AttentionProblem, target: Target, shape: SimtShape | Fra
     if isinstance(shape, FragmentShape):
         return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
+
+
+def _whole(problem: AttentionProblem, views: Mapping[str, TensorView], shape: SimtShape) -> bool:
+    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.whole` says."""
+    lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
+    known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
+    return lengths and known and all(views[n].strides[2:] == (views[n].shape[3], 1) for n in "qkvo")
 
 
 def folded(problem: AttentionProblem) -> bool:

@@ -65,19 +65,24 @@ OWN: dict[str, tuple[Entry, ...]] = {
     "nvidia": (
         # S 2048 full: 42.2. Before rows were pushed apart (`Pitch`), S 2048 full and 8192 causal: 41.6 and 41.9; all of
         # P at once, so that two reside, 39.1, and not apart 38.2 and 38.2. S 2048 full: late 41.5 to 42.2, not apart
-        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7.
-        # S 2048 and 8192 full, pieces for the last wave: 42.2 -> 42.5, 42.6 -> 43.1; three for each slot 42.5 and 43.0.
+        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7. Steady 42.2 -> 42.9. S 2048 and 8192 full,
+        # pieces for the last wave, before it was steady: 42.2 -> 42.5, 42.6 -> 43.1; three for each slot 42.5 and 43.0.
         Entry(
-            SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False), (64, 64, 64), Wave(3, 1, 2)
+            SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False, steady=True),
+            (64, 64, 64),
+            Wave(3, 1, 2),
         ),
         FIRST,
         # The same: 44.7 and 45.0 (and 42.4 and 45.0, S 2048 causal and 8192 full). S 2048 full: nothing ahead 44.2,
         # along rows as well 43.5; 64x64 in 31 KiB 41.3, of which no three reside because the driver takes 181
-        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3. S 2048 and 8192
-        # full, pieces for the last wave: 44.7 -> 45.6, 45.0 -> 46.0; one for each slot 45.4 and 45.3, three 45.6 and
-        # 45.9, eight - and 46.1; before the whole blocks 42.1 and 43.5.
+        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3. Steady, in
+        # the order of docs/performance.md's table: 44.7, 42.2, 45.1, 45.0 -> 45.5, 43.2, 45.9, 46.1. S 2048 and 8192
+        # full, pieces for the last wave, before it was steady: 44.7 -> 45.6, 45.0 -> 46.0; one for each slot 45.4 and
+        # 45.3, three 45.6 and 45.9, eight - and 46.1; before the whole blocks 42.1 and 43.5.
         Entry(
-            SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2),
+            SimtShape(
+                64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2, steady=True
+            ),
             (128, 0, 0),
             Wave(2, 4, 2),
         ),
