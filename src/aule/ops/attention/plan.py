@@ -21,9 +21,11 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.forward import build_forward
 from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.tail import cut_tail
 from aule.ops.attention.tiles import (
     Doing,
     choose_backward_fragments,
@@ -32,6 +34,7 @@ from aule.ops.attention.tiles import (
     choose_fragments,
     choose_shape,
     choose_warpgroups,
+    choose_wave,
 )
 from aule.ops.attention.turned import TURNED, can_turn, turned
 from aule.ops.step import Step, StepPlan, grid_of
@@ -70,7 +73,7 @@ class ForwardPlan:
     config : ForwardConfig or FragmentConfig
         The kernel.
     grid : tuple of int
-        Workgroups; (0, 0, 0) when there is nothing to compute.
+        Workgroups; (0, 0, 0) when there is nothing to compute, or all of it is ``beside``.
     scalars : dict
         Every scalar parameter of the kernel, by name.
     before : tuple of Step
@@ -79,6 +82,12 @@ class ForwardPlan:
         32-bit words of the memory that these leave their results in, by buffer name.
     renamed : dict
         Which memory stands for a buffer of the kernel where that has another name, as in `Step`.
+    beside : Step or None
+        A launch for some more of the blocks; neither waits for the other.
+    leading : bool
+        It is the first of the two.
+    zeroed : dict
+        32-bit words of further memory, as in `StepPlan`.
     """
 
     config: ForwardConfig | FragmentConfig
@@ -87,6 +96,14 @@ class ForwardPlan:
     before: tuple[Step, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    beside: Step | None = None
+    leading: bool = False
+    zeroed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.grid[0] and self.beside is None
 
 
 def plan_forward(
@@ -111,7 +128,7 @@ def plan_forward(
     preferred : SimtShape or FragmentShape, optional
         The same where there is no mask, bias, other modifier, rotation or strided row.
     """
-    base_ok = aligned_base or {}
+    base_ok, chosen = aligned_base or {}, shape is None
 
     def aligned(run: int) -> tuple[bool, ...]:
         return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in "qkvo")
@@ -177,8 +194,28 @@ def plan_forward(
             )  # fmt: skip
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
-        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
-    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace, renamed)
+        whole = shape.steady and all(memory["aligned"]) and _whole(problem, views, shape)
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape, whole=whole)
+    wave = choose_wave(target, shape) if chosen and _plain(config, problem, target) else None
+    tail = None
+    if wave is not None:
+        tail = cut_tail(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
+    beside, zeroed = None, {}
+    if tail is not None:
+        grid = grid_of("flash_attention", tail.workgroups, target)
+        beside = Step(replace(config, tail=True), build_forward, grid, scalars | tail.scalars)
+        workspace |= tail.workspace(shape.block_q, problem.value_dim)
+        zeroed["tickets"] = tail.blocks
+        blocks = scalars["blocks"] = tail.first
+    grid = grid_of("flash_attention", blocks, target)
+    leading = wave is not None and wave.leading
+    return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, leading, zeroed)
+
+
+def _plain(config: ForwardConfig | FragmentConfig, problem: AttentionProblem, target: Target) -> bool:
+    """Whether all blocks of rows take as long, by a kernel that does no more than it must, and can be cut."""
+    banded = config.left or config.right or problem.packed is not None
+    return target.device_fence and problem.modifiers == 0 and not banded and all(config.aligned)
 
 
 _DELTA_THREADS = 64
@@ -340,6 +377,13 @@ def _fits_sums(problem: AttentionProblem, target: Target, shape: SimtShape | Fra
     if isinstance(shape, FragmentShape):
         return shape.backward_bytes(problem.head_dim, problem.value_dim, sums=True) <= target.max_shared_bytes
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
+
+
+def _whole(problem: AttentionProblem, views: Mapping[str, TensorView], shape: SimtShape) -> bool:
+    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.whole` says."""
+    lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
+    known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
+    return lengths and known and all(views[n].strides[2:] == (views[n].shape[3], 1) for n in "qkvo")
 
 
 def folded(problem: AttentionProblem) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from aule.errors import KernelError
 from aule.ir.types import PANEL
+from aule.ops.attention.wave import Wave
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import factor_elem, fitted, multiplies
@@ -25,10 +26,13 @@ class Entry:
     accumulators : tuple of int
         The most registers of S and O that one thread may hold before the kernel spills: without modifiers, with one,
         with several.
+    wave : Wave or None
+        Through Vulkan, where somebody has looked.
     """
 
     shape: SimtShape
     accumulators: tuple[int, int, int]
+    wave: Wave | None = None
 
 
 #                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
@@ -61,15 +65,26 @@ OWN: dict[str, tuple[Entry, ...]] = {
     "nvidia": (
         # S 2048 full: 42.2. Before rows were pushed apart (`Pitch`), S 2048 full and 8192 causal: 41.6 and 41.9; all of
         # P at once, so that two reside, 39.1, and not apart 38.2 and 38.2. S 2048 full: late 41.5 to 42.2, not apart
-        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7.
-        Entry(SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False), (64, 64, 64)),
+        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7. Steady 42.2 -> 42.9. S 2048 and 8192 full,
+        # pieces for the last wave, before it was steady: 42.2 -> 42.5, 42.6 -> 43.1; three for each slot 42.5 and 43.0.
+        Entry(
+            SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False, steady=True),
+            (64, 64, 64),
+            Wave(3, 1, 2),
+        ),
         FIRST,
         # The same: 44.7 and 45.0 (and 42.4 and 45.0, S 2048 causal and 8192 full). S 2048 full: nothing ahead 44.2,
         # along rows as well 43.5; 64x64 in 31 KiB 41.3, of which no three reside because the driver takes 181
-        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3.
+        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3. Steady, in
+        # the order of docs/performance.md's table: 44.7, 42.2, 45.1, 45.0 -> 45.5, 43.2, 45.9, 46.1. S 2048 and 8192
+        # full, pieces for the last wave, before it was steady: 44.7 -> 45.6, 45.0 -> 46.0; one for each slot 45.4 and
+        # 45.3, three 45.6 and 45.9, eight - and 46.1; before the whole blocks 42.1 and 43.5.
         Entry(
-            SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2),
+            SimtShape(
+                64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2, steady=True
+            ),
             (128, 0, 0),
+            Wave(2, 4, 2),
         ),
     ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
@@ -136,20 +151,27 @@ class FragmentEntry:
         With a mask or a bias, whose indices take registers.
     strided : FragmentShape
         Where rows pass through registers on their way, element by element.
+    wave : Wave or None
+        Of ``plain`` through Vulkan, where somebody has looked.
     """
 
     dim: int
     plain: FragmentShape
     masked: FragmentShape
     strided: FragmentShape
+    wave: Wave | None = None
 
 
 _Numbers = tuple[int, int, int, int, int]
 
 
-def _entry(dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
+def _entry(
+    dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers, wave: Wave | None = None
+) -> FragmentEntry:
     """An entry out of block_q, block_kv, subgroups, stages and resident_q, or of a shape that has more to say."""
-    return FragmentEntry(dim, *(x if isinstance(x, FragmentShape) else _shape(*x) for x in (plain, masked, strided)))
+    return FragmentEntry(
+        dim, plain if isinstance(plain, FragmentShape) else _shape(*plain), _shape(*masked), _shape(*strided), wave
+    )
 
 
 def _shape(block_q: int, block_kv: int, subgroups: int, stages: int, resident_q: int) -> FragmentShape:
@@ -178,28 +200,42 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
     # H200, bf16, S 2048 full / 2048 causal / 8192 full / 8192 causal; 48 KiB of shared memory is all there is. "Before"
     # is with code for values that are not finite between the products and with the heads of a causal mask all together.
     # In brackets S 2048 full / 8192 causal, f16: before scores were made ahead, accesses no longer checked and bf16 cut
-    # off (docs/performance.md, steps 14 to 18 and 22 to 24).
+    # off (docs/performance.md, steps 14 to 18 and 22 to 24). Pieces for the last wave: S 2048 / 8192 full.
     "vulkan": (
         # 326 / 270 / - / -; before 328 / 252 / - / -, two stages and not ahead 306 / - / - / -. (317 / 304; keys by 32
         # 312 / 283, by 96 in one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops
-        # 249 / 232.)
-        _entry(64, FragmentShape(128, 64, 4, 1, True, ahead=True), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 249 / 232.) Pieces: 329 -> 333, 345 -> 353; behind the whole blocks 331, 349.
+        _entry(
+            64,
+            FragmentShape(128, 64, 4, 1, True, ahead=True),
+            (128, 32, 4, 2, 1),
+            (128, 32, 4, 2, 1),
+            Wave(2, 1, 14, leading=True),
+        ),
         # 332 / 280 / 357 / 351, f16 333 / - / - / -; paced by 2 312 / 265 / - / -; before 325 / 250 / 352 / 332, not
         # ahead 305 / - / - / 316; in f16 332, 32 columns of Q in registers 326; not ahead and Q in private memory, keys
         # by 64 257, by 48 266, by 32 in two stages 225, 256 rows 236 to 257. (309 / 293; 48 columns and keys by 48 271
         # / -, three subgroups and none 187 / -; 16 rows a subgroup, eight of them, 285 / 262; four 258 / 236, keys by
-        # 48 252 / 244, by 32 in two stages 255 / 240.)
-        _entry(128, FragmentShape(128, 32, 4, 1, False, held=16, ahead=True), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        # 48 252 / 244, by 32 in two stages 255 / 240.) Pieces: 333 -> 335, 354 -> 366; before the whole blocks 335,
+        # 363; two for each slot 325, 365.
+        _entry(
+            128,
+            FragmentShape(128, 32, 4, 1, False, held=16, ahead=True),
+            (128, 64, 8, 1, 1),
+            (128, 64, 8, 1, 1),
+            Wave(2, 1, 14),
+        ),
         # 273 / 238 / 297 / -; paced by 4 267 / - / - / -, not 260 / 234 / - / -; all of Q in registers 264 / 236 / - /
         # -, not paced 260 / 236 / 280 / -; before 245 / 201 / 269 / 257, 64 rows over four subgroups with 96 columns of
         # Q in memory 233 / - / - / -, not ahead 203 / - / - / -. (198 / -; keys by 16 in two stages 195 / -, with all
         # of Q in registers 191 / - and in one stage 183 / -, with 96 columns of it 176 / -; 32 rows a subgroup 119 /
-        # -.)
+        # -.) Pieces: 274 -> 279, 298 -> 308; behind the whole blocks 278, 306; two for each slot, behind, 271, 304.
         _entry(
             256,
             FragmentShape(128, 32, 8, 1, False, held=224, ahead=True, paced=8),
             (64, 16, 4, 1, 1),
             (64, 16, 4, 1, 1),
+            Wave(1, 1, 8, leading=True),
         ),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
@@ -313,6 +349,14 @@ def choose_fragments(
         if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
             return shape
     return None
+
+
+def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
+    """What is known of the tiles of a forward kernel; None where nobody has looked."""
+    if not target.vulkan_on_nvidia:
+        return None
+    plain = [(entry.plain, entry.wave) for entry in FRAGMENTS["vulkan"]]
+    return dict([*((entry.shape, entry.wave) for entry in OWN["nvidia"]), *plain]).get(shape)
 
 
 def _runs(shape: FragmentShape, target: Target) -> bool:
