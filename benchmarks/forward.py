@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aule
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, prepare_forward
+from aule.engine.memory import Arena
 from aule.errors import AuleError
 from aule.ops.attention.problem import AttentionProblem
 from aule.view import TensorView
@@ -73,8 +74,9 @@ def vulkan_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
             device.upload(memory[n], (host.view(torch.uint16) if name == "bf16" else host).numpy())
         views = {n: TensorView(name, shape, contiguous_strides(shape), "vulkan", m) for n, m in memory.items()}
         launch = prepare_forward(problem, views, device)
-        args = launch.arguments(memory)
-        times = [device.time_launch(launch.program, launch.plan.grid, args) for _ in range(repeats + 3)][3:]
+        with Arena(device) as arena:
+            launches = launch.launches(memory | launch.workspace(device, arena))
+            times = [device.time_launches(launches, 1, together=True) for _ in range(repeats + 3)][3:]
         host = torch.empty(shape, dtype=q.dtype)
         device.download(memory["o"], (host.view(torch.uint16) if name == "bf16" else host).numpy())
     finally:

@@ -4,10 +4,10 @@
     python benchmarks/tune_forward.py cuda bf16 128:2048:full,128:8192:causal f:128,64,4,2,0 f:128,64,8,2,1
 
 Cases are head_dim:seq:kind, B·S = 16384, H·D = 2048. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,
-resident_q[,block_p[,registers[,late[,apart[,sums_kept[,down]]]]]], or for matrix units
-f:block_q,block_kv,subgroups,stages,resident_q[,held], for warpgroups w:block_q,block_kv,subgroups[,registers].
-``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION first, or EFFICIENT_ATTENTION for f32. ``--precision``
-rounds f32 inputs to that type for matrix units.
+resident_q[,block_p[,registers[,late[,apart[,sums_kept[,down[,ahead_k[,ahead_v[,steady]]]]]]]]], or for matrix units
+f:block_q,block_kv,subgroups,stages,resident_q[,held], for warpgroups
+w:block_q,block_kv,subgroups[,registers[,stages]]. ``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION
+first, or EFFICIENT_ATTENTION for f32. ``--precision`` rounds f32 inputs to that type for matrix units.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def parsed(text: str) -> SimtShape | FragmentShape:
     kind, _, rest = text.rpartition(":")
     numbers = [int(x) for x in rest.split(",")]
     if kind == "w":
-        return FragmentShape(*numbers[:3], 2, False, *numbers[3:], warpgroups=True)
+        registers, stages = (*numbers[3:], 255, 2)[0], (*numbers[4:], 2)[0]
+        return FragmentShape(*numbers[:3], stages, False, registers, warpgroups=True)
     if kind == "f":
         return FragmentShape(*numbers[:4], bool(numbers[4]), held=sum(numbers[5:]))
     return SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])

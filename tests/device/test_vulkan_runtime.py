@@ -558,6 +558,20 @@ def test_time_launch(device: VulkanDevice) -> None:
     assert (get(device, b) == 3 * 2 * 1.5**4).all()
 
 
+def test_launches_together(device: VulkanDevice) -> None:
+    """Each has buffers and scalars of its own; what follows waits for all of them."""
+    x = np.arange(640, dtype=np.float32)
+    program, a = device.load(scale_artifact()), put(device, x)
+    results = [device.alloc(x.nbytes) for _ in range(3)]
+    launches = [(program, (10, 1, 1), [a, result, 640, 2.0 + i]) for i, result in enumerate(results)]
+    device.launch_together([*launches, (program, (0, 1, 1), [a, a, 640, 7.0])])
+    device.launch(program, (10, 1, 1), [results[2], a, 640, 0.5])
+    assert [get(device, result)[1] for result in results] == [2.0, 3.0, 4.0]
+    assert np.array_equal(get(device, a), 2 * x)
+    assert 0 < device.time_launches(launches, 2, together=True) < 10
+    assert np.array_equal(get(device, results[1]), 6 * x)
+
+
 def test_double_free_and_use_after_close(device: VulkanDevice) -> None:
     x = np.arange(64, dtype=np.float32)
     a, b = put(device, x), put(device, x)

@@ -11,17 +11,21 @@ import pytest
 from op_plans import run_step, unwritten
 
 from aule.engine.attention import contiguous_strides, named
+from aule.ir import Builder
+from aule.ir.interpret import interpret
+from aule.ir.types import Scalar, f32, f64, i32
+from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.forward_fragment import LAG
 from aule.ops.attention.plan import plan_forward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.reference import compare
+from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.tiles import ENTRIES, OWN, choose_shape
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.math import LN2, LOG2E
+from aule.tile.math import LN2, LOG2E, tanh
 from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
@@ -42,7 +46,7 @@ def target(subgroup_size: int) -> Target:
 
 def run(
     problem: AttentionProblem, operands: Operands, shape: SimtShape | FragmentShape, device: Target, *,
-    index64: bool = False, aligned: bool = True,
+    index64: bool = False, aligned: bool = True, preferred: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Forward pass on the interpreter, on copies packed as the engine packs them."""
     out_shape = (problem.batch, problem.heads_q, problem.seq_q, problem.value_dim)
@@ -58,9 +62,12 @@ def run(
             steps = zip(contiguous_strides(packed.shape), view.strides, strict=True)
             views[name] = TensorView(view.dtype, view.shape, tuple(p if s else 0 for p, s in steps), "device", None)
             memory[name] = (packed.view(np.uint8) if packed.dtype == np.bool_ else packed).reshape(-1)
-    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), shape)
+    tiles: dict[str, Any] = {"preferred" if preferred else "shape": shape}
+    plan = plan_forward(problem, views, device, dict.fromkeys([*"qkvo", "mask"], aligned), **tiles)
     memory |= {name: unwritten(size) for name, size in plan.workspace.items()}
-    for step in (*plan.before, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
+    memory |= {name: np.zeros(size, np.int32) for name, size in plan.zeroed.items()}
+    beside = [] if plan.beside is None else [plan.beside]
+    for step in (*plan.before, *beside, Step(plan.config, build_forward, plan.grid, plan.scalars, plan.renamed)):
         if step.grid[0]:
             run_step(replace(step, config=replace(step.config, index64=index64)), memory, device)
     return out, lse
@@ -141,6 +148,44 @@ def test_maximum_that_runs_ahead(device: Target) -> None:
     assert np.isnan(out[0, 0, 3]).all()
 
 
+STEADY = SimtShape(16, 32, 4, 8, 8, 4, False, block_p=16, apart=True, down=True, ahead_k=1, ahead_v=2, steady=True)
+
+
+def planned(lengths: tuple[int, int], row_strides: tuple[int, ...] = (64, 64, 64, 64), **options: Any) -> bool:
+    """Whether a problem of two heads of 64 columns gets the kernel that relies on whole tiles of dense rows."""
+    problem = AttentionProblem(1, 2, 2, *lengths, 64, 64, "f32", 0.125, **options)
+    views = {}
+    for name, stride in zip("qkvo", row_strides, strict=True):
+        rows = lengths[name in "kv"]
+        views[name] = TensorView("f32", (1, 2, rows, 64), (2 * rows * stride, rows * stride, stride, 1), "device", None)
+    config = plan_forward(problem, views, target(8), shape=STEADY).config
+    assert isinstance(config, ForwardConfig)
+    return config.whole
+
+
+def test_steady_only_over_whole_tiles_of_dense_rows() -> None:
+    assert planned((48, 64)) and planned((48, 64), causal=True)
+    assert not planned((40, 64)) and not planned((48, 80))
+    for strided in ((128, 64, 64, 64), (64, 128, 64, 64), (64, 64, 128, 64), (64, 64, 64, 128)):
+        assert not planned((48, 64), strided)
+    nvidia = replace(target(32), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
+    assert choose_shape(nvidia, 128, 128).steady
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_steady_reads_nothing_past_the_end(causal: bool, resident: bool) -> None:
+    """The last tile of the last head has no next one to fetch; the sanitizer sees every access."""
+    assert planned((48, 96), causal=causal)
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 2, n, 64), np.float32) for n in (48, 96, 96))
+    views = {name: grid.view_of(array) for name, array in {"q": q, "k": k, "v": v}.items()}
+    problem, operands = attention_problem(**views, causal=causal, return_lse=True)
+    out, lse = run(problem, operands, replace(STEADY, resident_q=resident), target(8), index64=resident)
+    verdict = compare(problem, out, lse, expect(problem, q, k, v))
+    assert verdict, verdict.message
+
+
 def test_late_only_where_workgroups_hide_it() -> None:
     """Three of 73 KiB fit into Hopper's shared memory, and one into what Ada has."""
     hopper = Target("cuda", vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
@@ -159,6 +204,24 @@ def test_three_workgroups_of_nvidia_through_vulkan() -> None:
     for modifiers in range(3):
         shape = choose_shape(device, 64, 64, modifiers=modifiers)
         assert 3 * (shape.shared_bytes(64, 64, subgroups=True) + 1024) <= 100 * 1024
+
+
+@pytest.mark.parametrize("elem", [f32, f64], ids=str)
+def test_tanh_to_a_few_ulp(elem: Scalar) -> None:
+    """On both sides of where the formula changes, and far below, where nothing may be lost."""
+    dtype = np.float32 if elem == f32 else np.float64
+    size = np.concatenate([np.linspace(0.0, 1.2, 4001), np.geomspace(1e-30, 1e-2, 90), [20.0, 1e4, np.inf]])
+    x = np.concatenate([size, -size, [np.nan]]).astype(dtype)
+    b = Builder("tanh", 64)
+    source, result, count = b.buffer("x", elem), b.buffer("y", elem, "write"), b.scalar("count", i32)
+    i = b.group_id(0) * 64 + b.thread_id()
+    with b.if_(i < count):
+        b.store(result, i, tanh(b, b.load(source, i)))
+    y = np.empty_like(x)
+    interpret(b.finish(), (-(-len(x) // 64), 1, 1), [x, y, len(x)])
+    want = np.tanh(x.astype(np.longdouble))
+    ulp = np.finfo(dtype).eps * np.abs(want[:-1])
+    assert (np.abs(y - want)[:-1] <= 4 * ulp).all() and np.isnan(y[-1])
 
 
 def test_indices_of_64_bits() -> None:

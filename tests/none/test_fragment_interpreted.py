@@ -4,6 +4,7 @@ device's."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import grid
 import ml_dtypes
@@ -34,6 +35,7 @@ SHAPES = {
     "some-of-q-in-memory": FragmentShape(32, 16, 2, 1, False, held=16),
     "scores-ahead": FragmentShape(32, 16, 2, 1, True, ahead=True),
     "warpgroups": FragmentShape(64, 16, 4, 2, False, warpgroups=True),
+    "warpgroups-ahead": FragmentShape(64, 16, 4, 3, False, warpgroups=True),
 }
 CASES = [case for case in grid.forward_grid("small") if case.dtype in ("f16", "bf16")]
 
@@ -58,19 +60,46 @@ def test_small_grid(case: grid.Case, shape: str) -> None:
     assert verdict, verdict.message
 
 
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (60, 0)},
+    "both-sides": {"window": (33, 20)},
+}
+
+
 @pytest.mark.parametrize("few", [0, 2048], ids=["two-loops", "one-loop"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("length", [128, 200])
-def test_many_tiles_over_warpgroups(length: int, causal: bool, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tiles_over_warpgroups(
+    length: int, stages: int, band: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Enough of them for stages to go round, with and without edges, over two warpgroups."""
     monkeypatch.setattr(plan, "FEW_KEYS", few)
     rng = np.random.default_rng(2)
     arrays = {name: rng.standard_normal((1, 2, length, 72)).astype(np.float16) for name in "qkv"}
     views = {name: grid.view_of(array) for name, array in arrays.items()}
-    problem, operands = attention_problem(**views, causal=causal, return_lse=True)
-    shape = FragmentShape(128, 16, 8, 2, False, warpgroups=True)
+    problem, operands = attention_problem(**views, **BANDS[band], return_lse=True)
+    shape = FragmentShape(128, 16, 8, stages, False, warpgroups=True)
     out, lse = run(problem, operands, shape, target())
     verdict = compare(problem, out, lse, expect(problem, **arrays))
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("few", [0, 2048], ids=["two-loops", "one-loop"])
+@pytest.mark.parametrize("band", ["causal", "window", "both-sides"])
+def test_alibi_over_warpgroups(band: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distances of one sign, which only differ by a number of the row from column to column, and of both."""
+    monkeypatch.setattr(plan, "FEW_KEYS", few)
+    rng = np.random.default_rng(2)
+    arrays = {name: rng.standard_normal((1, 2, 150, 16)).astype(np.float16) for name in "qkv"}
+    slopes = np.array([2.0, 0.01], np.float32)
+    views = {name: grid.view_of(array) for name, array in (arrays | {"alibi_slopes": slopes}).items()}
+    problem, operands = attention_problem(**views, **BANDS[band], return_lse=True)
+    shape = FragmentShape(64, 32, 4, 3, False, warpgroups=True)
+    out, lse = run(problem, operands, shape, target())
+    verdict = compare(problem, out, lse, expect(problem, **arrays, alibi=slopes))
     assert verdict, verdict.message
 
 
@@ -108,7 +137,7 @@ def test_dropped_infinities_do_not_leak(shape: str, bad: float, monkeypatch: pyt
     problem, operands = attention_problem(**views, causal=True, return_lse=True)
     out, lse = run(problem, operands, SHAPES[shape], target())
     _check_infinities(out, lse, bad)
-    if shape == "warpgroups":  # the same by the causal band alone, with a loop of its own for edges
+    if shape.startswith("warpgroups"):  # the same by the causal band alone, with a loop of its own for edges
         monkeypatch.setattr(plan, "FEW_KEYS", 0)
         v[:, :, 5] = 1.0
         k[:, :, 5] = 1.0

@@ -120,6 +120,18 @@ def test_forward(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_gradients_where_no_key_is_dropped(way: str) -> None:
+    """Keys past the end are in the last tile, and not in dQ's sums."""
+    target, rng = WAYS[way].target, np.random.default_rng(5)
+    arrays = {name: rng.standard_normal((1, 1, 41, 16)).astype(np.float16) for name in "qkv"}
+    problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()})
+    shape = backward_shape(target, shared=False)
+    found, dout = backward(problem, operands, arrays, (shape, shape), target=target)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients(way: str) -> None:
     target, first = WAYS[way].target, list(WAYS).index(way)
     for number, case in enumerate(CASES[first % 4 :: 4]):

@@ -184,6 +184,15 @@ def test_bad_arguments(error: type[Exception], arguments: dict[str, object]) -> 
         AttentionKernel(**{"seq_len": 64, "head_dim": 64, **arguments})  # type: ignore[arg-type]
 
 
+def test_emitted_code_takes_other_lengths_than_its_example() -> None:
+    """A call may use a kernel that relies on whole tiles (`ForwardConfig.whole`); what is emitted may not."""
+    nvidia = Target("vulkan", vendor="nvidia", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
+                    max_shared_bytes=48 << 10)  # fmt: skip
+    kernel = AttentionKernel(2048, 128)
+    assert kernel.config(nvidia).shape.steady
+    assert {"k_row_stride", "v_row_stride"} <= {p.name for p in kernel.build(nvidia).params}
+
+
 def test_large_arrays_get_wide_indices() -> None:
     assert not AttentionKernel(4096, 128).plan("ptx").config.index64
     assert AttentionKernel(65536, 128, num_heads=64, batch_size=8).plan("ptx").config.index64

@@ -30,6 +30,7 @@ from aule.view import TensorView
 
 SHAPE = FragmentShape(64, 80, 4, 2, False, warpgroups=True)
 """80 columns: a word and a quarter of a lane's bits."""
+AHEAD = {kind: replace(SHAPE, stages=3) for kind in ("documents", "columns", "additive")}
 
 
 def documents(length: int, ends: list[int]) -> np.ndarray:
@@ -61,7 +62,7 @@ def test_forward(kind: str) -> None:
     arrays = {name: rng.standard_normal((2, 2, 300, 24)).astype(np.float16) for name in "qkv"} | {"mask": mask}
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, **options, return_lse=True)
-    out, lse = run(problem, operands, SHAPE, replace(target(), matrix_layout=NVIDIA_LAYOUT))
+    out, lse = run(problem, operands, AHEAD.get(kind, SHAPE), replace(target(), matrix_layout=NVIDIA_LAYOUT))
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 
@@ -106,19 +107,38 @@ def test_which_kernel() -> None:
     for other in (replace(problem, mask="f16"), replace(problem, mask=None, bias="f32")):
         plan = planned(other)
         assert plan.config.shape.warpgroups and plan.config.one_loop and "mask_bits" not in plan.workspace
+    plain = replace(problem, mask=None, causal=True, alibi=True)
+    for other, linear in ((plain, True), (replace(plain, causal=False), False), (replace(plain, softcap=5.0), False)):
+        assert planned(other).config.linear == linear
     for seq, one_loop in ((2048, True), (4096, False)):
         assert planned(replace(problem, mask=None, seq_q=seq, seq_kv=seq, causal=True)).config.one_loop == one_loop
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("mask", ["bool", "bf16"])
-def test_nothing_is_spilled(dim: int, mask: str, tmp_path: Path) -> None:
-    plan = planned(AttentionProblem(4, 16, 16, 4096, 4096, dim, dim, "bf16", 0.125, causal=True, mask=mask))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": "bool"}, {"mask": "bf16"}, {"window": (511, 0)}, {"alibi": True}, {"bias": "bf16"}, {"softcap": 9.0}],
+    ids=str,
+)
+def test_nothing_is_spilled(dim: int, options: dict[str, Any], tmp_path: Path) -> None:
+    plan = planned(AttentionProblem(4, 16, 16, 4096, 4096, dim, dim, "bf16", 0.125, causal=True, **options))
     for step in plan.before:
         assemble(step.build(step.config, device()), device(), tmp_path)
     text, spilled = assemble(build_forward(plan.config, device()), device(), tmp_path)
     assert spilled == 0 and text.count("wgmma.mma_async") > 20
+
+
+def test_two_workgroups_share_a_multiprocessor() -> None:
+    """With the plain tiles up to 64 columns, which has 64 Ki registers and 228 KiB; 1 KiB is taken for each."""
+    problem = AttentionProblem(4, 16, 16, 4096, 4096, 64, 64, "bf16", 0.125)
+    shape = planned(problem).config.shape
+    assert 2 * shape.threads * shape.registers <= 1 << 16
+    assert 2 * (shape.shared_bytes(64, 64) + 1024) <= 228 << 10
+    long = replace(problem, seq_q=8192, seq_kv=8192)
+    assert planned(long).config.shape != shape
+    for other in (replace(long, seq_q=4096), replace(long, causal=True), replace(long, softcap=5.0)):
+        assert planned(other).config.shape == shape
 
 
 def test_memory_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

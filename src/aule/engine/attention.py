@@ -11,9 +11,9 @@ import numpy.typing as npt
 from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
-from aule.engine.memory import STORED, Arena, check_memory, host_view
+from aule.engine.memory import STORED, Arena, check_memory, host_view, zeroed
 from aule.engine.probe import find_layout
-from aule.engine.programs import StepLaunches, launch_steps, load_steps, program
+from aule.engine.programs import StepLaunches, launch_of, launch_steps, load_steps, program
 from aule.engine.tuning import tuned_shape
 from aule.errors import AuleError
 from aule.ops.attention import numpy_forward
@@ -24,6 +24,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import pieces
 from aule.ops.step import StepPlan
+from aule.runtime import base
 from aule.runtime.base import Device, Program
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
@@ -41,12 +42,15 @@ class Launch:
         Names of the memory in the order of the kernel's buffers.
     before : StepLaunches
         What is launched before it.
+    beside : Program or None
+        What is launched with it.
     """
 
     plan: ForwardPlan
     program: Program
     buffers: tuple[str, ...]
     before: StepLaunches
+    beside: Program | None = None
 
     def arguments(self, memory: dict[str, Any]) -> list[Any]:
         """All arguments in the order of the kernel's parameters."""
@@ -56,11 +60,28 @@ class Launch:
 
     def start(self, device: Device, memory: dict[str, Any], arena: Arena) -> None:
         """Launch on memory of the device, by buffer name; asynchronous."""
-        if not self.plan.grid[0]:
+        if self.plan.idle:
             return
-        memory = memory | {name: arena.alloc(4 * count) for name, count in self.before.workspace.items()}
+        memory = memory | self.workspace(device, arena)
         launch_steps(self.before, device, memory)
-        device.launch(self.program, self.plan.grid, self.arguments(memory))
+        launches = self.launches(memory)
+        if len(launches) == 1:
+            device.launch(*launches[0])
+        else:
+            device.launch_together(launches)
+
+    def workspace(self, device: Device, arena: Arena) -> dict[str, Any]:
+        """Memory that launches need beside the operands, by buffer name."""
+        space = {name: arena.alloc(4 * count) for name, count in self.before.workspace.items()}
+        return space | {name: zeroed(device, words) for name, words in self.before.zeroed.items()}
+
+    def launches(self, memory: dict[str, Any]) -> list[base.Launch]:
+        """What comes after the launches before, and may go together; ``memory`` by buffer name, workspaces included."""
+        own = (self.program, self.plan.grid, self.arguments(memory))
+        if self.plan.beside is None or self.beside is None:
+            return [own]
+        both = [own, launch_of(self.plan.beside, self.beside, memory)]
+        return both[::-1] if self.plan.leading else both
 
 
 def prepare_forward(
@@ -75,9 +96,12 @@ def prepare_forward(
         find_layout(device)
     plan = plan_forward(problem, views, device.target, aligned_base, preferred=tuned_shape(device, problem))
     loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
-    before = load_steps(StepPlan(plan.before, plan.workspace), device)
+    before = load_steps(StepPlan(plan.before, plan.workspace, plan.zeroed), device)
+    beside = None
+    if plan.beside is not None:
+        beside = load_steps(StepPlan((plan.beside,)), device).steps[0][1]
     buffers = (p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-    return Launch(plan, loaded, tuple(plan.renamed.get(name, name) for name in buffers), before)
+    return Launch(plan, loaded, tuple(plan.renamed.get(name, name) for name in buffers), before, beside)
 
 
 def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
@@ -153,7 +177,7 @@ def forward_on_host(
         check_memory("flash_attention", problem.dtype, views, device)
         views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
         launch = prepare_forward(problem, views, device)
-        if launch.plan.grid[0]:
+        if not launch.plan.idle:
             memory = {name: view.storage for name, view in views.items()}
             memory["o"] = arena.alloc(out.size * out.itemsize)
             memory["lse"] = arena.alloc(lse.nbytes) if lse is not None else None

@@ -15,7 +15,7 @@ from aule.engine import cache
 from aule.ir import KernelIR
 from aule.ir.verify import verify
 from aule.ops.step import Step, StepPlan
-from aule.runtime.base import Device, Program
+from aule.runtime.base import Device, Launch, Program
 
 log = logging.getLogger("aule")
 _lock = threading.Lock()
@@ -73,9 +73,14 @@ def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
 def launch_steps(ready: StepLaunches, device: Device, memory: Mapping[str, Any]) -> None:
     """Start launches on memory of the device, by buffer name; asynchronous."""
     for step, loaded in ready.steps:
-        numbers, params = step.scalars, loaded.artifact.params
-        arguments = [numbers[p.name] if p.name in numbers else memory[step.memory_of(p.name)] for p in params]
-        device.launch(loaded, step.grid, arguments)
+        device.launch(*launch_of(step, loaded, memory))
+
+
+def launch_of(step: Step, loaded: Program, memory: Mapping[str, Any]) -> Launch:
+    """A step as a device wants it, on memory by buffer name."""
+    numbers, params = step.scalars, loaded.artifact.params
+    arguments = [numbers[p.name] if p.name in numbers else memory[step.memory_of(p.name)] for p in params]
+    return loaded, step.grid, arguments
 
 
 def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any:

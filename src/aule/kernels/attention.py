@@ -19,6 +19,7 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.step import Step
 from aule.target import Target
+from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
 _DTYPES = ("f32", "f16", "bf16")
@@ -215,7 +216,10 @@ class AttentionKernel(EmittedKernel):
         views = {"q": queries, "k": keys, "v": keys, "o": queries}
         if resolved.backend == "cpu":
             return plan_alone(problem, views, resolved)
-        return plan_forward(problem, views, resolved, shape=self.config(resolved).shape)
+        shape = self.config(resolved).shape
+        if isinstance(shape, SimtShape):  # what is emitted takes other lengths and strides, too
+            shape = replace(shape, steady=False)
+        return plan_forward(problem, views, resolved, shape=shape)
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel.

@@ -182,35 +182,56 @@ class Context:
             self.ring.end(slot, key)
         self._used(self.ring.submit(slot), pipeline, regions)
 
-    def time_launches(self, launches: Sequence[Dispatch], rounds: int) -> float:
+    def launch_together(self, launches: Sequence[Dispatch]) -> None:
+        """Submit dispatches in one, which do not wait for each other. They are recorded anew each time: what is worth
+        more than one takes long."""
+        slots = self._slots_of(launches)
+        command = self.ring.begin(slots[0])
+        for slot, launch in zip(slots, launches, strict=True):
+            self._bind(command, slot, launch.pipeline)
+            self.vk.vkCmdDispatch(command, *launch.grid)
+        self.ring.order(slots[0], KERNELS, KERNELS | HOST)
+        self._submit(slots, launches)
+
+    def _slots_of(self, launches: Sequence[Dispatch]) -> list[Slot]:
+        """A slot for each of several dispatches, the first of which will hold the commands of all; the others give
+        descriptors and scalars alone."""
+        slots = [self.ring.acquire(None)[0] for _ in launches]
+        for slot, launch in zip(slots, launches, strict=True):
+            self._write_scalars(slot, launch.pipeline, launch.scalars)
+            self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
+        return slots
+
+    def _submit(self, slots: list[Slot], launches: Sequence[Dispatch]) -> int:
+        """Submit what the first of the slots holds; returns the number of the submission."""
+        self.ring.end(slots[0], None)
+        value = self.ring.submit(slots[0])
+        for slot, launch in zip(slots, launches, strict=True):
+            slot.value = value
+            self._used(value, launch.pipeline, launch.regions)
+        return value
+
+    def time_launches(self, launches: Sequence[Dispatch], rounds: int, together: bool = False) -> float:
         """Seconds of a round of dispatches by the device's own clock, when as many follow each other in one submission,
-        each waiting for the one before."""
+        each waiting for the one before, or where those of a round go ``together`` for the round before."""
         vk = self.vk
         if not self._queries:
             info = api.VkQueryPoolCreateInfo(queryType=api.VK_QUERY_TYPE_TIMESTAMP, queryCount=2)
             vk.vkCreateQueryPool(self._device, ctypes.byref(info), None, ctypes.byref(self._queries))
-        slots = [self.ring.acquire(None)[0] for _ in launches]  # a set of descriptors and scalars for each
-        for slot, launch in zip(slots, launches, strict=True):
-            self._write_scalars(slot, launch.pipeline, launch.scalars)
-            self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
+        slots = self._slots_of(launches)
         command = self.ring.begin(slots[0])
         vk.vkCmdResetQueryPool(command, self._queries, 0, 2)
         # At the top of the pipe the clock could be read while the work before is still under way.
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 0)
         for number in range(rounds * len(launches)):
-            if number:
+            if number and not (together and number % len(launches)):
                 self.ring.order(slots[0], KERNELS, KERNELS)
             launch, slot = launches[number % len(launches)], slots[number % len(launches)]
             self._bind(command, slot, launch.pipeline)
             vk.vkCmdDispatch(command, *launch.grid)
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 1)
         self.ring.order(slots[0], KERNELS, KERNELS | HOST)
-        self.ring.end(slots[0], None)
-        value = self.ring.submit(slots[0])
-        for slot, launch in zip(slots, launches, strict=True):
-            slot.value = value
-            self._used(value, launch.pipeline, launch.regions)
-        self.timeline.wait(value)
+        self.timeline.wait(self._submit(slots, launches))
         ticks = (ctypes.c_uint64 * 2)()
         flags = api.VK_QUERY_RESULT_64_BIT | api.VK_QUERY_RESULT_WAIT_BIT
         vk.vkGetQueryPoolResults(self._device, self._queries, 0, 2, 16, ticks, 8, flags)

@@ -98,6 +98,12 @@ class Device(ABC):
         """Start ``grid`` workgroups. ``args`` follow ``program.artifact.params``: an Allocation for a buffer, a number
         for a scalar. ``stream`` is a native stream handle where the runtime has such (CUDA), else None."""
 
+    def launch_together(self, launches: Sequence[Launch]) -> None:
+        """Start launches none of which depends on another: one may begin while those before it still run, where a
+        device can do that."""
+        for launch in launches:
+            self.launch(*launch)
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all work given to the device is done. Raises what went wrong in it."""
@@ -123,9 +129,10 @@ class Device(ABC):
         self.synchronize()
         return time.perf_counter() - start
 
-    def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
+    def time_launches(self, launches: Sequence[Launch], rounds: int, together: bool = False) -> float:
         """Seconds that a round of launches takes when ``rounds`` of them follow each other, each launch waiting for the
-        one before; by device timestamps around them all where there are any, by the host's clock otherwise."""
+        one before; by device timestamps around them all where there are any, by the host's clock otherwise. Where those
+        of a round go ``together``, they do not wait for each other if the device can do without."""
         import time
 
         self.synchronize()

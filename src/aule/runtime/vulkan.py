@@ -143,6 +143,23 @@ class VulkanDevice(Device):
             if 0 not in grid:
                 context.launch(pipeline, grid, regions, scalars)
 
+    def launch_together(self, launches: Sequence[Launch]) -> None:
+        self._check_process()
+        with self._lock:
+            context = self._context()
+            found = self._dispatches(launches)
+            if found:
+                context.launch_together(found)
+
+    def _dispatches(self, launches: Sequence[Launch]) -> list[Dispatch]:
+        """Those of the launches that have anything to do."""
+        found = []
+        for program, grid, args in launches:
+            pipeline, regions, scalars = self._prepare(program, grid, args)
+            if 0 not in grid:
+                found.append(Dispatch(pipeline, grid, regions, scalars))
+        return found
+
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> float:
@@ -155,17 +172,14 @@ class VulkanDevice(Device):
             dispatch = Dispatch(pipeline, grid, regions, scalars)
             return 0.0 if 0 in grid else context.time_launches([dispatch], 1)
 
-    def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
+    def time_launches(self, launches: Sequence[Launch], rounds: int, together: bool = False) -> float:
         if not self._facts.timestamp_bits:
-            return super().time_launches(launches, rounds)
+            return super().time_launches(launches, rounds, together)
         self._check_process()
         with self._lock:
-            context, found = self._context(), []
-            for program, grid, args in launches:
-                pipeline, regions, scalars = self._prepare(program, grid, args)
-                if 0 not in grid:
-                    found.append(Dispatch(pipeline, grid, regions, scalars))
-            return context.time_launches(found, rounds) if found else 0.0
+            context = self._context()
+            found = self._dispatches(launches)
+            return context.time_launches(found, rounds, together) if found else 0.0
 
     def _prepare(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]

@@ -27,7 +27,8 @@ class FragmentShape:
         Subgroups of a workgroup; each has its own part of the rows.
     stages : int
         2: K and V of the next tile come in while this one is worked on, with one barrier a tile. 1: V comes in under
-        the first product, the next K under the second, with two barriers and half the memory.
+        the first product, the next K under the second, with two barriers and half the memory. 3, forward over
+        warpgroups: what comes in has the time of a whole tile for it, and not only that of its scores.
     resident_q : bool
         Q stays in registers; otherwise it is read from shared memory again for every tile. In a backward kernel the
         second of the matrices that it owns.

@@ -32,12 +32,11 @@ def fold(b: Builder, kind: str, values: list[Value]) -> Value:
 def tanh(b: Builder, x: Value) -> Value:
     """Hyperbolic tangent to a few ulp.
 
-    From 0.6 on ``1 - 2 / (exp(2|x|) + 1)`` loses nothing; below, where it would cancel, a fraction of two polynomials
-    serves. Hardware tanh (11 bits on NVIDIA) is not good enough: an
-    error in a score is multiplied by the cap.
+    From 0.6 on ``1 - 2 / (exp(2|x|) + 1)`` loses nothing; below, where it would cancel, a polynomial serves, or in fp64
+    a fraction. Hardware tanh (11 bits on NVIDIA) is not good enough: an error in a score is multiplied by the cap.
     """
     size = b.abs(x)
-    far = 1.0 - 2.0 * b.rcp(b.exp2(size * (2.0 * LOG2E)) + 1.0)
+    far = b.fma(b.rcp(b.exp2(size * (2.0 * LOG2E)) + 1.0), -2.0, 1.0)
     square = x * x
     if element(x.type) == f64:
         # Lambert's continued fraction to its end in fp64: relative error below 1e-17 for |x| <= 0.6.
@@ -46,11 +45,15 @@ def tanh(b: Builder, x: Value) -> Value:
             fraction = square / fraction + float(odd)
         near = x / fraction
     else:
-        # The same, cut after the ninth: relative error below 1e-8 for |x| <= 0.6.
-        numerator = ((square + 105.0) * square + 945.0) * x
-        denominator = (square * 15.0 + 420.0) * square + 945.0
-        near = numerator / denominator
+        # The polynomial nearest to tanh(x) / x in relative terms, by which it is off by 2.5e-9 for |x| <= 0.6.
+        factor = b.fma(square, _TANH[-1], _TANH[-2])
+        for coefficient in _TANH[-3::-1]:
+            factor = b.fma(factor, square, coefficient)
+        near = factor * x
     return b.select(size < 0.6, near, b.select(x < 0.0, -far, far))
+
+
+_TANH = (1.0, -0.33333284, 0.13331686, -0.053768493, 0.020753028, -0.0058515524)
 
 
 def from_e4m3(b: Builder, x: Value) -> Value:

@@ -35,6 +35,8 @@ class Matrix:
         Rows are to be rotated by whoever brings them in.
     once : bool
         Nobody reads the same elements again soon.
+    whole : bool
+        Rows past the end are never asked for.
     """
 
     buffer: Value
@@ -46,6 +48,7 @@ class Matrix:
     aligned: bool
     rotary: Rotary | None = field(default=None, kw_only=True)
     once: bool = field(default=False, kw_only=True)
+    whole: bool = field(default=False, kw_only=True)
 
     @property
     def elem(self) -> Scalar:
@@ -65,7 +68,15 @@ class Matrix:
 
     def row_start(self, b: Builder, row: Value) -> Value:
         """Index of a row's first element. A row past the end is replaced by the last one: whoever uses it masks it."""
-        return self.base + b.cast(b.min(row, self.rows - 1), element(self.base.type)) * self.row_stride
+        existing = row if self.whole else b.min(row, self.rows - 1)
+        return self.base + self.index(b, existing) * self.row_stride
+
+    def distance(self, rows: int, cols: int) -> int | None:
+        """Elements from any quad to the one so many rows and columns further, where that is known while tracing."""
+        known = self.row_stride.constant
+        if known is None or not (self.whole and self.aligned) or self.col_stride is not None or self.rotary is not None:
+            return None
+        return int(rows * known + cols)
 
     def load_quad(self, b: Builder, start: Value, col: Value, cols_padded: int, width: int = QUAD) -> Value:
         """Elements ``col .. col+3`` (or as many as ``width`` says, for which ``aligned`` then stands) of the row that

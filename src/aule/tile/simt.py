@@ -270,17 +270,24 @@ class Simt:
         """Which row and column of a chunk this thread's ``i``-th quad is, and its number. Neighbouring lanes go along a
         row: eight lanes in eight rows would spare bank conflicts on the way in, but reading eight cache lines at a time
         costs more than that (H200, d128: 30.8 instead of 35.2 TFLOPS)."""
-        b, per_row, count = self.b, chunk.cols // QUAD, chunk.per_thread(self.shape.threads)
-        number, lanes = self.thread + i * self.shape.threads, per_row // count
-        even = lanes * count == per_row and chunk.quads == count * self.shape.threads
+        b, threads, per_row = self.b, self.shape.threads, chunk.cols // QUAD
+        number, steps = self.thread + i * threads, self._steps(chunk)
+        if steps is None:
+            row, quad = divmod_const(b, number, per_row)
+            return row, quad * QUAD, number
+        rows, quads = steps
+        row, quad = divmod_const(b, self.thread, quads or per_row)
+        return row + i * rows, (quad + i * quads) * QUAD, number
+
+    def _steps(self, chunk: Chunk) -> tuple[int, int] | None:
+        """Rows and quads from one of a thread's quads to its next, so that addresses differ by constants: all in one
+        row, or in one column. None where they are neither."""
+        threads, per_row, count = self.shape.threads, chunk.cols // QUAD, chunk.per_thread(self.shape.threads)
+        lanes = per_row // count
+        even = lanes * count == per_row and chunk.quads == count * threads
         if chunk.by_row and even and lanes >= LINE_QUADS:
-            row, quad = divmod_const(b, self.thread, lanes)
-            return row, (quad + i * lanes) * QUAD, number
-        if self.shape.threads % per_row == 0:  # all in one column: their addresses differ by constants
-            row, quad = divmod_const(b, self.thread, per_row)
-            return row + i * (self.shape.threads // per_row), quad * QUAD, number
-        row, quad = divmod_const(b, number, per_row)
-        return row, quad * QUAD, number
+            return 0, lanes
+        return (threads // per_row, 0) if threads % per_row == 0 else None
 
     def row_starts(
         self, chunk: Chunk, source: Matrix, row: Value, order: Callable[[Value], Value] | None = None
@@ -304,7 +311,13 @@ class Simt:
     ) -> None:
         """Start loading the chunk whose rows begin at ``starts``, from column ``col`` on, into the stager's registers
         from number ``first`` on."""
-        b = self.b
+        b, far = self.b, self._distance(chunk, source, cols)
+        if far is not None:
+            _, c, _ = self._place(chunk, 0)
+            quad = starts[0].start + source.index(b, col + c)
+            for i in range(len(starts)):
+                stager.registers[first + i].value = b.load(source.buffer, quad + i * far, QUAD)
+            return
         for i, row in enumerate(starts):
             _, c, _ = self._place(chunk, i)
             stager.registers[first + i].value = source.load_quad(b, row.start, col + c, cols)
@@ -314,6 +327,15 @@ class Simt:
                 found += [] if partners is None else [partners]
                 for variable, value in zip(stager.turns[first + i], found, strict=True):
                     variable.value = value
+
+    def _distance(self, chunk: Chunk, source: Matrix, cols: int) -> int | None:
+        """Elements in memory from one of a thread's quads to its next, where that is known while tracing."""
+        steps = self._steps(chunk)
+        if steps is None or cols != source.cols:
+            return None
+        rows, quads = steps
+        # Rows of V may come in another order (`value_order`).
+        return source.distance(rows, quads * QUAD) if chunk.transposed or rows == 0 else None
 
     def commit(
         self,

@@ -47,6 +47,9 @@ class SimtShape:
     ahead_k, ahead_v : int
         How many positions of the summed dimension the first product's operands, and the second's, are read ahead. The
         first of them are read before the next chunk is fetched, and come while its addresses are computed.
+    steady : bool
+        Where rows follow each other in memory and are whole tiles, there is a kernel that relies on it: a thread's part
+        of a chunk lies at constant distances, and no row is past the end.
     """
 
     block_q: int
@@ -64,6 +67,7 @@ class SimtShape:
     down: bool = False
     ahead_k: int = 0
     ahead_v: int = 0
+    steady: bool = False
 
     @property
     def part(self) -> int:

@@ -90,11 +90,17 @@ class ForwardConfig(ScoreConfig):
         For q, k, v, o: rows can be read or written as vectors of four.
     index64 : bool
         Element indices need 64 bits.
+    tail : bool
+        Workgroups have pieces of blocks (`tail.py`).
+    whole : bool
+        Rows of q, k, v and o follow each other in memory without a gap, and are whole tiles.
     """
 
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
+    tail: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,11 @@ class FragmentConfig(ScoreConfig):
         Which of mask and bias, where they are added, can be read two keys at a time.
     one_loop : bool
         Over warpgroups: tiles with dropped keys are so many that they are in one loop with the others.
+    linear : bool
+        Over warpgroups: ALiBi is all that every score is modified by, and no row keeps a key to the right of where it
+        stands, so that what is added grows with the key.
+    tail : bool
+        As in `ForwardConfig`; not over warpgroups.
     """
 
     shape: FragmentShape
@@ -124,6 +135,8 @@ class FragmentConfig(ScoreConfig):
     factor: str | None = None
     pairs: tuple[str, ...] = ()
     one_loop: bool = False
+    linear: bool = False
+    tail: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from aule.ops.attention.forward_warpgroup import build_forward_warpgroup
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
 from aule.ops.attention.scores import Extent, block_of
+from aule.ops.attention.tail import Parts, Piece, pieces
 from aule.target import Target
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, is_finite
 from aule.tile.matrix import Matrix
@@ -35,9 +36,17 @@ def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: 
         build = build_forward_warpgroup if config.shape.warpgroups else build_forward_fragment
         return build(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
+
+    def work(block: _Block) -> None:
+        flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)
+
+    if config.tail:
+        with pieces(b) as piece:
+            work(_Block(b, config, piece))
+        return b.finish()
     block = _Block(b, config)
     with b.if_(block.exists):
-        flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)
+        work(block)
     return b.finish()
 
 
@@ -89,23 +98,30 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: _Block
 
     b.comment("O / l, and the log-sum-exp")
     total, maxima = engine.reduce_rows("add", l.load()), m.load()
+    first, out = (block.row0, block.o) if block.parts is None else (b.const(0, i32), block.parts.matrix(block.rows))
     for r, row in enumerate(O.values()):
         nothing = b.eq(total[r], 0.0)  # such a row gives zeros; one with a NaN score has a NaN sum and stays NaN
         inverse = b.select(nothing, zero, b.rcp(total[r]))
         if block.keep_scale is not None:
             inverse = inverse * block.keep_scale
-        at = block.row0 + O.row(r)
-        with b.if_(at < block.seq_q):
+        at = first + O.row(r)
+        with b.if_(at < out.rows):
             for c in range(0, len(row), O.strip):
                 strip = [x * inverse for x in row[c : c + O.strip]]
-                block.o.store(b, at, O.col(c), strip, engine.value_cols)
-            if block.lse is not None:
+                out.store(b, at, O.col(c), strip, engine.value_cols)
+            if block.parts is not None:
+                weight = b.select(nothing, b.const(NEG_INF, f32), maxima[r] + b.log2(total[r]))
+                with b.if_(b.eq(engine.tx, 0)):
+                    block.parts.store_lse(at, weight)
+            elif block.lse is not None:
                 lse = b.select(nothing, b.const(NEG_INF, f32), (maxima[r] + b.log2(total[r])) * LN2)
                 with b.if_(b.eq(engine.tx, 0)):
                     b.store(block.lse, block.lse_base + b.cast(at, block.index), lse)
     # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree, unless a barrier
     # comes after it: rows past the end would be stored too.
     b.barrier()
+    if block.parts is not None:
+        block.add_up(block.parts)
 
 
 class _Stream:
@@ -212,7 +228,10 @@ class _Stream:
             with b.if_(number + 1 < count):
                 self._fetch_v(tile, number + 1)
             with b.else_():
-                self._fetch_k(self._k_starts(tile + 1), b.const(0, i32))
+                following = tile + 1
+                if self.config.whole:  # the last tile's again, since rows past the end are not replaced
+                    following = b.min(following, self.block.last_tile - 1)
+                self._fetch_k(self._k_starts(following), b.const(0, i32))
 
         if guarded is None:
             engine.multiply_values(O, self.stager.offset.value, chunk, fetch)
@@ -267,35 +286,35 @@ class _Block:
     then for each of them its strides and offset; then lengths and numbers. `plan.py` fills them in by name.
     """
 
-    def __init__(self, b: Builder, config: ForwardConfig) -> None:
+    def __init__(self, b: Builder, config: ForwardConfig, piece: Piece | None = None) -> None:
         self.b, self.config = b, config
         self.index: Scalar = i64 if config.index64 else i32
+        p = self.p = Parameters(b, config, self.index)
         elem = SCALARS[config.dtype]
-        q, k, v = b.buffer("q_ptr", elem), b.buffer("k_ptr", elem), b.buffer("v_ptr", elem)
-        o = b.buffer("o_ptr", elem, "write")
-        mask = b.buffer("mask_ptr", _stored(config.mask)) if config.mask else None
-        bias = b.buffer("bias_ptr", _stored(config.bias)) if config.bias else None
-        slopes = b.buffer("alibi_ptr", f32) if config.alibi else None
-        sinks = b.buffer("sinks_ptr", f32) if config.sinks else None
-        seed = b.buffer("seed_ptr", u32) if config.dropout else None
-        parameters = Parameters(b, config, self.index)
+        q, k, v = (p.buffer(name, elem) for name in "qkv")
+        o = p.buffer("o", elem, "write")
+        mask = p.buffer("mask", _stored(config.mask)) if config.mask else None
+        bias = p.buffer("bias", _stored(config.bias)) if config.bias else None
+        slopes = p.buffer("alibi", f32) if config.alibi else None
+        sinks = p.buffer("sinks", f32) if config.sinks else None
+        seed = p.buffer("seed", u32) if config.dropout else None
         if config.rope is not None:
-            declare_tables(parameters)
-        self.lse = b.buffer("lse_ptr", f32, "write") if config.lse else None
+            declare_tables(p)
+        self.lse = p.buffer("lse", f32, "write") if config.lse else None
 
         if not config.packed:
-            self.seq_q, self.seq_kv = b.scalar("seq_q", i32), b.scalar("seq_kv", i32)
-        heads, group = b.scalar("heads_q", i32), b.scalar("group", i32)
-        blocks, total = b.scalar("blocks_q", i32), b.scalar("blocks", i32)
+            self.seq_q, self.seq_kv = p.number("seq_q"), p.number("seq_kv")
+        heads, group = p.number("heads_q"), p.number("group")
+        blocks, total = p.number("blocks_q"), p.number("blocks")
         if not config.packed:
-            self.shift = b.scalar("shift", i32)
-        left = b.scalar("left", i32) if config.left else None
-        right = b.scalar("right", i32) if config.right else None
-        self.scale = b.scalar("scale", f32)
-        cap = b.scalar("softcap", f32) if config.softcap else None
+            self.shift = p.number("shift")
+        left = p.number("left") if config.left else None
+        right = p.number("right") if config.right else None
+        self.scale = p.number("scale", f32)
+        cap = p.number("softcap", f32) if config.softcap else None
 
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
         self.exists = number < total
         head_number, block = block_of(b, config, number, blocks, total, total // blocks)
         self.row0 = block * config.shape.block_q
@@ -303,19 +322,19 @@ class _Block:
         kv_head = self.head // group
         self.extent: Extent | None = None
         if config.packed:
-            self.extent = Extent.of(parameters, self.batch)
+            self.extent = Extent.of(p, self.batch)
             self.seq_q, self.seq_kv, self.shift = self.extent.seq_q, self.extent.seq_kv, self.extent.shift
             self.exists = self.exists & (self.row0 < self.seq_q)
 
         self.q = self._matrix("q", q, self.head, self.seq_q, config.head_dim, 0)
         self.k = self._matrix("k", k, kv_head, self.seq_kv, config.head_dim, 1)
         if config.rope is not None:
-            self.q = rotating(parameters, "q", self.q, self.batch, self.shift)
-            self.k = rotating(parameters, "k", self.k, self.batch, self.shift)
+            self.q = rotating(p, "q", self.q, self.batch, self.shift)
+            self.k = rotating(p, "k", self.k, self.batch, self.shift)
         self.v = self._matrix("v", v, kv_head, self.seq_kv, config.value_dim, 2)
         self.o = self._matrix("o", o, self.head, self.seq_q, config.value_dim, 3)
         if self.extent is not None:
-            self.lse_base = self.extent.row_base(parameters, head_number, self.head)
+            self.lse_base = self.extent.row_base(p, head_number, self.head)
         else:
             self.lse_base = b.cast(head_number, self.index) * b.cast(self.seq_q, self.index)
 
@@ -327,43 +346,51 @@ class _Block:
         if bias is not None:
             self.modifiers.append(mod.additive(self._reader("bias", bias)))
         if slopes is not None:
-            slope = b.load(slopes, b.scalar("alibi_offset", self.index) + self._strided("alibi", self.batch, self.head))
+            slope = b.load(slopes, p.number("alibi_offset", self.index) + self._strided("alibi", self.batch, self.head))
             self.modifiers.append(mod.alibi(slope * LOG2E))
         if mask is not None and config.mask == "bool":
             self.modifiers.append(mod.boolean(self._reader("mask", mask)))
         self.modifiers.append(mod.band(self.seq_kv, left, right))
         self.sink: Value | None = None
-        if sinks is not None:
-            self.sink = b.load(sinks, b.scalar("sinks_offset", self.index) + self._strided("sinks", self.head))
+        if sinks is not None and piece is None:  # what adds up pieces counts it
+            self.sink = b.load(sinks, p.number("sinks_offset", self.index) + self._strided("sinks", self.head))
         self.dropout: Dropout | None = None
         self.keep_scale: Value | None = None
         if seed is not None:
-            self.head_number, self.keep_scale = head_number, b.scalar("keep_scale", f32)
-            self.dropout = Dropout(b, b.scalar("dropout_limit", u32), seed, b.scalar("seed_offset", self.index))
+            self.head_number, self.keep_scale = head_number, p.number("keep_scale", f32)
+            self.dropout = Dropout(b, p.number("dropout_limit", u32), seed, p.number("seed_offset", self.index))
         self._find_tiles(left, right)
+        self.parts: Parts | None = None
+        if piece is not None:
+            self.parts = Parts(p, config, piece)
+            self.first_tile, self.last_tile = piece.first, piece.last
 
     def _matrix(self, name: str, buffer: Value, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         b, batch = self.b, self.batch if self.extent is None else self.b.const(0, i32)
-        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, batch, head)
-        row_stride = b.scalar(f"{name}_row_stride", self.index)
+        base = self.p.number(f"{name}_offset", self.index) + self._strided(name, batch, head)
+        whole = self.config.whole
+        row_stride = b.const(cols, self.index) if whole else self.p.number(f"{name}_row_stride", self.index)
         if self.extent is not None:
             first = self.extent.first(name)
             assert first is not None
             base = base + b.cast(first, self.index) * row_stride
-        col_stride = None if self.config.unit[number] else b.scalar(f"{name}_col_stride", self.index)
-        return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number])
+        col_stride = None if self.config.unit[number] else self.p.number(f"{name}_col_stride", self.index)
+        return Matrix(buffer, base, rows, cols, row_stride, col_stride, self.config.aligned[number], whole=whole)
 
     def _strided(self, name: str, *indices: Value) -> Value:
         """The dot product of indices with strides that are parameters of their own."""
         b = self.b
-        terms = [b.cast(i, self.index) * b.scalar(f"{name}_stride{n}", self.index) for n, i in enumerate(indices)]
+        terms = [b.cast(i, self.index) * self.p.number(f"{name}_stride{n}", self.index) for n, i in enumerate(indices)]
         return fold(b, "add", terms)
 
     def _reader(self, name: str, buffer: Value) -> Callable[[mod.Site], Value]:
         """Reads element (batch, head, row, column) of a mask or bias; rows and columns past the end read the last."""
         b = self.b
-        base = b.scalar(f"{name}_offset", self.index) + self._strided(name, self.batch, self.head)
-        row_stride, col_stride = b.scalar(f"{name}_row_stride", self.index), b.scalar(f"{name}_col_stride", self.index)
+        base = self.p.number(f"{name}_offset", self.index) + self._strided(name, self.batch, self.head)
+        row_stride, col_stride = (
+            self.p.number(f"{name}_row_stride", self.index),
+            self.p.number(f"{name}_col_stride", self.index),
+        )
 
         def read(site: mod.Site) -> Value:
             row = b.cast(b.min(site.row, self.seq_q - 1), self.index)
@@ -387,6 +414,16 @@ class _Block:
             self.first_full = (b.max(furthest - left, 0) + (width - 1)) // width
         self.last_tile = (end + (width - 1)) // width
         self.last_full = full_end // width
+
+    @property
+    def rows(self) -> Value:
+        """Rows that the block has."""
+        return self.b.min(self.seq_q - self.row0, self.config.shape.block_q)
+
+    def add_up(self, parts: Parts) -> None:
+        """Add up the block's pieces if this was the last of them."""
+        extent = Extent(self.seq_q, self.seq_kv, self.shift, None, None)
+        parts.finish(self.row0, self.rows, self.batch, self.head, extent)
 
     def modify(self, S: RegisterTile, modifier: mod.Modifier, tile: Value) -> None:
         """Run a modifier over a tile of scores."""

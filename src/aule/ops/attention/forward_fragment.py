@@ -29,12 +29,13 @@ from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
+from aule.ops.attention.tail import Parts, Piece, pieces
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
-from aule.tile.matrix import Matrix, padded
+from aule.tile.matrix import Matrix, divmod_const, padded
 from aule.tile.rotated_fragment import transfer_of
 from aule.tile.wild import added, sorted_out
 
@@ -48,6 +49,12 @@ _LOOKED_AT = 4
 def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace the forward kernel of a configuration for a target with matrix units."""
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
+    if config.tail:
+        with pieces(b) as piece:
+            kernel = FragmentForward(b, config, target, piece)
+            kernel.run()
+            kernel.add_up()
+        return b.finish()
     kernel = FragmentForward(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
@@ -70,14 +77,14 @@ class FragmentForward:
     trusting = False
     """V is finite at the edges."""
 
-    def __init__(self, b: Builder, config: FragmentConfig, target: Target) -> None:
+    def __init__(self, b: Builder, config: FragmentConfig, target: Target, piece: Piece | None = None) -> None:
         self.b, self.config, shape = b, config, config.shape
         self.shape = shape
         self.index: Scalar = i64 if config.index64 else i32
         p = self.p = Parameters(b, config, self.index)
         heads, blocks = p.number("heads_q"), p.number("blocks_q")
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
-        number = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
         self.exists = number < p.number("blocks")
         # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
         together = None if shape.warpgroups or not config.right else p.number("heads_together")
@@ -90,6 +97,7 @@ class FragmentForward:
             self.exists = self.exists & (self.row0 < scores.seq_q)
         if config.packed and config.lens:  # sequences of few rows are left to the kernels of decoding
             self.exists = self.exists & (scores.seq_q > p.number("few_tokens"))
+        self.parts = None if piece is None else Parts(p, config, piece)
         self.scale = p.number("scale", f32)
         self.lowest = b.const(-LOWEST, f32)
         """What the base starts from."""
@@ -137,12 +145,17 @@ class FragmentForward:
         shift = self.scores.shift
         last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
         reach = self.scores.reach(self.row0 + shift, last_row + shift)
-        self.first = reach.first // width
-        last = b.max((reach.end + (width - 1)) // width, self.first)
+        self.first = divmod_const(b, reach.first, width)[0]
+        last = b.max(divmod_const(b, reach.end + (width - 1), width)[0], self.first)
+        if self.parts is not None:
+            self.first, last = self.parts.piece.first, self.parts.piece.last
         self.inner_first = self.inner_last = last
         if not self.config.everywhere:
-            self.inner_first = b.min(b.max((reach.full_first + (width - 1)) // width, self.first), last)
-            self.inner_last = b.max(reach.full_end // width, self.inner_first)
+            inner_first = divmod_const(b, reach.full_first + (width - 1), width)[0]
+            self.inner_first = b.min(b.max(inner_first, self.first), last)
+            self.inner_last = b.max(divmod_const(b, reach.full_end, width)[0], self.inner_first)
+            if self.parts is not None:
+                self.inner_last = b.min(self.inner_last, last)
         self.edges = last - self.first - (self.inner_last - self.inner_first)
 
     def _edge(self, i: Value) -> Place:
@@ -219,7 +232,7 @@ class FragmentForward:
         b, engine = self.b, self.engine
         base, l = engine.row_vars(self.lowest), engine.row_vars(b.const(0.0, f32))
         O = engine.tile(self.shape.rows, self.config.value_dim)
-        if self.config.sinks:
+        if self.config.sinks and self.parts is None:  # what adds up pieces counts it
             self._start_from_sink(base, l)
         q = self._load_q()
         start = self._edge(b.const(-1, i32))
@@ -295,7 +308,7 @@ class FragmentForward:
         b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
-            p = self._weigh(s, base, l, k)
+            p = self._weigh(s, [low.value for low in base], l, k)
             if self.dropout is not None:
                 p = self._drop(self.dropout, p, S, key0, k)
             return [blocks[0] for blocks in engine.pack(p, engine.left, "enlarged")]
@@ -331,16 +344,16 @@ class FragmentForward:
         """A base that makes weights as large as the engine wants them."""
         return base if self.engine.excess == 1.0 else base + log2(self.engine.excess)
 
-    def _weigh(self, s: list[list[Value]], base: list[Var], l: list[Var], k: int) -> list[list[Value]]:
+    def _weigh(self, s: list[list[Value]], base: list[Value], l: list[Var], k: int) -> list[list[Value]]:
         """P of the ``k``-th 16 keys; their sum goes into l."""
         b, width = self.b, self.engine.factor_cols
         p: list[list[Value]] = []
         for row, low, total in zip(s, base, l, strict=True):
             part = row[k * width : (k + 1) * width]
             if self.config.folded:
-                p.append([b.exp2(b.fma(x, self.scale, low.value)) for x in part])
+                p.append([b.exp2(b.fma(x, self.scale, low)) for x in part])
             else:
-                p.append([b.exp2(x + low.value) for x in part])
+                p.append([b.exp2(x + low) for x in part])
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
         return p
 
@@ -380,7 +393,9 @@ class FragmentForward:
         unit, aligned = config.unit[3], config.aligned[3]
         extent = self.scores.extent
         seq_q, first = self.scores.seq_q, extent.first("o")
-        out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
+        row0, out = self.row0, self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
+        if self.parts is not None:
+            row0, out = b.const(0, i32), self.parts.matrix(self.block_rows)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = extent.row_base(self.p, self.head_number, head)
         values = O.values()
@@ -392,18 +407,32 @@ class FragmentForward:
             if config.dropout:
                 inverse = inverse * self.p.number("keep_scale", f32)
             values[r] = [x * inverse for x in row]
-            at = self.row0 + self.subgroup_row + O.row(r)
-            if config.lse:
+            at = row0 + self.subgroup_row + O.row(r)
+            if self.parts is not None:
+                weight = b.select(nothing, b.const(NEG_INF, f32), b.log2(totals[r]) - base[r].value)
+                with b.if_(b.eq(engine.lane_col, 0) & (at < out.rows)):
+                    self.parts.store_lse(at, weight)
+            elif config.lse:
                 lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
                 with b.if_(b.eq(engine.lane_col, 0) & (at < seq_q)):
                     b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
-        self._store(O, values, out)
+        self._store(O, values, out, row0)
 
-    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
-        """Store this lane's elements of O."""
+    @property
+    def block_rows(self) -> Value:
+        """Rows that the block has."""
+        return self.b.min(self.scores.seq_q - self.row0, self.shape.block_q)
+
+    def add_up(self) -> None:
+        """Add up the block's pieces if this was the last of them."""
+        assert self.parts is not None
+        self.parts.finish(self.row0, self.block_rows, self.scores.batch, self.head, self.scores.extent)
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix, row0: Value) -> None:
+        """Store this lane's elements of O, whose rows are counted from ``row0`` on."""
         b, run = self.b, self.engine.run
         for r, row in enumerate(values):
-            at = self.row0 + self.subgroup_row + O.row(r)
+            at = row0 + self.subgroup_row + O.row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
                     out.store(b, at, O.col(c), row[c : c + run], padded(out.cols, SIZE))
@@ -460,10 +489,10 @@ class FragmentForward:
         return self.k_start + stage * self.k_size, self.v_start + stage * self.v_size
 
     def _start_tile(self, tile: Value, stage: Value, whole: bool) -> None:
-        """Begin to fetch what the first product of a tile needs, and with two stages all of it."""
+        """Begin to fetch what the first product of a tile needs, and with more than one stage all of it."""
         k_at, v_at = self._memory_of(stage)
         self.keys.start(tile * self.shape.block_kv, k_at, whole)
-        if self.shape.stages == 2:
+        if self.shape.stages > 1:
             self.values.start(tile * self.shape.block_kv, v_at, whole)
 
     def _arrive_keys(self, at: Place, whole: bool) -> Value | None:

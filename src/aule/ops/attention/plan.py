@@ -21,9 +21,11 @@ from aule.ops.attention.config import (
     RoundConfig,
 )
 from aule.ops.attention.dropout import keep_scale, threshold
+from aule.ops.attention.forward import build_forward
 from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.tail import cut_tail
 from aule.ops.attention.tiles import (
     Doing,
     choose_backward_fragments,
@@ -32,6 +34,7 @@ from aule.ops.attention.tiles import (
     choose_fragments,
     choose_shape,
     choose_warpgroups,
+    choose_wave,
 )
 from aule.ops.attention.turned import TURNED, can_turn, turned
 from aule.ops.step import Step, StepPlan, grid_of
@@ -51,9 +54,10 @@ FAR = 1 << 30
 
 FEW_KEYS = 2048
 """Up to so many keys in a row's band, tiles at its edges are too many for a loop of their own (`FragmentConfig`). H200,
-bf16, with one loop and with two, at d64 and d128: window of 512 (S 4096) 0.369 and 0.434, 0.231 and 0.271 ms; causal,
-TFLOPS: S 2048 307 and 296, 443 and 423 (d256 424 and 427), S 8192 438 and 448, 555 and 583. Without a band 365 and 382,
-517 and 531."""
+bf16, with one loop and with two, d64, ms: windows of 512 (S 4096) 0.117 and 0.128, of 1024 and 2048 (S 8192) 0.358 and
+0.374, 0.627 and 0.618; causal, S 512 0.137 and 0.154, 1024 0.211 and 0.226, 2048 0.368 and 0.376, 4096 0.349 and 0.341.
+d128, other tiles then: window of 512 0.231 and 0.271; causal, TFLOPS: S 2048 443 and 423 (d256 424 and 427), S 8192 555
+and 583. Without a band 517 and 531."""
 
 _MANY_SCORES = 1 << 23
 """From so many on it is worth two launches to look at a mask. H200, d128, batch 4, 16 heads: S 256 20 us without, 36
@@ -69,7 +73,7 @@ class ForwardPlan:
     config : ForwardConfig or FragmentConfig
         The kernel.
     grid : tuple of int
-        Workgroups; (0, 0, 0) when there is nothing to compute.
+        Workgroups; (0, 0, 0) when there is nothing to compute, or all of it is ``beside``.
     scalars : dict
         Every scalar parameter of the kernel, by name.
     before : tuple of Step
@@ -78,6 +82,12 @@ class ForwardPlan:
         32-bit words of the memory that these leave their results in, by buffer name.
     renamed : dict
         Which memory stands for a buffer of the kernel where that has another name, as in `Step`.
+    beside : Step or None
+        A launch for some more of the blocks; neither waits for the other.
+    leading : bool
+        It is the first of the two.
+    zeroed : dict
+        32-bit words of further memory, as in `StepPlan`.
     """
 
     config: ForwardConfig | FragmentConfig
@@ -86,6 +96,14 @@ class ForwardPlan:
     before: tuple[Step, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    beside: Step | None = None
+    leading: bool = False
+    zeroed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.grid[0] and self.beside is None
 
 
 def plan_forward(
@@ -110,7 +128,7 @@ def plan_forward(
     preferred : SimtShape or FragmentShape, optional
         The same where there is no mask, bias, other modifier, rotation or strided row.
     """
-    base_ok = aligned_base or {}
+    base_ok, chosen = aligned_base or {}, shape is None
 
     def aligned(run: int) -> tuple[bool, ...]:
         return tuple(aligned_rows(views[n], run) and base_ok.get(n, True) for n in "qkvo")
@@ -134,7 +152,7 @@ def plan_forward(
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     copied = all(aligned(RUN)[:3] if problem.rope is None else [can_turn(problem), aligned(RUN)[2]])
     if shape is None and copied and (problem.mask is None or scores >= _MANY_SCORES):
-        shape = choose_warpgroups(target, problem.dtype, *dims, _doing(problem))
+        shape = choose_warpgroups(target, problem.dtype, *dims, _doing(problem), _length_of_all(problem))
     if shape is None and rotates_runs(problem):
         rotated = problem.rope is not None
         shape = choose_fragments(target, problem.dtype, *dims, masked, not all(aligned(RUN)[:3]), rotated)
@@ -169,14 +187,35 @@ def plan_forward(
             scalars |= found
         if shape.warpgroups:
             memory["one_loop"] = masked or _few_keys(problem)
+            memory["linear"] = problem.alibi and problem.limits[1] == 0 and not (problem.bias or problem.softcap > 0)
             memory["pairs"] = tuple(
                 name for name in ("mask", "bias")
                 if getattr(problem, name) not in (None, "bool") and _in_pairs(views[name], base_ok.get(name, True))
             )  # fmt: skip
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
     else:
-        config = ForwardConfig(**score_options(problem), **memory, shape=shape)
-    return ForwardPlan(config, grid_of("flash_attention", blocks, target), scalars, before, workspace, renamed)
+        whole = shape.steady and all(memory["aligned"]) and _whole(problem, views, shape)
+        config = ForwardConfig(**score_options(problem), **memory, shape=shape, whole=whole)
+    wave = choose_wave(target, shape) if chosen and _plain(config, problem, target) else None
+    tail = None
+    if wave is not None:
+        tail = cut_tail(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
+    beside, zeroed = None, {}
+    if tail is not None:
+        grid = grid_of("flash_attention", tail.workgroups, target)
+        beside = Step(replace(config, tail=True), build_forward, grid, scalars | tail.scalars)
+        workspace |= tail.workspace(shape.block_q, problem.value_dim)
+        zeroed["tickets"] = tail.blocks
+        blocks = scalars["blocks"] = tail.first
+    grid = grid_of("flash_attention", blocks, target)
+    leading = wave is not None and wave.leading
+    return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, leading, zeroed)
+
+
+def _plain(config: ForwardConfig | FragmentConfig, problem: AttentionProblem, target: Target) -> bool:
+    """Whether all blocks of rows take as long, by a kernel that does no more than it must, and can be cut."""
+    banded = config.left or config.right or problem.packed is not None
+    return target.device_fence and problem.modifiers == 0 and not banded and all(config.aligned)
 
 
 _DELTA_THREADS = 64
@@ -340,6 +379,13 @@ def _fits_sums(problem: AttentionProblem, target: Target, shape: SimtShape | Fra
     return shape.backward_bytes(max(problem.head_dim, problem.value_dim), sums=True) <= target.max_shared_bytes
 
 
+def _whole(problem: AttentionProblem, views: Mapping[str, TensorView], shape: SimtShape) -> bool:
+    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.whole` says."""
+    lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
+    known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
+    return lengths and known and all(views[n].strides[2:] == (views[n].shape[3], 1) for n in "qkvo")
+
+
 def folded(problem: AttentionProblem) -> bool:
     """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
     added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
@@ -376,11 +422,18 @@ def listed(problem: AttentionProblem) -> dict[str, Any]:
 
 
 def _doing(problem: AttentionProblem) -> Doing:
-    if problem.dropout_p > 0 or problem.mask not in (None, "bool"):
-        return "more"
+    if problem.dropout_p > 0:
+        return "dropout"
     if problem.bias is not None:
-        return "adding"
-    return "nothing" if problem.mask is None else "masking"
+        return "bias"
+    return "nothing" if problem.mask in (None, "bool") else "mask"
+
+
+def _length_of_all(problem: AttentionProblem) -> int:
+    """How many rows and keys there are at least where every row keeps every key as it is; 0 elsewhere."""
+    modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
+    banded = problem.limits != (UNBOUNDED, UNBOUNDED)
+    return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
 
 
 def _few_keys(problem: AttentionProblem) -> bool:

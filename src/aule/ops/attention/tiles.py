@@ -7,6 +7,7 @@ from typing import Literal
 
 from aule.errors import KernelError
 from aule.ir.types import PANEL
+from aule.ops.attention.wave import Wave
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment import factor_elem, fitted, multiplies
@@ -25,10 +26,13 @@ class Entry:
     accumulators : tuple of int
         The most registers of S and O that one thread may hold before the kernel spills: without modifiers, with one,
         with several.
+    wave : Wave or None
+        Through Vulkan, where somebody has looked.
     """
 
     shape: SimtShape
     accumulators: tuple[int, int, int]
+    wave: Wave | None = None
 
 
 #                       block_q, block_kv, threads_x, threads_y, chunk_k, chunk_v, resident_q
@@ -61,15 +65,26 @@ OWN: dict[str, tuple[Entry, ...]] = {
     "nvidia": (
         # S 2048 full: 42.2. Before rows were pushed apart (`Pitch`), S 2048 full and 8192 causal: 41.6 and 41.9; all of
         # P at once, so that two reside, 39.1, and not apart 38.2 and 38.2. S 2048 full: late 41.5 to 42.2, not apart
-        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7.
-        Entry(SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False), (64, 64, 64)),
+        # 40.0, Q not resident 39.4, and with P by 32 and l in memory 38.7. Steady 42.2 -> 42.9. S 2048 and 8192 full,
+        # pieces for the last wave, before it was steady: 42.2 -> 42.5, 42.6 -> 43.1; three for each slot 42.5 and 43.0.
+        Entry(
+            SimtShape(64, 64, 16, 8, 16, 16, True, block_p=16, apart=True, sums_kept=False, steady=True),
+            (64, 64, 64),
+            Wave(3, 1, 2),
+        ),
         FIRST,
         # The same: 44.7 and 45.0 (and 42.4 and 45.0, S 2048 causal and 8192 full). S 2048 full: nothing ahead 44.2,
         # along rows as well 43.5; 64x64 in 31 KiB 41.3, of which no three reside because the driver takes 181
-        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3.
+        # registers; Q resident, in steps of 8 columns and keys, 41.3; 128x128 over 256 threads 39.3. Steady, in
+        # the order of docs/performance.md's table: 44.7, 42.2, 45.1, 45.0 -> 45.5, 43.2, 45.9, 46.1. S 2048 and 8192
+        # full, pieces for the last wave, before it was steady: 44.7 -> 45.6, 45.0 -> 46.0; one for each slot 45.4 and
+        # 45.3, three 45.6 and 45.9, eight - and 46.1; before the whole blocks 42.1 and 43.5.
         Entry(
-            SimtShape(64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2),
+            SimtShape(
+                64, 128, 16, 8, 16, 16, False, block_p=64, apart=True, down=True, ahead_k=1, ahead_v=2, steady=True
+            ),
             (128, 0, 0),
+            Wave(2, 4, 2),
         ),
     ),
     # A hardware thread has 128 registers of 8 lanes, 256 where the driver is asked for them and the device has them
@@ -136,20 +151,27 @@ class FragmentEntry:
         With a mask or a bias, whose indices take registers.
     strided : FragmentShape
         Where rows pass through registers on their way, element by element.
+    wave : Wave or None
+        Of ``plain`` through Vulkan, where somebody has looked.
     """
 
     dim: int
     plain: FragmentShape
     masked: FragmentShape
     strided: FragmentShape
+    wave: Wave | None = None
 
 
 _Numbers = tuple[int, int, int, int, int]
 
 
-def _entry(dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers) -> FragmentEntry:
+def _entry(
+    dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers, wave: Wave | None = None
+) -> FragmentEntry:
     """An entry out of block_q, block_kv, subgroups, stages and resident_q, or of a shape that has more to say."""
-    return FragmentEntry(dim, *(x if isinstance(x, FragmentShape) else _shape(*x) for x in (plain, masked, strided)))
+    return FragmentEntry(
+        dim, plain if isinstance(plain, FragmentShape) else _shape(*plain), _shape(*masked), _shape(*strided), wave
+    )
 
 
 def _shape(block_q: int, block_kv: int, subgroups: int, stages: int, resident_q: int) -> FragmentShape:
@@ -178,28 +200,42 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
     # H200, bf16, S 2048 full / 2048 causal / 8192 full / 8192 causal; 48 KiB of shared memory is all there is. "Before"
     # is with code for values that are not finite between the products and with the heads of a causal mask all together.
     # In brackets S 2048 full / 8192 causal, f16: before scores were made ahead, accesses no longer checked and bf16 cut
-    # off (docs/performance.md, steps 14 to 18 and 22 to 24).
+    # off (docs/performance.md, steps 14 to 18 and 22 to 24). Pieces for the last wave: S 2048 / 8192 full.
     "vulkan": (
         # 326 / 270 / - / -; before 328 / 252 / - / -, two stages and not ahead 306 / - / - / -. (317 / 304; keys by 32
         # 312 / 283, by 96 in one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops
-        # 249 / 232.)
-        _entry(64, FragmentShape(128, 64, 4, 1, True, ahead=True), (128, 32, 4, 2, 1), (128, 32, 4, 2, 1)),
+        # 249 / 232.) Pieces: 329 -> 333, 345 -> 353; behind the whole blocks 331, 349.
+        _entry(
+            64,
+            FragmentShape(128, 64, 4, 1, True, ahead=True),
+            (128, 32, 4, 2, 1),
+            (128, 32, 4, 2, 1),
+            Wave(2, 1, 14, leading=True),
+        ),
         # 332 / 280 / 357 / 351, f16 333 / - / - / -; paced by 2 312 / 265 / - / -; before 325 / 250 / 352 / 332, not
         # ahead 305 / - / - / 316; in f16 332, 32 columns of Q in registers 326; not ahead and Q in private memory, keys
         # by 64 257, by 48 266, by 32 in two stages 225, 256 rows 236 to 257. (309 / 293; 48 columns and keys by 48 271
         # / -, three subgroups and none 187 / -; 16 rows a subgroup, eight of them, 285 / 262; four 258 / 236, keys by
-        # 48 252 / 244, by 32 in two stages 255 / 240.)
-        _entry(128, FragmentShape(128, 32, 4, 1, False, held=16, ahead=True), (128, 64, 8, 1, 1), (128, 64, 8, 1, 1)),
+        # 48 252 / 244, by 32 in two stages 255 / 240.) Pieces: 333 -> 335, 354 -> 366; before the whole blocks 335,
+        # 363; two for each slot 325, 365.
+        _entry(
+            128,
+            FragmentShape(128, 32, 4, 1, False, held=16, ahead=True),
+            (128, 64, 8, 1, 1),
+            (128, 64, 8, 1, 1),
+            Wave(2, 1, 14),
+        ),
         # 273 / 238 / 297 / -; paced by 4 267 / - / - / -, not 260 / 234 / - / -; all of Q in registers 264 / 236 / - /
         # -, not paced 260 / 236 / 280 / -; before 245 / 201 / 269 / 257, 64 rows over four subgroups with 96 columns of
         # Q in memory 233 / - / - / -, not ahead 203 / - / - / -. (198 / -; keys by 16 in two stages 195 / -, with all
         # of Q in registers 191 / - and in one stage 183 / -, with 96 columns of it 176 / -; 32 rows a subgroup 119 /
-        # -.)
+        # -.) Pieces: 274 -> 279, 298 -> 308; behind the whole blocks 278, 306; two for each slot, behind, 271, 304.
         _entry(
             256,
             FragmentShape(128, 32, 8, 1, False, held=224, ahead=True, paced=8),
             (64, 16, 4, 1, 1),
             (64, 16, 4, 1, 1),
+            Wave(1, 1, 8, leading=True),
         ),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
@@ -226,10 +262,15 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
 """Tiles on matrix units by vendor, or else by backend; the first that is wide enough and fits is taken."""
 
 WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
-    # H200, bf16, B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal.
-    # 386 / 443; keys by 128 382 / 419, 128 rows and keys by 256 402 / 409, by 192 - / 395, by 128 349 / 389.
-    (64, FragmentShape(192, 144, 12, 2, False, 168, warpgroups=True)),
-    # 534 / 566; keys by 96 475 / 531. With whole barriers 465 / 401, keys by 160 454 / 396.
+    # Two of these share a multiprocessor. H200, bf16, batch 4, 16 heads, S 4096, ms: a window of 512 / causal / masks
+    # of eight documents / padding / random bits: 0.117 / 0.340 / 0.138 / 0.423 / 0.807; in two stages 0.128 / - / 0.144
+    # / 0.451 / 0.814. 64 rows over one warpgroup in two stages 0.113 / - / 0.132 / 0.455 / 0.868, in three 0.115 /
+    # 0.355. In three stages, 192 x 96 0.155 / 0.361 / 0.162 / 0.421 / 0.794, 192 x 144 0.171 / 0.368, 128 x 128 0.152 /
+    # 0.419 / 0.169 / 0.488 / 0.923; 192 x 144 in two 0.189 / 0.380. B*S 16384, H*D 2048, S 2048 full / 8192 causal:
+    # 0.596 / 1.201; 192 x 144 in three stages 0.644 / 1.207, in two 0.741 / 1.256. (Before O was stored in whole rows.)
+    (64, FragmentShape(128, 64, 8, 3, False, 128, warpgroups=True)),
+    # B*S 16384, H*D 2048, TFLOPS at S 2048 full / 8192 causal: 534 / 566; keys by 96 475 / 531. With whole barriers 465
+    # / 401, keys by 160 454 / 396.
     (128, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),
     # 561 / 577. With whole barriers 552 / 447, keys by 48 509 / 436, by 32 417 / 375.
     (256, FragmentShape(128, 64, 8, 2, False, warpgroups=True)),
@@ -237,33 +278,44 @@ WARPGROUPS: tuple[tuple[int, FragmentShape], ...] = (
 """Tiles for products of warpgroups by the widest head dimension that they are for."""
 
 
-Doing = Literal["nothing", "masking", "adding", "more"]
-"""What costs a kernel registers between its products: nothing, bits of a mask, a bias, or a mask to be added or
-dropout."""
+Doing = Literal["nothing", "mask", "bias", "dropout"]
+"""What costs a kernel many registers between its products: nothing, a mask to be added, a bias, or dropout."""
 
 WARPGROUPS_DOING: dict[Doing, tuple[tuple[int, FragmentShape], ...]] = {
+    # H200, batch 4, 16 heads, S 4096, ms, none of which spills.
     "nothing": (),
-    # H200, batch 4, 16 heads, S 4096, ms: 0.191 for eight documents, 0.518 for padding, 0.929 for random bits; keys by
-    # 128 0.210, 0.511, 0.915, by 144 0.263, 0.568, 1.055; 128 rows and keys by 128 0.192, 0.541, 0.984. At d128 the
-    # plain tiles 0.240, 0.670, 1.250, keys by 96 0.254, 0.715, 1.394.
-    "masking": ((64, FragmentShape(192, 96, 12, 2, False, 168, warpgroups=True)),),
-    # A bias for each score: 1.443; 128 rows and keys by 128 1.884, by 192 1.733.
-    "adding": ((64, FragmentShape(192, 112, 12, 2, False, 168, warpgroups=True)),),
-    # Dropout: 2.286; 192 rows and keys by 144 2.707, by 128 2.569, by 96 2.548, all of which spill. Eight documents as
-    # numbers: 0.262.
-    "more": ((64, FragmentShape(128, 128, 8, 2, False, warpgroups=True)),),
+    # Eight documents as numbers: 0.165; plain tiles, which spill, 0.180, 192 x 96 in three stages 0.211, 128 x 128 in
+    # two 0.251.
+    "mask": ((64, FragmentShape(64, 64, 4, 3, False, 168, warpgroups=True)),),
+    # One for each score: 1.202; plain tiles 1.309, 192 x 112 in two stages 1.474, 128 x 128 in three 1.485.
+    "bias": ((64, FragmentShape(192, 96, 12, 3, False, 168, warpgroups=True)),),
+    # Causal: 1.169; 128 x 128 1.254, 64 x 64 in three stages 1.237, plain tiles 1.335, 192 x 96 1.446.
+    "dropout": ((64, FragmentShape(128, 96, 8, 3, False, warpgroups=True)),),
 }
 """What goes before those then."""
 
 
+WARPGROUPS_LONG: tuple[tuple[int, int, FragmentShape], ...] = (
+    # H200, bf16, B*S 16384, H*D 2048, full, ms, and the plain tiles: S 16384 3.82 and 4.49, 8192 2.02 and 2.24, but
+    # 4096 1.16 and 1.11, 2048 0.644 and 0.596. In two stages 4.55, 2.27, 1.33 and 0.741.
+    (64, 8192, FragmentShape(192, 144, 12, 3, False, 168, warpgroups=True)),
+    # S 8192 1.74 and 1.86, 2048 0.515 and 0.530. 192 x 64 in three stages, which spills, 1.92 and 0.515. Causal, S 4096
+    # 0.543 and 0.545, 2048 0.342 and 0.319.
+    (128, 2048, FragmentShape(192, 96, 12, 2, False, 168, warpgroups=True)),
+)
+"""The same where all rows keep all keys, and there are so many of both."""
+
+
 def choose_warpgroups(
-    target: Target, dtype: str, head_dim: int, value_dim: int, doing: Doing = "nothing"
+    target: Target, dtype: str, head_dim: int, value_dim: int, doing: Doing = "nothing", length: int = 0
 ) -> FragmentShape | None:
     """Tiles for products of warpgroups, whose factors are copied to shared memory as they are; None where there are no
-    such products."""
+    such products. ``length`` are rows and keys where all of these keep all of those."""
     if not has_warpgroups(target, dtype) or not multiplies(target, dtype):
         return None
-    for dim, shape in (*WARPGROUPS_DOING[doing], *WARPGROUPS):
+    long = next((entry for entry in WARPGROUPS_LONG if max(head_dim, value_dim) <= entry[0]), None)
+    further = [(long[0], long[2])] if long is not None and length >= long[1] else []
+    for dim, shape in (*further, *WARPGROUPS_DOING[doing], *WARPGROUPS):
         fits = shape.shared_bytes(head_dim, value_dim) <= target.max_shared_bytes
         if max(head_dim, value_dim) <= dim and fits:
             return shape
@@ -297,6 +349,14 @@ def choose_fragments(
         if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
             return shape
     return None
+
+
+def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
+    """What is known of the tiles of a forward kernel; None where nobody has looked."""
+    if not target.vulkan_on_nvidia:
+        return None
+    plain = [(entry.plain, entry.wave) for entry in FRAGMENTS["vulkan"]]
+    return dict([*((entry.shape, entry.wave) for entry in OWN["nvidia"]), *plain]).get(shape)
 
 
 def _runs(shape: FragmentShape, target: Target) -> bool:

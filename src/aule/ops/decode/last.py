@@ -7,8 +7,11 @@ back to zero, as it was found: nobody else will draw from it before the next lau
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aule.ir import Value
 from aule.ir.types import i32
+from aule.ops.attention.parameters import Parameters
 from aule.ops.decode.gather import Gather, Row
 from aule.ops.decode.result import Result
 
@@ -25,17 +28,8 @@ def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
         Query rows of a workgroup.
     """
     b, p, place = result.b, result.p, result.place
-    tickets = p.buffer("tickets", i32, "readwrite")
-    b.comment("draw a ticket")
-    # The barrier puts what all threads stored before the fence of the one that draws.
-    b.barrier(global_memory=True)
-    drawn = b.var(b.const(-1, i32), "drawn")
-    with b.if_(b.eq(thread, 0)):
-        drawn.value = b.atomic("add", tickets, place.block_of_rows, 1, ordered=True)
-    last = b.workgroup_any(b.eq(drawn.value, place.parts - 1))
-    with b.if_(last):
-        b.barrier(global_memory=True)  # what the one that drew has seen, all have seen
 
+    def gather() -> None:
         def row_of(number: Value) -> Row:
             token, head = place.token(place.row0 + number)
             return Row(result.row_number(number), place.batch, head, token, place.extent)
@@ -44,5 +38,22 @@ def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
         Gather(p, result.config, result.config.aligned[3], threads, AT_ONCE, "readwrite").add_rows(
             count, place.parts, row_of
         )
+
+    when_last(p, place.block_of_rows, place.parts, thread, gather)
+
+
+def when_last(p: Parameters, ticket: Value, parts: Value, thread: Value, do: Callable[[], None]) -> None:
+    """Draw from a word of the buffer of tickets, and ``do`` something if ``parts`` workgroups have by now; uniform."""
+    b, tickets = p.b, p.buffer("tickets", i32, "readwrite")
+    b.comment("draw a ticket")
+    # The barrier puts what all threads stored before the fence of the one that draws.
+    b.barrier(global_memory=True)
+    drawn = b.var(b.const(-1, i32), "drawn")
+    with b.if_(b.eq(thread, 0)):
+        drawn.value = b.atomic("add", tickets, ticket, 1, ordered=True)
+    last = b.workgroup_any(b.eq(drawn.value, parts - 1))
+    with b.if_(last):
+        b.barrier(global_memory=True)  # what the one that drew has seen, all have seen
+        do()
         with b.if_(b.eq(thread, 0)):
-            b.atomic("exchange", tickets, place.block_of_rows, 0)
+            b.atomic("exchange", tickets, ticket, 0)

@@ -1,0 +1,176 @@
+"""The last, partial wave of a launch in which all blocks take as long: cut along the keys, so that nobody idles.
+
+Blocks of rows that are more than a multiple of what the device works on at a time would keep some multiprocessors busy
+while the others have nothing left. Their tiles of keys, one block's behind the other's, are dealt out evenly instead:
+each workgroup takes a stretch of them, which may be the end of one block and the beginning of the next. What it makes
+of its *piece* of a block goes to memory with its log-sum-exp, and who finishes the last piece of a block adds them up,
+in their order (`ops/decode/last.py`): results do not depend on chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from aule.ir import Builder, Value
+from aule.ir.types import f32, i32
+from aule.ops.attention.config import ForwardConfig, FragmentConfig
+from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.scores import Extent
+from aule.ops.attention.wave import Wave
+from aule.ops.decode.gather import Gather, Row
+from aule.ops.decode.last import when_last
+from aule.tile.matrix import QUAD, Matrix
+
+_MOST_WAVES = 64
+"""From so many waves on, what the last one wastes is too little to look at."""
+_PARTS_AT_ONCE, _ROWS_AT_ONCE = 1, 16
+"""What a thread loads before it uses any, when pieces are added up. H200, bf16, S 2048 full, d128, TFLOPS: 335.3; 2 and
+16 334.7, 3 and 8 334.9, 2 and 8 334.3, 2 and 4 333.2."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How the last blocks are cut.
+
+    Attributes
+    ----------
+    first : int
+        Blocks before them, which are worked on whole.
+    blocks : int
+        How many they are.
+    tiles : int
+        Tiles of keys of a block.
+    each : int
+        Tiles of a workgroup.
+    """
+
+    first: int
+    blocks: int
+    tiles: int
+    each: int
+
+    @property
+    def workgroups(self) -> int:
+        return -(-self.blocks * self.tiles // self.each)
+
+    @property
+    def splits(self) -> int:
+        """The most pieces of a block."""
+        ends = ((i * self.tiles, (i + 1) * self.tiles - 1) for i in range(self.blocks))
+        return max(last // self.each - first // self.each + 1 for first, last in ends)
+
+    def workspace(self, block_q: int, value_dim: int) -> dict[str, int]:
+        """Words of memory for what pieces come to, by buffer name."""
+        rows = self.blocks * block_q * self.splits
+        return {"part": rows * value_dim, "part_lse": rows}
+
+    @property
+    def scalars(self) -> dict[str, int]:
+        """Parameters of the kernel, by name."""
+        return {
+            "tail_first": self.first,
+            "tail_tiles": self.blocks * self.tiles,
+            "block_tiles": self.tiles,
+            "piece_tiles": self.each,
+            "splits": self.splits,
+        }
+
+
+def cut_tail(blocks: int, tiles: int, units: int, wave: Wave) -> Tail | None:
+    """Cut the blocks that are left over when all multiprocessors have taken whole ones; None where it is not worth it.
+
+    Parameters
+    ----------
+    blocks : int
+        Of the launch, all of the same ``tiles`` of keys.
+    units : int
+        Multiprocessors; 0 when unknown.
+    """
+    slots = wave.resident * units
+    if slots < 1 or blocks >= _MOST_WAVES * slots or not blocks % slots:
+        return None
+    rest = blocks % slots
+    tail = Tail(blocks - rest, rest, tiles, max(-(-rest * tiles // (slots * wave.pieces)), wave.cost))
+    # Workgroups that have a multiprocessor to themselves are quicker: H200, d128, 0.76 of the time (fp32), 0.8 (bf16).
+    alone = wave.resident > 1 and 2 * rest <= slots
+    # Where nothing whole goes beside them, pieces all begin, and are added up, at once: bf16, 27 tiles instead of 10.
+    cost = wave.cost if tail.first else 2 * wave.cost
+    turns = -(-tail.workgroups // slots)
+    return tail if turns * tail.each + cost < (tiles * 3 // 4 if alone else tiles) else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A workgroup's share of a block: the block's number in the launch and among those that are cut, the tiles from
+    ``first`` up to ``last``, and which of how many pieces that is."""
+
+    number: Value
+    place: Value
+    first: Value
+    last: Value
+    part: Value
+    parts: Value
+
+
+@contextmanager
+def pieces(b: Builder) -> Iterator[Piece]:
+    """Go over the pieces of this workgroup; uniform."""
+    each, tiles, total = (b.scalar(name, i32) for name in ("piece_tiles", "block_tiles", "tail_tiles"))
+    workgroup = b.group_id(0) + b.group_id(1) * b.group_count(0)
+    start = workgroup * each
+    end = b.min(start + each, total)
+    with b.loop(start // tiles, (end + (tiles - 1)) // tiles, name="block") as block:
+        zero = block * tiles
+        owner = zero // each
+        yield Piece(
+            b.scalar("tail_first", i32) + block,
+            block,
+            b.max(start - zero, 0),
+            b.min(end - zero, tiles),
+            workgroup - owner,
+            (zero + (tiles - 1)) // each - owner + 1,
+        )
+
+
+class Parts:
+    """Where a piece's rows go, which are counted from the block's first; and the sum of all pieces of the block."""
+
+    def __init__(self, p: Parameters, config: ForwardConfig | FragmentConfig, piece: Piece) -> None:
+        self.p, self.b, self.config, self.piece = p, p.b, config, piece
+
+    def _number(self, row: Value) -> Value:
+        """Of a row among all that have parts."""
+        return self.b.cast(self.piece.place * self.config.shape.block_q + row, self.p.index)
+
+    def matrix(self, rows: Value) -> Matrix:
+        """The piece's share of O, of so many rows."""
+        b, dim, index = self.b, self.config.value_dim, self.p.index
+        splits, zero = b.cast(self.p.number("splits"), index), b.const(0, i32)
+        base = (self._number(zero) * splits + b.cast(self.piece.part, index)) * dim
+        parts = self.p.buffer("part", f32, "readwrite")
+        return Matrix(parts, base, rows, dim, splits * dim, None, dim % QUAD == 0)
+
+    def store_lse(self, row: Value, lse: Value) -> None:
+        """The logarithm, base 2, of a row's sum of weights."""
+        b, p = self.b, self.p
+        at = self._number(row) * b.cast(p.number("splits"), p.index) + b.cast(self.piece.part, p.index)
+        b.store(p.buffer("part_lse", f32, "readwrite"), at, lse)
+
+    def finish(self, row0: Value, rows: Value, batch: Value, head: Value, extent: Extent) -> None:
+        """Add up the block, from ``row0`` on so many rows, if all its pieces are there; uniform."""
+        b, config = self.b, self.config
+
+        def add_up() -> None:
+            gather = Gather(
+                self.p, config, config.aligned[3], config.shape.threads, _PARTS_AT_ONCE, "readwrite"
+            )  # fmt: skip
+            gather.add_rows_apart(
+                rows,
+                self.piece.parts,
+                lambda row: Row(self._number(row), batch, head, row0 + row, extent),
+                _ROWS_AT_ONCE,
+            )
+
+        when_last(self.p, self.piece.place, self.piece.parts, b.thread_id(), add_up)
