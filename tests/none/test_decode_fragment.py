@@ -76,6 +76,17 @@ def test_as_for_vulkan(cache: str) -> None:
     check(decode_cases.Case(cache, (40, 17), 2, (4, 1), (64, 64), "bf16", cache, 16), VULKAN)
 
 
+@pytest.mark.parametrize(("number", "held"), [("pages", 4), ("pages-of-256", 1), ("tokens", 16), ("ragged", 16)])
+def test_queries_before_the_length(number: str, held: int) -> None:
+    """Through Vulkan, unless the length says which rows they are; and only rows that can be there are added up."""
+    case = next(case for case in CASES if case.id == number)
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    config = plan_decode(problem, decode_views(operands, operands.q), VULKAN).steps[0].config
+    assert isinstance(config, FragmentDecodeConfig)
+    assert (config.early, config.held) == (not config.packed, held)
+    check(case, VULKAN, 2)
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_scales_of_any_size(dtype: str) -> None:
     """Weights are fp16: those of values with tiny scales do not vanish, nor do those of large ones overflow."""

@@ -204,9 +204,20 @@ class DecodeConfig(CacheConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentDecodeConfig(CacheConfig):
-    """The kernel for matrix units."""
+    """The kernel for matrix units.
+
+    Attributes
+    ----------
+    held : int
+        Rows that a workgroup can have, of those that the shape has room for, up to a power of two: no others are added
+        up at the end.
+    early : bool
+        Queries do not wait for the sequence's length.
+    """
 
     shape: FragmentDecodeShape
+    held: int
+    early: bool = False
 
     @property
     def stored(self) -> str:

@@ -18,6 +18,7 @@ subtracted is that of both, so that the weights of fp16 neither overflow nor van
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
@@ -100,12 +101,17 @@ class _Decode:
     # -- the passage -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Where it is known which keys come first, they do not wait for the sequence's length: others do no harm."""
+        """Where it is known which keys come first, they do not wait for the sequence's length: others do no harm. Nor
+        do queries, if the plan says so."""
         b, fetch = self.b, self.fetch
         self._k = [b.var(b.splat(b.const(0, u32), self.keys.words), "k") for _ in range(fetch.key_runs)]
         self._here = fetch.page_variables()
         if not self.config.left:
             self._load_first(self.place.begin, self.p.number("seq_kv"))
+        self._early = None
+        if self.config.early:
+            self.place.expect_rows()
+            self._early = [self._read_query(row) for row in self._query_rows()]
 
     def _load_first(self, start: Value, end: Value) -> None:
         with self.b.if_(start < end):
@@ -157,13 +163,10 @@ class _Decode:
         memory = b.shared("queries", engine.elem, SIZE * stride)
         narrow = self.config.quantised and self.config.dtype == "bf16"
         factors = b.shared("factors", f32, shape.rows) if narrow else None
-        for first in range(0, shape.rows, shape.subgroups):
-            row = engine.subgroup + first
-            if shape.subgroups <= shape.rows:
-                self._bring_query(row, memory, stride, factors)
-            else:
-                with b.if_(row < shape.rows):
-                    self._bring_query(row, memory, stride, factors)
+        for i, row in enumerate(self._query_rows()):
+            with b.if_(row < shape.rows) if shape.subgroups > shape.rows else nullcontext():
+                found = self._read_query(row) if self._early is None else self._early[i]
+                self._leave_query(row, found, memory, stride, factors)
         if shape.rows < SIZE:  # the others are multiplied, too
             nothing = b.splat(b.const(0, engine.elem), QUAD)
             for array, begin, size in (
@@ -179,18 +182,28 @@ class _Decode:
         # Those that no lane has are left out.
         return q, [self._row(part, factors) for part in engine.part_cols if part < shape.rows]
 
-    def _bring_query(self, row: Value, memory: Value, stride: int, factors: Value | None) -> None:
-        """One row of Q into shared memory, by the subgroup."""
-        b, engine, place, dim, lanes = self.b, self.engine, self.place, self.keys.padded, self.shape.lanes
+    def _query_rows(self) -> list[Value]:
+        """The rows of Q that this subgroup brings; the last one may be beyond the shape's."""
+        return [self.engine.subgroup + first for first in range(0, self.shape.rows, self.shape.subgroups)]
+
+    def _query_columns(self) -> list[Value]:
+        return [self.engine.lane + i for i in range(0, self.keys.padded, self.shape.lanes)]
+
+    def _read_query(self, row: Value) -> list[Value]:
+        """This lane's elements of a row of Q."""
+        b, place, dim = self.b, self.place, self.keys.padded
         start = place.row_start("q", place.q, *place.existing(row))
-        columns = [engine.lane + i for i in range(0, dim, lanes)]
-        sources = [self.keys.source(b.min(column, dim - 1) if dim % lanes else column) for column in columns]
-        found = [place.q.load_quad(b, start, column, dim, 1) for column in sources]
+        inside = [b.min(column, dim - 1) if dim % self.shape.lanes else column for column in self._query_columns()]
+        return [place.q.load_quad(b, start, self.keys.source(column), dim, 1) for column in inside]
+
+    def _leave_query(self, row: Value, found: list[Value], memory: Value, stride: int, factors: Value | None) -> None:
+        """A row of Q into shared memory."""
+        b, engine, dim, lanes = self.b, self.engine, self.keys.padded, self.shape.lanes
         if factors is not None:
             found, factor = self._narrowed([b.cast(x, f32) for x in found])
             with b.if_(b.eq(engine.lane, 0)):
                 b.store(factors, row, factor)
-        for i, (column, x) in enumerate(zip(columns, found, strict=True)):
+        for i, (column, x) in enumerate(zip(self._query_columns(), found, strict=True)):
             if (i + 1) * lanes <= dim:
                 b.store(memory, row * stride + column, x)
             else:
@@ -408,7 +421,8 @@ class _Decode:
         totals = [row.total.value for row in rows]
         for mask in self._down:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
-        join = Join(self.result, shape.subgroups, shape.rows, way.padded)
+        held = self.config.held
+        join = Join(self.result, shape.subgroups, held, way.padded)
         unit = 1.0 / way.unit
         fragments = values(O)
         for row, total in zip(rows, totals, strict=True):
@@ -416,7 +430,7 @@ class _Decode:
             for fragment in fragments:
                 parts = [b.fragment_get(fragment, engine.component(part, row.column)) for part in engine.part_rows]
                 sums += parts if unit == 1.0 else [x * unit for x in parts]
-            with b.if_(row.number < shape.rows):  # where a layout's lanes go beyond
+            with b.if_(row.number < held):  # a fragment has room for more
                 with b.if_(b.eq(engine.lane_row, 0)):
                     join.leave(engine.subgroup, row.number, row.base.value, total)
                 for piece in range(way.pieces):

@@ -70,6 +70,11 @@ class Place:
         self.begin = self.part * step
         self._block, self._stretch, self._step = rows, stretch, step
 
+    def expect_rows(self) -> None:
+        """Have query rows found before `measure`, which can be where they are not packed."""
+        assert not self.config.packed
+        self.first_q, self.rows = self.b.const(0, i32), self.p.number("seq_q") * self.group
+
     def measure(self) -> Value:
         """Find out how long the sequence is, and what follows from it; returns whether there is work here."""
         b, config, number = self.b, self.config, self.p.number

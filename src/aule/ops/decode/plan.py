@@ -27,6 +27,7 @@ from aule.ops.decode.shapes import (
     fragment_runs,
     gathers,
     is_short,
+    reads_queries_early,
 )
 from aule.ops.decode.validate import DecodeOperands
 from aule.ops.step import Step, StepPlan, grid_of
@@ -180,7 +181,9 @@ def _plan_few(
     if isinstance(shape, FragmentDecodeShape):
         whole = problem.page > 0 and problem.page % SIZE == 0
         rows_ok = (aligned("q", QUAD), True, True, aligned("o", QUAD))
-        config = FragmentDecodeConfig(**options, shape=shape, whole=whole, aligned=rows_ok)
+        held = 1 << (min(shape.rows, problem.group * tokens) - 1).bit_length()
+        early = reads_queries_early(problem, target)
+        config = FragmentDecodeConfig(**options, shape=shape, held=held, early=early, whole=whole, aligned=rows_ok)
         build = build_decode_fragment
     else:
         whole = problem.page > 0 and problem.page % shape.stretch == 0
