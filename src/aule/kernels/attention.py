@@ -11,6 +11,7 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeErr
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
+from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.cpu import forward as cpu_forward
 from aule.ops.attention.cpu.plan import plan_alone
 from aule.ops.attention.forward import KERNEL_NAME, build_forward
@@ -19,7 +20,6 @@ from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.step import Step
 from aule.target import Target
-from aule.tile.simt_shape import SimtShape
 from aule.view import TensorView
 
 _DTYPES = ("f32", "f16", "bf16")
@@ -216,10 +216,10 @@ class AttentionKernel(EmittedKernel):
         views = {"q": queries, "k": keys, "v": keys, "o": queries}
         if resolved.backend == "cpu":
             return plan_alone(problem, views, resolved)
-        shape = self.config(resolved).shape
-        if isinstance(shape, SimtShape):  # what is emitted takes other lengths and strides, too
-            shape = replace(shape, steady=False)
-        return plan_forward(problem, views, resolved, shape=shape)
+        plan = plan_forward(problem, views, resolved, shape=self.config(resolved).shape)
+        if isinstance(plan.config, ForwardConfig):  # what is emitted takes other lengths and strides, too
+            plan = replace(plan, config=replace(plan.config, whole=False))
+        return plan
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel.

@@ -1,6 +1,7 @@
 """What is fixed about a kernel while it is traced.
 
-What is not here (lengths, strides, scale, window sizes) is a parameter of the kernel, so that one kernel serves all.
+What is not here (lengths, strides, scale, window sizes) is a parameter of the kernel, so that one kernel serves all but
+those that `ForwardConfig.whole` is for.
 """
 
 from __future__ import annotations
