@@ -30,12 +30,16 @@ class RowTuning:
         Of a workgroup at least, where rows are short.
     columns : str
         When arrays of columns are read, as in `SpanShape`.
+    cluster : int
+        Workgroups that share a row, where they can: of smaller ones more fit a unit, so that some load while others
+        compute; and with sums of columns, each has fewer of those, and there are fewer rows of partial sums.
     """
 
     parts: int = 4
     most: int = 64
     threads: int = 128
     columns: ColumnReads = "held"
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,9 @@ def choose_rows(
         tuning = TUNING
         if target.vulkan_on_nvidia:
             tuning = replace(TUNING, parts=_MANY_PARTS if work.written > 1 else TUNING.parts, columns=_COLUMNS)
-        return _over_threads(target, length, width, rows, tuning)
+        return _over_cluster(target, length, width, rows, tuning)
     summing = choose_sums(target, length, work) if work.copied else SUMS
-    shape, span = _over_threads(target, length, width, rows, summing)
+    shape, span = _over_cluster(target, length, width, rows, summing)
     if not summing.ahead:
         return shape, span
     ahead, resident = summing.ahead, shape.resident
@@ -266,6 +270,17 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
     return RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident), span
 
 
+def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
+    """The same over those of several workgroups, where all have as much of a row."""
+    cluster, most = tuning.cluster, target.subgroup_size * target.subgroup_size
+    if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
+        shape, span = _over_threads(target, length // cluster, width, rows, tuning)
+        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most // cluster
+        if even and shape.slots == 1 and span.parts and not span.ragged:
+            return replace(shape, cluster=cluster), span
+    return _over_threads(target, length, width, rows, tuning)
+
+
 def _shared_bytes(target: Target, dtype: str, shape: RowShape, span: SpanShape, work: Work) -> tuple[int, int]:
     """Bytes of shared memory that a workgroup has in any case, and for each block of rows."""
     size = work_type(SCALARS[dtype]).bytes
@@ -296,10 +311,11 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     """The workgroups of a kernel."""
     blocks = -(-rows // shape.block)
     if not shape.loops or blocks == 0:
-        return grid_of(op, blocks, target)
+        return grid_of(op, blocks * shape.cluster, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    return (min(blocks, shape.resident * (target.compute_units or _UNITS)), 1, 1)
+    groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
+    return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
 def streams(views: Mapping[str, TensorView], target: Target) -> bool:

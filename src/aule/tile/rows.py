@@ -61,6 +61,9 @@ class RowShape:
         Workgroups for each of a device's units, in kernels that loop.
     ahead : int
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
+    cluster : int
+        Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
+        subgroups in all than one has lanes (`Target.max_cluster`).
     through : str
         Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
         (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
@@ -75,6 +78,7 @@ class RowShape:
     resident: int = 1
     ahead: int = 0
     through: Through = "shared"
+    cluster: int = 1
 
     @property
     def workgroup(self) -> int:
@@ -156,6 +160,12 @@ class Rows:
         if shape.slots > 1 or shape.threads == 1:
             self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
         self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        """Which of the blocks that are worked on at a time is this workgroup's."""
+        self.groups = b.group_count(0) * b.group_count(1)
+        if shape.cluster > 1:
+            self.group, number = divmod_const(b, self.group, shape.cluster)
+            self.groups = self.groups // shape.cluster
+            self.lane = self.lane + number * shape.threads
         self.vectors = target.backend == "cpu"
         self.closes = target.backend == "opencl"
         self.numbers: tuple[Value, ...] = ()
@@ -174,7 +184,7 @@ class Rows:
         b, shape = self.b, self.shape
         blocks = (self.count + (shape.block - 1)) // shape.block
         if shape.loops:
-            first, last, step = self.group, blocks, b.group_count(0) * b.group_count(1)
+            first, last, step = self.group, blocks, self.groups
             if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
                 each = (blocks + (step - 1)) // step
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
@@ -200,6 +210,8 @@ class Rows:
         agree."""
         if self.closes:
             self.b.barrier()
+        if self.shape.cluster > 1:
+            self.b.cluster_barrier()  # nobody ends while others read
 
     def take(self, block: Value, body: Callable[[], None]) -> None:
         """Call ``body`` with the rows of a block."""
@@ -247,7 +259,7 @@ class Rows:
     def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:
         """Combine what the threads of a row have, all in one exchange; every thread gets the results."""
         values = [x for partial in partials for x in partial.values]
-        if self.shape.threads > self.lanes:
+        if self.shape.threads * self.shape.cluster > self.lanes:
             values = self._exchange(kind, values)
         else:
             values = self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)
@@ -298,7 +310,7 @@ class Rows:
     def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
         """Combine over the subgroups of a row through shared memory."""
         b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
-        number, lane = divmod_const(b, self.lane, self.lanes)
+        number, lane = divmod_const(b, b.thread_id() if self.shape.cluster > 1 else self.lane, self.lanes)
         name = f"row_{kind}_{self._exchanges}"
         self._exchanges += 1
         scratch = b.shared(name, self.work, self._turns * self.shape.slots * count * parts)
@@ -308,6 +320,9 @@ class Rows:
             have = count - i * self.lanes
             with b.if_(lane < have) if have < self.lanes else nullcontext():
                 b.store(scratch, to, x)
+        if self.shape.cluster > 1:
+            b.cluster_barrier()
+            return self._read_cluster(kind, scratch, mine, lane, count)
         b.barrier()
         if parts <= self.lanes and parts not in (2, 4):
             # Each subgroup reads them all, a lane one of as many values as fit: fewer registers than if every thread
@@ -337,6 +352,20 @@ class Rows:
                     b.store(scratch, mine + i * parts + self.lane, variable.value)
             b.barrier()
         return [self._read(kind, scratch, mine + i * parts, left) for i in range(count)]
+
+    def _read_cluster(self, kind: str, scratch: Value, mine: Value, lane: Value, count: int) -> list[Value]:
+        """Combine what all subgroups of a cluster have left, each in memory of its workgroup."""
+        b, parts = self.b, self.shape.threads // self.lanes
+        width = parts * self.shape.cluster
+        share, place = divmod_const(b, lane, width)
+        group, part = divmod_const(b, place, parts)
+        found: list[Value] = []
+        while len(found) < count:
+            fitting = min(self.lanes // width, 1 << ((count - len(found)).bit_length() - 1))
+            which = (share & (fitting - 1)) + len(found)
+            x = b.cluster_load(scratch, mine + which * parts + part, group)
+            found += self._dealt(self._gathered(kind, [x], 1, width), fitting, width, width * fitting)
+        return found
 
     def _read(self, kind: str, scratch: Value, start: Value, count: int) -> Value:
         b = self.b

@@ -198,6 +198,5 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
 
     often = arrays.get("h", arrays.get("x", arrays["dy"]))
     rows.run(add_up if len(arrays) == 1 else body, k.read_ahead(list(arrays.values()), often))
-    for total in sums.values():
-        total.finish()
+    k.leave(sums.values())
     return k.finish()
