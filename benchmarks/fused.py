@@ -136,10 +136,11 @@ def vulkan_run(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[
 
 
 def copy_run(moved: int) -> Run:
-    """A plain copy that reads and writes so many bytes in all."""
-    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    """What reads and writes so many bytes in all and does nothing else: a kernel, since the driver's own copy has 2.7 TB/s
+    in graphs where arrays have a power of two of bytes, and 4.2 as this one elsewhere."""
+    source = torch.empty(moved // 8, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    return GraphRun(lambda: target.copy_(source), calls_of(moved))
+    return GraphRun(lambda: torch.bitwise_not(source, out=target), calls_of(moved))
 
 
 def rows_of(name: str, length: int, mib: int) -> list[torch.Tensor]:

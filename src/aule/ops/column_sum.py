@@ -19,7 +19,8 @@ from aule.view import TensorView
 
 @dataclass(frozen=True)
 class ColumnSumConfig:
-    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. With ``pairs`` columns of
+    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. A thread loads ``at_once``
+    rows before it adds any. With ``pairs`` columns of
     pairs come first ones, second ones and the rest, and are to be neighbours. With ``awaits`` it is started while the
     launch before ends, which is an ordinary one on the same stream: when that is over, so is all that came before."""
 
@@ -28,6 +29,7 @@ class ColumnSumConfig:
     columns: int
     lanes: int
     width: int
+    at_once: int
     index64: bool
     pairs: bool = False
     awaits: bool = False
@@ -37,7 +39,7 @@ _COLUMNS = (32, 16, 8)
 """Neighbouring columns of a workgroup of a GPU, as many as leave every unit one; of 32 bytes at least, which memory
 brings at once."""
 _AT_ONCE = 8
-"""Rows that a thread of a GPU loads before it adds any."""
+"""Rows that a thread of a GPU loads before it adds any, at most."""
 _FOLDED = 16
 """Partial sums that one thread adds up at the end."""
 
@@ -62,6 +64,7 @@ def column_sum_step(
         columns,
         lanes,
         width,
+        min(-(-partials // lanes), _AT_ONCE),
         partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
         pairs > 0,
         target.overlap,
@@ -99,8 +102,8 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
                 total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
         else:
-            with b.loop(lane, partials, config.lanes * _AT_ONCE, name="row") as first:
-                rows = [first + i * config.lanes for i in range(_AT_ONCE)]
+            with b.loop(lane, partials, config.lanes * config.at_once, name="row") as first:
+                rows = [first + i * config.lanes for i in range(config.at_once)]
                 found = [b.load(source, start + b.cast(b.min(row, partials - 1), p.index) * step) for row in rows]
                 there = [b.select(row < partials, x, 0.0) for row, x in zip(rows, found, strict=True)]
                 total.value = total.value + fold(b, "add", there)

@@ -40,6 +40,7 @@ class RowTuning:
     threads: int = 128
     columns: ColumnReads = "held"
     cluster: int = 1
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,19 @@ class Work:
         Bytes of an element of each array of rows that is read, where those may come ahead of their turn.
     written : int
         Arrays of rows that are written.
+    apart : bool
+        Columns have nothing to do with each other.
     """
 
     sums: int = 0
     columns: bool = False
     copied: tuple[int, ...] = ()
     written: int = 1
+    apart: bool = False
 
 
 NO_SUMS = Work()
+APART = Work(apart=True)
 
 
 def choose_rows(
@@ -131,10 +136,11 @@ def choose_rows(
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
-        tuning = TUNING
+        tuning = replace(TUNING, parts=1) if work.apart else TUNING
         if target.vulkan_on_nvidia:
-            tuning = replace(TUNING, parts=_MANY_PARTS if work.written > 1 else TUNING.parts, columns=_COLUMNS)
-        return _over_cluster(target, length, width, rows, tuning)
+            tuning = replace(tuning, parts=_MANY_PARTS if work.written > 1 else tuning.parts, columns=_COLUMNS)
+        shape, span = _over_cluster(target, length, width, rows, tuning)
+        return replace(shape, registers=tuning.registers), span
     summing = choose_sums(target, length, work) if work.copied else SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
     if not summing.ahead:

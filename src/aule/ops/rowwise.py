@@ -236,7 +236,9 @@ class RowKernel:
 
     def __init__(self, name: str, config: RowConfig, target: Target) -> None:
         self.config = config
-        self.b = Builder(name, config.shape.workgroup, cluster=config.shape.cluster)
+        self.b = Builder(
+            name, config.shape.workgroup, max_registers=config.shape.registers, cluster=config.shape.cluster
+        )
         self.cpu = target.backend == "cpu"
         index: Scalar = i64 if self.cpu or config.index64 else i32
         self.column = i64 if self.cpu else i32

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Through = Literal["shared", "registers", "parked", "parked alone"]
 
+Combine = Callable[..., "list[PerRow]"]
+"""From a kind and numbers of rows that lanes have to those of all of them together."""
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
 """Partial results that every thread combines by itself, where shuffles do not; of more, some make fewer first."""
@@ -79,6 +81,7 @@ class RowShape:
     ahead: int = 0
     through: Through = "shared"
     cluster: int = 1
+    registers: int = 0
 
     @property
     def workgroup(self) -> int:
@@ -263,8 +266,7 @@ class Rows:
             values = self._exchange(kind, values)
         else:
             values = self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)
-        batch = self.shape.batch
-        return [PerRow(tuple(values[i : i + batch])) for i in range(0, len(values), batch)]
+        return self._by_row(values)
 
     def _gathered(self, kind: str, values: list[Value], first: int, last: int) -> list[Value]:
         """Combine over the lanes whose numbers differ in the bits from ``first`` to below ``last``.
@@ -307,8 +309,52 @@ class Rows:
             values = spread
         return values
 
-    def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
-        """Combine over the subgroups of a row through shared memory."""
+    @property
+    def meets(self) -> bool:
+        """Whether a row has several subgroups, of which each can read what all have left by one load a lane."""
+        return 1 < self.lanes < self.shape.threads * self.shape.cluster <= self.lanes * self.lanes
+
+    def within(self, kind: str, partial: PerRow) -> PerRow:
+        """Combine over the subgroup."""
+        values = list(partial.values)
+        return PerRow(tuple(self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)))
+
+    def meet(self, known: PerRow, partials: Sequence[PerRow]) -> tuple[list[PerRow], Combine]:
+        """Where a row `meets`: what each of its subgroups knows, and sums over each; this lane gets those of one of
+        them. And what combines such values of lanes, so that every subgroup counts once."""
+        b, shape, parts = self.b, self.shape, self.shape.threads // self.lanes
+        # It is the sum of as many parts of it as there are lanes, without an error.
+        partials = [known.map(lambda x: x * (1.0 / self.lanes)), *partials]
+        values = [value for partial in partials for value in partial.values]
+        scratch, mine, lane = self._leave("add", values)
+        width = 1 << (parts * shape.cluster - 1).bit_length()
+        place = lane & (width - 1)
+        if shape.cluster > 1:
+            b.cluster_barrier()
+            group, part = divmod_const(b, place, parts)
+            found = [b.cluster_load(scratch, mine + i * parts + part, group) for i in range(len(values))]
+        else:
+            b.barrier()
+            at = b.min(place, parts - 1) if parts < width else place
+            found = [b.load(scratch, mine + i * parts + at) for i in range(len(values))]
+
+        def combine(kind: str, *numbers: PerRow) -> list[PerRow]:
+            values = [value for number in numbers for value in number.values]
+            if parts * shape.cluster < width:
+                values = [b.select(place < parts, x, NEUTRAL[kind]) for x in values]
+            values = self._dealt(self._gathered(kind, values, 1, width), len(values), 1, width)
+            return self._by_row(values)
+
+        return self._by_row(found), combine
+
+    def _by_row(self, values: list[Value]) -> list[PerRow]:
+        """Numbers of the first row, of the second ..., of all that there are."""
+        batch = self.shape.batch
+        return [PerRow(tuple(values[i : i + batch])) for i in range(0, len(values), batch)]
+
+    def _leave(self, kind: str, values: list[Value]) -> tuple[Value, Value, Value]:
+        """Combine over each subgroup and leave that in shared memory: the memory, where a row's begins, of each value
+        what all subgroups have, and the number of the lane."""
         b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
         number, lane = divmod_const(b, b.thread_id() if self.shape.cluster > 1 else self.lane, self.lanes)
         name = f"row_{kind}_{self._exchanges}"
@@ -320,6 +366,12 @@ class Rows:
             have = count - i * self.lanes
             with b.if_(lane < have) if have < self.lanes else nullcontext():
                 b.store(scratch, to, x)
+        return scratch, mine, lane
+
+    def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
+        """Combine over the subgroups of a row through shared memory."""
+        b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
+        scratch, mine, lane = self._leave(kind, values)
         if self.shape.cluster > 1:
             b.cluster_barrier()
             return self._read_cluster(kind, scratch, mine, lane, count)
