@@ -17,6 +17,7 @@ from aule.ir.verify import verify
 from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.row_shapes import RowTuning, SumTuning
+from aule.ops.softmax import plan as softmax_plan
 from aule.ops.spec import Call, OpSpec
 from aule.target import Target
 
@@ -137,8 +138,11 @@ def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["few columns each", "rows at once"],
 )
 def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workgroups that share a row, and more of them for the sums of columns than those leave rows."""
+    """Workgroups that share a row, and more of them for the sums of columns than those leave rows; subgroups that meet
+    once, and weights that are drawn early."""
     monkeypatch.setattr(row_shapes, "TUNING", forward)
+    monkeypatch.setattr(softmax_plan, "_LONG", 2000)
+    monkeypatch.setattr(softmax_plan, "_tuning", lambda *_: forward)
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: backward)
     target = replace(TARGETS["subgroups"], max_cluster=8, overlap=True, compute_units=16)
     for case in (
@@ -157,3 +161,21 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
         for one, known in ((spec, call), (spec.gradient, gradient)):
             step = one.plan(known.problem, {**known.views, **result_views(known)}, target).steps[0]
             assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
+
+
+@pytest.mark.parametrize("target", ["subgroups", "narrow"])
+def test_subgroups_that_meet_once(target: str) -> None:
+    """Softmax of rows whose columns differ by more than exponentials can, or do not count, for one subgroup or all."""
+    spec = CATALOGUE["softmax_dropout"]
+    assert spec.gradient is not None
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 3072)).astype(np.float32)  # three subgroups of 32 lanes
+    x[0] += np.repeat([300.0, -300.0, 0.0], 1024)
+    x[1, :2048] = -np.inf
+    x[2] = -np.inf
+    x[3] = np.finfo(np.float32).min
+    dy = rng.standard_normal(x.shape).astype(np.float32)
+    options = {option.name: option.default for option in spec.options}
+    call = spec.gradient.call({"dy": host_view("f32", dy), "x": host_view("f32", x)}, options)
+    found = run(spec.gradient, call, TARGETS[target])
+    fused_cases.judge(call, found, fused_cases.right(spec.gradient, call), gradient=True)

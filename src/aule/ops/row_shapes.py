@@ -31,8 +31,10 @@ class RowTuning:
     columns : str
         When arrays of columns are read, as in `SpanShape`.
     cluster : int
-        Workgroups that share a row, where they can: of smaller ones more fit a unit, so that some load while others
-        compute; and with sums of columns, each has fewer of those, and there are fewer rows of partial sums.
+        Workgroups that share a row, where they can: of smaller ones more fit a unit, and some load while others
+        compute.
+    registers : int
+        Of a thread at most, where a compiler can be told; 0 leaves it to that.
     """
 
     parts: int = 4
@@ -41,6 +43,9 @@ class RowTuning:
     columns: ColumnReads = "held"
     cluster: int = 1
     registers: int = 0
+
+
+TUNING = RowTuning()
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,21 @@ class SumTuning(RowTuning):
     through: Through = "shared"
 
 
-TUNING = RowTuning()
 SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
 """Where rows are loaded when their turn comes."""
 
 _MANY_PARTS = 2
-"""Parts of a thread where two arrays are written, through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with two
-and four: residual_rms_norm of 4096 columns 3.70, 3.49, of 16384 columns 3.65, 3.43; residual_layer_norm 3.30, 3.15 and
-2.73, 2.35; at 1024 columns the same. Through CUDA four are as fast as two."""
+"""Parts of a thread where two arrays are written. H200, bf16, TB/s with two and four, 64 MiB and 1 GiB:
+residual_rms_norm of 4096 columns 3.83, 3.71 and 4.10, 4.11, of 16384 columns 3.68, 3.59 and 4.13, 4.14;
+residual_layer_norm 3.75, 3.56 and 4.12, 4.10; 3.27, 3.35 and 4.10, 4.14. Through Vulkan, 512 MiB, with h written last:
+3.70, 3.49 and 3.65, 3.43; 3.30, 3.15 and 2.73, 2.35; at 1024 columns the same."""
+_LONG, _LONG_PARTS = 8192, 8
+"""Parts where one is, in rows of more columns, through CUDA. H200, bf16, 16384 columns, TB/s with eight and four, 64
+MiB and 1 GiB: rms_norm 3.43, 3.40 and 4.13, 4.11; layer_norm 3.05, 2.98 and 4.06, 3.97. Four are better below: 4096
+columns 3.69, 3.80 and 4.10, 4.09; 3.34, 3.68 and 4.13, 4.13."""
+_ROW_THREADS = 32
+"""Of a workgroup at least, in norms through CUDA. H200, bf16, 1024 columns, TB/s with 32, 64 and 128, 64 MiB and 1 GiB:
+rms_norm 3.80, 3.71, 3.80 and 4.22, 4.22, 4.16; residual_rms_norm 3.86, 3.72, 3.69 and 4.21, 4.19, 4.14."""
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
@@ -114,33 +126,40 @@ class Work:
         Bytes of an element of each array of rows that is read, where those may come ahead of their turn.
     written : int
         Arrays of rows that are written.
-    apart : bool
-        Columns have nothing to do with each other.
     """
 
     sums: int = 0
     columns: bool = False
     copied: tuple[int, ...] = ()
     written: int = 1
-    apart: bool = False
 
 
 NO_SUMS = Work()
-APART = Work(apart=True)
 
 
 def choose_rows(
-    target: Target, dtype: str, length: int, width: int, rows: int, work: Work = NO_SUMS
+    target: Target,
+    dtype: str,
+    length: int,
+    width: int,
+    rows: int,
+    work: Work = NO_SUMS,
+    tuning: RowTuning | None = None,
 ) -> tuple[RowShape, SpanShape]:
-    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads."""
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads; ``tuning``
+    is another than `TUNING`, for kernels without sums of columns on GPUs."""
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
-        tuning = replace(TUNING, parts=1) if work.apart else TUNING
-        if target.vulkan_on_nvidia:
-            tuning = replace(tuning, parts=_MANY_PARTS if work.written > 1 else tuning.parts, columns=_COLUMNS)
-        shape, span = _over_cluster(target, length, width, rows, tuning)
-        return replace(shape, registers=tuning.registers), span
+        tuning = tuning or TUNING
+        if work.written > 1:
+            tuning = replace(tuning, parts=_MANY_PARTS)
+        if work.columns and target.vulkan_on_nvidia:
+            tuning = replace(tuning, columns=_COLUMNS)
+        elif work.columns and target.backend == "cuda":
+            parts = _LONG_PARTS if length > _LONG and work.written == 1 else tuning.parts
+            tuning = replace(tuning, parts=parts, threads=_ROW_THREADS)
+        return _over_cluster(target, length, width, rows, tuning)
     summing = choose_sums(target, length, work) if work.copied else SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
     if not summing.ahead:
@@ -268,7 +287,7 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
     if parts * width <= tuning.most:
         span = SpanShape(width, parts, pieces % threads != 0, columns=tuning.columns)
     if not isinstance(tuning, SumTuning):
-        return RowShape(threads, slots, exact=rows % slots == 0), span
+        return RowShape(threads, slots, exact=rows % slots == 0, registers=tuning.registers), span
     if not span.parts:
         slots = 1  # sums that are not in registers are a workgroup's own
     batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or _UNITS) else 1

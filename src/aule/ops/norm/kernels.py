@@ -6,7 +6,7 @@ rounding of the mean has left behind taken off as well. So a large common offset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
@@ -18,8 +18,7 @@ from aule.tile.column_sums import ColumnSums
 from aule.tile.rows import Columns, PerRow, Source
 from aule.tile.spans import Derived, Part, Product, Term
 
-EARLY_H = False
-MEET = True
+EARLY_H = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +38,13 @@ class Normalised:
     centred : Source or Derived
         Without their mean, where that goes.
     mean : PerRow or None
-        But for ``shift``. Subgroups that share a row may have different ones.
+        But for ``shift``.
     scale : PerRow
         What makes their mean square one.
     shift : PerRow or None
-        The rest of the mean.
+        What ``also`` was not told: the rest of the mean.
     sums : list of PerRow
-        What was asked for along the way.
+        Of what was asked for along the way.
     near : Source or Derived
         Without ``mean``, but not without ``shift``.
     """
@@ -66,68 +65,37 @@ class Normalised:
 
 
 def normalise(
-    k: RowKernel, x: Source | Derived, center: bool, inner: Callable[[Part], Value] | None = None
+    k: RowKernel, x: Source | Derived, center: bool, also: Sequence[Callable[[Part, Value], Term]] = ()
 ) -> Normalised:
-    """Statistics of rows; with ``inner`` also the sums of its products with them, without their mean where that goes,
-    and of itself."""
+    """Statistics of rows; ``also`` are functions of a part and its columns, without the mean but for ``shift``, whose
+    sums are wanted as well."""
     b, span = k.b, k.span
     inverse, eps = k.number("inverse_length"), k.number("eps")
+
+    def square(x: Source | Derived) -> Callable[[Part], Term]:
+        return lambda p: Product(p[x], p[x])
+
+    def extra(x: Source | Derived) -> list[Callable[[Part], Term]]:
+        return [lambda p, f=f: f(p, p[x]) for f in also]  # type: ignore[misc]
+
     if not center:
-        squares, *sums = span.sums(_square(x), *_products(x, inner)[:1])
+        squares, *sums = span.sums(square(x), *extra(x))
         return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums, x)
-    if MEET and k.rows.meets and not span.shape.ragged and span.shape.parts:
-        return _normalise_apart(k, x, inner)
     mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
     near = Derived(lambda p: p[x] - p[mean])
-    left, squares, *sums = span.sums(lambda p: p[near], _square(near), *_products(near, inner))
+    left, squares, *sums = span.sums(lambda p: p[near], square(near), *extra(near))
     shift = left.map(lambda s: s * inverse)
     variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), shift)
     scale = variance.map(lambda v: b.unary("rsqrt", v + eps))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, _centred(sums, shift), near)
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
 
 
-def _normalise_apart(k: RowKernel, x: Source | Derived, inner: Callable[[Part], Value] | None) -> Normalised:
-    """The same of rows that several subgroups share, which meet once: each takes sums about the mean of its own
-    columns, ``pivot``, and they are moved to that of all when it is known."""
-    b, span, rows = k.b, k.span, k.rows
-    inverse, eps = k.number("inverse_length"), k.number("eps")
-    columns = rows.lanes * span.shape.parts * span.shape.width
-    pivot = rows.within("add", span.partials("add", lambda p: [p[x]], 1)[0]).map(lambda s: s * (1.0 / columns))
-    near = Derived(lambda p: p[x] - p[pivot])
-    functions = [lambda p: p[near], _square(near), *_products(near, inner)]
-    partials = span.partials("add", lambda p: [f(p) for f in functions], len(functions))
-    (theirs, left, squares, *sums), combine = rows.meet(pivot, partials)
-    apart = theirs.map(lambda theirs, mine: theirs - mine, pivot)
-    (shift,) = combine("add", apart.map(lambda d, s: b.fma(s, 1.0 / columns, d) * (inverse * columns), left))
-    off = apart.map(lambda d, m: d - m, shift)
-    squares = squares.map(lambda s, e, left: b.fma(e, b.fma(e, float(columns), left * 2.0), s), off, left)
-    if sums:
-        sums = [sums[0].map(lambda s, e, t: b.fma(e, t, s), off, sums[1]), sums[1]]
-    squares, *sums = combine("add", squares, *sums)
-    scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), pivot, scale, shift, sums, near)
-
-
-def _square(x: Source | Derived) -> Callable[[Part], Term]:
-    return lambda p: Product(p[x], p[x])
-
-
-def _products(x: Source | Derived, inner: Callable[[Part], Value] | None) -> list[Callable[[Part], Term]]:
-    """What the sums with ``inner`` are made of."""
-    return [] if inner is None else [lambda p: Product(inner(p), p[x]), inner]
-
-
-def _centred(sums: list[PerRow], shift: PerRow) -> list[PerRow]:
-    """Those sums, of what is left of the mean taken off."""
-    return sums and [sums[0].map(lambda s, t, m: s - t * m, sums[1], shift), sums[1]]
-
-
-def recall(k: RowKernel, x: Source | Derived, inner: Callable[[Part], Value]) -> Normalised:
+def recall(k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Value], Term]]) -> Normalised:
     """`normalise` with statistics that the forward kernel has left."""
     mean, scale, shift = (k.rows.get(k.statistic(number)) for number in range(STATISTICS))
     near = Derived(lambda p: p[x] - p[mean])
-    sums = k.span.sums(*_products(near, inner))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, _centred(sums, shift), near)
+    sums = k.span.sums(*(lambda p, f=f: f(p, p[near]) for f in also))
+    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
 
 
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
@@ -148,8 +116,8 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
             # Rounded as it is stored: the gradient sees the same.
             elem = SCALARS[config.dtype]
             x = Derived(lambda p: b.cast(b.cast(p[given["x"]] + p[given["residual"]], elem), k.work))
-        early = EARLY_H and "h" in out and span.shape.parts > 0
-        if early:
+        early = EARLY_H and span.shape.parts > 0
+        if "h" in out and early:  # while the rest waits for statistics; later it would take registers until then
             span.each(lambda p: p.store(out["h"], p[x]))
         found = normalise(k, x, config.center)
         if config.has("statistics"):
@@ -210,8 +178,13 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         def inner(p: Part) -> Value:
             return p[dy] if weight is None else p[dy] * p[weight]
 
-        found = recall(k, x, inner) if config.has("statistics") else normalise(k, x, config.center, inner)
+        also: list[Callable[[Part, Value], Term]] = [lambda p, x: Product(inner(p), x)]
+        if config.center:
+            also.append(lambda p, x: inner(p))
+        found = recall(k, x, also) if config.has("statistics") else normalise(k, x, config.center, also)
         along, total = found.sums[0], found.sums[-1]
+        if found.shift is not None:
+            along = along.map(lambda s, t, m: s - t * m, total, found.shift)
         # dx = scale * (inner - mean of inner - centred * along); its last two terms are `level` and `slope`
         slope = along.map(lambda s, r: s * inverse * r * r * -r, found.scale)
         level = total.map(lambda s, r: s * inverse * -r, found.scale)

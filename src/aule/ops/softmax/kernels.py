@@ -28,6 +28,10 @@ class SoftmaxConfig(RowConfig):
         What is kept is multiplied by a scale; a seed says what that is, or a result.
     folded : bool
         The scale can wait until the exponent: it keeps the order of scores, and nothing is added to them.
+    meets : bool
+        Subgroups that share a row take weights about the largest score of their own columns, and meet once.
+    early : bool
+        What is kept is drawn while rows are on their way.
     """
 
     name: str
@@ -35,10 +39,8 @@ class SoftmaxConfig(RowConfig):
     causal: bool
     dropout: bool
     folded: bool
-
-
-EARLY = 0
-MEET = True
+    meets: bool = False
+    early: bool = False
 
 
 class _Kernel:
@@ -74,7 +76,7 @@ class _Kernel:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
         self.scores = Derived(self._scores)
         self.drawn: Derived | None = None
-        if EARLY and self.seed is not None and span.shape.parts:
+        if self.config.early and self.seed is not None and span.shape.parts:
             self.draw()
 
     def weigh(self, dp: Derived | None = None) -> tuple[Derived, list[PerRow], PerRow | None]:
@@ -90,11 +92,10 @@ class _Kernel:
             return [p[weights]] if dp is None else [p[weights], p[weights] * p[dp]]
 
         count = 1 if dp is None else 2
-        if not (MEET and rows.meets):
+        if not (self.config.meets and rows.meets):
             self.largest = span.max(lambda p: p[self.scores]).map(finite)
             weights = self.exponentials(self.largest, costly=True)
             return weights, rows.reduce("add", span.partials("add", terms, count)), None
-        # Each subgroup takes its own largest score off, and they meet once.
         mine = rows.within("max", span.partials("max", lambda p: [p[self.scores]], 1)[0])
         weights = self.exponentials(mine.map(finite), costly=True)
         (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
