@@ -266,16 +266,16 @@ def grid_of_ways(text: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def tuned(way: dict[str, Any], direction: str) -> Iterator[None]:
     """Rows laid over threads in another way than usual."""
-    tuning, choose = row_shapes.TUNING, row_shapes.choose_sums
+    over, choose = row_shapes._over_cluster, row_shapes.choose_sums
     if direction == "backward":
         row_shapes.choose_sums = lambda *args: replace(choose(*args), **way)
     else:
-        row_shapes.TUNING = replace(tuning, **way)
+        row_shapes._over_cluster = lambda *args: over(*args[:-1], replace(args[-1], **way))
     torch_fused._cuda_launches.clear()
     try:
         yield
     finally:
-        row_shapes.TUNING, row_shapes.choose_sums = tuning, choose
+        row_shapes._over_cluster, row_shapes.choose_sums = over, choose
         torch_fused._cuda_launches.clear()
 
 

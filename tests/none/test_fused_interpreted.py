@@ -141,7 +141,7 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
     """Workgroups that share a row, and more of them for the sums of columns than those leave rows; subgroups that meet
     once, and weights that are drawn early."""
     monkeypatch.setattr(row_shapes, "TUNING", forward)
-    monkeypatch.setattr(softmax_plan, "_LONG", 2000)
+    monkeypatch.setattr(row_shapes, "_PARTS", dict.fromkeys(row_shapes._PARTS, forward.parts))
     monkeypatch.setattr(softmax_plan, "_tuning", lambda *_: forward)
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: backward)
     target = replace(TARGETS["subgroups"], max_cluster=8, overlap=True, compute_units=16)

@@ -79,18 +79,23 @@ class SumTuning(RowTuning):
 SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
 """Where rows are loaded when their turn comes."""
 
-_MANY_PARTS = 2
-"""Parts of a thread where two arrays are written. H200, bf16, TB/s with two and four, 64 MiB and 1 GiB:
-residual_rms_norm of 4096 columns 3.83, 3.71 and 4.10, 4.11, of 16384 columns 3.68, 3.59 and 4.13, 4.14;
-residual_layer_norm 3.75, 3.56 and 4.12, 4.10; 3.27, 3.35 and 4.10, 4.14. Through Vulkan, 512 MiB, with h written last:
-3.70, 3.49 and 3.65, 3.43; 3.30, 3.15 and 2.73, 2.35; at 1024 columns the same."""
-_LONG, _LONG_PARTS = 8192, 8
-"""Parts where one is, in rows of more columns, through CUDA. H200, bf16, 16384 columns, TB/s with eight and four, 64
-MiB and 1 GiB: rms_norm 3.43, 3.40 and 4.13, 4.11; layer_norm 3.05, 2.98 and 4.06, 3.97. Four are better below: 4096
-columns 3.69, 3.80 and 4.10, 4.09; 3.34, 3.68 and 4.13, 4.13."""
-_ROW_THREADS = 32
-"""Of a workgroup at least, in norms through CUDA. H200, bf16, 1024 columns, TB/s with 32, 64 and 128, 64 MiB and 1 GiB:
-rms_norm 3.80, 3.71, 3.80 and 4.22, 4.22, 4.16; residual_rms_norm 3.86, 3.72, 3.69 and 4.21, 4.19, 4.14."""
+_LONG = 8192
+"""Columns of a row that is not yet a long one."""
+_PARTS = {(1, False): 4, (1, True): 8, (2, False): 2, (2, True): 4}
+"""Parts of a thread in norms on NVIDIA's GPUs, by arrays that are written (two with a residual) and whether rows are
+long; through Vulkan four for one array in any case.
+
+H200, bf16, TB/s, 64 MiB and 1 GiB. One array, eight parts and four: rms_norm of 4096 columns 3.69, 3.80 and 4.10, 4.09,
+of 16384 columns 3.43, 3.40 and 4.13, 4.11; layer_norm 3.34, 3.68 and 4.13, 4.13; 3.05, 2.98 and 4.06, 3.97. Two arrays,
+four and two: residual_rms_norm of 4096 columns 3.71, 3.83 and 4.11, 4.10, of 16384 columns 3.59, 3.68 and 4.14, 4.13;
+residual_layer_norm 3.56, 3.75 and 4.10, 4.12; 3.35, 3.27 and 4.14, 4.10. Through Vulkan: residual_rms_norm of 4096
+columns 3.36, 3.30 and 4.07, 4.07; residual_layer_norm 3.13, 3.28 and 4.05, 4.03, of 16384 columns 3.10, 2.76 and 4.00,
+3.66.
+"""
+_NORM_THREADS = 32
+"""Of a workgroup of those at least: a row that one subgroup has is a workgroup of its own. H200, bf16, 1024 columns,
+TB/s with 32, 64 and 128, 64 MiB and 1 GiB: rms_norm 3.80, 3.71, 3.80 and 4.22, 4.22, 4.16, residual_rms_norm 3.86,
+3.72, 3.69 and 4.21, 4.19, 4.14; through Vulkan layer_norm 3.29, 3.24, 3.24 and 4.19, 4.18, 4.17."""
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
@@ -152,13 +157,12 @@ def choose_rows(
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
         tuning = tuning or TUNING
-        if work.written > 1:
-            tuning = replace(tuning, parts=_MANY_PARTS)
-        if work.columns and target.vulkan_on_nvidia:
-            tuning = replace(tuning, columns=_COLUMNS)
-        elif work.columns and target.backend == "cuda":
-            parts = _LONG_PARTS if length > _LONG and work.written == 1 else tuning.parts
-            tuning = replace(tuning, parts=parts, threads=_ROW_THREADS)
+        if (work.columns or work.written > 1) and (target.backend == "cuda" or target.vulkan_on_nvidia):
+            tuning = replace(tuning, threads=_NORM_THREADS)
+            if target.backend == "cuda" or work.written > 1:
+                tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
+            if target.vulkan_on_nvidia:
+                tuning = replace(tuning, columns=_COLUMNS)
         return _over_cluster(target, length, width, rows, tuning)
     summing = choose_sums(target, length, work) if work.copied else SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
@@ -239,10 +243,11 @@ _CARRIED: _Choices = {
         (16384, replace(_AGAIN, ahead=1, through="parked alone")),
     ),
     (2, 3): (
+        (1024, replace(_ONE_PART, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
         (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_AGAIN, ahead=1, through="parked alone")),
+        (16384, replace(_AGAIN, parts=8, most=64, widest=256, resident=256, ahead=1, through="parked alone")),
     ),
 }
 """The same through Vulkan, 512 MiB; in parentheses what was chosen before, with bf16 rounded as it is now:
@@ -258,6 +263,10 @@ columns  1024                 4096                 8192                 16384
 
 What was chosen before spills at 16384 columns. Others there: (1, 2) with x parked alone 3.40, (1, 3) 3.52; (2, 2) and
 (2, 3) with nothing ahead 1.98 and 2.09.
+
+(2, 3) has changed since then. 64 MiB and 1 GiB, in parentheses what the table is of: 1024 columns 2.54 and 3.82 (2.32
+and 3.58), with 1024 threads, of which some wait, 2.18 and 3.26; 16384 columns, with 255 registers for each of 256
+threads, 1.59 and 2.95 (1.49 and 2.44). The same for (2, 2): 1.75 and 2.72 (1.86 and 2.95).
 """
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
@@ -292,7 +301,8 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
         slots = 1  # sums that are not in registers are a workgroup's own
     batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or _UNITS) else 1
     resident = max(tuning.resident // (threads * slots), 1)
-    return RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident), span
+    shape = RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident)
+    return replace(shape, registers=tuning.registers), span
 
 
 def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
@@ -303,6 +313,8 @@ def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: Ro
         even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most // cluster
         if even and shape.slots == 1 and span.parts and not span.ragged:
             return replace(shape, cluster=cluster), span
+    if cluster > 1:
+        tuning = replace(tuning, registers=0)  # which are for shorter parts of a row
     return _over_threads(target, length, width, rows, tuning)
 
 

@@ -66,6 +66,8 @@ class RowShape:
     cluster : int
         Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
         subgroups in all than one has lanes (`Target.max_cluster`).
+    registers : int
+        Of a thread at most, where a compiler can be told; 0 leaves it to that.
     through : str
         Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
         (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one

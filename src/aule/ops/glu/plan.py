@@ -17,7 +17,8 @@ from aule.view import TensorView, contiguous_strides
 _ROW, _CPU_ROW, _TUNING = 2048, 4096, RowTuning(parts=1)
 """Columns of a row where arrays are contiguous. On GPUs a thread has 16 bytes of each array. H200, bf16, TB/s with one,
 two and four such parts, 64 MiB and 1 GiB: swiglu of 4096 columns 4.11, 3.93, 3.49 and 4.37, 4.36, 4.22, its gradient
-3.97, 3.92, 3.85 and 4.29, 4.27, 4.22; geglu 3.93, 3.94, 3.56 and 4.35, 4.36, 4.23. Rows of 1024 to 8192 are alike."""
+3.97, 3.92, 3.85 and 4.29, 4.27, 4.22; geglu 3.93, 3.94, 3.56 and 4.35, 4.36, 4.23. Rows of 1024 to 8192 are alike.
+Through Vulkan swiglu has 3.81, 3.74, 3.59 and 4.32, 4.31, 4.27."""
 
 
 def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:

@@ -18,8 +18,6 @@ from aule.tile.column_sums import ColumnSums
 from aule.tile.rows import Columns, PerRow, Source
 from aule.tile.spans import Derived, Part, Product, Term
 
-EARLY_H = True
-
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig(RowConfig):
@@ -116,8 +114,8 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
             # Rounded as it is stored: the gradient sees the same.
             elem = SCALARS[config.dtype]
             x = Derived(lambda p: b.cast(b.cast(p[given["x"]] + p[given["residual"]], elem), k.work))
-        early = EARLY_H and span.shape.parts > 0
-        if "h" in out and early:  # while the rest waits for statistics; later it would take registers until then
+        early = span.shape.parts > 0
+        if "h" in out and early:  # later it would take registers until then
             span.each(lambda p: p.store(out["h"], p[x]))
         found = normalise(k, x, config.center)
         if config.has("statistics"):

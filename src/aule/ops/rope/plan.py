@@ -19,12 +19,14 @@ from aule.view import TensorView
 _HEADS, _NORM_HEADS, _CPU_HEADS = 1, 2, 4
 """Heads of a position that a thread has at once, so that they share its angles: in rotations on GPUs, with norms there,
 and on CPUs. H200, bf16, TB/s with one, two and four, 64 MiB and 1 GiB: rope of 32 heads 3.82, 3.77, 3.69 and 4.12,
-4.09, 3.99; rms_norm_rope 3.43, 3.52, 3.50 and 3.87, 4.12, 4.03."""
+4.09, 3.99; rms_norm_rope 3.43, 3.52, 3.50 and 3.87, 4.12, 4.03. Through Vulkan 3.48, 3.45, 3.39 and 4.12, 4.08, 4.01;
+3.02, 3.03, 2.92 and 3.51, 3.55, 3.51."""
 _NORM_THREADS = 64
 """Of a workgroup where rows are normalised; 128 have 3.49 and 4.03 there."""
 _RESIDENT = 640
-"""Threads for each multiprocessor, where sums of columns are made, through CUDA: as many as fit. H200, rms_norm_rope of
-8 heads, backward: 3.42 and 3.95; 512 have 3.18 and 3.70, 1024, which do not fit, 3.05 and 3.58."""
+"""Threads for each of NVIDIA's multiprocessors, where sums of columns are made: as many as fit. H200, rms_norm_rope of
+8 heads, backward: 3.42 and 3.95; 512 have 3.18 and 3.70, 1024, which do not fit, 3.05 and 3.58. Through Vulkan, of 32
+heads: 3.08 and 3.83; 2.87 and 3.56; 2.76 and 3.48."""
 _ROWS = ("x", "y", "dy", "dx")
 
 
@@ -47,7 +49,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     heads, layout = _heads_last(problem, views, 1 if sums else most)
     if norm and not sums:
         shape = replace(shape, slots=max(min(shape.slots, _NORM_THREADS // shape.threads), 1))
-    if sums and target.backend == "cuda":
+    if sums and (target.backend == "cuda" or target.vulkan_on_nvidia):
         shape = replace(shape, resident=max(_RESIDENT // shape.workgroup, 1))
     shape = replace(shape, batch=heads, loops=sums or cpu, exact=count % (shape.slots * heads) == 0)
     spans = [_cut(problem.pairs, span, shape.threads)]
