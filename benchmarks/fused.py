@@ -6,8 +6,10 @@
 
 On a CUDA machine, bf16: a plain copy of as many bytes, PyTorch eager, torch.compile, aule on the same tensors, and aule
 through Vulkan where it is found. Figures are terabytes a second of what has to be read and written at least. Calls are
-timed as CUDA graphs, so that the host's time does not count for anyone. Each op and length has a process of its own:
-all of them compile at the same time, since that takes longest, and then have the GPU to themselves in turns.
+timed as CUDA graphs of as many as take some 400 us, so that neither the host's time nor a graph's launch counts for
+anyone; through Vulkan as many are in one command buffer, each waiting for the one before. All take turns fifteen times,
+of which the median counts. Each op and length has a process of its own: all of them compile at the same time, since
+that takes longest, and then have the GPU to themselves one after the other.
 
 On the CPU calls alternate, and memory that was freed is kept, so that fresh pages count for nobody. Ratios are medians
 over rounds; with ``--one-thread`` all run on one thread and are measured by its own time, the least of all rounds: for
@@ -22,6 +24,7 @@ import ctypes
 import functools
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -38,7 +41,6 @@ import torch
 from result_file import written
 from row_cases import (
     CASES,
-    Case,
     error_of,
     flat,
     gradient_error,
@@ -49,6 +51,7 @@ from row_cases import (
     right_gradients,
     seeded,
 )
+from turns import GraphRun, Run, in_turns, launches_run, warm_up
 
 import aule
 from aule.backends import registry
@@ -65,47 +68,18 @@ READY = "ready"
 """What a worker says when it has compiled."""
 WAYS = "ahead=0 parts=1 most=16 widest=1024 resident=1024|ahead=1,2,3 parts=2,4 resident=512,768"
 """What a sweep tries, backward: changes of what is chosen otherwise."""
+_GRAPH_BYTES = 1.6e9
+"""Moved by all calls of a graph: some 400 us."""
+_WARM = 0.25
+"""Seconds of warm-up before calls take turns: the card has rested while results were checked and graphs made."""
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
-def warm_up(seconds: float = 0.6) -> None:
-    x = torch.randn(4096, 4096, device="cuda")
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        for _ in range(20):
-            x = x @ x
-            x = x / x.norm()
-        torch.cuda.synchronize()
-
-
-def graph_seconds(call: Callable[[], Any], repeats: int = 15) -> float:
-    """Median seconds of what a call launches, replayed as a CUDA graph on the current stream."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        kept = call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    del kept
-    return statistics.median(times)
-
-
-def directions(call: Callable[..., Any], tensors: list[torch.Tensor], case: Case) -> tuple[float, float]:
-    """Seconds of a call, and of its gradient."""
-    forward = graph_seconds(partial(no_grad, call, tensors))
-    return forward, graph_seconds(gradients(call, tensors, case))
+def calls_of(moved: float) -> int:
+    """Calls of a graph: what comes between graphs is not to count."""
+    return math.ceil(_GRAPH_BYTES / moved)
 
 
 def vulkan_call(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -129,8 +103,9 @@ def some_numbers(count: int) -> Any:
     return np.resize(few, count)
 
 
-def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...]) -> float:
-    """The same on a Vulkan device: seconds by its own clock. What rows hold does not matter for the time."""
+@contextlib.contextmanager
+def vulkan_run(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[Any, ...], calls: int) -> Iterator[Run]:
+    """The same on a Vulkan device, as long as its memory is there. What rows hold does not matter for the time."""
     device = registry.find("vulkan")
     assert device is not None
     _, results, ready = vulkan_call(spec, tensors, options)
@@ -149,26 +124,23 @@ def vulkan_seconds(spec: OpSpec, tensors: list[torch.Tensor | None], options: tu
             count = contiguous_strides((1, *view.shape))[0]
             memory[name] = device.alloc(count * view.itemsize)
         memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
-        times = []
-        for _ in range(18):
-            total = 0.0
-            for step, loaded in ready.steps:
-                arguments = [
-                    step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in loaded.artifact.params
-                ]
-                total += device.time_launch(loaded, step.grid, arguments)
-            times.append(total)
-        return statistics.median(times[3:])
+        launches = []
+        for step, loaded in ready.steps:
+            names = [p.name for p in loaded.artifact.params]
+            arguments = [step.scalars.get(name, memory.get(step.memory_of(name))) for name in names]
+            launches.append((loaded, step.grid, arguments))
+        yield launches_run(device, launches, calls)
     finally:
         for allocation in memory.values():
             device.free(allocation)
 
 
-def copy_speed(moved: int) -> float:
-    """Terabytes a second of a plain copy that reads and writes so many bytes in all."""
-    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+def copy_run(moved: int) -> Run:
+    """What reads and writes so many bytes in all and does nothing else: a kernel. The driver's own copy has 2.7 TB/s in
+    graphs where arrays have a power of two of bytes, and the same 4.2 elsewhere."""
+    source = torch.empty(moved // 8, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    return moved / graph_seconds(lambda: target.copy_(source)) / 1e12
+    return GraphRun(lambda: torch.bitwise_not(source, out=target), calls_of(moved))
 
 
 def rows_of(name: str, length: int, mib: int) -> list[torch.Tensor]:
@@ -177,15 +149,13 @@ def rows_of(name: str, length: int, mib: int) -> list[torch.Tensor]:
     return case.make(mib * 2**20 // (2 * length * case.arrays), length, torch.bfloat16, "cuda")
 
 
-def on_vulkan(
-    name: str, tensors: list[torch.Tensor], call: Callable[..., Any], use: Callable[..., Any]
-) -> tuple[Any, Any]:
-    """What ``use`` makes of both directions."""
+def on_vulkan(name: str, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    """What either direction is on Vulkan: spec, operands and options."""
     case, spec = CASES[name], CATALOGUE[name]
     given = seeded(name, padded(name, tensors))
     assert spec.gradient is not None
     backward = gradient_tensors(name, given, flat(call(*tensors)))
-    return use(spec, given, case.options), use(spec.gradient, backward, case.options)
+    return [(spec, given, case.options), (spec.gradient, backward, case.options)]
 
 
 def compile_all(name: str, length: int, sizes: list[int], compiled: Callable[..., Any] | None) -> None:
@@ -198,7 +168,8 @@ def compile_all(name: str, length: int, sizes: list[int], compiled: Callable[...
             no_grad(function, tensors)
             gradients(function, tensors, case)()
         with contextlib.suppress(AuleError):
-            on_vulkan(name, tensors, call, vulkan_call)
+            for arguments in on_vulkan(name, tensors, call):
+                vulkan_call(*arguments)
         some_numbers(1 << (tensors[0].numel() - 1).bit_length())
         del tensors
         torch.cuda.empty_cache()
@@ -212,23 +183,26 @@ def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | Non
     error = max(error_of(name, case, tensors), gradient_error(name, case, tensors, right_gradients(case, tensors)))
     assert error < 2e-2, f"{name}: error {error}"
     row: dict[str, Any] = {"op": name, "length": length, "rows": tensors[0].numel() // length, "mib": mib}
-    warm_up(0.3)  # the card has rested while results were checked
-    row["copy"] = copy_speed(int(size * case.forward))
+    moved = {"forward": size * case.forward, "backward": size * case.backward}
+    runs = {"copy": copy_run(int(moved["forward"]))}
     peers = {"aule": call, "eager": case.peer}
     if compiled is not None:
         peers["compile"] = compiled
     for peer, function in peers.items():
-        forward, backward = directions(function, tensors, case)
-        row[f"{peer}_forward"], row[f"{peer}_backward"] = (
-            size * case.forward / forward / 1e12,
-            size * case.backward / backward / 1e12,
-        )
-    try:
-        forward, backward = on_vulkan(name, tensors, call, vulkan_seconds)
-        row["vulkan_forward"] = size * case.forward / forward / 1e12
-        row["vulkan_backward"] = size * case.backward / backward / 1e12
-    except AuleError as failed:
-        print(f"vulkan: {failed}", flush=True)
+        ways = {"forward": partial(no_grad, function, tensors), "backward": gradients(function, tensors, case)}
+        for direction, way in ways.items():
+            calls = calls_of(moved[direction])
+            runs[f"{peer}_{direction}"] = GraphRun(way, -(-calls // 4) if peer == "eager" else calls)
+    with contextlib.ExitStack() as stack:
+        try:
+            for (direction, count), arguments in zip(moved.items(), on_vulkan(name, tensors, call), strict=True):
+                run = stack.enter_context(vulkan_run(*arguments, calls_of(count)))
+                runs[f"vulkan_{direction}"] = run
+        except AuleError as failed:
+            print(f"vulkan: {failed}", flush=True)
+        warm_up(_WARM)
+        for key, seconds in in_turns(runs).items():
+            row[key] = moved["backward" if key.endswith("_backward") else "forward"] / seconds / 1e12
     return row | {"error": error}
 
 
@@ -239,7 +213,6 @@ def worker(name: str, length: int, sizes: list[int], compiles: bool) -> None:
         compile_all(name, length, sizes, compiled)
         print(READY, flush=True)
         sys.stdin.readline()
-        warm_up(0.5)
         for mib in sizes:
             print(json.dumps(compare(name, length, mib, compiled)), flush=True)
             torch.cuda.empty_cache()
@@ -293,16 +266,16 @@ def grid_of_ways(text: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def tuned(way: dict[str, Any], direction: str) -> Iterator[None]:
     """Rows laid over threads in another way than usual."""
-    tuning, choose = row_shapes.TUNING, row_shapes.choose_sums
+    over, choose = row_shapes._over_cluster, row_shapes.choose_sums
     if direction == "backward":
         row_shapes.choose_sums = lambda *args: replace(choose(*args), **way)
     else:
-        row_shapes.TUNING = replace(tuning, **way)
+        row_shapes._over_cluster = lambda *args: over(*args[:-1], replace(args[-1], **way))
     torch_fused._cuda_launches.clear()
     try:
         yield
     finally:
-        row_shapes.TUNING, row_shapes.choose_sums = tuning, choose
+        row_shapes._over_cluster, row_shapes.choose_sums = over, choose
         torch_fused._cuda_launches.clear()
 
 
@@ -314,27 +287,26 @@ def sweep(name: str, lengths: list[int], mib: int, ways: list[dict[str, Any]], d
         tensors = case.make(n, length, torch.bfloat16, "cuda")
         size = tensors[0].numel() * tensors[0].element_size()
         right = right_gradients(case, tensors) if direction == "backward" else []
-        found: list[tuple[float, dict[str, Any]]] = []
+        moved = size * (case.backward if direction == "backward" else case.forward)
+        runs: dict[str, Run] = {"copy": copy_run(int(moved))}
         for way in [{}, *ways]:
             call = ours(name, case.options)
             try:
                 with tuned(way, direction):
                     if direction == "backward":
                         error = gradient_error(name, case, tensors, right)
-                        speed = size * case.backward / graph_seconds(gradients(call, tensors, case)) / 1e12
+                        timed = gradients(call, tensors, case)
                     else:
-                        error = error_of(name, case, tensors)
-                        forward = graph_seconds(partial(no_grad, call, tensors))
-                        speed = size * case.forward / forward / 1e12
+                        error, timed = error_of(name, case, tensors), partial(no_grad, call, tensors)
+                    if error < 2e-2:
+                        runs[str(way or "as it is")] = GraphRun(timed, calls_of(moved))
+                    else:
+                        print(f"{name} {length} {way}: error {error}")
             except (AuleError, RuntimeError) as failed:
                 print(f"{way}: {failed}")
-                continue
-            if error < 2e-2:
-                found.append((speed, way))
-            else:
-                print(f"{name} {length} {way}: error {error}")
-        for speed, way in sorted(found, key=lambda entry: -entry[0]):
-            print(f"{name} {length} {direction} {speed:.3f} TB/s {way or 'as it is'}", flush=True)
+        warm_up(_WARM)
+        for text, seconds in sorted(in_turns(runs).items(), key=lambda entry: entry[1]):
+            print(f"{name} {length} {mib} MiB {direction} {moved / seconds / 1e12:.3f} TB/s {text}", flush=True)
 
 
 # -- CPU ---------------------------------------------------------------------------------------------------------------
@@ -419,7 +391,6 @@ def main() -> None:
         print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
         sizes = [int(x) for x in args.mib.split(",")]
         if args.sweep:
-            warm_up()
             with torch.cuda.stream(torch.cuda.Stream()):
                 for name, mib in itertools.product(args.sweep.split(","), sizes):
                     sweep(name, lengths, mib, grid_of_ways(args.ways), args.direction)

@@ -264,8 +264,8 @@ def rope(
     Returns
     -------
     array
-        The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. The gradient of ``x`` is there for
-        torch tensors.
+        The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. A torch tensor has its axes in memory
+        in the order of those of ``x``, and a gradient.
     """
     return _call("rope", (x, cos, sin, position_ids), (interleaved, rotary_dim, inplace), backend)
 

@@ -65,6 +65,19 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def packed_strides(view: TensorView) -> tuple[int, ...]:
+    """Strides of an array without gaps whose axes are in the order in which a view has them in memory; of a contiguous
+    one where its columns are no neighbours or elements repeat."""
+    there = [(stride, axis) for axis, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)) if n != 1]
+    if not there or view.strides[-1] != 1 or any(stride <= 0 for stride, _ in there):
+        return contiguous_strides(view.shape)
+    strides, step = list(contiguous_strides(view.shape)), 1
+    for _, axis in sorted(there, key=lambda entry: (entry[0], -entry[1])):
+        strides[axis] = step
+        step *= view.shape[axis]
+    return tuple(strides)
+
+
 def broadcast(view: TensorView, shape: tuple[int, ...], axes: tuple[int | None, ...]) -> TensorView:
     """The same memory in another shape: which axis of the view each axis is, None for one that it has not. Axes that
     are missing or of length 1 repeat."""

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from aule.codegen import TARGETS as GENERIC
+from aule.engine.fused import result_views
 from aule.engine.memory import STORED, host_view
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
 from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SumTuning
+from aule.ops.row_shapes import RowTuning, SumTuning
+from aule.ops.softmax import plan as softmax_plan
 from aule.ops.spec import Call, OpSpec
 from aule.target import Target
 
@@ -125,3 +127,55 @@ def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
             assert spec.gradient is not None
             expected = fused_cases.right(spec.gradient, backward)
             fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (RowTuning(parts=1, threads=32, cluster=4), SumTuning(parts=1, threads=32, resident=64, cluster=8, ahead=0)),
+        (RowTuning(parts=2, threads=32, cluster=2), SumTuning(parts=1, resident=128, batch=2, ahead=2, cluster=2)),
+    ],
+    ids=["few columns each", "rows at once"],
+)
+def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workgroups that share a row, and more of them for the sums of columns than those leave rows; subgroups that meet
+    once, and weights that are drawn early."""
+    monkeypatch.setattr(row_shapes, "TUNING", forward)
+    monkeypatch.setattr(row_shapes, "_PARTS", dict.fromkeys(row_shapes._PARTS, forward.parts))
+    monkeypatch.setattr(softmax_plan, "_tuning", lambda *_: forward)
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: backward)
+    target = replace(TARGETS["subgroups"], max_cluster=8, overlap=True, compute_units=16)
+    for case in (
+        fused_cases.Case("layer_norm", (9, 2048), "bf16"),
+        fused_cases.Case("softmax_dropout", (1, 5, 2048), "bf16", {"dropout_p": 0.3, "causal": True}),
+    ):
+        spec = CATALOGUE[case.op]
+        arrays = fused_cases.operands(case)
+        call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+        found = run(spec, call, target)
+        fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
+        gradient = fused_cases.gradient_call(spec, arrays, call, found, case)
+        assert spec.gradient is not None
+        expected = fused_cases.right(spec.gradient, gradient)
+        fused_cases.judge(gradient, run(spec.gradient, gradient, target), expected, gradient=True)
+        for one, known in ((spec, call), (spec.gradient, gradient)):
+            step = one.plan(known.problem, {**known.views, **result_views(known)}, target).steps[0]
+            assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
+
+
+@pytest.mark.parametrize("target", ["subgroups", "narrow"])
+def test_subgroups_that_meet_once(target: str) -> None:
+    """Softmax of rows whose columns differ by more than exponentials can, or do not count, for one subgroup or all."""
+    spec = CATALOGUE["softmax_dropout"]
+    assert spec.gradient is not None
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 3072)).astype(np.float32)  # three subgroups of 32 lanes
+    x[0] += np.repeat([300.0, -300.0, 0.0], 1024)
+    x[1, :2048] = -np.inf
+    x[2] = -np.inf
+    x[3] = np.finfo(np.float32).min
+    dy = rng.standard_normal(x.shape).astype(np.float32)
+    options = {option.name: option.default for option in spec.options}
+    call = spec.gradient.call({"dy": host_view("f32", dy), "x": host_view("f32", x)}, options)
+    found = run(spec.gradient, call, TARGETS[target])
+    fused_cases.judge(call, found, fused_cases.right(spec.gradient, call), gradient=True)

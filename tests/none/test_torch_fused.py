@@ -209,6 +209,27 @@ def test_results_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(aule.layer_norm(given, w.numpy()), want.numpy())
 
 
+@pytest.mark.parametrize("backend", [None, "numpy"])
+def test_rotated_heads_lie_as_they_did(backend: str | None) -> None:
+    """As results of PyTorch's own elementwise ops, also of operators; of broadcast heads they are contiguous."""
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+
+    def call(x: Any) -> Any:
+        return aule.rope(x, cos, sin, backend=backend)
+
+    between = made(2, 5, 3, 10).transpose(1, 2)
+    some = made(2, 5, 9, 10)[:, :, 2:5].transpose(1, 2)  # of a projection to q, k and v
+    alike = made(1, 3, 5, 10).expand(2, 3, 5, 10)
+    plain = made(*HEADS).stride()
+    for x, strides in ((between, between.stride()), (some, between.stride()), (alike, plain), (made(*HEADS), plain)):
+        assert torch.allclose(call(x), turned(x), atol=1e-6)
+        assert call(x).stride() == strides
+    assert torch.compile(call, backend="aot_eager", fullgraph=True)(some).stride() == between.stride()
+    torch.library.opcheck(
+        torch_fused_ops.operator(CATALOGUE["rope"]), (some, cos, sin, None, False, None, False, backend)
+    )
+
+
 def test_rope_in_place() -> None:
     x = inputs("rope")[0]
     cos, sin = ANGLES.cos(), ANGLES.sin()

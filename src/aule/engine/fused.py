@@ -48,7 +48,7 @@ def work_dtype(call: Call) -> Any:
 def result_views(call: Call) -> dict[str, TensorView]:
     """Views of a call's outputs, in fresh memory unless they have a place."""
     return {
-        name: TensorView(result.dtype, result.shape, contiguous_strides(result.shape), "device", None)
+        name: TensorView(result.dtype, result.shape, result.strides or contiguous_strides(result.shape), "device", None)
         if result.place is None
         else call.views[result.place]
         for name, result in call.outputs.items()

@@ -23,7 +23,7 @@ from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, requir
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.spec import Call, OpSpec
+from aule.ops.spec import Call, OpSpec, Result
 from aule.view import TensorView
 
 _Tensor = torch.Tensor
@@ -240,14 +240,17 @@ def _run(
 # -- computing ---------------------------------------------------------------------------------------------------------
 
 
+Output = tuple[str, Any, tuple[int, ...], tuple[int, ...] | None, str | None]
+
+
 class Prepared(NamedTuple):
     """A signature: the problem, the launches with the names of their buffers, workspaces, and outputs by name, dtype,
-    shape and the operand in whose place they go, if any."""
+    shape, strides and the operand in whose place they go, if any."""
 
     problem: Any
     launches: Any
     workspace: dict[str, int]
-    outputs: tuple[tuple[str, Any, tuple[int, ...], str | None], ...]
+    outputs: tuple[Output, ...]
 
 
 _cuda_launches: dict[Any, Prepared] = {}
@@ -328,8 +331,8 @@ def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -
     first = tensors[0]
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
     results = {
-        name: torch.empty(shape, dtype=dtype, device=first.device) if place is None else memory[place]
-        for name, dtype, shape, place in found.outputs
+        name: fresh(shape, strides, dtype=dtype, device=first.device) if place is None else memory[place]
+        for name, dtype, shape, strides, place in found.outputs
     }
     memory |= results
     for name, count in found.workspace.items():
@@ -349,7 +352,7 @@ def _on_host(
     if device is None or device.target.backend != "cpu":
         call = _bound(spec, tensors, options, wanted, arrays=True)
         arrays = on_host(spec, call, device)
-        found = {name: torch.from_numpy(x).view(DTYPES[call.outputs[name].dtype]) for name, x in arrays.items()}
+        found = {name: _arranged(torch.from_numpy(x), call.outputs[name]) for name, x in arrays.items()}
         return tuple(found.get(name) for name in spec.results)
     key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
     known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
@@ -365,16 +368,18 @@ def _on_host(
         given = zip(spec.operands, tensors, strict=True)
         plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
         spec.check(spec.name, ready.problem, plain)
-    make = torch.empty if ready.launches.launches else torch.zeros
     memory = {
         operand.name: x.resolve_neg() if x.is_neg() else x
         for operand, x in zip(spec.operands, tensors, strict=True)
         if x is not None
     }
     results = {
-        name: make(shape, dtype=dtype) if place is None else memory[place]
-        for name, dtype, shape, place in ready.outputs
+        name: fresh(shape, strides, dtype=dtype) if place is None else memory[place]
+        for name, dtype, shape, strides, place in ready.outputs
     }
+    if not ready.launches.launches:
+        for x in results.values():
+            x.zero_()
     addresses = {name: x.data_ptr() for name, x in memory.items()}
     addresses |= {name: x.data_ptr() for name, x in results.items()}
     cpu.run(ready.launches, device, addresses)
@@ -385,8 +390,21 @@ def _layout(x: Any) -> Any:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu)
 
 
-def _described(call: Call) -> tuple[tuple[str, Any, tuple[int, ...], str | None], ...]:
-    return tuple((name, DTYPES[x.dtype], x.shape, x.place) for name, x in call.outputs.items())
+def fresh(shape: tuple[int, ...], strides: tuple[int, ...] | None, **kind: Any) -> Any:
+    """A tensor in fresh memory; None for strides means contiguous."""
+    return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
+
+
+def _arranged(x: Any, result: Result) -> Any:
+    """A contiguous result, in host memory, as `fresh` would have made it."""
+    x = x.view(DTYPES[result.dtype])
+    if result.place is not None or result.strides in (None, x.stride()):
+        return x
+    return fresh(result.shape, result.strides, dtype=x.dtype).copy_(x)
+
+
+def _described(call: Call) -> tuple[Output, ...]:
+    return tuple((name, DTYPES[x.dtype], x.shape, x.strides, x.place) for name, x in call.outputs.items())
 
 
 def _bound(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aule.frontends.torch import no_second_derivative
-from aule.frontends.torch_fused import DTYPES, compute, gradients, named_options, saved
+from aule.frontends.torch_fused import DTYPES, compute, fresh, gradients, named_options, saved
 from aule.frontends.torch_views import dtype_name
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.catalogue import CATALOGUE
@@ -79,12 +79,8 @@ def _register(spec: OpSpec, gradient: bool) -> Any:
         }
         call = spec.call(views, named_options(spec, given.options), given.wanted)
         first = given.tensors[0]
-        found = [
-            first.new_empty(call.outputs[name].shape, dtype=DTYPES[call.outputs[name].dtype])
-            if name in call.outputs
-            else None
-            for name in spec.outputs
-        ]
+        outputs = [call.outputs.get(name) for name in spec.outputs]
+        found = [x and fresh(x.shape, x.strides, dtype=DTYPES[x.dtype], device=first.device) for x in outputs]
         return returned(found, first)
 
     def mapped(info: Any, dims: Any, *arguments: Any) -> Any:

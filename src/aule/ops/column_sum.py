@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aule.errors import InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, element, f32, i32, i64
+from aule.ir.types import SCALARS, element, i32, i64
 from aule.ops.parameters import Parameters
 from aule.ops.step import Step
 from aule.target import Target
@@ -19,16 +19,29 @@ from aule.view import TensorView
 
 @dataclass(frozen=True)
 class ColumnSumConfig:
-    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. With ``pairs`` columns of
-    pairs come first ones, second ones and the rest, and are to be neighbours."""
+    """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. A thread loads ``at_once``
+    rows before it adds any. With ``pairs`` columns of
+    pairs come first ones, second ones and the rest, and are to be neighbours. With ``awaits`` it is started while the
+    launch before ends, which is an ordinary one on the same stream: when that is over, so is all that came before."""
 
     dtype: str
     outputs: tuple[tuple[str, str], ...]
     columns: int
     lanes: int
     width: int
+    at_once: int
     index64: bool
     pairs: bool = False
+    awaits: bool = False
+
+
+_COLUMNS = (32, 16, 8)
+"""Neighbouring columns of a workgroup of a GPU, as many as leave every unit one; of 32 bytes at least, which memory
+brings at once."""
+_AT_ONCE = 8
+"""Rows that a thread of a GPU loads before it adds any, at most."""
+_FOLDED = 16
+"""Partial sums that one thread adds up at the end."""
 
 
 def column_sum_step(
@@ -40,16 +53,21 @@ def column_sum_step(
     elif target.backend == "cpu":
         columns, lanes, width = 1, 1, vector_unit(target, work_type(SCALARS[dtype])).lanes
     else:
-        columns, width = 32, 1
-        lanes = min(32, (1 << (target.max_threads.bit_length() - 1)) // columns)
+        columns, width = _COLUMNS[0], 1
+        for columns in _COLUMNS:
+            if -(-length // columns) * len(outputs) >= target.compute_units:
+                break
+        lanes = min(1024, 1 << (target.max_threads.bit_length() - 1)) // columns
     config = ColumnSumConfig(
         dtype,
         tuple((name, view.dtype) for name, view in outputs),
         columns,
         lanes,
         width,
+        min(-(-partials // lanes), _AT_ONCE),
         partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
         pairs > 0,
+        target.overlap,
     )
     groups = -(-length // (columns * width))
     if groups > target.max_grid[0]:
@@ -65,6 +83,8 @@ def column_sum_step(
 def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
     """Trace the kernel: threads side by side have neighbouring columns, those of a column every n-th row."""
     b = Builder("column_sum", config.columns * config.lanes)
+    if config.awaits:
+        b.launch_await()
     cpu = target.backend == "cpu"
     p = Parameters(b, i64 if cpu or config.index64 else i32)
     work = work_type(SCALARS[config.dtype])
@@ -75,17 +95,46 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
     col = (b.group_id(0) * config.columns + column) * config.width
     step = b.cast(length, p.index)
 
+    def summed(start: Value, width: int) -> Value:
+        """What this thread's rows have at a place."""
+        total = b.var(b.splat(b.const(0.0, work), width))
+        if cpu:
+            with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
+                total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
+        else:
+            with b.loop(lane, partials, config.lanes * config.at_once, name="row") as first:
+                rows = [first + i * config.lanes for i in range(config.at_once)]
+                found = [b.load(source, start + b.cast(b.min(row, partials - 1), p.index) * step) for row in rows]
+                there = [b.select(row < partials, x, 0.0) for row, x in zip(rows, found, strict=True)]
+                total.value = total.value + fold(b, "add", there)
+        ended: Value = total.value
+        return ended
+
+    def gathered(value: Value) -> Value:
+        """The sum over the threads of a column, for the first of them."""
+        lanes, memory = config.lanes, None
+        while lanes > 1:
+            if memory is None:
+                memory = b.shared("sums", work, config.columns * config.lanes)
+                b.store(memory, lane * config.columns + column, value)
+            b.barrier()
+            count = min(lanes, _FOLDED)
+            lanes //= count
+            result = b.var(value)
+            with b.if_(lane < lanes):
+                at = [(lane + i * lanes) * config.columns + column for i in range(count)]
+                result.value = fold(b, "add", [b.load(memory, i) for i in at])
+            value = result.value
+            if lanes > 1:
+                b.barrier()
+                with b.if_(lane < lanes):
+                    b.store(memory, lane * config.columns + column, value)
+        return value
+
     def add(col: Value, width: int) -> None:
         inside = b.min(col, length - width)
         start = step * b.cast(partials, p.index) * b.cast(number, p.index) + b.cast(inside, p.index)
-        total = b.var(b.splat(b.const(0.0, work), width))
-        with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
-            total.value = total.value + b.load(source, start + b.cast(row, p.index) * step, width, align=1)
-        scratch = None
-        if config.lanes > 1:
-            scratch = b.shared("sums", f32, config.columns * config.lanes)
-            b.store(scratch, lane * config.columns + column, total.value)
-            b.barrier()
+        value = gathered(summed(start, width))
         to = inside
         if config.pairs:
             half = p.number("pairs")
@@ -93,9 +142,6 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             to = b.select(inside < half * 2, neighbours, inside)
         outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
         with b.if_(b.eq(lane, 0) & (col < length)):
-            value = total.value
-            if scratch is not None:
-                value = fold(b, "add", [b.load(scratch, column + i * config.columns) for i in range(config.lanes)])
             for i, out in enumerate(outs):
                 with b.if_(b.eq(number, i)):
                     b.store(out, b.cast(to, p.index), b.cast(value, element(out.type)), align=1)

@@ -30,12 +30,22 @@ class RowTuning:
         Of a workgroup at least, where rows are short.
     columns : str
         When arrays of columns are read, as in `SpanShape`.
+    cluster : int
+        Workgroups that share a row, where they can: of smaller ones more fit a unit, and some load while others
+        compute.
+    registers : int
+        Of a thread at most, where a compiler can be told; 0 leaves it to that.
     """
 
     parts: int = 4
     most: int = 64
     threads: int = 128
     columns: ColumnReads = "held"
+    cluster: int = 1
+    registers: int = 0
+
+
+TUNING = RowTuning()
 
 
 @dataclass(frozen=True)
@@ -66,14 +76,26 @@ class SumTuning(RowTuning):
     through: Through = "shared"
 
 
-TUNING = RowTuning()
 SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
 """Where rows are loaded when their turn comes."""
 
-_MANY_PARTS = 2
-"""Parts of a thread where two arrays are written, through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with two
-and four: residual_rms_norm of 4096 columns 3.70, 3.49, of 16384 columns 3.65, 3.43; residual_layer_norm 3.30, 3.15 and
-2.73, 2.35; at 1024 columns the same. Through CUDA four are as fast as two."""
+_LONG = 8192
+"""Columns of a row that is not yet a long one."""
+_PARTS = {(1, False): 4, (1, True): 8, (2, False): 2, (2, True): 4}
+"""Parts of a thread in norms on NVIDIA's GPUs, by arrays that are written (two with a residual) and whether rows are
+long; through Vulkan four for one array in any case.
+
+H200, bf16, TB/s, 64 MiB and 1 GiB. One array, eight parts and four: rms_norm of 4096 columns 3.69, 3.80 and 4.10, 4.09,
+of 16384 columns 3.43, 3.40 and 4.13, 4.11; layer_norm 3.34, 3.68 and 4.13, 4.13; 3.05, 2.98 and 4.06, 3.97. Two arrays,
+four and two: residual_rms_norm of 4096 columns 3.71, 3.83 and 4.11, 4.10, of 16384 columns 3.59, 3.68 and 4.14, 4.13;
+residual_layer_norm 3.56, 3.75 and 4.10, 4.12; 3.35, 3.27 and 4.14, 4.10. Through Vulkan: residual_rms_norm of 4096
+columns 3.36, 3.30 and 4.07, 4.07; residual_layer_norm 3.13, 3.28 and 4.05, 4.03, of 16384 columns 3.10, 2.76 and 4.00,
+3.66.
+"""
+_NORM_THREADS = 32
+"""Of a workgroup of those at least: a row that one subgroup has is a workgroup of its own. H200, bf16, 1024 columns,
+TB/s with 32, 64 and 128, 64 MiB and 1 GiB: rms_norm 3.80, 3.71, 3.80 and 4.22, 4.22, 4.16, residual_rms_norm 3.86,
+3.72, 3.69 and 4.21, 4.19, 4.14; through Vulkan layer_norm 3.29, 3.24, 3.24 and 4.19, 4.18, 4.17."""
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
@@ -121,18 +143,29 @@ NO_SUMS = Work()
 
 
 def choose_rows(
-    target: Target, dtype: str, length: int, width: int, rows: int, work: Work = NO_SUMS
+    target: Target,
+    dtype: str,
+    length: int,
+    width: int,
+    rows: int,
+    work: Work = NO_SUMS,
+    tuning: RowTuning | None = None,
 ) -> tuple[RowShape, SpanShape]:
-    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads."""
+    """How rows of ``length`` columns, of which ``width`` can travel together, lie over a device's threads; ``tuning``
+    is another than `TUNING`, for kernels without sums of columns on GPUs."""
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, work)
     if not work.sums:
-        tuning = TUNING
-        if target.vulkan_on_nvidia:
-            tuning = replace(TUNING, parts=_MANY_PARTS if work.written > 1 else TUNING.parts, columns=_COLUMNS)
-        return _over_threads(target, length, width, rows, tuning)
+        tuning = tuning or TUNING
+        if (work.columns or work.written > 1) and (target.backend == "cuda" or target.vulkan_on_nvidia):
+            tuning = replace(tuning, threads=_NORM_THREADS)
+            if target.backend == "cuda" or work.written > 1:
+                tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
+            if target.vulkan_on_nvidia:
+                tuning = replace(tuning, columns=_COLUMNS)
+        return _over_cluster(target, length, width, rows, tuning)
     summing = choose_sums(target, length, work) if work.copied else SUMS
-    shape, span = _over_threads(target, length, width, rows, summing)
+    shape, span = _over_cluster(target, length, width, rows, summing)
     if not summing.ahead:
         return shape, span
     ahead, resident = summing.ahead, shape.resident
@@ -210,10 +243,11 @@ _CARRIED: _Choices = {
         (16384, replace(_AGAIN, ahead=1, through="parked alone")),
     ),
     (2, 3): (
+        (1024, replace(_ONE_PART, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
         (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_AGAIN, ahead=1, through="parked alone")),
+        (16384, replace(_AGAIN, parts=8, most=64, widest=256, resident=256, ahead=1, through="parked alone")),
     ),
 }
 """The same through Vulkan, 512 MiB; in parentheses what was chosen before, with bf16 rounded as it is now:
@@ -229,6 +263,10 @@ columns  1024                 4096                 8192                 16384
 
 What was chosen before spills at 16384 columns. Others there: (1, 2) with x parked alone 3.40, (1, 3) 3.52; (2, 2) and
 (2, 3) with nothing ahead 1.98 and 2.09.
+
+(2, 3) has changed since then. 64 MiB and 1 GiB, in parentheses what the table is of: 1024 columns 2.54 and 3.82 (2.32
+and 3.58), with 1024 threads, of which some wait, 2.18 and 3.26; 16384 columns, with 255 registers for each of 256
+threads, 1.59 and 2.95 (1.49 and 2.44). The same for (2, 2): 1.75 and 2.72 (1.86 and 2.95).
 """
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
@@ -258,12 +296,26 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
     if parts * width <= tuning.most:
         span = SpanShape(width, parts, pieces % threads != 0, columns=tuning.columns)
     if not isinstance(tuning, SumTuning):
-        return RowShape(threads, slots, exact=rows % slots == 0), span
+        return RowShape(threads, slots, exact=rows % slots == 0, registers=tuning.registers), span
     if not span.parts:
         slots = 1  # sums that are not in registers are a workgroup's own
     batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or _UNITS) else 1
     resident = max(tuning.resident // (threads * slots), 1)
-    return RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident), span
+    shape = RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident)
+    return replace(shape, registers=tuning.registers), span
+
+
+def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
+    """The same over those of several workgroups, where all have as much of a row."""
+    cluster, most = tuning.cluster, target.subgroup_size * target.subgroup_size
+    if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
+        shape, span = _over_threads(target, length // cluster, width, rows, tuning)
+        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most // cluster
+        if even and shape.slots == 1 and span.parts and not span.ragged:
+            return replace(shape, cluster=cluster), span
+    if cluster > 1:
+        tuning = replace(tuning, registers=0)  # which are for shorter parts of a row
+    return _over_threads(target, length, width, rows, tuning)
 
 
 def _shared_bytes(target: Target, dtype: str, shape: RowShape, span: SpanShape, work: Work) -> tuple[int, int]:
@@ -296,10 +348,11 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     """The workgroups of a kernel."""
     blocks = -(-rows // shape.block)
     if not shape.loops or blocks == 0:
-        return grid_of(op, blocks, target)
+        return grid_of(op, blocks * shape.cluster, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    return (min(blocks, shape.resident * (target.compute_units or _UNITS)), 1, 1)
+    groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
+    return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
 def streams(views: Mapping[str, TensorView], target: Target) -> bool:

@@ -14,6 +14,7 @@ from aule.ops.parameters import Access, Parameters
 from aule.ops.spec import Result
 from aule.target import Target
 from aule.tile.carried import Carried
+from aule.tile.column_sums import ColumnSums
 from aule.tile.early import Early
 from aule.tile.parked import Parked
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
@@ -235,7 +236,9 @@ class RowKernel:
 
     def __init__(self, name: str, config: RowConfig, target: Target) -> None:
         self.config = config
-        self.b = Builder(name, config.shape.workgroup)
+        self.b = Builder(
+            name, config.shape.workgroup, max_registers=config.shape.registers, cluster=config.shape.cluster
+        )
         self.cpu = target.backend == "cpu"
         index: Scalar = i64 if self.cpu or config.index64 else i32
         self.column = i64 if self.cpu else i32
@@ -300,6 +303,13 @@ class RowKernel:
             return base + self.b.cast(row, index) * step
 
         return RowArray(buffer, start, None, not self.cpu)  # parts of more than one column divide a row
+
+    def leave(self, sums: Collection[ColumnSums]) -> None:
+        """Store sums of columns; the launch that adds them up may start."""
+        if sums:
+            self.b.launch_next()
+        for total in sums:
+            total.finish()
 
     def statistic(self, number: int, access: Access = "read") -> RowArray:
         """One of several numbers of each row in ``statistics``, which has all first ones, then all second ones ..."""

@@ -43,11 +43,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Result:
-    """What one output of a call will be; with ``place`` it lies in the memory of that operand."""
+    """What one output of a call will be; with ``place`` it lies in the memory of that operand. Fresh memory of PyTorch
+    has ``strides``, where they are not those of a contiguous array; other front ends' is contiguous."""
 
     dtype: str
     shape: tuple[int, ...]
     place: str | None = None
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

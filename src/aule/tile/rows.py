@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Through = Literal["shared", "registers", "parked", "parked alone"]
 
+Combine = Callable[..., "list[PerRow]"]
+"""From a kind and numbers of rows that lanes have to those of all of them together."""
 NEUTRAL = {"add": 0.0, "max": float("-inf")}
 _READ_AT_ONCE = 32
 """Partial results that every thread combines by itself, where shuffles do not; of more, some make fewer first."""
@@ -61,6 +63,11 @@ class RowShape:
         Workgroups for each of a device's units, in kernels that loop.
     ahead : int
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
+    cluster : int
+        Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
+        subgroups in all than one has lanes (`Target.max_cluster`).
+    registers : int
+        Of a thread at most, where a compiler can be told; 0 leaves it to that.
     through : str
         Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
         (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
@@ -75,6 +82,8 @@ class RowShape:
     resident: int = 1
     ahead: int = 0
     through: Through = "shared"
+    cluster: int = 1
+    registers: int = 0
 
     @property
     def workgroup(self) -> int:
@@ -156,6 +165,12 @@ class Rows:
         if shape.slots > 1 or shape.threads == 1:
             self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
         self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
+        """Which of the blocks that are worked on at a time is this workgroup's."""
+        self.groups = b.group_count(0) * b.group_count(1)
+        if shape.cluster > 1:
+            self.group, number = divmod_const(b, self.group, shape.cluster)
+            self.groups = self.groups // shape.cluster
+            self.lane = self.lane + number * shape.threads
         self.vectors = target.backend == "cpu"
         self.closes = target.backend == "opencl"
         self.numbers: tuple[Value, ...] = ()
@@ -174,7 +189,7 @@ class Rows:
         b, shape = self.b, self.shape
         blocks = (self.count + (shape.block - 1)) // shape.block
         if shape.loops:
-            first, last, step = self.group, blocks, b.group_count(0) * b.group_count(1)
+            first, last, step = self.group, blocks, self.groups
             if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
                 each = (blocks + (step - 1)) // step
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
@@ -200,6 +215,8 @@ class Rows:
         agree."""
         if self.closes:
             self.b.barrier()
+        if self.shape.cluster > 1:
+            self.b.cluster_barrier()  # nobody ends while others read
 
     def take(self, block: Value, body: Callable[[], None]) -> None:
         """Call ``body`` with the rows of a block."""
@@ -247,12 +264,11 @@ class Rows:
     def reduce(self, kind: str, partials: Sequence[PerRow]) -> list[PerRow]:
         """Combine what the threads of a row have, all in one exchange; every thread gets the results."""
         values = [x for partial in partials for x in partial.values]
-        if self.shape.threads > self.lanes:
+        if self.shape.threads * self.shape.cluster > self.lanes:
             values = self._exchange(kind, values)
         else:
             values = self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)
-        batch = self.shape.batch
-        return [PerRow(tuple(values[i : i + batch])) for i in range(0, len(values), batch)]
+        return self._by_row(values)
 
     def _gathered(self, kind: str, values: list[Value], first: int, last: int) -> list[Value]:
         """Combine over the lanes whose numbers differ in the bits from ``first`` to below ``last``.
@@ -295,10 +311,54 @@ class Rows:
             values = spread
         return values
 
-    def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
-        """Combine over the subgroups of a row through shared memory."""
+    @property
+    def meets(self) -> bool:
+        """Whether a row has several subgroups, of which each can read what all have left by one load a lane."""
+        return 1 < self.lanes < self.shape.threads * self.shape.cluster <= self.lanes * self.lanes
+
+    def within(self, kind: str, partial: PerRow) -> PerRow:
+        """Combine over the subgroup."""
+        values = list(partial.values)
+        return PerRow(tuple(self._dealt(self._gathered(kind, values, 1, self.lanes), len(values), 1, self.lanes)))
+
+    def meet(self, known: PerRow, partials: Sequence[PerRow]) -> tuple[list[PerRow], Combine]:
+        """Where a row `meets`: what each of its subgroups knows, and sums over each; this lane gets those of one of
+        them. And what combines such values of lanes, so that every subgroup counts once."""
+        b, shape, parts = self.b, self.shape, self.shape.threads // self.lanes
+        # It is the sum of as many parts of it as there are lanes, without an error.
+        partials = [known.map(lambda x: x * (1.0 / self.lanes)), *partials]
+        values = [value for partial in partials for value in partial.values]
+        scratch, mine, lane = self._leave("add", values)
+        width = 1 << (parts * shape.cluster - 1).bit_length()
+        place = lane & (width - 1)
+        if shape.cluster > 1:
+            b.cluster_barrier()
+            group, part = divmod_const(b, place, parts)
+            found = [b.cluster_load(scratch, mine + i * parts + part, group) for i in range(len(values))]
+        else:
+            b.barrier()
+            at = b.min(place, parts - 1) if parts < width else place
+            found = [b.load(scratch, mine + i * parts + at) for i in range(len(values))]
+
+        def combine(kind: str, *numbers: PerRow) -> list[PerRow]:
+            values = [value for number in numbers for value in number.values]
+            if parts * shape.cluster < width:
+                values = [b.select(place < parts, x, NEUTRAL[kind]) for x in values]
+            values = self._dealt(self._gathered(kind, values, 1, width), len(values), 1, width)
+            return self._by_row(values)
+
+        return self._by_row(found), combine
+
+    def _by_row(self, values: list[Value]) -> list[PerRow]:
+        """Numbers of the first row, of the second ..., of all that there are."""
+        batch = self.shape.batch
+        return [PerRow(tuple(values[i : i + batch])) for i in range(0, len(values), batch)]
+
+    def _leave(self, kind: str, values: list[Value]) -> tuple[Value, Value, Value]:
+        """Combine over each subgroup and leave that in shared memory: the memory, where a row's begins, of each value
+        what all subgroups have, and the number of the lane."""
         b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
-        number, lane = divmod_const(b, self.lane, self.lanes)
+        number, lane = divmod_const(b, b.thread_id() if self.shape.cluster > 1 else self.lane, self.lanes)
         name = f"row_{kind}_{self._exchanges}"
         self._exchanges += 1
         scratch = b.shared(name, self.work, self._turns * self.shape.slots * count * parts)
@@ -308,6 +368,15 @@ class Rows:
             have = count - i * self.lanes
             with b.if_(lane < have) if have < self.lanes else nullcontext():
                 b.store(scratch, to, x)
+        return scratch, mine, lane
+
+    def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
+        """Combine over the subgroups of a row through shared memory."""
+        b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
+        scratch, mine, lane = self._leave(kind, values)
+        if self.shape.cluster > 1:
+            b.cluster_barrier()
+            return self._read_cluster(kind, scratch, mine, lane, count)
         b.barrier()
         if parts <= self.lanes and parts not in (2, 4):
             # Each subgroup reads them all, a lane one of as many values as fit: fewer registers than if every thread
@@ -337,6 +406,20 @@ class Rows:
                     b.store(scratch, mine + i * parts + self.lane, variable.value)
             b.barrier()
         return [self._read(kind, scratch, mine + i * parts, left) for i in range(count)]
+
+    def _read_cluster(self, kind: str, scratch: Value, mine: Value, lane: Value, count: int) -> list[Value]:
+        """Combine what all subgroups of a cluster have left, each in memory of its workgroup."""
+        b, parts = self.b, self.shape.threads // self.lanes
+        width = parts * self.shape.cluster
+        share, place = divmod_const(b, lane, width)
+        group, part = divmod_const(b, place, parts)
+        found: list[Value] = []
+        while len(found) < count:
+            fitting = min(self.lanes // width, 1 << ((count - len(found)).bit_length() - 1))
+            which = (share & (fitting - 1)) + len(found)
+            x = b.cluster_load(scratch, mine + which * parts + part, group)
+            found += self._dealt(self._gathered(kind, [x], 1, width), fitting, width, width * fitting)
+        return found
 
     def _read(self, kind: str, scratch: Value, start: Value, count: int) -> Value:
         b = self.b

@@ -356,7 +356,8 @@ class Span:
     def held_parts(self, number: int) -> list[Part]:
         """The part of each row that has this number, where a thread has some."""
         shape = self.shape
-        col = (self.lane + number * self.rows.shape.threads) * shape.width
+        threads = self.rows.shape.threads * self.rows.shape.cluster
+        col = (self.lane + number * threads) * shape.width
         inside = col < self.length if shape.ragged and number == shape.parts - 1 else None
         return self._parts(col, number, inside, shape.width)
 

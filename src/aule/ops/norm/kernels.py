@@ -114,6 +114,9 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
             # Rounded as it is stored: the gradient sees the same.
             elem = SCALARS[config.dtype]
             x = Derived(lambda p: b.cast(b.cast(p[given["x"]] + p[given["residual"]], elem), k.work))
+        early = span.shape.parts > 0
+        if "h" in out and early:  # later it would take registers until then
+            span.each(lambda p: p.store(out["h"], p[x]))
         found = normalise(k, x, config.center)
         if config.has("statistics"):
             assert found.mean is not None and found.shift is not None
@@ -122,7 +125,7 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
         scaled = found.scaled(b)
 
         def write(p: Part) -> None:
-            if "h" in out:
+            if "h" in out and not early:
                 p.store(out["h"], p[x])
             p.store(out["y"], affine(p, scaled(p), weight, bias))
 
@@ -198,6 +201,5 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
 
     often = arrays.get("h", arrays.get("x", arrays["dy"]))
     rows.run(add_up if len(arrays) == 1 else body, k.read_ahead(list(arrays.values()), often))
-    for total in sums.values():
-        total.finish()
+    k.leave(sums.values())
     return k.finish()

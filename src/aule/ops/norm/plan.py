@@ -61,7 +61,7 @@ def norm_step(
     work = Work(len(sums), columns, copied, written=2 if "y" in views and "h" in views else 1)
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
-    partials = grid[0]
+    partials = grid[0] // shape.cluster
     operands = tuple((n, operand(view, span.width)) for n, view in views.items())
     if statistics:
         operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))

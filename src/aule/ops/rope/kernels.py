@@ -204,6 +204,5 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
             rest.each(write_rest, sums_rest)
 
     rows.run(body)
-    for total in (*sums, *sums_rest):
-        total.finish()
+    k.leave((*sums, *sums_rest))
     return k.finish()

@@ -16,8 +16,17 @@ from aule.target import Target
 from aule.tile.spans import SpanShape
 from aule.view import TensorView
 
-_HEADS = 4
-"""Heads of a position that a thread has at once, so that they share its angles."""
+_HEADS, _NORM_HEADS, _CPU_HEADS = 1, 2, 4
+"""Heads of a position that a thread has at once, so that they share its angles: in rotations on GPUs, with norms there,
+and on CPUs. H200, bf16, TB/s with one, two and four, 64 MiB and 1 GiB: rope of 32 heads 3.82, 3.77, 3.69 and 4.12,
+4.09, 3.99; rms_norm_rope 3.43, 3.52, 3.50 and 3.87, 4.12, 4.03. Through Vulkan 3.48, 3.45, 3.39 and 4.12, 4.08, 4.01;
+3.02, 3.03, 2.92 and 3.51, 3.55, 3.51."""
+_NORM_THREADS = 64
+"""Of a workgroup where rows are normalised; 128 have 3.49 and 4.03 there."""
+_RESIDENT = 640
+"""Threads for each of NVIDIA's multiprocessors, where sums of columns are made: as many as fit. H200, rms_norm_rope of
+8 heads, backward: 3.42 and 3.95; 512 have 3.18 and 3.70, 1024, which do not fit, 3.05 and 3.58. Through Vulkan, of 32
+heads: 3.08 and 3.83; 2.87 and 3.56; 2.76 and 3.48."""
 _ROWS = ("x", "y", "dy", "dx")
 
 
@@ -33,16 +42,20 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     widest = max(problem.pairs, problem.rest)
     work = Work(sums=1)  # also where there are none: one part of each of many arrays
     shape, span = choose_rows(target, problem.dtype, widest, width, count, work)
-    if target.backend == "cpu":
+    cpu, norm = target.backend == "cpu", problem.eps is not None
+    if cpu:
         span = replace(span, unroll=1)
-    heads, layout = _heads_last(problem, views, 1 if sums else _HEADS)
-    loops = sums or target.backend == "cpu"
-    shape = replace(shape, batch=heads, loops=loops, exact=count % (shape.slots * heads) == 0)
+    most = _CPU_HEADS if cpu else _NORM_HEADS if norm else _HEADS
+    heads, layout = _heads_last(problem, views, 1 if sums else most)
+    if norm and not sums:
+        shape = replace(shape, slots=max(min(shape.slots, _NORM_THREADS // shape.threads), 1))
+    if sums and (target.backend == "cuda" or target.vulkan_on_nvidia):
+        shape = replace(shape, resident=max(_RESIDENT // shape.workgroup, 1))
+    shape = replace(shape, batch=heads, loops=sums or cpu, exact=count % (shape.slots * heads) == 0)
     spans = [_cut(problem.pairs, span, shape.threads)]
     if problem.rest and not (problem.inplace and problem.eps is None):
         spans.append(_cut(problem.rest, span, shape.threads))
-    name = "rope" if problem.eps is None else "rms_norm_rope"
-    norm = problem.eps is not None
+    name = "rms_norm_rope" if norm else "rope"
     grid = row_grid(name, shape, count, target)
     partials = grid[0]
     ids = views.get("position_ids")

@@ -10,7 +10,7 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeErr
 from aule.ops.norm.problem import checked_eps
 from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
 from aule.ops.spec import Call, Result
-from aule.view import TensorView, broadcast, every_nth
+from aule.view import TensorView, broadcast, every_nth, packed_strides
 
 _ONE_EACH = "it has one row for each position, or one for each position of each batch"
 
@@ -93,9 +93,10 @@ def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, An
             "out"
         )
     outputs = {}
+    packed = packed_strides(x)  # as PyTorch's own elementwise ops: heads stay between positions
     for name in wanted:
         if name != "dweight":
-            outputs[name] = Result(x.dtype, x.shape, "x" if problem.inplace else None)
+            outputs[name] = Result(x.dtype, x.shape, "x" if problem.inplace else None, packed)
         elif "weight" in views:
             outputs[name] = Result(views["weight"].dtype, x.shape[-1:])
     return Call(problem, normal, outputs)

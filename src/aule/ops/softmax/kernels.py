@@ -28,6 +28,10 @@ class SoftmaxConfig(RowConfig):
         What is kept is multiplied by a scale; a seed says what that is, or a result.
     folded : bool
         The scale can wait until the exponent: it keeps the order of scores, and nothing is added to them.
+    meets : bool
+        Subgroups that share a row take weights about the largest score of their own columns, and meet once.
+    early : bool
+        What is kept is drawn while rows are on their way.
     """
 
     name: str
@@ -35,6 +39,8 @@ class SoftmaxConfig(RowConfig):
     causal: bool
     dropout: bool
     folded: bool
+    meets: bool = False
+    early: bool = False
 
 
 class _Kernel:
@@ -69,11 +75,34 @@ class _Kernel:
         if self.seed is not None:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
         self.scores = Derived(self._scores)
+        self.drawn: Derived | None = None
+        if self.config.early and self.seed is not None and span.shape.parts:
+            self.draw()
 
-    def largest(self) -> PerRow:
-        """The largest score of each row, or 0 where no column counts."""
-        b = self.k.b
-        return self.span.max(lambda p: p[self.scores]).map(lambda m: b.select(b.eq(m, NEG_INF), 0.0, m))
+    def weigh(self, dp: Derived | None = None) -> tuple[Derived, list[PerRow], PerRow | None]:
+        """Weights but for one over their sum; that sum and, with ``dp``, the sum of their products; and what weights
+        are to be multiplied by, where it is not the same for all of a row."""
+        k, b, span, rows = self.k, self.k.b, self.span, self.k.rows
+
+        def finite(m: Value) -> Value:
+            """0 where no column counts."""
+            return b.select(b.eq(m, NEG_INF), 0.0, m)
+
+        def terms(p: Part) -> list[Value]:
+            return [p[weights]] if dp is None else [p[weights], p[weights] * p[dp]]
+
+        count = 1 if dp is None else 2
+        if not (self.config.meets and rows.meets):
+            self.largest = span.max(lambda p: p[self.scores]).map(finite)
+            weights = self.exponentials(self.largest, costly=True)
+            return weights, rows.reduce("add", span.partials("add", terms, count)), None
+        mine = rows.within("max", span.partials("max", lambda p: [p[self.scores]], 1)[0])
+        weights = self.exponentials(mine.map(finite), costly=True)
+        (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
+        largest = combine("max", theirs)[0].map(finite)
+        factor = k.number("factor")
+        share, own = (x.map(lambda m, most: b.exp2((m - most) * factor), largest) for x in (theirs, mine))
+        return weights, combine("add", *(s.map(lambda x, c: x * c, share) for s in sums)), own
 
     def exponentials(self, largest: PerRow, costly: bool) -> Derived:
         """Weights but for one over their sum."""
@@ -110,7 +139,30 @@ class _Kernel:
             return b.select(b.ne(p[self.y], 0.0), value, 0.0)  # zero: dropped, or rounded to nothing
         if self.seed is None:
             return value
+        if self.drawn is not None:
+            width = self.span.shape.width
+            places = b.vector([b.const(1 << i, u32) for i in range(width)])
+            return b.select(b.ne(b.splat(p[self.drawn], width) & places, 0), value, 0.0)
         return b.select(_kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width), value, 0.0)
+
+    def draw(self) -> None:
+        """Draw while rows are on their way."""
+        b, width = self.k.b, self.span.shape.width
+
+        def bits(p: Part) -> Value:
+            there = b.unpack(_kept(self.dropout, p, p[self.head], p[self.row], width))
+            words = [b.select(x, b.const(1 << i, u32), b.const(0, u32)) for i, x in enumerate(there)]
+            total = words[0]
+            for word in words[1:]:
+                total = total | word
+            return total
+
+        drawn = self.drawn = Derived(bits)
+
+        def draw(p: Part) -> None:
+            p[drawn]
+
+        self.span.each(draw)
 
     def inverse(self, total: Value) -> Value:
         """One over a sum of weights; zero where there are none. NaN stays."""
@@ -156,13 +208,14 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
     def body() -> None:
         kernel.take()
         y = rows.source(y_array)
-        largest = kernel.largest()
-        weights = kernel.exponentials(largest, costly=True)
-        inverse = span.sum(lambda p: p[weights]).map(kernel.inverse)
+        weights, (total,), own = kernel.weigh()
+        inverse = total.map(kernel.inverse)
         if config.has("statistics"):
-            for number, statistic in enumerate((largest, inverse)):
+            for number, statistic in enumerate((kernel.largest, inverse)):
                 rows.put(k.statistic(number, "write"), statistic)
         factor = inverse.map(kernel.scaled)
+        if own is not None:
+            factor = factor.map(lambda f, c: f * c, own)
         span.each(lambda p: p.store(y, kernel.kept(p, p[weights] * p[factor])))
 
     rows.run(body)
@@ -196,17 +249,19 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             weights = kernel.exponentials(largest, costly=False)
             masked = config.causal or config.mask is not None
             paired = has_pairs(target, SCALARS[config.dtype]) and not masked
+            own: PerRow | None = None
             along = span.dot_of_pairs(y, dy) if paired else span.sum(lambda p: Product(p[y], p[dp]))
             mean = along.map(lambda s, i: s * i * scale, inverse)
         else:
-            weights = kernel.exponentials(kernel.largest(), costly=True)
-            total, along = span.sums(lambda p: p[weights], lambda p: p[weights] * p[dp])
+            weights, (total, along), own = kernel.weigh(dp)
             inverse = total.map(kernel.inverse)
             # One over the sum is in the factor, and a second time in the mean of what comes for the weights.
             mean = along.map(
                 lambda s, t, i: b.select(b.eq(t, 0.0), 0.0, s / t) * kernel.scaled(i) * scale, total, inverse
             )
         factor = inverse.map(lambda i: kernel.scaled(i) * scale)
+        if own is not None:
+            factor, mean = (x.map(lambda f, c: f * c, own) for x in (factor, mean))
         span.each(lambda p: p.store(dx, p[weights] * (p[dp] * p[factor] - p[mean])))
 
     rows.run(body)
