@@ -200,7 +200,7 @@ class _Forward(FragmentForward):
         self._meet(2 if early else 1)
         if stages > 2 and not early:
             self._fetch_next(self.keys, tiles[1], start + 1, self._slot(k_slot.value, stages))
-        self._fetch_ahead(tiles, start, k_slot.value, v_slot.value)
+        self._fetch_ahead(tiles, start, k_slot.value, v_slot.value, begun=True)
         b.warpgroup_fence()
         self._start_scores(state.S, k_slot.value)
         bits = self._bits(tiles[0], start)
@@ -235,17 +235,18 @@ class _Forward(FragmentForward):
             return (slot + 1) & (slots - 1)
         return self.b.select(self.b.eq(slot, slots - 1), self.b.const(0, i32), slot + 1)
 
-    def _fetch_ahead(self, tiles: list[Value], i: Value, k_slot: Value, v_slot: Value) -> None:
+    def _fetch_ahead(self, tiles: list[Value], i: Value, k_slot: Value, v_slot: Value, begun: bool = False) -> None:
         """Begin to bring in what is missing while the ``i``-th tile, which lies in these places, is worked on: K of the
-        last for which there is a stage, and V of the one before that."""
+        last for which there is a stage, and V of the one before that; ``begun`` when the ``i``-th tile's V is on its
+        way."""
         stages = self.shape.stages
         for _ in range(stages - 1):
             k_slot = self._slot(k_slot, stages)
         self._fetch_next(self.keys, tiles[-1], i + (stages - 1), k_slot)
-        if stages == 2:
-            self._fetch(self.values, tiles[0], v_slot, i)
-        else:
+        if stages > 2:
             self._fetch_next(self.values, tiles[1], i + 1, self._slot(v_slot, stages + 1))
+        elif not begun:
+            self._fetch(self.values, tiles[0], v_slot, i)
 
     def _fetch_next(self, transfer: Transfer, tile: Value, i: Value, slot: Value) -> None:
         """Begin to bring in the ``i``-th tile, if there is one. Where some copies may stay under way, it counts in any
