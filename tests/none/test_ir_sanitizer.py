@@ -739,6 +739,30 @@ def test_copies_are_there_after_the_wait_and_not_before() -> None:
         contains(report(b, [x, out]), "never written", read)
 
 
+def test_two_copies_to_one_place_do_not_meet() -> None:
+    def kernel(wait: bool) -> tuple[Builder, str]:
+        b = Builder("twice", workgroup=32)
+        source, out = b.buffer("source", f32), b.buffer("out", f32, "write")
+        tile = b.shared("tile", f32, 128)
+        t = b.thread_id() * 4
+        b.async_copy(tile, t, source, t, 4)
+        b.async_commit()
+        if wait:
+            b.async_wait()
+        again = here()
+        b.async_copy(tile, t, source, t + 128, 4)
+        b.async_commit()
+        b.async_wait()
+        b.store(out, t, b.load(tile, t, 4))
+        return b, again
+
+    x, out = np.arange(256, dtype=np.float32), np.zeros(128, np.float32)
+    passes(kernel(True)[0], [x, out])
+    np.testing.assert_array_equal(out, x[128:])
+    b, again = kernel(False)
+    contains(report(b, [x, out]), "another copy is under way to: tile[0]", again)
+
+
 def test_copies_are_seen_by_others_after_a_barrier() -> None:
     def kernel(order: bool) -> tuple[Builder, str, str]:
         b = Builder("handed", workgroup=32)

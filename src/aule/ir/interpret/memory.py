@@ -43,9 +43,11 @@ class Memory:
         self.base = base
         self.shadow = shadow
         self.written = np.zeros(data.size, np.bool_) if private else None
+        self.expected: Array | None = None  # by copies that are under way
 
     def begin(self) -> None:
         """Contents become undefined: NaN, or -1 for integers, so that a kernel that relies on them goes wrong."""
+        self.expected = None
         if self.base is not None:
             self.data.view(np.uint8).fill(1 if self.elem.name == "bool" else 0xFF)
 
@@ -101,6 +103,23 @@ class Memory:
         elif self.written is not None:
             self.written[address] = True
         self.data[address] = to_memory(self.elem, value)
+
+    def expect(self, op: Op, address: Array, active: Array | None) -> None:
+        """A copy is under way. Of two to one place either might come last."""
+        if self.expected is None:
+            self.expected = np.zeros(self.data.size, np.bool_)
+        if self.expected.take(address).any():
+            where = np.argwhere(self.expected.take(address))[0]
+            place = f"{self.name}[{int(address[tuple(where)]) % self.length}]"
+            message = f"copy to shared memory that another copy is under way to: {place}"
+            raise self.lanes.error(op, self._lane(int(where[-1]), active), message)
+        self.expected[address] = True
+
+    def arrive(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
+        """What a copy has brought is written."""
+        assert self.expected is not None
+        self.expected[address] = False
+        self.write(op, address, value, active)
 
     def atomic(self, op: Op, address: Array, value: Array, active: Array | None, function: Function) -> Array:
         """Read-modify-write; lanes that meet at one element take turns, lower lanes first."""

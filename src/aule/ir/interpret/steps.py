@@ -247,7 +247,8 @@ def _async_copy(m: Machine, op: Op) -> Step:
         active = lanes.active
         value = source.read(op, source.addresses(op, registers[index], active, count, count), active)
         address = target.addresses(op, registers[to], active, count, count)
-        m.copies[-1].append(lambda: target.write(op, address, value, active))
+        target.expect(op, address, active)
+        m.copies[-1].append(lambda: target.arrive(op, address, value, active))
 
     return step
 
