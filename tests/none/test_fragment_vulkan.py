@@ -110,6 +110,20 @@ def test_results(dims: tuple[int, int]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (40, 128)], ids=str)
+def test_gradients_where_every_key_is_kept(dims: tuple[int, int]) -> None:
+    """Tiles of their own; rows that fill no tile."""
+    rng = np.random.default_rng(4)
+    lengths = {"q": (2, 70, dims[0]), "k": (1, 50, dims[0]), "v": (1, 50, dims[1])}
+    arrays = {name: rng.standard_normal((1, *shape)).astype(np.float16) for name, shape in lengths.items()}
+    problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()})
+    keys = choose_backward_fragments(TARGET, "f16", *dims, "sums", plain=True)
+    assert keys is not None and keys != choose_backward_fragments(TARGET, "f16", *dims, "sums")
+    found, dout = backward(problem, operands, arrays, (keys, keys), True, TARGET)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
 def test_heads_come_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a causal mask two of five heads come together, and the last alone."""
     rng = np.random.default_rng(3)

@@ -340,7 +340,9 @@ def plan_backward(
 
 def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
     """Tiles of a backward kernel on matrix units; None where there are none, or where they cannot rotate."""
-    shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
+    options = score_options(problem)
+    plain = problem.modifiers == 0 and not (options["left"] or options["right"])
+    shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of, plain)
     if shape is None or problem.rope is None:
         return shape
     fits = exchange_bytes(shape.block_q, problem.head_dim) <= target.max_shared_bytes

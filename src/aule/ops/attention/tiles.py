@@ -366,13 +366,14 @@ def _runs(shape: FragmentShape, target: Target) -> bool:
 
 @dataclass(frozen=True)
 class FragmentBackwardEntry:
-    """Tiles of the backward kernels on matrix units, for head dimensions up to ``dim``: of dQ, of dK and dV, and of the
-    latter where dQ is added up there, if that is something else."""
+    """Tiles of the backward kernels on matrix units, for head dimensions up to ``dim``: of dQ, of dK and dV, of the
+    latter where dQ is added up there, and of that where every row keeps every key, if those are something else."""
 
     dim: int
     queries: FragmentShape
     keys: FragmentShape
     sums: FragmentShape | None = None
+    plain_sums: FragmentShape | None = None
 
 
 FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
@@ -405,9 +406,10 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, True, ahead=True, offset=True),
         ),
-        # Sums, bf16: 251 / 271 / 259, f16 - / 267 / 245. None of K in registers 233 / 245 / 249, 32 columns 240 / 253 /
-        # 243, 96 249 / 264 / 240, all 228 / 241 / 245. Each subgroup its own rows 250 / 266 / 252, f16 - / 260 / 245,
-        # with 64 columns of K 259 / 274 / 246; rows stored behind dQ's product 232 / 250 / 239, f16 - / 239 / 237.
+        # Sums, bf16: 251 / 271 / 259, f16 247 / 267 / 245; where every key is kept, each subgroup its own rows, 259 /
+        # 274 / 246, f16 255 / 273 / -. None of K in registers 233 / 245 / 249, 32 columns 240 / 253 / 243, 96 249 / 264
+        # / 240, all 228 / 241 / 245. Each its own rows without K 250 / 266 / 252, f16 - / 260 / 245; rows stored behind
+        # dQ's product 232 / 250 / 239, f16 - / 239 / 237.
         # Before: early and rounded 218 / 233 / 223, V in private memory 229 / 247 / 234; both together 179; rows by 16
         # and V in memory 162, of 128 keys over eight subgroups 155, of 96 over six in two stages 117.
         FragmentBackwardEntry(
@@ -415,6 +417,7 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
             FragmentShape(64, 32, 4, 1, True),
             FragmentShape(64, 32, 4, 1, True, ahead=True),
             FragmentShape(64, 32, 4, 1, True, columns=2, held=64, ahead=True),
+            FragmentShape(64, 32, 4, 1, True, held=64, ahead=True),
         ),
         # Where 16 columns do not come in pairs.
         FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True, ahead=True)),
@@ -439,14 +442,15 @@ the backward pass."""
 
 
 def choose_backward_fragments(
-    target: Target, dtype: str, head_dim: int, value_dim: int, of: str
+    target: Target, dtype: str, head_dim: int, value_dim: int, of: str, plain: bool = False
 ) -> FragmentShape | None:
-    """Tiles of a backward kernel on matrix units, of "queries", of "keys", or of the latter with "sums"; None where
-    there are none."""
+    """Tiles of a backward kernel on matrix units, of "queries", of "keys", or of the latter with "sums", ``plain`` when
+    every row keeps every key; None where there are none."""
     if not multiplies(target, dtype):
         return None
     for entry in FRAGMENTS_BACKWARD.get(target.vendor, FRAGMENTS_BACKWARD.get(target.backend, ())):
-        keys = entry.sums or entry.keys if of == "sums" else entry.keys
+        sums = (plain and entry.plain_sums) or entry.sums or entry.keys
+        keys = sums if of == "sums" else entry.keys
         shape = fitted(entry.queries if of == "queries" else keys, target)
         # A thread brings in what belongs to a row of the others.
         if max(head_dim, value_dim) > entry.dim or not _runs(shape, target) or shape.threads < shape.block_kv:
