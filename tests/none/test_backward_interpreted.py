@@ -15,7 +15,7 @@ from aule.ops.attention.plan import plan_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import attention_reference, rounded_to
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
-from aule.ops.attention.tiles import BACKWARD, SUMS
+from aule.ops.attention.tiles_backward import BACKWARD, SUMS
 from aule.ops.attention.validate import Operands
 from aule.target import Target
 from aule.tile.simt_shape import SimtShape

@@ -18,7 +18,8 @@ from aule.ops.attention.plan import plan_backward, plan_forward, problem_scalars
 from aule.ops.attention.problem import AttentionProblem, Rope
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
-from aule.ops.attention.tiles import choose_backward_fragments, choose_fragments
+from aule.ops.attention.tiles import choose_fragments
+from aule.ops.attention.tiles_backward import choose_backward_fragments
 from aule.ops.attention.validate import attention_problem
 from aule.target import NVIDIA_LAYOUT, Target
 

@@ -26,15 +26,11 @@ from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tail import cut_tail
-from aule.ops.attention.tiles import (
-    Doing,
+from aule.ops.attention.tiles import Doing, choose_fragments, choose_shape, choose_warpgroups, choose_wave
+from aule.ops.attention.tiles_backward import (
     choose_backward_fragments,
     choose_backward_shape,
     choose_backward_warpgroups,
-    choose_fragments,
-    choose_shape,
-    choose_warpgroups,
-    choose_wave,
 )
 from aule.ops.attention.turned import TURNED, can_turn, turned
 from aule.ops.step import Step, StepPlan, grid_of
