@@ -48,7 +48,7 @@ static __thread int depth;
 
 /* What the last launch was given. */
 static struct {
-    uint64_t grid[3], block[3], shared, stream, values[16];
+    uint64_t grid[3], block[3], shared, stream, values[16], early;
     int parameters;
 } last;
 
@@ -342,8 +342,10 @@ static CUresult launched(CUfunction f, unsigned int gx, unsigned int gy, unsigne
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **extra)
 {
     ENTER(1);
-    if (config->numAttrs != 1 || config->attrs[0].id != 6) return (CUresult)1;
-    if (config->attrs[0].value.programmaticStreamSerializationAllowed != 1) return (CUresult)1;
+    if (config->numAttrs > 1) return (CUresult)1;
+    if (config->numAttrs && config->attrs[0].id != 6) return (CUresult)1;
+    if (config->numAttrs && config->attrs[0].value.programmaticStreamSerializationAllowed != 1) return (CUresult)1;
+    last.early = config->numAttrs;
     return launched(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
                     config->blockDimZ, config->sharedMemBytes, config->hStream, parameters, extra);
 }
@@ -352,6 +354,7 @@ CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned
                         unsigned int bz, unsigned int shared, CUstream stream, void **parameters, void **extra)
 {
     ENTER(1);
+    last.early = 0;
     return launched(f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra);
 }
 

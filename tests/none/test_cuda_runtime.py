@@ -74,6 +74,7 @@ class Fake:
             "shared": words[6],
             "stream": words[7],
             "values": list(words[8:24]),
+            "early": words[24],
         }
 
     def device(self) -> CudaDevice:
@@ -559,20 +560,31 @@ class TestPrepared:
         fake.lib.fake_push_primary()
         fake.calls()
         prepared.launch((1, 2), 0)
-        assert fake.calls() == ["cuCtxGetCurrent", "cuLaunchKernel"]
+        assert fake.calls() == ["cuLaunchKernelEx"]
+        assert not fake.last()["early"]
+        fake.lib.fake_pop()
+        launch = "cuLaunchKernelEx"
+        pushed = [launch, "cuCtxGetCurrent", "cuCtxPushCurrent_v2", launch, "cuCtxPopCurrent_v2"]
+        prepared.launch((3, 4), 0)
+        assert fake.calls() == pushed and fake.last()["values"][:2] == [3, 4]  # type: ignore[index]
+        fake.lib.fake_push_other()
+        prepared.launch((5, 6), 0)
+        assert fake.calls() == pushed and fake.last()["values"][:2] == [5, 6]  # type: ignore[index]
         fake.lib.fake_pop()
 
     def test_kernels_that_wait_themselves_may_start_early(self, fake: Fake, device: CudaDevice) -> None:
         program = device.load(kernel("p i32", shared_bytes=60_000, dynamic_shared=True, awaits=True))
         prepared = device.prepare(program, (7, 8, 9), [None, 11])
         memory = device.alloc(4)
+        fake.lib.fake_push_primary()
         fake.calls()
         gc.collect()  # nobody but the launch holds what the driver reads
         prepared.launch((1 << 47,), 0x2)
+        fake.lib.fake_pop()
         assert [name for name in fake.calls() if "Launch" in name] == ["cuLaunchKernelEx"]
         last = fake.last()
         assert (last["grid"], last["block"], last["shared"], last["stream"]) == ([7, 8, 9], [128, 1, 1], 60_000, 2)
-        assert last["values"][:2] == [1 << 47, 11]  # type: ignore[index]
+        assert last["values"][:2] == [1 << 47, 11] and last["early"]  # type: ignore[index]
         device.launch(program, (3, 1, 1), [memory, 12])
         assert fake.last()["grid"] == [3, 1, 1] and fake.last()["stream"] == device.stream
         assert [name for name in fake.calls() if "Launch" in name] == ["cuLaunchKernelEx"]
@@ -589,7 +601,7 @@ class TestPrepared:
             device.prepare(program, (1, 1, 1), [1])
         with pytest.raises(LaunchError):
             device.prepare(program, (0, 1, 1), [None, 1])
-        fake.fail("cuLaunchKernel", 1)
+        fake.fail("cuLaunchKernelEx", 1)
         with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
             prepared.launch((1,), 0)
         prepared.launch((1,), 0)

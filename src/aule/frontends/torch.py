@@ -25,6 +25,7 @@ from aule.engine.attention import (
 from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
+from aule.frontends.torch_repeated import Repeated
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.ops.attention.precision import checked_precision
@@ -45,6 +46,7 @@ _empty_like = torch.empty_like
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _CUDA_BUILD = torch.version.cuda is not None
 _launches: dict[Any, PreparedLaunch] = {}
+_repeated: dict[AttentionOptions, Repeated] = {}
 _MAX_LAUNCHES = 4096
 
 
@@ -64,6 +66,14 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.flash_attention(q, k, v, *options)
+    try:
+        again = _repeated.get(options)
+    except TypeError:  # a window given as a list, or an array of NumPy
+        again = None
+    if again is not None:
+        out = again(q, k, v)
+        if out is not None:
+            return out
     if (
         options.dropout_p != 0.0
         or options.seed is not None
@@ -400,9 +410,12 @@ class _Last(torch.autograd.Function):  # type: ignore[misc]
 
 
 class PreparedLaunch:
-    """One signature: the launch with everything fixed but memory and stream. ``launch`` is None for an empty one."""
+    """One signature: the launch with everything fixed but memory and stream. ``launch`` is None for an empty one.
 
-    __slots__ = ("extra", "launch", "like_q", "lse_shape", "out_shape")
+    ``repeated`` is the quickest way to it, made when the signature comes a second time, or None where there is none.
+    """
+
+    __slots__ = ("extra", "launch", "like_q", "lse_shape", "out_shape", "repeated")
 
     def __init__(self, launch: Any, like_q: bool, out_shape: Any, lse_shape: Any, extra: tuple[str, ...]) -> None:
         self.launch = launch
@@ -410,10 +423,11 @@ class PreparedLaunch:
         self.out_shape = out_shape
         self.lse_shape = lse_shape
         self.extra = extra
+        self.repeated: Any = ...
 
 
 def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
-    """From one dictionary look-up to the launch: what stands here is the cost of a repeated call."""
+    """From one dictionary look-up to the launch. Calls like the one before do not come here: `Repeated` has them."""
     (
         causal, scale, window, softcap, mask, bias, alibi, sinks, cos, sin, interleaved, dropout_p, _, align, want_lse,
         _, out, backend, precision,
@@ -446,6 +460,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = found
+    elif out is None and not (options.arrays() or want_lse or (qp | kp | vp) & 15):
+        _remember(found, q, k, v, options)
     if out is None:  # empty_like is the quicker way to an output, by 3 us
         out = _empty_like(q) if found.like_q else q.new_empty(found.out_shape)
     lse = q.new_empty(found.lse_shape, dtype=torch.float32) if want_lse else None
@@ -457,6 +473,16 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
             pointers.append(lse.data_ptr())
         found.launch(pointers, raw_stream(index))
     return (out, lse) if want_lse else out
+
+
+def _remember(found: PreparedLaunch, q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
+    """Let the next call with these options and tensors like these take the quickest way."""
+    if found.repeated is ...:
+        found.repeated = Repeated.of(found.launch, q, k, v, found.out_shape)
+    if found.repeated is not None:
+        if len(_repeated) >= _MAX_LAUNCHES:
+            _repeated.clear()
+        _repeated[options] = found.repeated
 
 
 def raw_stream(index: int) -> int:

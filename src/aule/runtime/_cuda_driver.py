@@ -95,6 +95,7 @@ EVENT_DISABLE_TIMING = 2
 # CUresult
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+ELSEWHERE = frozenset({201, 400})  # no context is current, or not the one of a kernel
 # After these the context answers every call with the same error (CUDA documents them so), or the driver is gone.
 LOST = frozenset({3, 4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 

@@ -56,16 +56,17 @@ class Kernel:
         x, y, z = (ctypes.c_uint(n) for n in grid)
         return (self.function, x, y, z, self.block, one, one, self.shared, stream, arguments.table, None)
 
-    def awaiting_call(
+    def extended_call(
         self, grid: tuple[int, int, int], arguments: Arguments
     ) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
-        """The stream, whose value is to be set before a call, and the arguments of cuLaunchKernelEx, by which a kernel
-        that waits itself for the launch before it is started while that ends."""
+        """The stream, whose value is to be set before a call, and the arguments of cuLaunchKernelEx: four instead of
+        eleven, and a kernel that waits itself for the launch before it is started while that ends."""
         config = LaunchConfig(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.block.value, 1, 1), self.shared.value
         )
-        attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
-        config.attributes, config.count = ctypes.pointer(attribute), 1
+        if self.awaits:
+            attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
+            config.attributes, config.count = ctypes.pointer(attribute), 1
         stream = ctypes.c_void_p.from_buffer(config, LaunchConfig.stream.offset)
         return stream, (ctypes.byref(config), self.function, arguments.table, None)
 

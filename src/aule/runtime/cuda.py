@@ -109,8 +109,8 @@ class PreparedLaunch:
         self._pack_pointers = self._arguments.pack_pointers
         self._call = kernel.call(grid, self._stream, self._arguments)
         self._launch = device._driver.launch_kernel
-        if kernel.awaits and device._driver.launch_kernel_ex is not None:
-            self._stream, self._call = kernel.awaiting_call(grid, self._arguments)
+        if device._driver.launch_kernel_ex is not None:
+            self._stream, self._call = kernel.extended_call(grid, self._arguments)
             self._launch = device._driver.launch_kernel_ex
         self._write_scalars(scalars)
 
@@ -143,10 +143,10 @@ class PreparedLaunch:
             if scalars is not None:
                 self._write_scalars(scalars)
             self._stream.value = stream
-            device._get_current(device._current_ref)
-            if device._current.value == device._context:
-                code = self._launch(*self._call)
-            else:
+            # Frameworks have the context current as a rule; where it is not, the driver refuses, and asking it on every
+            # call would take half a microsecond.
+            code = self._launch(*self._call)
+            if code in cu.ELSEWHERE:
                 with device._pushed():
                     code = self._launch(*self._call)
         if code:
@@ -633,7 +633,7 @@ class CudaDevice(Device):
 
     def _start(self, program: Program, kernel: Kernel, grid: tuple[int, int, int], stream: ctypes.c_void_p) -> None:
         if kernel.awaits and self._driver.launch_kernel_ex is not None:
-            target, call = kernel.awaiting_call(grid, kernel.arguments)
+            target, call = kernel.extended_call(grid, kernel.arguments)
             target.value = stream.value
             code = self._driver.launch_kernel_ex(*call)
         else:
