@@ -36,8 +36,22 @@ def gradients(device: Device, problem: AttentionProblem, operands: Operands, dou
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_grid(device: Device, case: grid.Case) -> None:
     devices.spare(device, CASES.index(case), parts=5)  # three kernels to compile for each
+    judge(device, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["cuda", "vulkan"])
+def test_grid_deterministic(name: str, case: grid.Case) -> None:
+    """Where the kernel of dK and dV may add up dQ otherwise, another one computes it."""
+    device = devices.need(name)
+    devices.spare(device, CASES.index(case), parts=40)
+    judge(device, case, deterministic=True)
+
+
+def judge(device: Device, case: grid.Case, deterministic: bool = False) -> None:
     inputs = grid.make_inputs(case, seed=1)
     problem, operands = grid.case_problem(case, inputs)
+    problem = replace(problem, deterministic=deterministic)
     shape = (case.batch, case.heads_q, case.seq_q, case.value_dim)
     values = np.random.default_rng(7).standard_normal(shape).astype(grid.NUMPY_DTYPES[case.dtype])
     dout = grid.lay_out(values, case.strides)

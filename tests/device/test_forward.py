@@ -7,13 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import devices
 import grid
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from aule.engine.attention import forward_on_host
 from aule.ops.attention.reference import compare, expect
@@ -157,28 +156,34 @@ def test_large_scores(device: Device) -> None:
     assert np.isfinite(out).all() and lse is not None and np.isfinite(lse).all()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_shape_and_stride(device: Device, data: st.DataObject) -> None:
-    draw = data.draw
-    batch, heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    seq_q, seq_kv = draw(st.integers(0, 90)), draw(st.integers(0, 90))
-    # Few head dimensions, so that the number of kernels to compile stays small.
-    head_dim, value_dim = draw(st.sampled_from([(7, 7), (16, 33), (64, 64)]))
-    shapes = {
-        "q": (batch, heads_kv * group, seq_q, head_dim),
-        "k": (batch, heads_kv, seq_kv, head_dim),
-        "v": (batch, heads_kv, seq_kv, value_dim),
-    }
-    arrays = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        order = draw(st.permutations(range(4)))
-        full = random(*(shape[axis] for axis in order), seed=number)
-        array = full.transpose(np.argsort(order))
-        flips = draw(st.tuples(*(st.sampled_from([1, -1]) for _ in range(4))))
-        arrays[name] = array[tuple(slice(None, None, step) for step in flips)]
-    window = draw(st.sampled_from([None, 5, (3, 4), (None, 7)]))
-    judge(device, arrays, causal=draw(st.booleans()), window=window, return_lse=True)
+def test_any_shape_and_stride(device: Device) -> None:
+    hypothesis = pytest.importorskip("hypothesis")  # which a machine that is lent may not have; the grid runs there
+    st = hypothesis.strategies
+
+    @hypothesis.settings(max_examples=12, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(data=st.data())
+    def holds(data: Any) -> None:
+        draw = data.draw
+        batch, heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+        seq_q, seq_kv = draw(st.integers(0, 90)), draw(st.integers(0, 90))
+        # Few head dimensions, so that the number of kernels to compile stays small.
+        head_dim, value_dim = draw(st.sampled_from([(7, 7), (16, 33), (64, 64)]))
+        shapes = {
+            "q": (batch, heads_kv * group, seq_q, head_dim),
+            "k": (batch, heads_kv, seq_kv, head_dim),
+            "v": (batch, heads_kv, seq_kv, value_dim),
+        }
+        arrays = {}
+        for number, (name, shape) in enumerate(shapes.items()):
+            order = draw(st.permutations(range(4)))
+            full = random(*(shape[axis] for axis in order), seed=number)
+            array = full.transpose(np.argsort(order))
+            flips = draw(st.tuples(*(st.sampled_from([1, -1]) for _ in range(4))))
+            arrays[name] = array[tuple(slice(None, None, step) for step in flips)]
+        window = draw(st.sampled_from([None, 5, (3, 4), (None, 7)]))
+        judge(device, arrays, causal=draw(st.booleans()), window=window, return_lse=True)
+
+    holds()
 
 
 def test_other_target_same_answer() -> None:
