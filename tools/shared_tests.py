@@ -71,7 +71,7 @@ def turn(place: tuple[str, str, str], item: pytest.Item) -> int:
         return 0  # one test that goes through a grid
     if part == "grids":
         return {"forward": 1, "gradients": 2, "deterministic gradients": 5}[group] if foremost else 6
-    return 7 if group == "render_execute" else 3 if part == "tests" else 4
+    return 4 if part == "big" or group == "render_execute" else 3
 
 
 class SharedTests:
