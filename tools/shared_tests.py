@@ -70,7 +70,8 @@ def turn(place: tuple[str, str, str], item: pytest.Item) -> int:
     if group == "precision" and "test_grid" in item.nodeid:
         return 0  # one test that goes through a grid
     if part == "grids":
-        return {"forward": 1, "gradients": 2, "deterministic gradients": 5}[group] if foremost else 6
+        first = {"forward": 1, "gradients": 2, "deterministic gradients": 5}[group]
+        return first if foremost else first + 5
     return 4 if part == "big" or group == "render_execute" else 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,34 @@ def test_devices_and_targets() -> None:
         assert target.int64 and target.storage16 and target.storage8
         assert target.subgroup_size == 0 or target.subgroup_size & (target.subgroup_size - 1) == 0
         assert hash(target) == hash(target)
+
+
+def test_how_many_threads_a_kernel_may_have(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the device has; fewer where the driver says so of a kernel, unless it says so of every one."""
+    threads = device.target.max_threads
+    code = f"""
+    __attribute__((reqd_work_group_size({threads}, 1, 1))) __kernel void turned(__global int *x) {{
+        __local int held[{threads}];
+        int i = get_local_id(0);
+        held[i] = x[i];
+        barrier(CLK_LOCAL_MEM_FENCE);
+        x[i] = held[{threads} - 1 - i];
+    }}
+    """
+    artifact = Artifact("opencl", code.encode(), "turned", (Param("x", "buffer", "i32", "readwrite"),), threads)
+    allocation = device.alloc(4 * threads)
+    device.upload(allocation, np.arange(threads, dtype=np.int32))
+    device.launch(device.load(artifact), (1, 1, 1), [allocation])
+    assert np.array_equal(fetch(device, allocation, np.empty(threads, np.int32)), np.arange(threads)[::-1])
+    device.free(allocation)
+    import pyopencl
+
+    monkeypatch.setattr(pyopencl.Kernel, "get_work_group_info", lambda *_: threads // 4)
+    monkeypatch.setattr(device, "target", replace(device.target, vendor="nvidia"))
+    device.load(artifact)
+    monkeypatch.setattr(device, "target", replace(device.target, vendor="amd"))
+    with pytest.raises(ShaderCompileError, match=f"workgroups of {threads} threads and the driver allows"):
+        device.load(artifact)
 
 
 def test_every_scalar_type_and_every_axis_of_the_grid(device: Device) -> None:

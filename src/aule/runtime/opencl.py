@@ -183,7 +183,8 @@ class OpenCLDevice(PooledDevice[_Block]):
             raise self._refused(artifact, f"the driver of {self.target.name} refused it", str(error)) from error
         if arguments != len(artifact.params):
             raise self._refused(artifact, f"it takes {arguments} arguments, expected {len(artifact.params)}")
-        if threads < artifact.workgroup:
+        # NVIDIA's driver (580) answers 256 whatever the kernel requires or uses, and launches up to the device's limit.
+        if threads < artifact.workgroup and self.target.vendor != "nvidia":
             raise self._refused(
                 artifact,
                 f"it wants workgroups of {artifact.workgroup} threads and the driver allows {threads} "
