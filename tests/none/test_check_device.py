@@ -85,7 +85,7 @@ def test_failures_and_what_ends_a_process(tmp_path: Path) -> None:
 
 def test_what_the_clock_cuts_off(tmp_path: Path) -> None:
     (tmp_path / "test_slow.py").write_text(SLOW)
-    status, said = check(tmp_path, 12, "--only", "tests")
+    status, said = check(tmp_path, 20, "--only", "tests")
     assert status == 2, said
     assert re.search(r"tests slow +0 2C 3N", said), said
     assert re.search(r"CUT OFF .*test_slow\[0-vulkan\]", said), said
