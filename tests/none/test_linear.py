@@ -19,7 +19,7 @@ from aule.codegen import TARGETS
 from aule.engine.fused import result_views
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
-from aule.ops.linear.config import FragmentBlocks, ProductConfig, WarpgroupBlocks
+from aule.ops.linear.config import Blocks, DirectBlocks, FragmentBlocks, ProductConfig, WarpgroupBlocks
 from aule.ops.linear.plan import Given, product_step
 from aule.target import NVIDIA_LAYOUT
 from aule.view import TensorView, contiguous_strides
@@ -105,6 +105,7 @@ def test_lines(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> 
     """Rows normalised before, and products through registers in lines, with tiles that are moved back at the ends."""
     tile = replace(blocks.LINES, rows=64, cols=64)
     monkeypatch.setattr(blocks, "LINES", tile)
+    monkeypatch.setattr(blocks, "_DIRECT_SHARING", 1 << 20)
     monkeypatch.setattr(blocks, "CARRIED", (replace(tile, depth=32, stages=2),))
     monkeypatch.setattr(blocks, "_SHARING", 1)
     given = arrays(np.float16, *sizes)
@@ -124,29 +125,58 @@ def test_lines(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> 
     assert stages == {"layer_norm_linear": 1, "linear_backward": features, "linear_weight_backward": 2}
 
 
-def test_lines_of_one_stride() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "made"),
+    [((150, 128, 64), {"layer_norm_linear", "linear_backward"}),
+     ((128, 64, 136), {"layer_norm_linear", "linear_weight_backward"}),
+     ((64, 200, 128), {"linear_backward", "linear_weight_backward"}),
+     ((64, 64, 64), {"layer_norm_linear", "linear_backward", "linear_weight_backward"})],
+    ids=["rows", "features", "columns", "whole"],
+)  # fmt: skip
+def test_direct(sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The left factor in the order of fragments: tiles that are cut off at the last row and moved back at the last
+    column; ``made`` are the products that are made so."""
+    monkeypatch.setattr(blocks, "DIRECT", replace(blocks.DIRECT, rows=64, cols=64, down=1, along=1))
+    monkeypatch.setattr(blocks, "LINES", replace(blocks.LINES, rows=64, cols=64))
+    for name in ("_SHARING", "_DIRECT_SHARING"):
+        monkeypatch.setattr(blocks, name, 1)
+    given = arrays(np.float16, *sizes)
+    assert SPEC.gradient is not None
+    seen = set()
+    for spec, operands in ((SPEC, {n: x for n, x in given.items() if n != "dy"}), (SPEC.gradient, given)):
+        call = bound(spec, operands, {})
+        configs = [step.config for step in spec.plan(call.problem, call.views | result_views(call), VULKAN).steps]
+        seen |= {config.name for config in configs if isinstance(getattr(config, "blocks", None), DirectBlocks)}
+        found, right = interpreted(spec, operands, {}, VULKAN), reference(spec, operands, {})
+        for name, values in right.items():
+            assert error(found[name], values) < 1e-3, name
+    assert seen == made
+
+
+def test_plain_products_through_vulkan() -> None:
     """Rows that more than one stride finds, few columns that share a row, and depths that are not whole lines."""
     device = replace(VULKAN, compute_units=4)
 
-    def chosen(left: TensorView, n: int, k: int) -> int:
+    def chosen(left: TensorView, n: int, k: int) -> Blocks:
         weight, out = (TensorView("f16", shape, contiguous_strides(shape), "d", None) for shape in ((n, k), (1024, n)))
         config = product_step("y", "f16", Given("x", left), Given("weight", weight), ("y", out), device).config
         assert isinstance(config.blocks, FragmentBlocks)
         assert blocks.normalises_before(device, config.blocks, n) == (n >= 512)
-        return config.blocks.stages
+        return replace(config.blocks, lanes=blocks.LINES.lanes)
 
     rows = TensorView("f16", (1024, 64), (64, 1), "d", None)
-    assert chosen(rows, 512, 64) == 1
-    assert chosen(rows, 256, 64) == 1
-    assert chosen(replace(rows, shape=(4, 256, 64), strides=(64 * 257, 64, 1)), 512, 64) == 2
-    assert chosen(replace(rows, shape=(1024, 96), strides=(96, 1)), 512, 96) == 2
+    assert chosen(rows, 1024, 64) == blocks.DIRECT
+    assert chosen(rows, 512, 64) == blocks.LINES
+    assert chosen(rows, 256, 64) == blocks.LINES
+    assert chosen(replace(rows, shape=(4, 256, 64), strides=(64 * 257, 64, 1)), 512, 64) == blocks.CARRIED[0]
+    assert chosen(replace(rows, shape=(1024, 96), strides=(96, 1)), 512, 96) == blocks.CARRIED[0]
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_tiles_fit(dtype: str) -> None:
     """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
     for left, right in ((False, False), (False, True), (True, True)):
-        for table, target in ((blocks.COPIED, 227 << 10), ((blocks.LINES, *blocks.CARRIED), 48 << 10)):
+        for table, target in ((blocks.COPIED, 227 << 10), ((blocks.DIRECT, blocks.LINES, *blocks.CARRIED), 48 << 10)):
             assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
     assert all(tile.shared_bytes <= 227 << 10 for tile, _ in blocks.WARPGROUPS)
     chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from aule.errors import KernelError
 from aule.ir.types import SCALARS
-from aule.ops.linear.config import Blocks, FragmentBlocks, VectorBlocks, WarpgroupBlocks
+from aule.ops.linear.config import Blocks, DirectBlocks, FragmentBlocks, VectorBlocks, WarpgroupBlocks
 from aule.target import Target
 from aule.tile.arrangement import uniform
 from aule.tile.fragment import multiplies
@@ -39,6 +39,12 @@ LINES = FragmentBlocks(128, 128, 64, down=2, along=2, stages=1)
 """Through registers, as they are and in lines of 128 bytes, where stored rows of a factor lie along the depth (H200,
 Vulkan, bf16, 4096 x 4096 x 4096, TFLOPS of the first of `CARRIED` and of this: forward 256 and 332, dX 296 and 333; dW,
 whose lines are whole either way, 327 and 317)."""
+DIRECT = DirectBlocks(128, 128, 64, down=2, along=2, stages=1)
+"""The left factor straight into registers, in the order of fragments, to which a launch before has brought it (same
+problem, TFLOPS of the product alone: forward 402, dX 417)."""
+_DIRECT_SHARING = 8
+"""Tiles that must share a row for that launch to pay. It takes 19 us for 4096 x 4096 numbers, and spares the product 70
+to 80 of 410 with 32 such tiles."""
 _SHARING = 4
 """Tiles that must share a row for it to be normalised before."""
 _SIMT = tuple(
@@ -93,8 +99,8 @@ def choose_blocks(
             found = _choose_warpgroups(target, m, n)
             if found is not None:
                 return found
-        if not copies and aligned and plain and target.vulkan_on_nvidia and not (left_across and right_across):
-            table = (LINES, *table) if k % LINES.depth == 0 and m >= LINES.rows and n >= LINES.cols else table
+        if not copies and aligned and plain and target.vulkan_on_nvidia:
+            table = (*_for_nvidia(sizes, left_across, right_across), *table)
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]
         fitting = [
@@ -115,6 +121,17 @@ def choose_blocks(
         f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
         f"bytes and {target.max_threads} on {target.name}; use another backend"
     )
+
+
+def _for_nvidia(sizes: tuple[int, int, int], left_across: bool, right_across: bool) -> list[FragmentBlocks]:
+    """Tiles through Vulkan for factors as they are, as far as a product has whole ones."""
+    m, n, k = sizes
+    found: list[FragmentBlocks] = []
+    if k % DIRECT.depth == 0 and n >= _DIRECT_SHARING * DIRECT.cols:
+        found.append(DIRECT)
+    if k % LINES.depth == 0 and m >= LINES.rows and n >= LINES.cols and not (left_across and right_across):
+        found.append(LINES)
+    return found
 
 
 def normalises_before(target: Target, blocks: Blocks, others: int) -> bool:

@@ -97,6 +97,16 @@ class FragmentBlocks:
         return self.stages * sum(rows * stride for rows, _, stride in panels)
 
 
+@dataclass(frozen=True)
+class DirectBlocks(FragmentBlocks):
+    """A product whose left factor comes straight into registers, out of memory that has it in the order of fragments
+    (`aule.ops.linear.pack_fragments`); only the right one is in shared memory."""
+
+    def shared_elements(self, left_across: bool, right_across: bool) -> int:
+        rows, _, stride = self.panel(right_across, self.cols)
+        return self.stages * rows * stride
+
+
 WARPGROUP_STAGES = 4
 """Two steps that may be multiplied by warpgroups, and the two that follow."""
 

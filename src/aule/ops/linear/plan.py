@@ -12,6 +12,7 @@ from aule.ops.linear.blocks import choose_blocks, normalises_before, packs
 from aule.ops.linear.config import (
     Affine,
     Blocks,
+    DirectBlocks,
     FactorConfig,
     FragmentBlocks,
     ProductConfig,
@@ -19,8 +20,10 @@ from aule.ops.linear.config import (
     VectorBlocks,
     WarpgroupBlocks,
 )
+from aule.ops.linear.pack_fragments import PANEL, FragmentsConfig, build_pack_fragments
 from aule.ops.linear.pack_vector import PackConfig, build_pack, steps_of
 from aule.ops.linear.problem import LayerNormLinearProblem
+from aule.ops.linear.product_direct import build_product_direct
 from aule.ops.linear.product_fragment import build_product_fragment
 from aule.ops.linear.product_lines import build_product_lines
 from aule.ops.linear.product_simt import build_product_simt
@@ -51,11 +54,14 @@ def plan_layer_norm_linear(
 
     rows = _rows(problem)
     step = product(rows)
-    if normalises_before(target, step.config.blocks, problem.features):
+    direct = isinstance(step.config.blocks, DirectBlocks)
+    if not direct and normalises_before(target, step.config.blocks, problem.features):
         return StepPlan((_normalise_step(problem, views, rows, target), step), _room(rows))
-    step = product(Given("x", views["x"], norm=_affine(views)))
+    changing = product(Given("x", views["x"], norm=_affine(views)))
     statistics, workspace = statistics_step(problem.norm, views["x"], target), {"statistics": 3 * problem.rows}
-    return StepPlan((statistics, *_packed(step, target, workspace)), workspace)
+    # Where the left factor is packed before, it is normalised on the way.
+    steps = _packed(step, target, workspace, changing) if direct else _packed(changing, target, workspace)
+    return StepPlan((statistics, *steps), workspace)
 
 
 def plan_layer_norm_linear_gradient(
@@ -101,7 +107,7 @@ def plan_layer_norm_linear_gradient(
         rows = replace(_rows(problem), across=True)
         step = weight_step(rows)
         if normalises_before(target, step.config.blocks, problem.features):
-            steps += [_normalise_step(problem, views, rows, target), step]
+            steps += [_normalise_step(problem, views, rows, target), *_packed(step, target, workspace)]
             workspace |= _room(rows)
         else:
             steps.append(statistics_step(problem.norm, x, target))
@@ -193,10 +199,13 @@ def product_step(
     return Step(config, build_product, grid_of(name, count, target), scalars)
 
 
-def _packed(product: Step, target: Target, workspace: dict[str, int]) -> tuple[Step, ...]:
-    """A product, and before it, where its right factor is to be packed for all tasks, the launch that does so."""
+def _packed(product: Step, target: Target, workspace: dict[str, int], source: Step | None = None) -> tuple[Step, ...]:
+    """A product, and before it, where one of its factors is to be packed for all tasks, the launch that does so; a left
+    factor from that of another product, where ``source`` is one."""
     config: ProductConfig = product.config
     blocks = config.blocks
+    if isinstance(blocks, DirectBlocks):
+        return _in_fragments(product, source or product, blocks.rows, target, workspace)
     if not config.packed:
         return (product,)
     assert isinstance(blocks, VectorBlocks)
@@ -205,6 +214,25 @@ def _packed(product: Step, target: Target, workspace: dict[str, int]) -> tuple[S
     workspace["packed"] = max(workspace.get("packed", 0), size)
     pack = PackConfig(config.work, config.right, blocks)
     return Step(pack, build_pack, (tiles, parts, 1), product.scalars), product
+
+
+def _in_fragments(
+    product: Step, source: Step, tile: int, target: Target, workspace: dict[str, int]
+) -> tuple[Step, Step]:
+    """A product in tiles of so many rows whose left factor is in the order of fragments, and the launch before it that
+    brings the one of ``source`` there."""
+    config: ProductConfig = product.config
+    factor: FactorConfig = source.config.left
+    panels, parts = -(-int(product.scalars["m"]) // tile) * (tile // PANEL), int(product.scalars["k"]) // PANEL
+    size = panels * parts * PANEL**2
+    workspace["fragments"] = max(workspace.get("fragments", 0), size // 2)  # two in 32 bits
+    index64 = config.index64 or source.config.index64 or size > 2**31 - 1
+    pack = FragmentsConfig(f"{config.name}_fragments", config.work, factor, index64)
+    packed = FactorConfig(StoredConfig("fragments", factor.stored.dtype, 0, True, True), across=False)
+    return (
+        Step(pack, build_pack_fragments, grid_of(pack.name, panels * parts, target), source.scalars),
+        replace(product, config=replace(config, left=packed, index64=index64)),
+    )
 
 
 def _rows(problem: LayerNormLinearProblem) -> Given:
@@ -233,6 +261,8 @@ def build_product(config: ProductConfig, target: Target) -> KernelIR:
     """Trace a product."""
     if isinstance(config.blocks, WarpgroupBlocks):
         return build_product_warpgroup(config, target)
+    if isinstance(config.blocks, DirectBlocks):
+        return build_product_direct(config, target)
     if isinstance(config.blocks, FragmentBlocks):
         return (build_product_lines if config.blocks.stages == 1 else build_product_fragment)(config, target)
     return (build_product_vector if isinstance(config.blocks, VectorBlocks) else build_product_simt)(config, target)

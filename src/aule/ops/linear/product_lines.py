@@ -32,11 +32,13 @@ def build_product_lines(config: ProductConfig, target: Target) -> KernelIR:
     return b.finish()
 
 
-class _Way:
-    """A factor's way from memory to fragments.
+class Lines:
+    """A factor's way from memory to fragments, through registers and shared memory.
 
     Parameters
     ----------
+    left : bool
+        It is the left factor.
     outer : int
         Rows or columns of the result's tile.
     first, own : Value
@@ -46,16 +48,17 @@ class _Way:
     """
 
     def __init__(
-        self, product: _Product, config: FactorConfig, outer: int, first: Value, own: Value, start: int
+        self, product: FragmentProduct, left: bool, outer: int, first: Value, own: Value, start: int = 0
     ) -> None:
+        config: FactorConfig = product.config.left if left else product.config.right
         b, p, blocks = product.b, product.p, product.blocks
         assert config.norm is None and config.stored.axes == 1 and config.stored.aligned
-        self.b, self.product, self.across, self.start = b, product, config.across, start
+        self.b, self.product, self.left, self.across, self.start = b, product, left, config.across, start
         rows, cols, self.stride = blocks.panel(config.across, outer)
         self.size = rows * self.stride
         self.step, rest = divmod(blocks.threads * RUN, cols)
-        self.count, left = divmod(rows, self.step)
-        assert rest == 0 and left == 0, "a round of the workgroup is some whole rows"
+        self.count, over = divmod(rows, self.step)
+        assert rest == 0 and over == 0, "a round of the workgroup is some whole rows"
         self.stored = Stored(p, config.stored)
         row, run = divmod_const(b, product.engine.thread, cols // RUN)
         self.own = row * self.stride + run * RUN
@@ -83,7 +86,7 @@ class _Way:
     def factors(self, k: int, count: int) -> list[Value]:
         """The subgroup's fragments of 16 of the depth, the ``k``-th ones."""
         engine, memory, stride = self.product.engine, self.product.memory, self.stride
-        if self is self.product.left:
+        if self.left:
             return [
                 engine.load_left(memory, self.fragments, stride, i * SIZE, k * SIZE, self.across) for i in range(count)
             ]
@@ -97,8 +100,8 @@ class _Product(FragmentProduct):
         super().__init__(b, config, blocks, target)
         self.tile = self.row0, self.col0
         self.row0, self.col0 = b.min(self.row0, self.m - blocks.rows), b.min(self.col0, self.n - blocks.cols)
-        self.left = _Way(self, config.left, blocks.rows, self.row0, self.sub_row, 0)
-        self.right = _Way(self, config.right, blocks.cols, self.col0, self.sub_col, self.left.size)
+        self.left = Lines(self, True, blocks.rows, self.row0, self.sub_row)
+        self.right = Lines(self, False, blocks.cols, self.col0, self.sub_col, self.left.size)
 
     def run(self) -> None:
         b, blocks, depth = self.b, self.blocks, self.blocks.depth
