@@ -84,6 +84,15 @@ def test_products_of_many_rows_on_a_cpu(dtype: str, shape: tuple[int, ...], feat
     judge(need("cpu"), dtype, shape, features)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_left_factors_in_the_order_of_fragments(dtype: str) -> None:
+    """All three products through Vulkan on NVIDIA, with tiles that end behind the last row and column."""
+    device = need("vulkan")
+    if not (device.target.vulkan_on_nvidia and device.target.matrix_units and device.target.compute_units <= 150):
+        pytest.skip("only NVIDIA's driver, on units of which these products fill all, takes factors so")
+    judge(device, dtype, (2176, 1152), 2112)
+
+
 def judge(device: Any, dtype: str, shape: tuple[int, ...], features: int) -> None:
     arrays = given(dtype, shape, features)
     other = naive(arrays)
