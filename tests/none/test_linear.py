@@ -21,7 +21,7 @@ from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
 from aule.ops.linear.config import Blocks, DirectBlocks, FragmentBlocks, ProductConfig, WarpgroupBlocks
 from aule.ops.linear.plan import Given, product_step
-from aule.target import NVIDIA_LAYOUT
+from aule.target import NVIDIA_LAYOUT, Target
 from aule.view import TensorView, contiguous_strides
 
 SPEC = CATALOGUE["layer_norm_linear"]
@@ -154,10 +154,11 @@ def test_direct(sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest
 
 
 def test_plain_products_through_vulkan() -> None:
-    """Rows that more than one stride finds, few columns that share a row, and depths that are not whole lines."""
-    device = replace(VULKAN, compute_units=4)
+    """Rows that more than one stride finds, few columns that share a row, depths that are not whole lines, and a grid
+    that would have to be cut."""
+    wide = replace(VULKAN, compute_units=4)
 
-    def chosen(left: TensorView, n: int, k: int) -> Blocks:
+    def chosen(left: TensorView, n: int, k: int, device: Target = wide) -> Blocks:
         weight, out = (TensorView("f16", shape, contiguous_strides(shape), "d", None) for shape in ((n, k), (1024, n)))
         config = product_step("y", "f16", Given("x", left), Given("weight", weight), ("y", out), device).config
         assert isinstance(config.blocks, FragmentBlocks)
@@ -166,6 +167,7 @@ def test_plain_products_through_vulkan() -> None:
 
     rows = TensorView("f16", (1024, 64), (64, 1), "d", None)
     assert chosen(rows, 1024, 64) == blocks.DIRECT
+    assert chosen(rows, 1024, 64, replace(wide, max_grid=(63, 1 << 16, 1))) == blocks.LINES
     assert chosen(rows, 512, 64) == blocks.LINES
     assert chosen(rows, 256, 64) == blocks.LINES
     assert chosen(replace(rows, shape=(4, 256, 64), strides=(64 * 257, 64, 1)), 512, 64) == blocks.CARRIED[0]

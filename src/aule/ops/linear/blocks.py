@@ -100,7 +100,7 @@ def choose_blocks(
             if found is not None:
                 return found
         if not copies and aligned and plain and target.vulkan_on_nvidia:
-            table = (*_for_nvidia(sizes, left_across, right_across), *table)
+            table = (*_for_nvidia(target, sizes, left_across, right_across), *table)
         assert target.matrix_layout is not None
         tiles = [replace(blocks, lanes=1 << len(target.matrix_layout.lane_rows)) for blocks in table]
         fitting = [
@@ -123,11 +123,15 @@ def choose_blocks(
     )
 
 
-def _for_nvidia(sizes: tuple[int, int, int], left_across: bool, right_across: bool) -> list[FragmentBlocks]:
+def _for_nvidia(
+    target: Target, sizes: tuple[int, int, int], left_across: bool, right_across: bool
+) -> list[FragmentBlocks]:
     """Tiles through Vulkan for factors as they are, as far as a product has whole ones."""
     m, n, k = sizes
     found: list[FragmentBlocks] = []
-    if k % DIRECT.depth == 0 and n >= _DIRECT_SHARING * DIRECT.cols:
+    # No workgroup may be one too many, as where a grid has to be cut: there would be no memory for its rows.
+    workgroups = -(-m // DIRECT.rows) * max(-(-n // DIRECT.cols), DIRECT.down * k // DIRECT.depth)
+    if k % DIRECT.depth == 0 and n >= _DIRECT_SHARING * DIRECT.cols and workgroups <= target.max_grid[0]:
         found.append(DIRECT)
     if k % LINES.depth == 0 and m >= LINES.rows and n >= LINES.cols and not (left_across and right_across):
         found.append(LINES)
