@@ -52,7 +52,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     if count == 0:
         return StepPlan(())
     backward = "dy" in views
-    statistics = has_statistics(views, target) and ("y" in views or not backward)
+    statistics = target.backend == "cpu" and has_statistics(views) and ("y" in views or not backward)
     unused = {"statistics"}
     if backward:
         unused.add("seed" if "y" in views and target.backend == "cpu" else "y")
