@@ -44,7 +44,7 @@ def test_both_directions_are_planned_once(device: Interpreted) -> None:
     assert device.prepared == 3  # forward, backward, and the sums of columns
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "residual_layer_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "residual_layer_norm", "softmax_dropout"])
 def test_statistics_are_kept_where_arrays_are_large(
     name: str, device: Interpreted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

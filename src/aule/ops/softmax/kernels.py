@@ -99,7 +99,7 @@ class _Kernel:
         mine = rows.within("max", span.partials("max", lambda p: [p[self.scores]], 1)[0])
         weights = self.exponentials(mine.map(finite), costly=True)
         (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
-        largest = combine("max", theirs)[0].map(finite)
+        largest = self.largest = combine("max", theirs)[0].map(finite)
         factor = k.number("factor")
         share, own = (x.map(lambda m, most: b.exp2((m - most) * factor), largest) for x in (theirs, mine))
         return weights, combine("add", *(s.map(lambda x, c: x * c, share) for s in sums)), own
@@ -252,6 +252,11 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             own: PerRow | None = None
             along = span.dot_of_pairs(y, dy) if paired else span.sum(lambda p: Product(p[y], p[dp]))
             mean = along.map(lambda s, i: s * i * scale, inverse)
+        elif config.has("statistics"):
+            largest, inverse = (rows.get(k.statistic(number)) for number in range(STATISTICS))
+            weights, own = kernel.exponentials(largest, costly=True), None
+            along = span.sum(lambda p: Product(p[weights], p[dp]))
+            mean = along.map(lambda s, i: s * i * kernel.scaled(i) * scale, inverse)
         else:
             weights, (total, along), own = kernel.weigh(dp)
             inverse = total.map(kernel.inverse)

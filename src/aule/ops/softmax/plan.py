@@ -21,7 +21,7 @@ _LONG = 8192
 _CLUSTER = 4
 
 
-def _tuning(problem: SoftmaxProblem, backward: bool, target: Target) -> RowTuning | None:
+def _tuning(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Target) -> RowTuning | None:
     """What was fastest on the H200, for rows of 16-bit numbers with dropout; None for what is usual.
 
     bf16, TB/s, 64 MiB and 1 GiB. Forward, 1024 columns, with at most 64 registers 2.92 and 3.49; of itself ptxas takes
@@ -33,8 +33,14 @@ def _tuning(problem: SoftmaxProblem, backward: bool, target: Target) -> RowTunin
     16384 columns: a cluster of four with at most 72 registers 3.02 and 3.45, 64 (which spill) 2.45 and 2.87, 80 2.90
     and 3.31; no cluster 2.27 and 2.41; two exchanges 2.24 and 2.37. Through Vulkan with two parts 2.44 and 2.67, four
     2.09 and 2.25, with two exchanges 2.14 and 2.39.
+
+    Backward with statistics, at 512 MiB, before and with them: 16384 columns 3.39, and by clusters of four 3.61, by one
+    workgroup with at most 64 registers 3.99; through Vulkan 2.64, and with four parts 2.82, eight 3.40. 4096 columns
+    through Vulkan 3.60 and 4.02, 1024 columns 3.69 and 4.04.
     """
     long = problem.length > _LONG
+    if long and backward and statistics and (target.max_cluster >= _CLUSTER or target.vulkan_on_nvidia):
+        return RowTuning(parts=8) if target.vulkan_on_nvidia else RowTuning(registers=64)
     if target.max_cluster >= _CLUSTER:
         if long:
             return RowTuning(cluster=_CLUSTER, registers=72) if backward else RowTuning(cluster=2)
@@ -52,7 +58,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     if count == 0:
         return StepPlan(())
     backward = "dy" in views
-    statistics = target.backend == "cpu" and has_statistics(views) and ("y" in views or not backward)
+    statistics = has_statistics(views) and ("y" in views or not backward or target.backend != "cpu")
     unused = {"statistics"}
     if backward:
         unused.add("seed" if "y" in views and target.backend == "cpu" else "y")
@@ -62,7 +68,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     layout = lay_out(problem.shape[:-1], {name: view.strides[:-1] for name, view in along.items()})
     width = min(view_width(view) for view in rows.values())
     narrow = SCALARS[problem.dtype].bytes == 2
-    tuning = _tuning(problem, backward, target) if narrow else None
+    tuning = _tuning(problem, backward, statistics, target) if narrow else None
     shape, span = choose_rows(target, problem.dtype, problem.length, width, count, NO_SUMS, tuning)
     folded = problem.scale > 0 and problem.mask in (None, "bool")
     operands = tuple((name, operand(view, span.width)) for name, view in along.items())
