@@ -81,6 +81,7 @@ def test_cases(case: fused_cases.Case, target: Target) -> None:
         fused_cases.Case("softmax_dropout", (2, 5, 200), "f32", {"dropout_p": 0.3, "causal": True, "scale": -1.5}),
         fused_cases.Case("softmax_dropout", (2, 3, 100), "bf16", {"dropout_p": 0.3}),  # sums by pairs
         fused_cases.Case("layer_norm", (37, 1024), "bf16"),  # one block of rows ahead
+        fused_cases.Case("layer_norm", (9, 512), "bf16", without=("weight", "bias")),  # no sums of columns
         fused_cases.Case("softmax_dropout", (1, 2, 3, 70), "f16", {"dropout_p": 0.5}, mask="bool"),
     ],
     ids=str,
