@@ -411,11 +411,12 @@ class _Forward(FragmentForward):
                 total.value = total.value * alpha.value
         lows = [low.value for low in base]
         lows = [low + more for low, more in zip(lows, further, strict=True)] if further else lows
+        kept = self._draw(key0)
         p: list[list[Value]] = [[] for _ in s]
         for k in range(self.shape.block_kv // SIZE):
             part = self._weigh(s, lows, l, k)
-            if self.dropout is not None:
-                part = self._drop(self.dropout, part, S, key0, k)
+            if kept is not None:
+                part = self._drop(kept, part, k)
             for row, more in zip(p, part, strict=True):
                 row += more
         if running:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
 from aule.ir.types import SCALARS, u32
-from aule.ops.attention.dropout import WORDS, Dropout
+from aule.ops.attention.dropout import OCTET, VECTORS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.ops.softmax.problem import STATISTICS
 from aule.target import Target
@@ -177,26 +177,17 @@ class _Kernel:
 def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
     """Which columns of a part are kept: bools."""
     b = dropout.b
-    if p.group is not None and p.group[0].count == WORDS:
-        # A vector of counters makes the words of four vectors of columns.
+    if p.group is not None and p.group[0].count == VECTORS and width > 1:
+        # A vector of counters serves four vectors of columns.
         group, number = p.group
-        if "words" not in group.made:
-            group.made["words"] = dropout.vector_words(head, row, group.col, width)
-        words: Value = group.made["words"][number]
-        return words >= dropout.limit
-    if width < WORDS:
-        return b.vector(dropout.strip_words(head, row, p.col, width)) >= dropout.limit
-    quads = width // WORDS
-    place = b.cast(p.col >> 2, u32)
-    if quads == 1:
-        return b.vector(dropout.words(head, row, place)) >= dropout.limit
-    numbers = b.vector([b.const(i, u32) for i in range(quads)]) + place
-    each = dropout.words(head, row, numbers)
-    # Lane by lane: the four words of the first quad, those of the second ...
-    mixed = tuple(i // 2 + quads * (i % 2) for i in range(2 * quads))
-    twos = [b.permute(first, second, mixed) for first, second in (each[:2], each[2:])]
-    lanes = tuple(i // 4 * 2 + i % 2 + 2 * quads * (i % 4 // 2) for i in range(width))
-    return b.permute(twos[0], twos[1], lanes) >= dropout.limit
+        if "kept" not in group.made:
+            group.made["kept"] = dropout.kept_vectors(head, row, group.col, width)
+        kept: Value = group.made["kept"][number]
+        return kept
+    halves: list[Value] = []
+    for first in range(0, width, OCTET):
+        halves += dropout.strip_halves(head, row, p.col + first if first else p.col, min(width, OCTET))
+    return b.vector(halves) >= dropout.limit
 
 
 def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
