@@ -12,7 +12,7 @@ from aule.ops.softmax.problem import STATISTICS
 from aule.target import Target
 from aule.tile.math import NEG_INF
 from aule.tile.rows import PerRow, Source
-from aule.tile.spans import Derived, Part, Product
+from aule.tile.spans import Derived, Part, Product, Term
 from aule.tile.vector import has_pairs
 
 
@@ -88,8 +88,8 @@ class _Kernel:
             """0 where no column counts."""
             return b.select(b.eq(m, NEG_INF), 0.0, m)
 
-        def terms(p: Part) -> list[Value]:
-            return [p[weights]] if dp is None else [p[weights], p[weights] * p[dp]]
+        def terms(p: Part) -> list[Term]:
+            return [p[weights]] if dp is None else [p[weights], Product(p[weights], p[dp])]
 
         count = 1 if dp is None else 2
         if not (self.config.meets and rows.meets):
@@ -100,14 +100,20 @@ class _Kernel:
         weights = self.exponentials(mine.map(finite), costly=True)
         (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
         largest = combine("max", theirs)[0].map(finite)
-        factor = k.number("factor")
-        share, own = (x.map(lambda m, most: b.exp2((m - most) * factor), largest) for x in (theirs, mine))
+        # By differences of what the exponents were less by, so that its rounding is the same for all of a row.
+        most = largest.map(self.exponent)
+        share, own = (x.map(lambda m, high: b.exp2(self.exponent(m) - high), most) for x in (theirs, mine))
         return weights, combine("add", *(s.map(lambda x, c: x * c, share) for s in sums)), own
+
+    def exponent(self, x: Value) -> Value:
+        """What a score adds to the exponent of its weight."""
+        return x * self.k.number("factor")
 
     def exponentials(self, largest: PerRow, costly: bool) -> Derived:
         """Weights but for one over their sum."""
-        factor = self.k.number("factor")
-        return Derived(lambda p: self.k.b.exp2((p[self.scores] - p[largest]) * factor), costly)
+        b, factor = self.k.b, self.k.number("factor")
+        low = largest.map(lambda m: -self.exponent(m))
+        return Derived(lambda p: b.exp2(b.fma(p[self.scores], factor, p[low])), costly)
 
     def _scores(self, p: Part) -> Value:
         """What the exponential is taken of; -inf where a column does not count."""
@@ -253,7 +259,8 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
         factor = inverse.map(lambda i: kernel.scaled(i) * scale)
         if own is not None:
             factor, mean = (x.map(lambda f, c: f * c, own) for x in (factor, mean))
-        span.each(lambda p: p.store(dx, p[weights] * (p[dp] * p[factor] - p[mean])))
+        less = mean.map(lambda m: -m)
+        span.each(lambda p: p.store(dx, p[weights] * b.fma(p[dp], p[factor], p[less])))
 
     rows.run(body)
     return k.finish()
