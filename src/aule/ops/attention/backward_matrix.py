@@ -112,7 +112,7 @@ class GradientKernel(BackwardBlock):
         if dropout is None:
             return None
         tile = TileDropout(dropout, self.engine, rows, cols, keys)
-        return tile.kept(self.scores.batch * self.heads + head, place)
+        return tile.draw(self.scores.batch * self.heads + head, place).kept()
 
     def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
         """What is added to the scaled scores of a query row, and its delta. For a row past the end, or one that keeps

@@ -29,7 +29,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
 from aule.ops.attention.tail import Parts, Piece, pieces
-from aule.ops.attention.tile_dropout import TileDropout
+from aule.ops.attention.tile_dropout import Draw, TileDropout
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
@@ -305,13 +305,13 @@ class FragmentForward:
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
         self._follow_maximum(s, O, base, l)
-        kept = self._draw(key0)
+        drawn = self._draw(key0)
         b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
             p = self._weigh(s, [low.value for low in base], l, k)
-            if kept is not None:
-                p = self._drop(kept, p, k)
+            if drawn is not None:
+                p = self._drop(drawn, p, k)
             return [blocks[0] for blocks in engine.pack(p, engine.left, "enlarged")]
 
         if whole or self.trusting:
@@ -358,23 +358,21 @@ class FragmentForward:
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
         return p
 
-    def _draw(self, key0: Value) -> list[list[Value]] | None:
+    def _draw(self, key0: Value) -> Draw | None:
         """Which weights of a tile dropout keeps; None when all."""
         if self.dropout is None:
             return None
         engine = self.engine
-        cols = self.shape.block_kv // SIZE * engine.factor_cols
-        row, column = self.row0 + self.subgroup_row, key0
+        cols, row = self.shape.block_kv // SIZE * engine.factor_cols, self.row0 + self.subgroup_row
         tile = TileDropout(self.dropout, engine, engine.rows_held, cols)
-        return tile.kept(self.head_number, lambda r, c: (row + engine.row(r), column + engine.col(c)))
+        return tile.draw(self.head_number, lambda r, c: (row + engine.row(r), key0 + engine.col(c)))
 
-    def _drop(self, kept: list[list[Value]], p: list[list[Value]], k: int) -> list[list[Value]]:
+    def _drop(self, drawn: Draw, p: list[list[Value]], k: int) -> list[list[Value]]:
         """Zeros in the place of dropped weights of the ``k``-th 16 keys."""
-        b, width = self.b, self.engine.factor_cols
+        b, first = self.b, k * self.engine.factor_cols
         zero = b.const(0.0, f32)
         return [
-            [b.select(keep, x, zero) for keep, x in zip(line[k * width : (k + 1) * width], weights, strict=True)]
-            for line, weights in zip(kept, p, strict=True)
+            [b.select(drawn.keeps(r, first + c), x, zero) for c, x in enumerate(weights)] for r, weights in enumerate(p)
         ]
 
     def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:

@@ -8,7 +8,8 @@ apart. A word has the bits of four octets, which travel together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from aule.ir import Value
@@ -59,12 +60,8 @@ class TileDropout:
         self.own = [weigh_bits(self.b, self.lane, [at[axis] for at in each]) for axis in (0, 1)]
         """What is added to query and octet of the first of these for what the lane draws."""
 
-    def kept(self, head: Value, place: Place) -> list[list[Value]]:
-        """Whether each element is kept, by the lane's rows and columns."""
-        return self.seen(self.draw(head, place))
-
-    def draw(self, head: Value, place: Place) -> list[Value]:
-        """The bits of all elements. All lanes of the subgroup take part."""
+    def draw(self, head: Value, place: Place) -> Draw:
+        """Draw for a tile. All lanes of the subgroup take part."""
         b, words = self.b, []
         starts = [(x, y) for x in self.others[:: self.size[0]] for y in self.octets[:: self.size[1]]]
         for first in range(0, len(starts), _WORD):
@@ -76,7 +73,7 @@ class TileDropout:
                 ones = [b.const(1 << (byte * OCTET + i), u32) for i in range(OCTET)]
                 bits += [b.select(x, one, b.const(0, u32)) for x, one in zip(keep, ones, strict=True)]
             words.append(self._exchanged(fold(b, "or", bits)))
-        return words
+        return Draw(self, words)
 
     def _exchanged(self, word: Value) -> Value:
         """Bits of all of this lane's octets, at its own keys, for those of one octet at all its keys: what a bit of the
@@ -90,22 +87,32 @@ class TileDropout:
             word = (word & stays) | (moved & ~stays)
         return word
 
-    def seen(self, words: Sequence[Value]) -> list[list[Value]]:
-        """Whether each element is kept, by what was drawn."""
-        b, weights = self.b, [weight for _, weight in self.lane_bits]
+    def bit(self, r: int, c: int) -> tuple[int, int]:
+        """The word that has an element's bit, and which it is there."""
         across, along = self.size
-        result = []
-        for r in range(self.rows):
-            line = []
-            for c in range(self.cols):
-                other, key = (r, self.keys[c]) if self.by_columns else (c, self.keys[r])
-                (group, i), (octet, j) = divmod(other, across), divmod(self.octets.index(key // OCTET), along)
-                number, byte = divmod(group * (len(self.octets) // along) + octet, _WORD)
-                drew = i + j * across
-                bit = byte * OCTET + key % OCTET + sum(w for n, w in enumerate(weights) if drew >> n & 1)
-                line.append(b.ne(words[number] & (1 << bit), 0))
-            result.append(line)
-        return result
+        other, key = (r, self.keys[c]) if self.by_columns else (c, self.keys[r])
+        (group, i), (octet, j) = divmod(other, across), divmod(self.octets.index(key // OCTET), along)
+        number, byte = divmod(group * (len(self.octets) // along) + octet, _WORD)
+        drew = i + j * across
+        return number, byte * OCTET + key % OCTET + sum(w for n, (_, w) in enumerate(self.lane_bits) if drew >> n & 1)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What was drawn for a tile: bits of this lane's elements."""
+
+    tile: TileDropout
+    words: list[Value]
+
+    def keeps(self, r: int, c: int) -> Value:
+        """Whether the element in a lane's r-th row and c-th column is kept."""
+        b = self.tile.b
+        number, bit = self.tile.bit(r, c)
+        return b.ne(self.words[number] & (1 << bit), 0)
+
+    def kept(self) -> list[list[Value]]:
+        """The same of all elements, by rows and columns."""
+        return [[self.keeps(r, c) for c in range(self.tile.cols)] for r in range(self.tile.rows)]
 
 
 def _steps(offsets: list[int], most: int) -> list[int]:

@@ -82,7 +82,7 @@ class _Kernel:
     def weigh(self, dp: Derived | None = None) -> tuple[Derived, list[PerRow], PerRow | None]:
         """Weights but for one over their sum; that sum and, with ``dp``, the sum of their products; and what weights
         are to be multiplied by, where it is not the same for all of a row."""
-        k, b, span, rows = self.k, self.k.b, self.span, self.k.rows
+        b, span, rows = self.k.b, self.span, self.k.rows
 
         def finite(m: Value) -> Value:
             """0 where no column counts."""
