@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
-from aule.ir.types import SCALARS, u32
+from aule.ir.types import SCALARS, Vector, u16, u32
 from aule.ops.attention.dropout import OCTET, VECTORS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.ops.softmax.problem import STATISTICS
@@ -142,7 +142,10 @@ class _Kernel:
         """A value where its weight is kept, else zero; the scale is in `inverse`."""
         b = self.k.b
         if self.y is not None:
-            return b.select(b.ne(p[self.y], 0.0), value, 0.0)  # zero: dropped, or rounded to nothing
+            y = p.raw(self.y)  # zero: dropped, or rounded to nothing
+            if isinstance(y.type, Vector) and y.type.elem.bits == 16:
+                y = b.bitcast(y, Vector(u16, y.type.lanes))  # whose bits tell, and need not be made wider
+            return b.select(b.ne(y, 0), value, 0.0)
         if self.seed is None:
             return value
         if self.drawn is not None:
