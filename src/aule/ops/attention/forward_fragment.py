@@ -305,7 +305,7 @@ class FragmentForward:
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
         self._follow_maximum(s, O, base, l)
-        drawn = self._draw(key0)
+        drawn = self._draw(at.tile)
         b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
@@ -358,14 +358,15 @@ class FragmentForward:
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
         return p
 
-    def _draw(self, key0: Value) -> Draw | None:
+    def _draw(self, tile: Value) -> Draw | None:
         """Which weights of a tile dropout keeps; None when all."""
         if self.dropout is None:
             return None
         engine = self.engine
-        cols, row = self.shape.block_kv // SIZE * engine.factor_cols, self.row0 + self.subgroup_row
-        tile = TileDropout(self.dropout, engine, engine.rows_held, cols)
-        return tile.draw(self.head_number, lambda r, c: (row + engine.row(r), key0 + engine.col(c)))
+        row, key0 = self.row0 + self.subgroup_row, tile * self.shape.block_kv
+        cols = self.shape.block_kv // SIZE * engine.factor_cols
+        draws = TileDropout(self.dropout, engine, engine.rows_held, cols)
+        return draws.draw(self.head_number, lambda r, c: (row + engine.row(r), key0 + engine.col(c)))
 
     def _drop(self, drawn: Draw, p: list[list[Value]], k: int) -> list[list[Value]]:
         """Zeros in the place of dropped weights of the ``k``-th 16 keys."""

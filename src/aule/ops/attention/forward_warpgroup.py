@@ -159,7 +159,7 @@ class _Forward(FragmentForward):
             assert wild is not None
             b.warpgroup_fence()
             self._start_scores(state.S, at.stage)
-            bits, drawn = self._bits(at.tile, i), self._draw(key0)
+            bits, drawn = self._bits(at.tile, i), self._draw(at.tile)
             b.warpgroup_wait()
             further = self._modify_everywhere(state.S, key0)
             self._modify_partly(state.S, key0, bits)
@@ -204,7 +204,7 @@ class _Forward(FragmentForward):
         self._fetch_ahead(tiles, start, k_slot.value, v_slot.value, begun=True)
         b.warpgroup_fence()
         self._start_scores(state.S, k_slot.value)
-        bits, drawn = self._bits(tiles[0], start), self._draw(tiles[0] * block)
+        bits, drawn = self._bits(tiles[0], start), self._draw(tiles[0])
         b.warpgroup_wait()
         self._arrive(start, v_slot.value)
         further = self._modify_tile(state.S, tiles[0], start, bits)
@@ -220,7 +220,7 @@ class _Forward(FragmentForward):
             self._start_output(state, self._memory_of(before)[1])
             # All have read what lies there: K of the tile before, and V of the third before.
             self._fetch_ahead(tiles, i, k_slot.value, v_slot.value)
-            bits, drawn = self._bits(tiles[0], i), self._draw(tiles[0] * block)
+            bits, drawn = self._bits(tiles[0], i), self._draw(tiles[0])
             b.warpgroup_wait(1)
             self._arrive(i, v_slot.value)
             further = self._modify_tile(state.S, tiles[0], i, bits)
