@@ -113,6 +113,10 @@ class Dropout:
         b = self.b
         return philox(b, (b.cast(octet, u32), b.cast(row, u32), b.cast(head, u32), b.const(0, u32)), self.key)
 
+    def kept(self, words: list[Value]) -> Value:
+        """Whether the columns of words are kept, as a vector."""
+        return self.b.vector(_upper(words)) >= self.limit
+
     def octet(self, head: Value, row: Value, octet: Value) -> list[Value]:
         """Whether those eight columns are kept."""
         return [half >= self.limit for half in _upper(self.words(head, row, octet))]

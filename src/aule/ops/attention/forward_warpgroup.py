@@ -192,7 +192,7 @@ class _Forward(FragmentForward):
         warpgroups, and one multiplies while the other computes softmax. With two stages, what is fetched has the time
         of one product to arrive; with three, that of a tile more.
         """
-        b, block, stages = self.b, self.shape.block_kv, self.shape.stages
+        b, stages = self.b, self.shape.stages
         tiles = self._upcoming(start)
         k_slot, v_slot = b.var(start & 1, "k_slot"), b.var(start & 1, "v_slot")
         early = stages > 2 and self.config.one_loop  # nobody has read anything yet

@@ -76,7 +76,7 @@ class _Kernel:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
         self.scores = Derived(self._scores)
         self.drawn: Derived | None = None
-        if self.config.early and self.seed is not None and span.shape.parts:
+        if self.config.early and self.seed is not None and span.shape.parts and span.shape.width == OCTET:
             self.draw()
 
     def weigh(self, dp: Derived | None = None) -> tuple[Derived, list[PerRow], PerRow | None]:
@@ -149,24 +149,13 @@ class _Kernel:
         if self.seed is None:
             return value
         if self.drawn is not None:
-            width = self.span.shape.width
-            places = b.vector([b.const(1 << i, u32) for i in range(width)])
-            return b.select(b.ne(b.splat(p[self.drawn], width) & places, 0), value, 0.0)
+            return b.select(self.dropout.kept(b.unpack(p[self.drawn])), value, 0.0)
         return b.select(_kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width), value, 0.0)
 
     def draw(self) -> None:
         """Draw while rows are on their way."""
-        b, width = self.k.b, self.span.shape.width
-
-        def bits(p: Part) -> Value:
-            there = b.unpack(_kept(self.dropout, p, p[self.head], p[self.row], width))
-            words = [b.select(x, b.const(1 << i, u32), b.const(0, u32)) for i, x in enumerate(there)]
-            total = words[0]
-            for word in words[1:]:
-                total = total | word
-            return total
-
-        drawn = self.drawn = Derived(bits)
+        b, dropout = self.k.b, self.dropout
+        drawn = self.drawn = Derived(lambda p: b.vector(dropout.words(p[self.head], p[self.row], p.col >> 3)))
 
         def draw(p: Part) -> None:
             p[drawn]
@@ -193,10 +182,11 @@ def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Val
             group.made["kept"] = dropout.kept_vectors(head, row, group.col, width)
         kept: Value = group.made["kept"][number]
         return kept
-    halves: list[Value] = []
-    for first in range(0, width, OCTET):
-        halves += dropout.strip_halves(head, row, p.col + first if first else p.col, min(width, OCTET))
-    return b.vector(halves) >= dropout.limit
+    if width < OCTET:
+        return b.vector(dropout.strip_halves(head, row, p.col, width)) >= dropout.limit
+    octet = p.col >> 3
+    places = [octet + i if i else octet for i in range(width // OCTET)]
+    return dropout.kept([word for place in places for word in dropout.words(head, row, place)])
 
 
 def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
