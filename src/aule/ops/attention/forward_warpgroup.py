@@ -24,7 +24,6 @@ from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
 from aule.ops.attention.mask_tiles import TileList, keep, words
-from aule.ops.attention.tile_dropout import Draw
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
@@ -159,11 +158,11 @@ class _Forward(FragmentForward):
             assert wild is not None
             b.warpgroup_fence()
             self._start_scores(state.S, at.stage)
-            bits, drawn = self._bits(at.tile, i), self._draw(at.tile)
+            bits = self._bits(at.tile, i)
             b.warpgroup_wait()
             further = self._modify_everywhere(state.S, key0)
             self._modify_partly(state.S, key0, bits)
-            self._weigh_tile(state, further, drawn)
+            self._weigh_tile(state, at.tile, further)
             with b.if_(wild):
                 self._multiply_wild(state.O, state.P, key0, v_at)
             with b.else_():
@@ -204,11 +203,11 @@ class _Forward(FragmentForward):
         self._fetch_ahead(tiles, start, k_slot.value, v_slot.value, begun=True)
         b.warpgroup_fence()
         self._start_scores(state.S, k_slot.value)
-        bits, drawn = self._bits(tiles[0], start), self._draw(tiles[0])
+        bits = self._bits(tiles[0], start)
         b.warpgroup_wait()
         self._arrive(start, v_slot.value)
         further = self._modify_tile(state.S, tiles[0], start, bits)
-        self._weigh_tile(state, further, drawn)
+        self._weigh_tile(state, tiles[0], further)
         with b.loop(start + 1, self.count, name="tile") as i:
             tiles = self._upcoming(i)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
@@ -220,11 +219,11 @@ class _Forward(FragmentForward):
             self._start_output(state, self._memory_of(before)[1])
             # All have read what lies there: K of the tile before, and V of the third before.
             self._fetch_ahead(tiles, i, k_slot.value, v_slot.value)
-            bits, drawn = self._bits(tiles[0], i), self._draw(tiles[0])
+            bits = self._bits(tiles[0], i)
             b.warpgroup_wait(1)
             self._arrive(i, v_slot.value)
             further = self._modify_tile(state.S, tiles[0], i, bits)
-            self._weigh_tile(state, further, drawn, running=True)
+            self._weigh_tile(state, tiles[0], further, running=True)
         b.warpgroup_await(self.meeting, 0, (self.count - (start + 1)) & 1)
         b.warpgroup_fence()
         self._start_output(state, self._memory_of(v_slot.value)[1])
@@ -391,9 +390,9 @@ class _Forward(FragmentForward):
         self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()
 
-    def _weigh_tile(self, state: _State, further: list[Value], drawn: Draw | None, running: bool = False) -> None:
+    def _weigh_tile(self, state: _State, tile: Value, further: list[Value], running: bool = False) -> None:
         """P of a tile whose scores are there but for what is ``further`` to be added to rows; ``running`` while a
-        product still adds to O. What dropout keeps was ``drawn`` while the scores were made."""
+        product still adds to O."""
         b, engine, S, O, base, l = self.b, self.engine, state.S, state.O, state.base, state.l
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
@@ -412,6 +411,7 @@ class _Forward(FragmentForward):
                 total.value = total.value * alpha.value
         lows = [low.value for low in base]
         lows = [low + more for low, more in zip(lows, further, strict=True)] if further else lows
+        drawn = self._draw(tile)
         p: list[list[Value]] = [[] for _ in s]
         for k in range(self.shape.block_kv // SIZE):
             part = self._weigh(s, lows, l, k)
