@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from aule.ir.types import SCALARS
 from aule.ops.attention.dropout import keep_scale, threshold
@@ -18,28 +19,49 @@ from aule.view import TensorView
 
 _LONG = 8192
 """Columns of a row that does not yet fill so much of a unit that this is idle while the row is on its way."""
+_SHORT = 2048
+"""Columns of a row that one subgroup has."""
 _CLUSTER = 4
 
 
-def _tuning(problem: SoftmaxProblem, backward: bool, target: Target) -> RowTuning | None:
-    """What was fastest on the H200, for rows of 16-bit numbers with dropout; None for what is usual.
+@dataclass(frozen=True)
+class _Way:
+    """How rows lie over a GPU's threads, None for what is usual, and `SoftmaxConfig.meets` and ``early``."""
 
-    bf16, TB/s, 64 MiB and 1 GiB. Forward, 1024 columns, with at most 64 registers 2.92 and 3.49; of itself ptxas takes
-    56: 2.76 and 3.37. 16384 columns: two exchanges, no cluster and words that are drawn last 2.20 and 2.70; drawn first
-    by a cluster of two, one exchange, 2.36 and 3.01, by one of four 2.25 and 2.77. Through Vulkan that has 1.62 and
-    1.91 without clusters, and what is usual 1.94 and 2.46.
+    tuning: RowTuning | None = None
+    meets: bool = False
+    early: bool = False
+
+
+def _way(problem: SoftmaxProblem, backward: bool, target: Target) -> _Way:
+    """What was fastest on the H200, for rows of 16-bit numbers.
+
+    bf16, dropout, TB/s, 64 MiB and 1 GiB. Forward, 1024 columns: words drawn first 3.15 and 4.05, last 3.00 and 3.99,
+    with at most 64 registers 3.02 and 3.96, with eight parts 2.97 and 4.13. 4096 columns: one exchange 3.10 and 4.07,
+    two 3.08 and 4.02, drawn first 3.08 and 4.04, eight parts 2.94 and 4.06. 16384 columns: drawn first, one exchange
+    2.70 and 3.49, two 2.56 and 3.32; by a cluster of two 2.57 and 3.14 (2.73 and 3.29 if they wait as bits, for which
+    more fit a unit), of four 2.56 and 3.09. Workgroups that stay, with the next row on its way to shared memory, 2.52
+    and 3.43, with eight parts 2.54 and 3.57, to registers 2.53 and 3.21. Through Vulkan, 1024 columns, eight parts 2.92
+    and 3.89, four 2.91 and 3.72; 16384 columns, drawn first 2.82 and 3.31, last 2.35 and 2.86, with one exchange 1.92
+    and 2.20, with eight parts 2.50 and 3.06.
 
     Backward, 4096 columns: one exchange 3.71 and 4.14, two 3.38 and 3.89; through Vulkan 3.15 and 3.64, 2.95 and 3.45.
-    16384 columns: a cluster of four with at most 72 registers 3.02 and 3.45, 64 (which spill) 2.45 and 2.87, 80 2.90
-    and 3.31; no cluster 2.27 and 2.41; two exchanges 2.24 and 2.37. Through Vulkan with two parts 2.44 and 2.67, four
-    2.09 and 2.25, with two exchanges 2.14 and 2.39.
+    16384 columns: a cluster of four with at most 72 registers 3.02 and 3.71, 64 (which spill) 2.48 and 2.96, 80 3.10
+    and 3.57, of two 3.18 and 3.65; two parts and no cluster 2.81 and 3.14. Through Vulkan with two parts 2.56 and 2.93,
+    four 2.54 and 2.94, with two exchanges 2.50 and 2.66.
     """
-    long = problem.length > _LONG
+    long, drops = problem.length > _LONG, problem.dropout_p > 0.0
     if target.max_cluster >= _CLUSTER:
-        if long:
-            return RowTuning(cluster=_CLUSTER, registers=72) if backward else RowTuning(cluster=2)
-        return None if backward or problem.length > 1024 else RowTuning(registers=64)
-    return RowTuning(parts=2) if long and backward and target.vulkan_on_nvidia else None
+        if backward:
+            return _Way(RowTuning(cluster=_CLUSTER, registers=72) if long else None, meets=True)
+        if not drops:
+            return _Way(RowTuning(cluster=2) if long else None, meets=long)
+        return _Way(meets=problem.length > _SHORT, early=long or problem.length <= _SHORT)
+    if target.vulkan_on_nvidia:
+        if backward:
+            return _Way(RowTuning(parts=2) if long else None, meets=True)
+        return _Way(RowTuning(parts=8) if drops and problem.length <= 1024 else None, early=long)
+    return _Way(meets=backward)
 
 
 def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
@@ -62,8 +84,8 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     layout = lay_out(problem.shape[:-1], {name: view.strides[:-1] for name, view in along.items()})
     width = min(view_width(view) for view in rows.values())
     narrow = SCALARS[problem.dtype].bytes == 2
-    tuning = _tuning(problem, backward, target) if narrow else None
-    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, NO_SUMS, tuning)
+    way = _way(problem, backward, target) if narrow else _Way(meets=backward)
+    shape, span = choose_rows(target, problem.dtype, problem.length, width, count, NO_SUMS, way.tuning)
     folded = problem.scale > 0 and problem.mask in (None, "bool")
     operands = tuple((name, operand(view, span.width)) for name, view in along.items())
     if statistics:
@@ -74,8 +96,8 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         causal=problem.causal,
         dropout=problem.dropout_p > 0.0,
         folded=folded,
-        meets=backward or shape.cluster > 1,
-        early=shape.cluster > 1 and not backward,
+        meets=way.meets or shape.cluster > 1,
+        early=way.early,
         dtype=problem.dtype,
         shape=shape,
         spans=(span,),
