@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
-from aule.ir.types import SCALARS, Vector, u16, u32
+from aule.ir.types import SCALARS, Vector, element, u16, u32
 from aule.ops.attention.dropout import OCTET, VECTORS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.ops.softmax.problem import STATISTICS
@@ -32,6 +32,8 @@ class SoftmaxConfig(RowConfig):
         Subgroups that share a row take weights about the largest score of their own columns, and meet once.
     early : bool
         What is kept is drawn while rows are on their way.
+    fetches : bool
+        Rows of the workgroups that come next are fetched to the second-level cache.
     """
 
     name: str
@@ -41,6 +43,7 @@ class SoftmaxConfig(RowConfig):
     folded: bool
     meets: bool = False
     early: bool = False
+    fetches: bool = False
 
 
 class _Kernel:
@@ -61,6 +64,8 @@ class _Kernel:
         rows = k.rows
         self.x = rows.source(self.x_array)
         span.hold(self.x)
+        if self.config.fetches:
+            self.fetch_later()
         self.mask: Source | None = None
         if self.mask_array is not None:
             self.mask = rows.source(self.mask_array)
@@ -78,6 +83,16 @@ class _Kernel:
         self.drawn: Derived | None = None
         if self.config.early and self.seed is not None and span.shape.parts and span.shape.width == OCTET:
             self.draw()
+
+    def fetch_later(self) -> None:
+        """Fetch as much of the row that is ``later`` by so many as this thread has of its own, which is less than a
+        line: memory goes on while this one is worked on."""
+        b, span, rows = self.k.b, self.span, self.k.rows
+        number = rows.numbers[0] + self.k.p.number("later")
+        with b.if_(number < rows.count):
+            start = self.x_array.start(number)
+            col = b.min(span.lane * (span.shape.width * span.shape.parts), span.length - span.shape.width)
+            b.prefetch(self.x_array.buffer, start + b.cast(col, element(start.type)))
 
     def weigh(self, dp: Derived | None = None) -> tuple[Derived, list[PerRow], PerRow | None]:
         """Weights but for one over their sum; that sum and, with ``dp``, the sum of their products; and what weights

@@ -22,28 +22,34 @@ _LONG = 8192
 _SHORT = 2048
 """Columns of a row that one subgroup has."""
 _CLUSTER = 4
+_RESIDENT = 1024
+"""Threads of a unit, with some 64 registers each."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How rows lie over a GPU's threads, None for what is usual, and `SoftmaxConfig.meets` and ``early``."""
+    """How rows lie over a GPU's threads, None for what is usual, and what `SoftmaxConfig` says."""
 
     tuning: RowTuning | None = None
     meets: bool = False
     early: bool = False
+    fetches: bool = False
 
 
 def _way(problem: SoftmaxProblem, backward: bool, target: Target) -> _Way:
     """What was fastest on the H200, for rows of 16-bit numbers.
 
-    bf16, dropout, TB/s, 64 MiB and 1 GiB. Forward, 1024 columns: words drawn first 3.15 and 4.05, last 3.00 and 3.99,
-    with at most 64 registers 3.02 and 3.96, with eight parts 2.97 and 4.13. 4096 columns: one exchange 3.10 and 4.07,
-    two 3.08 and 4.02, drawn first 3.08 and 4.04, eight parts 2.94 and 4.06. 16384 columns: drawn first, one exchange
-    2.70 and 3.49, two 2.56 and 3.32; by a cluster of two 2.57 and 3.14 (2.73 and 3.29 if they wait as bits, for which
-    more fit a unit), of four 2.56 and 3.09. Workgroups that stay, with the next row on its way to shared memory, 2.52
-    and 3.43, with eight parts 2.54 and 3.57, to registers 2.53 and 3.21. Through Vulkan, 1024 columns, eight parts 2.92
-    and 3.89, four 2.91 and 3.72; 16384 columns, drawn first 2.82 and 3.31, last 2.35 and 2.86, with one exchange 1.92
-    and 2.20, with eight parts 2.50 and 3.06.
+    bf16, dropout, TB/s, 64 MiB and 1 GiB. Forward, 1024 columns: words drawn first and later rows fetched 3.25 and
+    4.17, not fetched 3.19 and 4.07; drawn last 3.00 and 3.99, with eight parts 2.97 and 4.13. 4096 columns: one
+    exchange and later rows fetched 3.24 and 4.17, not fetched 3.11 and 4.06; two exchanges 3.08 and 4.02, drawn first
+    3.06 and 4.09, eight parts 2.94 and 4.06. 16384 columns: drawn first, one exchange, later rows fetched, at most 64
+    registers 2.74 and 3.59, not told how many 2.71 and 3.51, not fetched 2.68 and 3.49; two exchanges 2.56 and 3.32; by
+    a cluster of two 2.57 and 3.14 (2.73 and 3.29 if words wait as bits, for which more fit a unit), of four 2.56 and
+    3.09. Workgroups that stay, with the next row on its way to shared memory, 2.52 and 3.43, with eight parts 2.54 and
+    3.57, to registers 2.53 and 3.21. Without dropout, 16384 columns: one exchange, later rows fetched 3.68 and 4.26,
+    not fetched 3.62 and 4.19, two exchanges 3.40 and 4.09, a cluster of two 3.14 and 3.76. Through Vulkan, 1024
+    columns, eight parts 2.95 and 3.92, four 2.91 and 3.72; 16384 columns, drawn first 2.82 and 3.46, last 2.35 and
+    2.86, with one exchange 1.92 and 2.20, with eight parts 2.50 and 3.06.
 
     Backward, 4096 columns: one exchange 3.71 and 4.14, two 3.38 and 3.89; through Vulkan 3.15 and 3.64, 2.95 and 3.45.
     16384 columns: a cluster of four with at most 72 registers 3.02 and 3.71, 64 (which spill) 2.48 and 2.96, 80 3.10
@@ -54,9 +60,9 @@ def _way(problem: SoftmaxProblem, backward: bool, target: Target) -> _Way:
     if target.max_cluster >= _CLUSTER:
         if backward:
             return _Way(RowTuning(cluster=_CLUSTER, registers=72) if long else None, meets=True)
-        if not drops:
-            return _Way(RowTuning(cluster=2) if long else None, meets=long)
-        return _Way(meets=problem.length > _SHORT, early=long or problem.length <= _SHORT)
+        tuning, meets = RowTuning(registers=64) if long and drops else None, problem.length > _SHORT
+        early = long or problem.length <= _SHORT
+        return _Way(tuning, meets, early, fetches=True) if drops or long else _Way()
     if target.vulkan_on_nvidia:
         if backward:
             return _Way(RowTuning(parts=2) if long else None, meets=True)
@@ -98,6 +104,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         folded=folded,
         meets=way.meets or shape.cluster > 1,
         early=way.early,
+        fetches=way.fetches and span.parts > 0 and dict(operands)["x"].unit and target.compute_units > 0,
         dtype=problem.dtype,
         shape=shape,
         spans=(span,),
@@ -113,6 +120,9 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         "shift": problem.length - problem.rows,
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),
+        # Rows that a device has at a time: others than the next ones would come too late, or be gone when their turn
+        # comes. Twice as many: 3.0 in place of 3.2 TB/s at 64 MiB and 3.3 in place of 4.2 at 1 GiB (H200).
+        "later": target.compute_units * (_RESIDENT // shape.threads),
     }
     build = build_softmax_gradient if backward else build_softmax
     return StepPlan((Step(config, build, row_grid(config.name, shape, count, target), scalars),))
