@@ -53,6 +53,8 @@ class _Kernel:
         self.config = config
         self.k = k = RowKernel(config.name, config, target)
         self.span = k.span
+        # Where a product and a sum are rounded once for sure; scores may be large, and their product is not to be.
+        self.fuses = target.backend in ("cuda", "cpu") or target.vulkan_on_nvidia
         self.x_array = k.array("x")
         self.mask_array = k.array("mask") if config.mask else None
         self.y_array = k.array("y") if config.has("y") and config.has("dy") else None
@@ -115,20 +117,32 @@ class _Kernel:
         weights = self.exponentials(mine.map(finite), costly=True)
         (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
         largest = combine("max", theirs)[0].map(finite)
-        # By differences of what the exponents were less by, so that its rounding is the same for all of a row.
-        most = largest.map(self.exponent)
-        share, own = (x.map(lambda m, high: b.exp2(self.exponent(m) - high), most) for x in (theirs, mine))
+        share, own = (x.map(self.share, largest) for x in (theirs, mine))
         return weights, combine("add", *(s.map(lambda x, c: x * c, share) for s in sums)), own
-
-    def exponent(self, x: Value) -> Value:
-        """What a score adds to the exponent of its weight."""
-        return x * self.k.number("factor")
 
     def exponentials(self, largest: PerRow, costly: bool) -> Derived:
         """Weights but for one over their sum."""
         b, factor = self.k.b, self.k.number("factor")
-        low = largest.map(lambda m: -self.exponent(m))
-        return Derived(lambda p: b.exp2(b.fma(p[self.scores], factor, p[low])), costly)
+        if not self.fuses:
+            return Derived(lambda p: b.exp2((p[self.scores] - p[largest]) * factor), costly)
+        factors = largest.map(lambda m: b.select(self._reaches(m), factor, 1.0))
+        low = largest.map(lambda m: -self._exponent(m))
+        return Derived(lambda p: b.exp2(b.fma(p[self.scores], p[factors], p[low])), costly)
+
+    def share(self, m: Value, most: Value) -> Value:
+        """What weights about one largest score are to be multiplied by to be about another."""
+        b = self.k.b
+        if not self.fuses:
+            return b.exp2((m - most) * self.k.number("factor"))
+        return b.exp2(self._exponent(m) - self._exponent(most))  # what was subtracted, with its rounding
+
+    def _exponent(self, m: Value) -> Value:
+        """What a largest score adds to exponents. Where the product would overflow (finfo.min in the place of -inf),
+        other scores than this are too far away to have weights, and the factor may be 1."""
+        return self.k.b.select(self._reaches(m), m * self.k.number("factor"), m)
+
+    def _reaches(self, m: Value) -> Value:
+        return self.k.b.abs(m) < self.k.number("reach")
 
     def _scores(self, p: Part) -> Value:
         """What the exponential is taken of; -inf where a column does not count."""

@@ -14,7 +14,8 @@ from aule.ops.softmax.kernels import SoftmaxConfig, build_softmax, build_softmax
 from aule.ops.softmax.problem import SoftmaxProblem
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
-from aule.tile.math import LOG2E
+from aule.tile.math import LOG2E, lowest
+from aule.tile.vector import work_type
 from aule.view import TensorView
 
 _LONG = 8192
@@ -114,9 +115,12 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         stream=streams(rows, target),
     )
     scalars = layout.scalars | view_numbers(views) | {"length": problem.length, "seq": problem.rows}
+    factor = problem.scale * LOG2E if folded else LOG2E
     scalars |= {
         "scale": problem.scale,
-        "factor": problem.scale * LOG2E if folded else LOG2E,
+        "factor": factor,
+        # Of scores whose product with the factor is a number for sure.
+        "reach": -lowest(work_type(SCALARS[problem.dtype])) / max(factor, 2.0) / 2,
         "shift": problem.length - problem.rows,
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),
