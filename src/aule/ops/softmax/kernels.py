@@ -46,6 +46,13 @@ class SoftmaxConfig(RowConfig):
     fetches: bool = False
 
 
+def _fuses(target: Target) -> bool:
+    """Whether a product and a sum are rounded once, for sure: scores may be large, and lose digits as products."""
+    if target.backend == "cpu":
+        return "fma" in target.extensions or target.arch == "aarch64"
+    return target.backend == "cuda" or target.vulkan_on_nvidia
+
+
 class _Kernel:
     """What both kernels have: scores, which of them count, and which weights are kept."""
 
@@ -53,8 +60,7 @@ class _Kernel:
         self.config = config
         self.k = k = RowKernel(config.name, config, target)
         self.span = k.span
-        # Where a product and a sum are rounded once for sure; scores may be large, and their product is not to be.
-        self.fuses = target.backend in ("cuda", "cpu") or target.vulkan_on_nvidia
+        self.fuses = _fuses(target)
         self.x_array = k.array("x")
         self.mask_array = k.array("mask") if config.mask else None
         self.y_array = k.array("y") if config.has("y") and config.has("dy") else None
