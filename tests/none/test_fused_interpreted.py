@@ -214,7 +214,9 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
     monkeypatch.setattr(row_shapes, "TUNING", forward)
     monkeypatch.setattr(row_shapes, "_PARTS", dict.fromkeys(row_shapes._PARTS, forward.parts))
     monkeypatch.setattr(row_shapes, "AWAITING", forward.threads)
-    monkeypatch.setattr(softmax_plan, "_tuning", lambda *_: forward)
+    monkeypatch.setattr(
+        softmax_plan, "_way", lambda problem, backward, *_: softmax_plan._Way(forward, meets=True, early=not backward)
+    )
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: backward)
     target = replace(TARGETS["subgroups"], max_cluster=8, overlap=True, compute_units=16)
     for case in (
@@ -233,6 +235,34 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
         for one, known in ((spec, call), (spec.gradient, gradient)):
             step = one.plan(known.problem, {**known.views, **result_views(known)}, target).steps[0]
             assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
+
+
+@pytest.mark.parametrize("columns", [1024, 4096, 9216])
+def test_softmax_as_on_hopper(columns: int) -> None:
+    """Weights that are drawn early, subgroups that meet once, later rows that are fetched: more rows than a device has
+    at a time, and fewer in the last block."""
+    spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
+    case = fused_cases.Case("softmax_dropout", (1, 3 if columns > 4096 else 9, columns), "bf16", {"dropout_p": 0.3})
+    arrays = fused_cases.operands(case)
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
+    config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
+    assert (config.early, config.meets, config.fetches) == (columns != 4096, columns > 1024, True)
+
+
+def test_subgroups_that_meet_once_forward() -> None:
+    """The same rows as below, in half precision, where the forward kernel has such subgroups."""
+    spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
+    x = np.random.default_rng(0).standard_normal((4, 9216)).astype(np.float16)
+    x[0] += np.repeat([300.0, -300.0, 0.0], 3072).astype(np.float16)
+    x[1, :8192] = -np.inf
+    x[2] = -np.inf
+    x[3] = np.finfo(np.float16).min
+    options = {option.name: option.default for option in spec.options}
+    call = spec.call({"x": host_view("f16", x)}, options)
+    fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
+    config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
+    assert config.meets
 
 
 @pytest.mark.parametrize("target", ["subgroups", "narrow"])
