@@ -42,7 +42,6 @@ from result_file import written
 from row_cases import (
     CASES,
     error_of,
-    flat,
     gradient_error,
     gradient_tensors,
     gradients,
@@ -149,12 +148,14 @@ def rows_of(name: str, length: int, mib: int) -> list[torch.Tensor]:
     return case.make(mib * 2**20 // (2 * length * case.arrays), length, torch.bfloat16, "cuda")
 
 
-def on_vulkan(name: str, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[tuple[Any, ...]]:
+def on_vulkan(name: str, tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     """What either direction is on Vulkan: spec, operands and options."""
     case, spec = CASES[name], CATALOGUE[name]
     given = seeded(name, padded(name, tensors))
     assert spec.gradient is not None
-    backward = gradient_tensors(name, given, flat(call(*tensors)))
+    on_device = [x if x is None else x.to(tensors[0].device) for x in given]
+    made = torch_fused.compute(spec, on_device, case.options, None, spec.results)
+    backward = gradient_tensors(name, given, made)
     return [(spec, given, case.options), (spec.gradient, backward, case.options)]
 
 
@@ -168,7 +169,7 @@ def compile_all(name: str, length: int, sizes: list[int], compiled: Callable[...
             no_grad(function, tensors)
             gradients(function, tensors, case)()
         with contextlib.suppress(AuleError):
-            for arguments in on_vulkan(name, tensors, call):
+            for arguments in on_vulkan(name, tensors):
                 vulkan_call(*arguments)
         some_numbers(1 << (tensors[0].numel() - 1).bit_length())
         del tensors
@@ -195,7 +196,7 @@ def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | Non
             runs[f"{peer}_{direction}"] = GraphRun(way, -(-calls // 4) if peer == "eager" else calls)
     with contextlib.ExitStack() as stack:
         try:
-            for (direction, count), arguments in zip(moved.items(), on_vulkan(name, tensors, call), strict=True):
+            for (direction, count), arguments in zip(moved.items(), on_vulkan(name, tensors), strict=True):
                 run = stack.enter_context(vulkan_run(*arguments, calls_of(count)))
                 runs[f"vulkan_{direction}"] = run
         except AuleError as failed:

@@ -149,12 +149,12 @@ def gradient_error(name: str, case: Case, tensors: list[torch.Tensor], right: li
 
 
 def gradient_tensors(name: str, tensors: list[Any], outs: tuple[Any, ...]) -> list[torch.Tensor | None]:
-    """Operands of an op's gradient; any values will do."""
+    """Operands of an op's gradient, from all that the op makes; any values will do."""
     spec = CATALOGUE[name]
     assert spec.gradient is not None
     known: dict[str, Any] = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
-    known |= dict(zip(spec.outputs, outs, strict=True))
-    known |= {f"d{n}": x for n, x in zip(spec.outputs, outs, strict=True)}
+    known |= dict(zip(spec.results, outs, strict=False))
+    known |= {f"d{n}": x for n, x in zip(spec.outputs, outs, strict=False)}
     return [known.get(operand.name) for operand in spec.gradient.operands]
 
 

@@ -73,7 +73,8 @@ def flash_attention(
     rope_interleaved : bool
         Columns ``2 i`` and ``2 i + 1`` are a pair (GPT-J); otherwise ``i`` and ``i + rotary_dim // 2`` (Llama).
     dropout_p : float
-        Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``.
+        Chance of each weight to be dropped after softmax; the others are multiplied by ``1 / (1 - dropout_p)``. In both
+        it is rounded to a multiple of 2**-16, but 0 and 1 are for themselves alone: no other drops nothing, or all.
     seed : int, optional
         0 to 2**64 - 1: says which weights are dropped, the same ones on every backend. None takes a new one each time,
         for torch tensors from PyTorch's generator of their device, which `torch.manual_seed` sets. A CUDA graph replays

@@ -318,7 +318,8 @@ def softmax_dropout(
     x : array
         ``[..., rows, columns]``, kinds and dtypes as for `rms_norm`.
     dropout_p : float
-        Chance of each weight to be dropped; the others are divided by ``1 - dropout_p``.
+        Chance of each weight to be dropped, rounded to a multiple of 2**-16 as for `flash_attention`; the others are
+        divided by one less that.
     seed : int, optional
         Decides which weights are dropped, the same on every backend, and the same that `flash_attention` drops with it.
         Default: a new one each time, for torch tensors from PyTorch's generator of their device.

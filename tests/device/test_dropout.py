@@ -23,26 +23,29 @@ def device(request: pytest.FixtureRequest) -> Device:
     return devices.need(request.param)
 
 
-def weights(device: Device, p: float, seq_q: int, seq_kv: int, batch: int = 2, heads: int = 3) -> Any:
-    """The weights themselves: all scores are 0, and V is the identity, a part at a time."""
+def weights(device: Device, p: float, seq_q: int, seq_kv: int, dtype: str = "float32") -> Any:
+    """The weights themselves of two times three heads: all scores are 0, and V is the identity, a part at a time."""
+    batch, heads = 2, 3
     found = []
     for first in range(0, seq_kv, 128):
         width = min(128, seq_kv - first)
-        v = np.zeros((batch, heads, seq_kv, width), np.float32)
+        v = np.zeros((batch, heads, seq_kv, width), dtype)
         v[:, :, first : first + width] = np.eye(width)
-        q, k = np.zeros((batch, heads, seq_q, 8), np.float32), np.zeros((batch, heads, seq_kv, 8), np.float32)
+        q, k = np.zeros((batch, heads, seq_q, 8), dtype), np.zeros((batch, heads, seq_kv, 8), dtype)
         views = {name: grid.view_of(x) for name, x in {"q": q, "k": k, "v": v, "seed": seed_words(SEED)}.items()}
         problem, operands = attention_problem(**views, dropout_p=p)
         found.append(forward_on_host(problem, operands, device)[0])
     return np.concatenate(found, -1) * seq_kv
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(70, 150), (3, 77), (1, 300)])
-def test_the_same_weights_are_kept(device: Device, seq_q: int, seq_kv: int) -> None:
-    found = weights(device, 0.25, seq_q, seq_kv)
+def test_the_same_weights_are_kept(device: Device, seq_q: int, seq_kv: int, dtype: str) -> None:
+    """On matrix units, too, which float16 is for."""
+    found = weights(device, 0.25, seq_q, seq_kv, dtype)
     wanted = kept(0.25, seed_words(SEED), np.arange(6).reshape(2, 3), slice(0, seq_q), slice(0, seq_kv))
     assert ((found != 0) == wanted).all()
-    np.testing.assert_allclose(found[wanted], 1 / 0.75, rtol=1e-5)
+    np.testing.assert_allclose(found[wanted], 1 / 0.75, rtol=1e-5 if dtype == "float32" else 2**-9)
 
 
 def test_everything_dropped_is_zero(device: Device) -> None:

@@ -82,10 +82,20 @@ def normalised(device: Device, op: str, x: np.ndarray) -> np.ndarray:
     return on_host(spec, call, device)["y"]
 
 
-def test_a_large_common_offset_costs_no_digits(device: Device) -> None:
+@pytest.mark.parametrize("op", ["layer_norm", "softmax_dropout"])
+def test_a_large_common_offset_costs_no_digits(device: Device, op: str) -> None:
     x = np.random.default_rng(0).integers(-8, 8, (4, 1536)).astype(np.float32)
-    found = normalised(device, "layer_norm", x + np.float32(2**20))
-    np.testing.assert_allclose(found, normalised(device, "layer_norm", x), atol=2e-6)
+    found = normalised(device, op, x + np.float32(2**20))
+    np.testing.assert_allclose(found, normalised(device, op, x), atol=2e-6)
+
+
+def test_the_lowest_number_in_the_place_of_infinity(device: Device) -> None:
+    """Masks add it: a row that has nothing else weighs all its columns alike, others none of these."""
+    x = np.zeros((3, 1536), np.float32)
+    x[1], x[2, 5:] = np.finfo(np.float32).min, np.finfo(np.float32).min
+    found = normalised(device, "softmax_dropout", x)
+    np.testing.assert_allclose(found[:2], 1 / 1536, rtol=1e-5)
+    np.testing.assert_allclose(found[2], np.repeat([0.2, 0.0], [5, 1531]), rtol=1e-5)
 
 
 def test_equal_rows_and_wild_rows_keep_to_themselves(device: Device) -> None:

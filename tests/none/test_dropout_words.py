@@ -11,7 +11,7 @@ import aule
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
 from aule.ir.types import Vector, i32, u32, u64
-from aule.ops.attention.dropout import Dropout, keep_scale, kept, philox_words, seed_words, threshold
+from aule.ops.attention.dropout import Dropout, keep_scale, kept, philox_words, rounded_chance, seed_words, threshold
 from aule.tile.random import philox
 from aule.tile.vector import Vectors
 
@@ -43,10 +43,16 @@ def test_philox_gives_the_published_answers(counter: Any, key: Any, result: Any,
     assert found.tolist() == list(result)
 
 
-def words_at(head: int, row: int, columns: int, seed: int) -> np.ndarray:
-    """The definition, word by word."""
+def chances(p: float) -> int:
+    """How many of the 65536 numbers are dropped."""
+    return round(p * 65536)
+
+
+def bits_at(head: int, row: int, columns: int, seed: int) -> np.ndarray:
+    """The definition, one number of 16 bits after the other."""
     key = (seed & FULL, seed >> 32)
-    return np.array([philox_words((c >> 2, row, head, 0), key)[c & 3] for c in range(columns)])
+    words = [philox_words((c >> 3, row, head, 0), key)[(c & 7) >> 1] for c in range(columns)]
+    return np.array([int(word) >> 16 * (c & 1) & 0xFFFF for c, word in enumerate(words)])
 
 
 def test_kept_is_what_is_defined() -> None:
@@ -55,11 +61,11 @@ def test_kept_is_what_is_defined() -> None:
     assert found.shape == (1, 2, 3, 15)
     for n, head in enumerate((5, 2)):
         for r in range(3):
-            wanted = words_at(head, 3 + r, 21, seed)[6:] >= threshold(p)
+            wanted = bits_at(head, 3 + r, 21, seed)[6:] >= chances(p)
             assert (found[0, n, r] == wanted).all()
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_a_thread_finds_the_columns_it_holds(width: int) -> None:
     b = Builder("strips", workgroup=32 // width)
     seed, out, limit = b.buffer("seed", u32), b.buffer("out", i32, "write"), b.scalar("limit", u32)
@@ -69,7 +75,7 @@ def test_a_thread_finds_the_columns_it_holds(width: int) -> None:
         b.store(out, column + i, b.cast(keep, i32))
     found = np.zeros(32, np.int32)
     interpret(b.finish(), (1, 1, 1), [seed_words(99), found, threshold(0.5)])
-    assert (found == (words_at(7, 11, 32, 99) >= threshold(0.5))).all()
+    assert (found == (bits_at(7, 11, 32, 99) >= chances(0.5))).all()
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
@@ -86,7 +92,7 @@ def test_vectors_of_columns(lanes: int) -> None:
         b.store(out, i * lanes, x)
     found = np.zeros(4 * lanes)
     interpret(b.finish(), (1, 1, 1), [seed_words(99), found, threshold(0.2)])
-    wanted = words_at(7, 11, 8 + 4 * lanes, 99)[8:] >= threshold(0.2)
+    wanted = bits_at(7, 11, 8 + 4 * lanes, 99)[8:] >= chances(0.2)
     assert (found == np.where(wanted, 1.25, 0.0)).all()
 
 
@@ -101,9 +107,39 @@ def test_the_fraction_kept(p: float) -> None:
         assert np.abs(fractions - (1 - p)).max() < 6 * np.sqrt(p * (1 - p) / (mask.size / mask.shape[axis]))
 
 
-def test_limits() -> None:
-    assert threshold(0.0) == 0 and threshold(1.0) == FULL and threshold(0.5) == 1 << 31
-    assert keep_scale(1.0) == 0.0 and keep_scale(0.5) == 2.0
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_columns_of_a_counter_are_independent(p: float) -> None:
+    """Both halves of each word and all four words: how often two columns of an octet are kept together, and in one row
+    and the next, is as often as chance would have it."""
+    mask = kept(p, seed_words(2), np.arange(8), slice(0, 512), slice(0, 512))
+    octets = mask.reshape(-1, 512, 64, 8).astype(np.float64) - (1 - p)
+    count, variance = octets.size / 8, p * (1 - p)
+    together = np.einsum("hroi,hroj->ij", octets, octets) / count
+    assert np.abs(together - np.diag(np.diag(together))).max() < 5 * variance / np.sqrt(count)
+    after = np.einsum("hroi,hroj->ij", octets[:, 1:], octets[:, :-1]) / count
+    assert np.abs(after).max() < 5.5 * variance / np.sqrt(count)
+
+
+def test_all_numbers_of_16_bits_come_as_often() -> None:
+    """Chi-square over 256 classes of the upper and of the lower byte, for each of the eight columns of a counter."""
+    words = philox_words((np.arange(1 << 16), 3, 4, 0), (5, 6))
+    for column in range(8):
+        bits = words[column >> 1] >> np.uint32(16 * (column & 1)) & np.uint32(0xFFFF)
+        for shift in (0, 8):
+            found = np.bincount((bits >> np.uint32(shift) & np.uint32(0xFF)).astype(np.int64), minlength=256)
+            chi = float(((found - 256.0) ** 2 / 256.0).sum())
+            assert abs(chi - 255) < 5 * np.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize(
+    ("p", "chance"),
+    [(0.0, 0), (1e-9, 1), (1e-5, 1), (0.1, 6554), (0.5, 32768), (0.9, 58982), (1 - 1e-9, 65535), (1.0, 65536)],
+)
+def test_chances_are_multiples_of_one_in_65536(p: float, chance: int) -> None:
+    """Only 0 drops nothing, and only 1 all."""
+    assert rounded_chance(p) == chance / 65536
+    assert threshold(p) == min(chance, 65535) << 16
+    assert keep_scale(p) == (65536 / (65536 - chance) if p < 1 else 0.0)  # weights are right on average
 
 
 # -- the public functions ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from aule.ir.interpret import interpret
 from aule.ir.verify import verify
 from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.elements import stored
 from aule.ops.row_shapes import RowTuning, SumTuning
 from aule.ops.softmax import plan as softmax_plan
 from aule.ops.spec import Call, OpSpec
@@ -79,14 +80,19 @@ def test_cases(case: fused_cases.Case, target: Target) -> None:
         fused_cases.Case("residual_layer_norm", (5, 40), "bf16", layout="rows"),
         fused_cases.Case("softmax_dropout", (2, 5, 200), "f32", {"dropout_p": 0.3, "causal": True, "scale": -1.5}),
         fused_cases.Case("softmax_dropout", (2, 3, 100), "bf16", {"dropout_p": 0.3}),  # sums by pairs
+        fused_cases.Case("layer_norm", (37, 1024), "bf16"),  # one block of rows ahead
+        fused_cases.Case("layer_norm", (9, 512), "bf16", without=("weight", "bias")),  # no sums of columns
         fused_cases.Case("softmax_dropout", (1, 2, 3, 70), "f16", {"dropout_p": 0.5}, mask="bool"),
     ],
     ids=str,
 )
-def test_what_is_kept_for_the_gradient(case: fused_cases.Case) -> None:
-    """Statistics of rows on CPUs; and results that go past the caches, which are small here."""
+@pytest.mark.parametrize("name", ["avx512", "subgroups", "narrow"])
+def test_what_is_kept_for_the_gradient(case: fused_cases.Case, name: str) -> None:
+    """Statistics of rows; and, on CPUs, results that go past the caches, which are small here."""
     features = ("avx2", "avx512f", "avx512bf16", "avx512dq", "avx512vl", "fma")
-    target = replace(TARGETS["avx512"], extensions=features, cache_bytes=1)
+    target = TARGETS[name]
+    if name == "avx512":
+        target = replace(target, extensions=features, cache_bytes=1)
     spec = CATALOGUE[case.op]
     assert spec.gradient is not None and spec.kept == ("statistics",)
     arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
@@ -129,6 +135,71 @@ def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
             fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
 
 
+@pytest.mark.parametrize("columns", [1024, 520, 1003])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        RowTuning(parts=2, landed=True, columns="late"),
+        RowTuning(parts=4, packed=True),
+        RowTuning(parts=1, threads=32),
+        RowTuning(parts=1, packed=True, landed=True),
+    ],
+    ids=["landed", "packed", "one part", "both"],
+)
+def test_other_norms(way: RowTuning, op: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are copied to shared memory, stay narrow in registers, have all columns of a power of two or not."""
+    monkeypatch.setattr(row_shapes, "_norm_tuning", lambda *_: way)
+    target = replace(TARGETS["subgroups"], arch="sm_90", overlap=True)
+    case = fused_cases.Case(op, (5, columns), "bf16")
+    spec = CATALOGUE[op]
+    call = fused_cases.bound(spec, fused_cases.operands(case), fused_cases.options(spec, case))
+    config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
+    assert (config.shape.landed, config.spans[0].packed) == (
+        way.landed and columns % 8 == 0,
+        way.packed and columns % 8 == 0,
+    )
+    fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
+
+
+@pytest.mark.parametrize("columns", [64, 256, 2048])
+def test_a_large_mean_costs_no_digits(columns: int) -> None:
+    """Moments of parts of rows, whose means are some hundred times larger than what is left of them; and a row whose
+    columns are all the same."""
+    spec = CATALOGUE["layer_norm"]
+    rng = np.random.default_rng(7)
+    x = stored((300 + 2 * rng.standard_normal((4, columns))).astype(np.float32), "bf16")
+    x[3] = x[3, 0]
+    options = {option.name: option.default for option in spec.options}
+    call = spec.call({"x": host_view("bf16", x)}, options, spec.outputs)
+    for target in (TARGETS["subgroups"], TARGETS["narrow"]):
+        found = run(spec, call, target)
+        fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
+        assert not found["y"][3].any()
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_workgroups_that_add_up_their_sums(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters of two leave a row of sums each, and no fewer rows are there than workgroups."""
+    way = SumTuning(parts=2, threads=64, resident=128, batch=2, ahead=1, gather=2)
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
+    target = replace(TARGETS["subgroups"], arch="sm_90", max_cluster=8, max_shared_bytes=232448)
+    spec = CATALOGUE[op]
+    assert spec.gradient is not None
+    for rows, gather in ((19, 2), (6, 1)):
+        case = fused_cases.Case(op, (rows, 1024), dtype)
+        arrays = fused_cases.operands(case)
+        call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+        backward = fused_cases.gradient_call(spec, arrays, call, run(spec, call, target), case)
+        expected = fused_cases.right(spec.gradient, backward)
+        fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+        plan = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
+        step = plan.steps[0]
+        assert step.config.shape.gather == gather
+        assert step.scalars["partials"] * gather == step.grid[0]
+
+
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
@@ -142,7 +213,10 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
     once, and weights that are drawn early."""
     monkeypatch.setattr(row_shapes, "TUNING", forward)
     monkeypatch.setattr(row_shapes, "_PARTS", dict.fromkeys(row_shapes._PARTS, forward.parts))
-    monkeypatch.setattr(softmax_plan, "_tuning", lambda *_: forward)
+    monkeypatch.setattr(row_shapes, "AWAITING", forward.threads)
+    monkeypatch.setattr(
+        softmax_plan, "_way", lambda problem, backward, *_: softmax_plan._Way(forward, meets=True, early=not backward)
+    )
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: backward)
     target = replace(TARGETS["subgroups"], max_cluster=8, overlap=True, compute_units=16)
     for case in (
@@ -161,6 +235,34 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
         for one, known in ((spec, call), (spec.gradient, gradient)):
             step = one.plan(known.problem, {**known.views, **result_views(known)}, target).steps[0]
             assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
+
+
+@pytest.mark.parametrize("columns", [1024, 4096, 9216])
+def test_softmax_as_on_hopper(columns: int) -> None:
+    """Weights that are drawn early, subgroups that meet once, later rows that are fetched: more rows than a device has
+    at a time, and fewer in the last block."""
+    spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
+    case = fused_cases.Case("softmax_dropout", (1, 3 if columns > 4096 else 9, columns), "bf16", {"dropout_p": 0.3})
+    arrays = fused_cases.operands(case)
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
+    config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
+    assert (config.early, config.meets, config.fetches) == (columns != 4096, columns > 1024, True)
+
+
+def test_subgroups_that_meet_once_forward() -> None:
+    """The same rows as below, in half precision, where the forward kernel has such subgroups."""
+    spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
+    x = np.random.default_rng(0).standard_normal((4, 9216)).astype(np.float16)
+    x[0] += np.repeat([300.0, -300.0, 0.0], 3072).astype(np.float16)
+    x[1, :8192] = -np.inf
+    x[2] = -np.inf
+    x[3] = np.finfo(np.float16).min
+    options = {option.name: option.default for option in spec.options}
+    call = spec.call({"x": host_view("f16", x)}, options)
+    fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
+    config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
+    assert config.meets
 
 
 @pytest.mark.parametrize("target", ["subgroups", "narrow"])

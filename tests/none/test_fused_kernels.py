@@ -84,8 +84,11 @@ def test_assembled_without_spills(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 8192, 16384])
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "residual_layer_norm"])
-def test_gradients_read_ahead(name: str, length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("rms_norm", False), ("layer_norm", False), ("layer_norm", True), ("residual_layer_norm", True)],
+)
+def test_gradients_read_ahead(name: str, kept: bool, length: int, tmp_path: Path) -> None:
     """Rows of norms' gradients come ahead of their turn, sums of columns find room in registers, and as many workgroups
     fit a multiprocessor as there are: what is chosen counts on that."""
     ptxas = shutil.which("ptxas")
@@ -93,18 +96,21 @@ def test_gradients_read_ahead(name: str, length: int, tmp_path: Path) -> None:
         pytest.skip("no ptxas")
     spec = CATALOGUE[name].gradient
     assert spec is not None
-    needed = [operand.name for operand in spec.operands if operand.spares is None]
+    needed = [operand.name for operand in spec.operands if operand.spares is None or kept]
     shapes = {name: (1024, length) for name in needed} | {"weight": (length,), "bias": (length,)}
     views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+    views["statistics"] = TensorView("f32", (3, 1024), (1024, 1), "cuda", None)
     call = spec.call({name: views[name] for name in needed}, {o.name: o.default for o in spec.options})
-    target = replace(HOPPER, max_shared_bytes=232448)
+    target = replace(HOPPER, max_shared_bytes=232448, max_cluster=8)
     step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
     artifact = generate(step.build(step.config, target), target)
     shape, loads = step.config.shape, [line for line in artifact.text.splitlines() if "ld.global" in line]
     assert shape.ahead
     if shape.through == "shared":
-        assert len(loads) == step.config.spans[0].parts  # of the weight; all else comes by copies
-        assert artifact.text.count("cp.async.cg") > len(loads)
+        rows = [line for line in loads if "v4" in line]
+        assert len(rows) == step.config.spans[0].parts  # of the weight; all else comes by copies
+        assert artifact.text.count("cp.async.cg") > len(rows)
+        assert len(loads) - len(rows) == 4 * shape.batch * kept  # numbers of the first rows, and of the next
     assert shape.resident * (artifact.shared_bytes + 1024) <= target.max_shared_bytes + 1024
     said = assembled(ptxas, artifact, tmp_path)
     assert "0 bytes spill stores" in said
@@ -112,6 +118,31 @@ def test_gradients_read_ahead(name: str, length: int, tmp_path: Path) -> None:
     assert registers is not None
     each = -(-int(registers[1]) // 8) * 8
     assert shape.resident * shape.workgroup * each <= 1 << 16
+
+
+def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) -> None:
+    """Three workgroups of 512 threads fit a multiprocessor. They begin while the launch before ends; small ones, of
+    which there are more than a multiprocessor takes at once, do not."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    target = replace(HOPPER, max_shared_bytes=232448, overlap=True)
+    spec = CATALOGUE["layer_norm"]
+    begun = {}
+    for rows, length in ((1024, 16384), (1 << 20, 1024), (1 << 14, 1024)):
+        shapes = {"x": (rows, length), "weight": (length,), "bias": (length,)}
+        views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+        call = spec.call(views, {o.name: o.default for o in spec.options})
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+        artifact = generate(step.build(step.config, target), target)
+        begun[rows] = step.config.shape.workgroup, artifact.awaits
+        if length == 16384:
+            said = assembled(ptxas, artifact, tmp_path)
+            registers = re.search(r"Used (\d+) registers", said)
+            assert "0 bytes spill stores" in said and registers is not None and int(registers[1]) <= 40
+            assert artifact.text.count("cp.async.cg") == 4 and 3 * (artifact.shared_bytes + 1024) <= 228 << 10
+            assert artifact.text.count("bar.sync") == 1
+    assert begun == {1024: (512, True), 1 << 20: (32, False), 1 << 14: (128, True)}
 
 
 def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
@@ -126,7 +157,7 @@ def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     work = Work(sums=2, columns=True, copied=(2, 2))
     target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
     shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 13, work)
-    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked alone", 1, 512, "again")
+    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked", 1, 256, "again")
     shape, span = choose_rows(replace(target, max_shared_bytes=32 << 10), "bf16", 16384, 8, 1 << 13, work)
     assert (shape.ahead, span.columns) == (0, "held")
 

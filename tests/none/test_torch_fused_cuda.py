@@ -44,6 +44,39 @@ def test_both_directions_are_planned_once(device: Interpreted) -> None:
     assert device.prepared == 3  # forward, backward, and the sums of columns
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "residual_layer_norm", "softmax_dropout"])
+def test_statistics_are_kept_where_arrays_are_large(
+    name: str, device: Interpreted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the gradients are the same with them and without."""
+    asked: list[Any] = []
+    compute = torch_fused.compute
+    monkeypatch.setattr(torch_fused, "compute", lambda *x: (asked.append((x[0].name, x[1], x[4])), compute(*x))[1])
+
+    def gradients(backend: str | None) -> Any:
+        x = made(6, 128)
+        if name == "softmax_dropout":
+            y = aule.softmax_dropout(x, dropout_p=0.3, seed=5, backend=backend)
+        elif name == "layer_norm":
+            y = aule.layer_norm(x, made(128), backend=backend)
+        else:
+            y = aule.residual_layer_norm(x, made(6, 128) * 2, made(128), backend=backend)[0]
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    right = gradients("cpu")
+    for least, kept in ((1 << 22, False), (6 * 128, True)):
+        asked.clear()
+        monkeypatch.setitem(torch_fused._KEPT_FROM, "cuda", least)
+        torch.testing.assert_close(gradients(None), right, rtol=1e-5, atol=1e-5)
+        (forward, _, wanted), (backward, given, _) = asked
+        assert (forward, backward) == (name, f"{name}_backward")
+        assert ("statistics" in wanted) == (given[-1] is not None) == kept
+    monkeypatch.setenv("AULE_BACKEND", "cpu")  # where CUDA tensors go by way of the host
+    asked.clear()
+    torch.testing.assert_close(gradients(None), right, rtol=1e-5, atol=1e-5)
+    assert "statistics" not in asked[0][2]
+
+
 def test_views_that_start_anywhere(device: Interpreted) -> None:
     """Halves of one tensor, and one that starts off a multiple of 16 bytes: planned apart, computed alike."""
     whole = made(4, 130).detach()

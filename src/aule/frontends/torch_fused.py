@@ -32,7 +32,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _MAX_SIGNATURES = 4096
-_KEPT_FROM = 1 << 14
+_KEPT_FROM = {"host": 1 << 14, "cuda": 1 << 22}
 """Elements from which on something is kept for a gradient: one more result takes PyTorch 10 us."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -167,24 +167,33 @@ def saved(spec: OpSpec, tensors: Sequence[Any], output: Any) -> list[Any]:
 
 def _useless(spec: OpSpec, tensors: Sequence[Any]) -> set[str]:
     """Results of an op that would spare its gradient no work."""
-    return {name for name, number in _spared(spec) if tensors[number] is None or not tensors[0].is_cpu}
+    host = tensors[0].is_cpu
+    return {name for name, number, small in _spared(spec) if tensors[number] is None or not (host or small)}
 
 
 @cache
-def _spared(spec: OpSpec) -> tuple[tuple[str, int], ...]:
-    """Results that spare the gradient work, each with the number of the operand whose work it is."""
+def _spared(spec: OpSpec) -> tuple[tuple[str, int, bool], ...]:
+    """Results that spare the gradient work, each with the number of the operand whose work it is, and whether that is
+    so on GPUs."""
     numbers = {operand.name: i for i, operand in enumerate(spec.operands)}
     operands = required_gradient(spec).operands
-    return tuple((operand.name, numbers[operand.spares]) for operand in operands if operand.spares is not None)
+    return tuple((x.name, numbers[x.spares], x.small) for x in operands if x.spares is not None)
 
 
 def _kept(spec: OpSpec, tensors: Sequence[Any], backend: str | None) -> tuple[str, ...]:
     """What a call is to make for its gradient."""
-    if not spec.kept or not tensors[0].is_cpu or tensors[0].numel() < _KEPT_FROM:
+    if not spec.kept:
         return ()
-    device, useless = host_device(backend), _useless(spec, tensors)
-    if device is None or device.target.backend != "cpu":
+    where = route_of(tensors[0], backend)
+    if where not in _KEPT_FROM or tensors[0].numel() < _KEPT_FROM[where]:
         return ()
+    if where == "host":
+        device = host_device(backend)
+        if device is None or not (device.target.backend == "cpu" or device.target.vulkan_on_nvidia):
+            return ()
+    elif not (backend or settings.backend() or "cuda").startswith("cuda"):
+        return ()
+    useless = _useless(spec, tensors)
     return tuple(name for name in spec.kept if name not in useless)
 
 

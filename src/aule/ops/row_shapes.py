@@ -35,6 +35,10 @@ class RowTuning:
         compute.
     registers : int
         Of a thread at most, where a compiler can be told; 0 leaves it to that.
+    landed : bool
+        Rows are copied past the registers, as in `RowShape`, where they can be.
+    packed : bool
+        What registers hold stays as narrow as it is, as in `SpanShape`.
     """
 
     parts: int = 4
@@ -43,6 +47,8 @@ class RowTuning:
     columns: ColumnReads = "held"
     cluster: int = 1
     registers: int = 0
+    landed: bool = False
+    packed: bool = False
 
 
 TUNING = RowTuning()
@@ -65,6 +71,8 @@ class SumTuning(RowTuning):
         Blocks of rows that are on their way while one is worked on, as far as shared memory has the room.
     through : str
         Where to, as in `RowShape`.
+    gather : int
+        Workgroups that add up their sums of columns, as in `RowShape`, where they can and all have rows.
     """
 
     parts: int = 2
@@ -74,6 +82,7 @@ class SumTuning(RowTuning):
     resident: int = 512
     ahead: int = 1
     through: Through = "shared"
+    gather: int = 1
 
 
 SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
@@ -96,6 +105,21 @@ _NORM_THREADS = 32
 """Of a workgroup of those at least: a row that one subgroup has is a workgroup of its own. H200, bf16, 1024 columns,
 TB/s with 32, 64 and 128, 64 MiB and 1 GiB: rms_norm 3.80, 3.71, 3.80 and 4.22, 4.22, 4.16, residual_rms_norm 3.86,
 3.72, 3.69 and 4.21, 4.19, 4.14; through Vulkan layer_norm 3.29, 3.24, 3.24 and 4.19, 4.18, 4.17."""
+AWAITING = 128
+"""The same where they begin while the launch before ends, and there are not so `_MANY_ROWS`; workgroups with fewer do
+not. 64 MiB: rms_norm of 1024 columns 3.76 -> 3.85, residual_layer_norm 3.70 -> 3.85, layer_norm 3.61 -> 3.74, and with
+at most 64 registers in place of 72 3.79; with 32 threads each that all begin early it has 3.19. 256 MiB: layer_norm
+with 128 threads 4.04, with 32 4.06. Longer rows, without and with that: rms_norm of 4096 columns 3.81, 3.86, of 16384
+3.44, 3.65."""
+_MANY_ROWS = 1 << 16
+_SHORT = 1024
+_LANDS = 4096
+"""Columns of a row that loses its mean and need not land in shared memory. 16384 columns, 64 MiB and 1 GiB: 3.53 and
+4.14, in registers 3.32 and 4.05; 8192 columns, 64 MiB, 3.65 and 3.60; 4096 columns 3.73, 4.09 and 3.68, 4.13. Through
+Vulkan such rows are packed, 16384 columns, 64 and 512 MiB: 2.95 and 3.85, before 2.75 and 3.68."""
+_PACKED_ROWS = 1 << 14
+"""Rows with a residual from which on they are packed. 4096 columns, 64 MiB and 1 GiB: residual_rms_norm 3.75 and
+4.13, before 3.74 and 4.06, residual_layer_norm 3.63 and 4.16, before 3.69 and 4.06."""
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
@@ -131,12 +155,15 @@ class Work:
         Bytes of an element of each array of rows that is read, where those may come ahead of their turn.
     written : int
         Arrays of rows that are written.
+    centred : bool
+        Rows lose their mean.
     """
 
     sums: int = 0
     columns: bool = False
     copied: tuple[int, ...] = ()
     written: int = 1
+    centred: bool = False
 
 
 NO_SUMS = Work()
@@ -155,16 +182,18 @@ def choose_rows(
     is another than `TUNING`, for kernels without sums of columns on GPUs."""
     if target.backend == "cpu":
         return _choose_cpu_rows(target, dtype, length, rows, work)
+    size = SCALARS[dtype].bytes
+    narrow = size == 2 and width % 2 == 0
     if not work.sums:
         tuning = tuning or TUNING
         if (work.columns or work.written > 1) and (target.backend == "cuda" or target.vulkan_on_nvidia):
-            tuning = replace(tuning, threads=_NORM_THREADS)
-            if target.backend == "cuda" or work.written > 1:
-                tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
-            if target.vulkan_on_nvidia:
-                tuning = replace(tuning, columns=_COLUMNS)
+            tuning = _norm_tuning(target, length, rows, work, tuning, narrow)
+        whole = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
+        tuning = replace(tuning, landed=tuning.landed and whole, packed=tuning.packed and narrow)
         return _over_cluster(target, length, width, rows, tuning)
     summing = choose_sums(target, length, work) if work.copied else SUMS
+    if summing.packed and not narrow:
+        summing = SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
     if not summing.ahead:
         return shape, span
@@ -181,7 +210,47 @@ def choose_rows(
         ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
     if not ahead:
         return _over_threads(target, length, width, rows, SUMS)
-    return replace(shape, resident=resident, ahead=ahead, through=summing.through), span
+    shape = replace(shape, resident=resident, ahead=ahead, through=summing.through)
+    gathered = replace(shape, gather=summing.gather)
+    return (gathered if _can_gather(target, dtype, rows, gathered, span, work) else shape), span
+
+
+def _can_gather(target: Target, dtype: str, rows: int, shape: RowShape, span: SpanShape, work: Work) -> bool:
+    """Whether workgroups can add up their sums of columns in the shared memory through which rows have come, and all
+    of them have rows."""
+    size = work_type(SCALARS[dtype]).bytes
+    pieces = span.parts * span.width * size // COPIED_BYTES
+    room = (shape.ahead + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
+    alike = shape.through == "shared" and shape.slots == 1 and not span.ragged and pieces % shape.gather == 0
+    groups = shape.resident * (target.compute_units or _UNITS)
+    return size == 4 and shape.gather <= target.max_cluster and alike and room and rows >= shape.block * groups
+
+
+def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: RowTuning, narrow: bool) -> RowTuning:
+    """Norms on NVIDIA's GPUs, forward."""
+    tuning = replace(tuning, threads=_NORM_THREADS)
+    if target.backend == "cuda" or work.written > 1:
+        tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
+    if target.vulkan_on_nvidia:
+        packed = length > _LONG and work.centred and work.written == 1
+        return replace(tuning, columns=_COLUMNS, packed=packed)
+    if target.overlap and rows < _MANY_ROWS:
+        tuning = replace(tuning, threads=AWAITING)
+        if narrow and length <= _SHORT and work.centred and work.written == 1:
+            tuning = replace(tuning, registers=64)
+    if length > _LANDS and work.centred and work.written == 1 and copies_past_registers(target):
+        tuning = replace(tuning, parts=4, columns="late", landed=narrow)
+    elif _LANDS // 2 < length <= _LANDS and work.written > 1 and rows >= _PACKED_ROWS:
+        tuning = replace(tuning, parts=4, packed=True)
+    return tuning
+
+
+def has_moments(target: Target, dtype: str, length: int) -> bool:
+    """Whether mean and squares of rows are to come from one exchange: on GPUs, of 16-bit numbers. H200, 64 MiB, without
+    and with: layer_norm of 16384 columns 3.15 and 3.32, with a residual 3.39 and 3.48, of 1024 columns 3.63 and 3.74;
+    through Vulkan, with a residual, 16384 columns 3.03 and 3.14, but 4096 3.36 and 3.31, without 3.19 and 3.14."""
+    long = length > _LONG or not target.vulkan_on_nvidia
+    return target.backend != "cpu" and SCALARS[dtype].bytes == 2 and long
 
 
 def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
@@ -199,7 +268,7 @@ def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
 
 
 _Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
-_FOUR = SumTuning(parts=4)
+_FOUR = SumTuning(parts=4, gather=2)
 _ONE_PART = SumTuning(parts=1, widest=1024, resident=1024, through="registers")
 _AGAIN = SumTuning(parts=4, widest=512, ahead=0, columns="again")
 _COPIED: _Choices = {
@@ -210,11 +279,16 @@ _COPIED: _Choices = {
         (16384, replace(_FOUR, ahead=2)),
     ),
     (1, 3): ((2048, SumTuning(through="registers")), (4096, SumTuning(batch=2)), (16384, replace(_FOUR, ahead=2))),
-    (2, 2): ((4096, SumTuning(threads=256, batch=2, ahead=2)), (8192, replace(_FOUR, ahead=2)), (16384, _FOUR)),
+    (2, 2): (
+        (1024, SumTuning(batch=2, ahead=2)),
+        (4096, SumTuning(threads=256, batch=2, ahead=2, gather=2)),
+        (8192, replace(_FOUR, ahead=2, registers=128)),
+        (16384, replace(_FOUR, ahead=2)),
+    ),
     (2, 3): (
         (2048, SumTuning(through="registers")),
-        (4096, SumTuning(batch=2, ahead=2)),
-        (8192, SumTuning(widest=512, batch=2)),
+        (4096, SumTuning(batch=2, ahead=2, gather=2)),
+        (8192, SumTuning(widest=512, batch=2, gather=2)),
         (16384, _FOUR),
     ),
 }
@@ -232,22 +306,26 @@ columns  1024                 2048                 4096                 8192    
 =======  ===================  ===================  ===================  ===================  ==================
 
 Others: (1, 2) of 1024 columns through shared memory 3.87, through registers with 512 threads 3.62; (1, 3) with 768, of
-which some wait, 3.29. Of 4096 columns through registers 3.41 and, with two sums, 3.15. Of 16384 columns with two sums,
-two blocks ahead, 3.45.
+which some wait, 3.29. Of 4096 columns through registers 3.41 and, with two sums, 3.15.
+
+Since then two workgroups gather, and LayerNorm has statistics of rows. 64 MiB, in parentheses before: (2, 2) 1024
+columns, with 128 threads in place of 256, 3.11 (2.95), 4096 2.94 (2.72), 8192 2.51 (2.35), 16384 2.58 (2.23); (2, 3)
+4096 2.66 (2.44), 8192 2.50 (2.23), 16384 2.19 (1.77). 1 GiB: (2, 2) 1024 columns 4.16, with 256 threads 4.09, 16384
+3.83, with one block ahead 3.67 (3.65); (2, 3) 16384 4.08 (4.03). Four that gather have 1.56 where two have 2.00.
 """
 _CARRIED: _Choices = {
     (1, 2): ((4096, _ONE_PART), (16384, _AGAIN)),
     (1, 3): ((8192, _ONE_PART), (16384, _AGAIN)),
     (2, 2): (
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_AGAIN, ahead=1, through="parked alone")),
+        (16384, replace(_AGAIN, parts=8, most=64, widest=256, resident=256, ahead=1, through="parked")),
     ),
     (2, 3): (
         (1024, replace(_ONE_PART, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
         (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_AGAIN, parts=8, most=64, widest=256, resident=256, ahead=1, through="parked alone")),
+        (16384, replace(_AGAIN, packed=True)),
     ),
 }
 """The same through Vulkan, 512 MiB; in parentheses what was chosen before, with bf16 rounded as it is now:
@@ -267,6 +345,10 @@ What was chosen before spills at 16384 columns. Others there: (1, 2) with x park
 (2, 3) has changed since then. 64 MiB and 1 GiB, in parentheses what the table is of: 1024 columns 2.54 and 3.82 (2.32
 and 3.58), with 1024 threads, of which some wait, 2.18 and 3.26; 16384 columns, with 255 registers for each of 256
 threads, 1.59 and 2.95 (1.49 and 2.44). The same for (2, 2): 1.75 and 2.72 (1.86 and 2.95).
+
+With statistics of rows, 512 MiB, in parentheses without: (2, 2) 1024 columns 3.83 (3.40), 4096 3.76 (3.33); (2, 3) 4096
+3.84 (3.41). 16384 columns: (2, 2) all rows ahead, x parked, by 256 threads 3.11, x alone ahead by 512 3.06 (2.89),
+nothing ahead 2.67; (2, 3) nothing ahead, packed, 3.28, x alone ahead by 256 threads 2.72 (2.72).
 """
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
@@ -294,9 +376,11 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
     parts = -(-pieces // threads)
     span = SpanShape(width)
     if parts * width <= tuning.most:
-        span = SpanShape(width, parts, pieces % threads != 0, columns=tuning.columns)
+        ragged = pieces % threads != 0
+        span = SpanShape(width, parts, ragged, columns=tuning.columns, packed=tuning.packed)
     if not isinstance(tuning, SumTuning):
-        return RowShape(threads, slots, exact=rows % slots == 0, registers=tuning.registers), span
+        landed = tuning.landed and span.parts > 0
+        return RowShape(threads, slots, exact=rows % slots == 0, registers=tuning.registers, landed=landed), span
     if not span.parts:
         slots = 1  # sums that are not in registers are a workgroup's own
     batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or _UNITS) else 1
@@ -352,6 +436,7 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
     groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
+    groups -= groups % shape.gather
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 

@@ -14,7 +14,7 @@ from aule.ops.parameters import Access, Parameters
 from aule.ops.spec import Result
 from aule.target import Target
 from aule.tile.carried import Carried
-from aule.tile.column_sums import ColumnSums
+from aule.tile.column_sums import ColumnSums, gather
 from aule.tile.early import Early
 from aule.tile.parked import Parked
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
@@ -101,10 +101,10 @@ def check_statistics(op: str, main: str, views: Mapping[str, TensorView], count:
     return {name: view for name, view in views.items() if name != "statistics"}
 
 
-def has_statistics(views: Mapping[str, TensorView], target: Target) -> bool:
-    """Whether a kernel can read statistics of rows, or writes them: on CPUs, where they lie in one piece."""
+def has_statistics(views: Mapping[str, TensorView]) -> bool:
+    """Whether a kernel can read statistics of rows, or writes them: where they lie in one piece."""
     view = views.get("statistics")
-    if view is None or target.backend != "cpu" or view.offset:
+    if view is None or view.offset:
         return False
     return view.strides == contiguous_strides(view.shape)
 
@@ -133,6 +133,8 @@ class RowConfig:
         In the order of the kernel's buffers, by name.
     stream : bool
         Rows that are written go past the caches.
+    awaits : bool
+        It begins while the launch before ends, waits for that itself, and lets the next launch do so.
     """
 
     dtype: str
@@ -142,6 +144,7 @@ class RowConfig:
     index64: bool
     operands: tuple[tuple[str, RowOperand], ...]
     stream: bool = False
+    awaits: bool = False
 
     def has(self, name: str) -> bool:
         return any(name == known for known, _ in self.operands)
@@ -236,10 +239,13 @@ class RowKernel:
 
     def __init__(self, name: str, config: RowConfig, target: Target) -> None:
         self.config = config
-        self.b = Builder(
-            name, config.shape.workgroup, max_registers=config.shape.registers, cluster=config.shape.cluster
-        )
+        shape = config.shape
+        cluster = max(shape.cluster, shape.gather)
+        self.b = Builder(name, shape.workgroup, max_registers=shape.registers, cluster=cluster)
         self.cpu = target.backend == "cpu"
+        if config.awaits:
+            self.b.launch_await()
+            self.b.launch_next()
         index: Scalar = i64 if self.cpu or config.index64 else i32
         self.column = i64 if self.cpu else i32
         self.p = Parameters(self.b, index)
@@ -251,6 +257,11 @@ class RowKernel:
             Span(self.rows, shape, self.p.number("length" if i == 0 else f"length{i}", self.column))
             for i, shape in enumerate(config.spans)
         ]
+
+    @property
+    def narrow(self) -> bool:
+        """Rows are of 16-bit numbers."""
+        return SCALARS[self.config.dtype].bytes == 2
 
     @property
     def span(self) -> Span:
@@ -308,6 +319,10 @@ class RowKernel:
         """Store sums of columns; the launch that adds them up may start."""
         if sums:
             self.b.launch_next()
+        if self.config.shape.gather > 1:
+            assert isinstance(self.span.early, Stages)
+            gather(list(sums), self.span.early.memory)  # whose rows nobody needs any more
+            return
         for total in sums:
             total.finish()
 

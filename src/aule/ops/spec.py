@@ -25,11 +25,14 @@ class Operand:
     spares : str or None
         Of a gradient: the operand whose work this one, a result of the op, spares a CPU. It is kept where that one is
         given and memory is the host's; on a device it would cost more to read than to do without.
+    small : bool
+        It would not: it has some numbers for each row, and is kept for GPUs as well.
     """
 
     name: str
     optional: bool = False
     spares: str | None = None
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ class OpSpec:
     outputs : tuple of str
         Of a gradient, callers may want some only.
     kept : tuple of str
-        Further outputs, which are made for the gradient alone and where the CPU engine will compute it: no caller sees
-        them, and the gradient's operands of these names are optional.
+        Further outputs, which are made for the gradient alone and where it will gain by them: no caller sees them, and
+        the gradient's operands of these names are optional.
     bind : callable
         ``bind(op, views, options, wanted) -> Call``: checks a call. ``views`` holds the operands that were given,
         ``wanted`` the names of the outputs to compute.

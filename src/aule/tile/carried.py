@@ -7,14 +7,44 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aule.ir import Value, Var
-from aule.tile.early import Early
-from aule.tile.rows import RowArray, Source
+from aule.tile.early import Ahead, Early
+from aule.tile.rows import PerRow, RowArray, Rows, Source
 
 if TYPE_CHECKING:
     from aule.tile.spans import Part, Span
 
 Place = tuple[int, int, int]
 """Number of an array, of a row and of a part."""
+
+
+class Numbers(Ahead):
+    """The numbers that some arrays have of each row (`Rows.get`), in registers one block before their turn: a row is
+    not to wait for memory twice."""
+
+    def __init__(self, rows: Rows, arrays: Sequence[RowArray]) -> None:
+        self.rows, self.arrays = rows, tuple(arrays)
+        self._next: list[list[Var]] = []
+        self.found: list[PerRow] = []
+        """Those of the block that is worked on."""
+
+    def start(self, first: Value, last: Value, step: Value) -> None:
+        def load() -> None:
+            self._next = [[self.rows.b.var(x) for x in numbers.values] for numbers in self._loaded()]
+
+        self.rows.take(self.rows.b.min(first, last - 1), load)
+
+    def advance(self, block: Value, last: Value, step: Value) -> None:
+        self.found = [PerRow(tuple(variable.value for variable in variables)) for variables in self._next]
+
+        def load() -> None:
+            for variables, numbers in zip(self._next, self._loaded(), strict=True):
+                for variable, value in zip(variables, numbers.values, strict=True):
+                    variable.value = value
+
+        self.rows.take(self.rows.b.min(block + step, last - 1), load)
+
+    def _loaded(self) -> list[PerRow]:
+        return [self.rows.get(array) for array in self.arrays]
 
 
 class Carried(Early):
@@ -58,4 +88,5 @@ class Carried(Early):
 
     def read(self, part: Part, source: Source) -> Value:
         assert part.number is not None
-        return self._now[(self.number(source), part.row, part.number)]
+        place = (self.number(source), part.row, part.number)
+        return self.span.packed(part, source, lambda: self._now[place])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aule.ir import Value, Var
+from aule.ir.types import Vector, element, i32
 from aule.tile.math import fold
 from aule.tile.rows import RowArray
 from aule.tile.spans import Part, Product, Span, Term
@@ -25,7 +26,8 @@ class ColumnSums:
         self.span, rows = span, span.rows
         b, width = rows.b, span.shape.width
         self.array = array
-        self.start = array.start(rows.group)
+        gather = rows.shape.gather
+        self.start = array.start(rows.group // gather if gather > 1 else rows.group)
         self.zero = b.splat(b.const(0.0, rows.work), width)
         self.sums: list[Var] = [b.var(self.zero) for _ in range(span.shape.parts)]
         if not span.shape.parts:
@@ -92,3 +94,46 @@ class ColumnSums:
 
     def _store(self, part: Part, value: Value) -> None:
         self.span.store_run(self.array, self.start, part.col, value, part.count)
+
+
+def gather(sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
+    """Store what registers of a cluster's workgroups hold, added up over those: of all columns each has some.
+
+    Parameters
+    ----------
+    memory : sequence of Value
+        Shared memory for each of them: of pieces of 16 bytes, of which a thread has every n-th of n threads, and has
+        used no other. So nobody has to be waited for.
+    """
+    span = sums[0].span
+    rows, b = span.rows, span.rows.b
+    shape, threads = rows.shape, rows.shape.workgroup
+    four, pieces = Vector(rows.work, 4), span.shape.width // 4
+
+    def at(place: Value, number: Value | int) -> Value:
+        """Where this thread's piece of a number is."""
+        return (b.thread_id() + number * threads) * _lanes(place)
+
+    places = list(zip(sums, memory[: len(sums)], strict=True))
+    for total, place in places:
+        type_ = Vector(element(place.type), _lanes(place))
+        for number, variable in enumerate(total.sums):
+            values = b.unpack(variable.value)
+            for i in range(pieces):
+                four_of_it = b.vector(values[4 * i : 4 * i + 4])
+                b.store(place, at(place, number * pieces + i), b.bitcast(four_of_it, type_))
+    b.cluster_barrier()
+    each = span.shape.parts * pieces // shape.gather
+    first = rows.group % shape.gather * each
+    for total, place in places:
+        for piece in (first + i for i in range(each)):
+            here = at(place, piece)
+            found = [b.cluster_load(place, here, b.const(n, i32), _lanes(place)) for n in range(shape.gather)]
+            value = fold(b, "add", [b.bitcast(x, four) for x in found])
+            col = (rows.lane + piece // pieces * shape.threads) * span.shape.width + piece % pieces * 4
+            b.store(total.array.buffer, total.start + b.cast(col, element(total.start.type)), value, align=4)
+
+
+def _lanes(place: Value) -> int:
+    """Elements of 16 bytes."""
+    return 16 // element(place.type).bytes

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from aule.tile.spans import Part, Span
 
 
-class Early(ABC):
+class Ahead(ABC):
+    """What is sent for before its turn."""
+
+    @abstractmethod
+    def start(self, first: Value, last: Value, step: Value) -> None:
+        """Send for the first blocks: ``first``, those ``step`` further each, and none from ``last`` on."""
+
+    @abstractmethod
+    def advance(self, block: Value, last: Value, step: Value) -> None:
+        """Send for the next block, and have ``block`` at hand."""
+
+
+class Early(Ahead):
     """The parts that threads have of the rows of some arrays, of the block that is worked on and of later ones.
 
     Attributes
@@ -38,14 +50,6 @@ class Early(ABC):
     def number(self, source: Source) -> int:
         """Which of the arrays it is of."""
         return next(i for i, array in enumerate(self.arrays) if source.array is array)
-
-    @abstractmethod
-    def start(self, first: Value, last: Value, step: Value) -> None:
-        """Send for the first blocks: ``first``, those ``step`` further each, and none from ``last`` on."""
-
-    @abstractmethod
-    def advance(self, block: Value, last: Value, step: Value) -> None:
-        """Send for the next block, and have ``block`` at hand."""
 
     @abstractmethod
     def read(self, part: Part, source: Source) -> Value:

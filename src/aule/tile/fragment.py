@@ -203,8 +203,12 @@ class Fragments(Components):
 
     def row(self, r: int) -> Value:
         """The row of a tile that is this lane's ``r``-th."""
+        return self.lane_row + self.below(r)
+
+    def below(self, r: int) -> int:
+        """How far that is below the lane's first row."""
         block, part = divmod(r, len(self.part_rows))
-        return self.lane_row + (block * self.way.height + self.part_rows[part])
+        return block * self.way.height + self.part_rows[part]
 
     def col(self, c: int) -> Value:
         """The column of a tile that is this lane's ``c``-th."""

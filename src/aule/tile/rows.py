@@ -31,7 +31,7 @@ from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 
 if TYPE_CHECKING:
-    from aule.tile.early import Early
+    from aule.tile.early import Ahead
 
 Through = Literal["shared", "registers", "parked", "parked alone"]
 
@@ -72,6 +72,12 @@ class RowShape:
         Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
         (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
         that comes ahead (`aule.tile.parked`).
+    landed : bool
+        In kernels that do not loop: rows are copied to shared memory, past the registers, and each pass reads them
+        there. Where registers decide, more workgroups fit.
+    gather : int
+        In kernels that loop, with rows on their way to shared memory: workgroups of a cluster that add up their sums of
+        columns before they leave them.
     """
 
     threads: int = 1
@@ -84,6 +90,8 @@ class RowShape:
     through: Through = "shared"
     cluster: int = 1
     registers: int = 0
+    landed: bool = False
+    gather: int = 1
 
     @property
     def workgroup(self) -> int:
@@ -184,7 +192,7 @@ class Rows:
         self.scratch: Value | None = None
         """Shared memory in which `ColumnSums` are added up."""
 
-    def run(self, body: Callable[[], None], early: Early | None = None) -> None:
+    def run(self, body: Callable[[], None], *early: Ahead) -> None:
         """Trace ``body`` for the rows of this workgroup, which come ``early`` where that is given."""
         b, shape = self.b, self.shape
         blocks = (self.count + (shape.block - 1)) // shape.block
@@ -193,13 +201,13 @@ class Rows:
             if self.vectors:  # neighbouring rows: a core reads ahead, and does not share lines with another
                 each = (blocks + (step - 1)) // step
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
-            if early is not None:
-                early.start(first, last, step)
+            for coming in early:
+                coming.start(first, last, step)
             turn = b.var(b.const(0, i32), "turn")
             with b.loop(first, last, step, name="block") as block:
                 self.turn = turn.value
-                if early is not None:
-                    early.advance(block, last, step)
+                for coming in early:
+                    coming.advance(block, last, step)
                 self.take(block, body)
                 turn.value = self.turned(self.turn + 1)
         else:
@@ -215,7 +223,7 @@ class Rows:
         agree."""
         if self.closes:
             self.b.barrier()
-        if self.shape.cluster > 1:
+        if self.shape.cluster > 1 or self.shape.gather > 1:
             self.b.cluster_barrier()  # nobody ends while others read
 
     def take(self, block: Value, body: Callable[[], None]) -> None:
@@ -315,6 +323,47 @@ class Rows:
     def meets(self) -> bool:
         """Whether a row has several subgroups, of which each can read what all have left by one load a lane."""
         return 1 < self.lanes < self.shape.threads * self.shape.cluster <= self.lanes * self.lanes
+
+    @property
+    def merges(self) -> bool:
+        """Whether `merged` can be: all threads of a row have as much of it, and their number is a power of two."""
+        threads = self.shape.threads
+        even = self.shape.cluster == 1 and threads & (threads - 1) == 0
+        return even and 1 < self.lanes <= threads <= self.lanes * self.lanes
+
+    def merged(self, mean: PerRow, squares: PerRow, count: int) -> tuple[PerRow, PerRow]:
+        """From the mean of ``count`` columns that each thread has, and the sum of squares about it, to those of the
+        row, in one exchange. What two that meet have is of both, so nothing is lost where means are large."""
+        b, lanes, parts = self.b, self.lanes, self.shape.threads // self.lanes
+        pairs = list(zip(mean.values, squares.values, strict=True))
+        pairs = [self._met(pair, count, lanes) for pair in pairs]
+        if parts > 1:
+            values = [x for pair in pairs for x in pair]
+            size = len(values) * parts
+            number, lane = divmod_const(b, self.lane, lanes)
+            scratch = b.shared(f"row_moments_{self._exchanges}", self.work, self._turns * self.shape.slots * size)
+            self._exchanges += 1
+            mine = (self.turn * self.shape.slots + self.slot) * size
+            with b.if_(b.eq(lane, 0)):
+                for i, x in enumerate(values):
+                    b.store(scratch, mine + i * parts + number, x)
+            b.barrier()
+            place = lane & (parts - 1)
+            values = [b.load(scratch, mine + i * parts + place) for i in range(len(values))]
+            pairs = list(zip(values[::2], values[1::2], strict=True))
+            pairs = [self._met(pair, count * lanes, parts) for pair in pairs]
+        means, sums = zip(*pairs, strict=True)
+        return PerRow(means), PerRow(sums)
+
+    def _met(self, pair: tuple[Value, Value], count: int, lanes: int) -> tuple[Value, Value]:
+        """Mean and squares of ``lanes`` lanes together, of which each has those of ``count`` columns."""
+        b, (mean, squares), mask = self.b, pair, 1
+        while mask < lanes:
+            other, more = b.shuffle_xor(mean, mask), b.shuffle_xor(squares, mask)
+            apart = other - mean
+            mean, squares = (mean + other) * 0.5, b.fma(apart * (0.5 * count), apart, squares + more)
+            mask, count = mask * 2, count * 2
+        return mean, squares
 
     def within(self, kind: str, partial: PerRow) -> PerRow:
         """Combine over the subgroup."""

@@ -45,6 +45,9 @@ class SpanShape:
     columns : str
         Where it is kept in registers: arrays of one number for each column are ``held`` from the start, as rows are;
         read ``late``, when a pass first wants them; or ``again`` in each pass that does. Either spares registers.
+    packed : bool
+        Where it is kept in registers, and its elements are narrower than what is computed in: it is so as they are, and
+        each pass makes them wider again. Compilers would else keep the wide ones.
     """
 
     width: int
@@ -54,17 +57,20 @@ class SpanShape:
     unroll: int = 4
     scratch: int = 0
     columns: ColumnReads = "held"
+    packed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Derived:
     """What is computed from a part: once where rows are kept in registers, else once in each pass that asks for it.
 
-    With ``costly`` the first pass leaves it in memory of the thread's own, where the span has such.
+    With ``costly`` the first pass leaves it in memory of the thread's own, where the span has such, or in registers.
+    With ``narrow`` it is of the type of an array, and `Part.raw` has it as it is.
     """
 
     f: Callable[[Part], Value]
     costly: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +130,10 @@ class Part:
             return self.span.derived(self, what)
         return self.span.rows.b.cast(self.raw(what), self.span.rows.work)
 
-    def raw(self, what: Source | Columns) -> Value:
+    def raw(self, what: Source | Columns | Derived) -> Value:
         """The same as numbers of the array's own type."""
+        if isinstance(what, Derived):
+            return self.span.narrow(self, what)
         return self.span.loaded(self, what)
 
     def columns(self) -> Value:
@@ -166,6 +174,8 @@ class Span:
         self._held: dict[tuple[int, int, int, int], tuple[object, Value]] = {}
         self._scratch: dict[Derived, tuple[Value, int]] = {}
         self._passes = 0
+        self._first: dict[Source | Derived, int] = {}
+        """The pass that first had something."""
         self._fetched: tuple[Source, ...] = ()
         self._again = shape.columns == "again"
         self.early: Early | None = None
@@ -373,7 +383,30 @@ class Span:
             return self._once(part, -1, what, lambda: self._columns(part, what), self._passes * self._again)
         if early is not None and early.holds(what):
             return self._once(part, part.row, what, lambda: early.read(part, what), self._passes)
-        return self._once(part, part.row, what, lambda: self.load(part, what.array, what.starts[part.row]))
+        return self.packed(part, what, lambda: self.load(part, what.array, what.starts[part.row]))
+
+    def narrow(self, part: Part, what: Derived) -> Value:
+        """What was derived, as numbers of an array's type."""
+        if part.number is not None:
+            return self.packed(part, what, lambda: what.f(part))
+        if what not in part.made:
+            part.made[what] = what.f(part)
+        return part.made[what]
+
+    def packed(self, part: Part, what: Source | Derived, make: Callable[[], Value]) -> Value:
+        """Elements of a part, once; where they are to stay narrow, others in each pass as far as compilers know."""
+        raw = self._once(part, part.row, what, make)
+        first = self._first.setdefault(what, max(self._passes, 1))
+        if not self.shape.packed or part.number is None or self._passes <= first:
+            return raw
+        return self._once(part, part.row, what, lambda: self._unknown(raw), self._passes)
+
+    def _unknown(self, raw: Value) -> Value:
+        """The same elements, with 0 added to their bits that no compiler knows."""
+        b = self.rows.b
+        words = Vector(u32, element(raw.type).bytes * self.shape.width // 4)
+        zero = b.cast(b.min(self.rows.count, 0), u32)
+        return b.bitcast(b.bitcast(raw, words) ^ zero, Vector(element(raw.type), self.shape.width))
 
     def _columns(self, part: Part, what: Columns) -> Value:
         """Elements of an array of columns at a part."""
@@ -385,9 +418,12 @@ class Span:
 
     def derived(self, part: Part, what: Derived) -> Value:
         """What was derived from a part."""
+        if what.narrow:
+            return self.rows.b.cast(self.narrow(part, what), self.rows.work)
         if part.number is not None:
             # Made of what each pass reads again, it is made again.
-            number = self._passes if self.early is not None and self.early.again else 0
+            remade = (self.shape.packed and not what.costly) or (self.early is not None and self.early.again)
+            number = self._passes if remade else 0
             return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:
             part.made[what] = self._scratched(part, what) if what.costly and self.shape.scratch else what.f(part)

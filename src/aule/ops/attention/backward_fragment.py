@@ -272,7 +272,7 @@ class _Queries(_Kernel):
             b.comment("dS = P * (dO V^T - delta)")
             dP = self.scores_of(1, at[1])
             p = S.values()
-            kept = self.kept(self.head, place, len(p), len(p[0]), engine.run)
+            kept = self.kept(self.head, place, len(p), len(p[0]), "columns")
             ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
             factors = self.packed(ds)
             fetch_next()
@@ -335,7 +335,7 @@ class _Keys(_Kernel, KeysKernel):
             offset = shape.offset and not config.dropout  # which scales dP alone
             dP = self.scores_of(1, at[1], [-x for x in delta] if offset else None)
             p = S.values()
-            kept = self.kept(head, place, len(p), len(p[0]), 1)
+            kept = self.kept(head, place, len(p), len(p[0]), "rows")
             less = None if offset else lambda r, c: delta[c]
             ds = self.differentiate(p, dP.values(), less, slope, kept, guarded=not plain)
             p = self.dropped(p, kept)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log2
+from typing import Literal
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
 from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.scores import Scores
+from aule.ops.attention.tile_dropout import Place, TileDropout
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, number_in_block
 from aule.tile.fragment import Fragments, FragmentTile
@@ -103,22 +105,14 @@ class GradientKernel(BackwardBlock):
         return result
 
     def kept(
-        self, head: Value, place: Callable[[int, int], tuple[Value, Value]], rows: int, cols: int, run: int
+        self, head: Value, place: Place, rows: int, cols: int, keys: Literal["columns", "rows"]
     ) -> list[list[Value]] | None:
-        """Which weights dropout keeps; None when all. ``run`` elements of a row that follow each other are keys that
-        do."""
+        """Which weights of a tile dropout keeps; None when all."""
         dropout = self.scores.dropout()
         if dropout is None:
             return None
-        head_number = self.scores.batch * self.heads + head
-        result: list[list[Value]] = []
-        for r in range(rows):
-            line: list[Value] = []
-            for c in range(0, cols, run):
-                row, key = place(r, c)
-                line += dropout.strip(head_number, row, key, run)
-            result.append(line)
-        return result
+        tile = TileDropout(dropout, self.engine, rows, cols, keys)
+        return tile.draw(self.scores.batch * self.heads + head, place).kept()
 
     def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
         """What is added to the scaled scores of a query row, and its delta. For a row past the end, or one that keeps

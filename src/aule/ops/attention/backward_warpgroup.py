@@ -284,7 +284,7 @@ class _Keys(KeysKernel, ABC):
             with b.if_(partial):
                 # Of this warpgroup's columns, where several share the rows.
                 keep(S, [bits.value >> b.cast(self.part * (32 // self.shape.columns), u32)], 0.0)
-        kept = self.kept(way.head, at.place, len(at.keys), len(at.columns), 1)
+        kept = self.kept(way.head, at.place, len(at.keys), len(at.columns), "rows")
         if kept is not None:
             S.map(lambda x, r, c: b.select(kept[r][c], x, -x))
         return slope

@@ -1,10 +1,10 @@
 """Dropout of attention weights: which weights are kept, the same on every backend for the same seed.
 
-Weight (row, column) of a head is kept when a random word is at least ``threshold(p)``. The word is component
-``column & 3`` of Philox4x32-10 (`aule.tile.random`) at counter ``(column >> 2, row, batch * heads_q + head, 0)`` with
-the two words of the seed, low word first, as key. Row and column count from the start of the problem, so tiles and
-schedules do not matter. Kept weights are multiplied by ``1 / (1 - p)``; the softmax's denominator and the log-sum-exp
-know nothing of dropout.
+Weight (row, column) of a head is kept when its 16 random bits, as a number, are at least ``2**16 * rounded_chance(p)``.
+They are number ``column & 7`` of the eight halves of Philox4x32-10 (`aule.tile.random`), the lower half of each word
+first, at counter ``(column >> 3, row, batch * heads_q + head, 0)`` with the two words of the seed, low word first, as
+key. Row and column count from the start of the problem, so tiles and schedules do not matter. Kept weights are
+multiplied by ``1 / (1 - rounded_chance(p))``; the softmax's denominator and the log-sum-exp know nothing of dropout.
 """
 
 from __future__ import annotations
@@ -15,23 +15,31 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.ir import Builder, Value
-from aule.ir.types import Vector, u32, u64
+from aule.ir.types import Vector, u16, u32, u64
 from aule.tile.random import MULTIPLIERS, ROUNDS, WEYL, philox
 from aule.tile.vector import Vectors
 
 Words = npt.NDArray[np.uint32]
-WORDS = 4
+OCTET = 8
 """Neighbouring columns that one counter serves."""
+VECTORS = 4
+"""Vectors of columns that CPUs draw for at a time."""
+
+
+def rounded_chance(p: float) -> float:
+    """The chance that 16 bits can have: ``p`` to a multiple of 2^-16. None and all are for 0 and 1 alone."""
+    return p if p in (0.0, 1.0) else min(max(round(p * 65536), 1), 65535) / 65536
 
 
 def threshold(p: float) -> int:
-    """Words below this are dropped."""
-    return min(round(p * 2**32), 2**32 - 1)
+    """Bits in the upper half of a word that is below this are dropped, whatever its lower half holds."""
+    return min(int(rounded_chance(p) * 65536), 65535) << 16
 
 
 def keep_scale(p: float) -> float:
-    """What kept weights are multiplied by. With p = 1 nothing is kept, also where a word is the largest there is."""
-    return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    """What kept weights are multiplied by, so that they are right on average. With p = 1 nothing is kept, also where
+    bits are the largest number there is."""
+    return 0.0 if p == 1.0 else 1.0 / (1.0 - rounded_chance(p))
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------------------
@@ -76,12 +84,13 @@ def kept(p: float, seed: Words, heads: npt.ArrayLike, rows: slice, columns: slic
     ndarray of bool
         ``[*heads.shape, rows, columns]``.
     """
-    first = columns.start // WORDS
-    quads = np.arange(first, -(-columns.stop // WORDS))
+    first = columns.start // OCTET
+    octets = np.arange(first, -(-columns.stop // OCTET))
     places = np.arange(rows.start, rows.stop)[:, None]
-    words = philox_words((quads, places, np.asarray(heads)[..., None, None], 0), (int(seed[0]), int(seed[1])))
-    flat = np.stack(words, axis=-1).reshape(*words[0].shape[:-1], -1)
-    start = columns.start - WORDS * first
+    words = philox_words((octets, places, np.asarray(heads)[..., None, None], 0), (int(seed[0]), int(seed[1])))
+    halves = [word << shift for word in words for shift in (np.uint32(16), np.uint32(0))]
+    flat = np.stack(halves, axis=-1).reshape(*words[0].shape[:-1], -1)
+    start = columns.start - OCTET * first
     return flat[..., start : start + columns.stop - columns.start] >= np.uint32(threshold(p))
 
 
@@ -96,58 +105,62 @@ class Dropout:
         self.limit = limit
         self.key = (b.load(seed, offset), b.load(seed, offset + 1))
 
-    def words(self, head: Value, row: Value, quad: Value) -> list[Value]:
-        """The words of the four columns from ``4 * quad`` on, or of as many quads as a vector has lanes.
+    def words(self, head: Value, row: Value, octet: Value) -> list[Value]:
+        """The four words of the eight columns from ``8 * octet`` on, or of as many octets as a vector has lanes.
 
         ``head`` is ``batch * heads_q + head``.
         """
         b = self.b
-        return philox(b, (b.cast(quad, u32), b.cast(row, u32), b.cast(head, u32), b.const(0, u32)), self.key)
+        return philox(b, (b.cast(octet, u32), b.cast(row, u32), b.cast(head, u32), b.const(0, u32)), self.key)
+
+    def kept(self, words: list[Value]) -> Value:
+        """Whether the columns of words are kept, as a vector."""
+        return self.b.vector(_upper(words)) >= self.limit
+
+    def octet(self, head: Value, row: Value, octet: Value) -> list[Value]:
+        """Whether those eight columns are kept."""
+        return [half >= self.limit for half in _upper(self.words(head, row, octet))]
 
     def strip(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
-        """Whether ``width`` (1, 2 or 4) columns from ``column``, a multiple of it, are kept."""
-        return [word >= self.limit for word in self.strip_words(head, row, column, width)]
+        """Whether ``width`` (1, 2, 4 or 8) columns from ``column``, a multiple of it, are kept."""
+        return [half >= self.limit for half in self.strip_halves(head, row, column, width)]
 
-    def strip_words(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
-        """The words of those columns."""
+    def strip_halves(self, head: Value, row: Value, column: Value, width: int) -> list[Value]:
+        """Words of those columns of which the upper half counts."""
         b = self.b
-        words = self.words(head, row, column >> 2)
-        while len(words) > width:
+        words = self.words(head, row, column >> 3)
+        while len(words) > max(width // 2, 1):
             half = len(words) // 2
-            second = b.ne(column & half, 0)
+            second = b.ne(column & 2 * half, 0)
             words = [b.select(second, y, x) for x, y in zip(words[:half], words[half:], strict=True)]
-        return words
+        halves = _upper(words)
+        return halves if width > 1 else [b.select(b.ne(column & 1, 0), halves[1], halves[0])]
 
     def vectors(self, engine: Vectors, head: Value, row: Value, column: Value, scale: Value) -> list[Value]:
-        """What the weights of four vectors of columns from ``column``, a multiple of four, are multiplied by."""
+        """What the weights of four vectors of columns from ``column``, a multiple of eight, are multiplied by."""
         b, lanes = self.b, engine.lanes
         zero, factor = engine.const(0.0), b.splat(scale, lanes)
-        return [b.select(word >= self.limit, factor, zero) for word in self.vector_words(head, row, column, lanes)]
+        return [b.select(keep, factor, zero) for keep in self.kept_vectors(head, row, column, lanes)]
 
-    def vector_words(self, head: Value, row: Value, column: Value, lanes: int) -> list[Value]:
-        """The words of those columns, as four vectors."""
-        b = self.b
-        if lanes < WORDS:
-            places = b.vector([b.const(i, u32) for i in range(lanes)]) + b.cast(column >> 2, u32)
-            return _interleaved(b, self.words(head, row, places), lanes)
-        quads, result = lanes // 2, []
-        for first in (0, quads):
-            places = b.vector([b.const(first + i, u64) for i in range(quads)]) + b.cast(column >> 2, u64)
+    def kept_vectors(self, head: Value, row: Value, column: Value, lanes: int) -> list[Value]:
+        """Whether those columns are kept, as four vectors."""
+        b, octets = self.b, lanes * VECTORS // OCTET
+        if octets == 1:
+            parts = self.words(head, row, column >> 3)
+        else:
+            places = b.vector([b.const(i, u64) for i in range(octets)]) + b.cast(column >> 3, u64)
             words = philox(b, (places, b.cast(row, u64), b.cast(head, u64), b.const(0, u64)), self.key)
             # Low halves of two words in turns; then twos of them.
-            low = [b.bitcast(word, Vector(u32, lanes)) for word in words]
-            turns = tuple(i // 2 * 2 + lanes * (i % 2) for i in range(lanes))
-            twos = [b.bitcast(b.permute(x, y, turns), Vector(u64, quads)) for x, y in (low[:2], low[2:])]
-            for at in (0, quads // 2):
-                order = tuple(at + i // 2 + quads * (i % 2) for i in range(quads))
-                result.append(b.bitcast(b.permute(twos[0], twos[1], order), Vector(u32, lanes)))
-        return result
+            low = [b.bitcast(word, Vector(u32, 2 * octets)) for word in words]
+            turns = tuple(i // 2 * 2 + 2 * octets * (i % 2) for i in range(2 * octets))
+            twos = [b.bitcast(b.permute(x, y, turns), Vector(u64, octets)) for x, y in (low[:2], low[2:])]
+            order = [i // 2 + octets * (i % 2) for i in range(2 * octets)]
+            step = len(order) // VECTORS
+            parts = [b.permute(twos[0], twos[1], tuple(order[i : i + step])) for i in range(0, len(order), step)]
+        limit = b.splat(b.cast(self.limit >> 16, u16), lanes)
+        return [b.bitcast(part, Vector(u16, lanes)) >= limit for part in parts]
 
 
-def _interleaved(b: Builder, x: list[Value], lanes: int) -> list[Value]:
-    """Component 0 of lane 0, component 1 of lane 0 ... component 3 of the last lane, as four vectors of two."""
-    result = []
-    for first in range(0, WORDS * lanes, lanes):
-        (lane, one), (other, two) = [divmod(first + i, WORDS) for i in range(lanes)]  # lane and component
-        result.append(b.permute(x[one], x[two], (lane, lanes + other)))
-    return result
+def _upper(words: list[Value]) -> list[Value]:
+    """Halves of words, the lower one first, as words of which the upper half counts."""
+    return [half for word in words for half in (word << 16, word)]

@@ -24,12 +24,12 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
-from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
 from aule.ops.attention.tail import Parts, Piece, pieces
+from aule.ops.attention.tile_dropout import Draw, TileDropout
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
@@ -305,12 +305,13 @@ class FragmentForward:
         b.comment("online softmax: P = exp2(S + base), l = l + sum P")
         s = S.values()
         self._follow_maximum(s, O, base, l)
+        drawn = self._draw(at.tile)
         b.comment("O = O + P V")
 
         def weights(k: int) -> list[Value]:
             p = self._weigh(s, [low.value for low in base], l, k)
-            if self.dropout is not None:
-                p = self._drop(self.dropout, p, S, key0, k)
+            if drawn is not None:
+                p = self._drop(drawn, p, k)
             return [blocks[0] for blocks in engine.pack(p, engine.left, "enlarged")]
 
         if whole or self.trusting:
@@ -357,17 +358,23 @@ class FragmentForward:
             total.value = total.value + fold(b, "add", p[-1])  # of this lane's columns alone until the end
         return p
 
-    def _drop(self, dropout: Dropout, p: list[list[Value]], S: FragmentTile, key0: Value, k: int) -> list[list[Value]]:
-        """Zeros in the place of dropped weights."""
-        b, width, run = self.b, self.engine.factor_cols, self.engine.run
-        result: list[list[Value]] = []
-        for r, weights in enumerate(p):
-            keep: list[Value] = []
-            for c in range(0, width, run):
-                row, column = self.row0 + self.subgroup_row + S.row(r), key0 + S.col(k * width + c)
-                keep += dropout.strip(self.head_number, row, column, run)
-            result.append([b.select(kept, x, b.const(0.0, f32)) for kept, x in zip(keep, weights, strict=True)])
-        return result
+    def _draw(self, tile: Value) -> Draw | None:
+        """Which weights of a tile dropout keeps; None when all."""
+        if self.dropout is None:
+            return None
+        engine = self.engine
+        row, key0 = self.row0 + self.subgroup_row, tile * self.shape.block_kv
+        cols = self.shape.block_kv // SIZE * engine.factor_cols
+        draws = TileDropout(self.dropout, engine, engine.rows_held, cols)
+        return draws.draw(self.head_number, lambda r, c: (row + engine.row(r), key0 + engine.col(c)))
+
+    def _drop(self, drawn: Draw, p: list[list[Value]], k: int) -> list[list[Value]]:
+        """Zeros in the place of dropped weights of the ``k``-th 16 keys."""
+        b, first = self.b, k * self.engine.factor_cols
+        zero = b.const(0.0, f32)
+        return [
+            [b.select(drawn.keeps(r, first + c), x, zero) for c, x in enumerate(weights)] for r, weights in enumerate(p)
+        ]
 
     def _modify(self, S: FragmentTile, key0: Value, whole: bool) -> None:
         if not self.config.folded:

@@ -162,7 +162,7 @@ class _Forward(FragmentForward):
             b.warpgroup_wait()
             further = self._modify_everywhere(state.S, key0)
             self._modify_partly(state.S, key0, bits)
-            self._weigh_tile(state, key0, further)
+            self._weigh_tile(state, at.tile, further)
             with b.if_(wild):
                 self._multiply_wild(state.O, state.P, key0, v_at)
             with b.else_():
@@ -191,7 +191,7 @@ class _Forward(FragmentForward):
         warpgroups, and one multiplies while the other computes softmax. With two stages, what is fetched has the time
         of one product to arrive; with three, that of a tile more.
         """
-        b, block, stages = self.b, self.shape.block_kv, self.shape.stages
+        b, stages = self.b, self.shape.stages
         tiles = self._upcoming(start)
         k_slot, v_slot = b.var(start & 1, "k_slot"), b.var(start & 1, "v_slot")
         early = stages > 2 and self.config.one_loop  # nobody has read anything yet
@@ -207,7 +207,7 @@ class _Forward(FragmentForward):
         b.warpgroup_wait()
         self._arrive(start, v_slot.value)
         further = self._modify_tile(state.S, tiles[0], start, bits)
-        self._weigh_tile(state, tiles[0] * block, further)
+        self._weigh_tile(state, tiles[0], further)
         with b.loop(start + 1, self.count, name="tile") as i:
             tiles = self._upcoming(i)
             b.comment("S = Q K^T, and O = O + P V of the tile before")
@@ -223,7 +223,7 @@ class _Forward(FragmentForward):
             b.warpgroup_wait(1)
             self._arrive(i, v_slot.value)
             further = self._modify_tile(state.S, tiles[0], i, bits)
-            self._weigh_tile(state, tiles[0] * block, further, running=True)
+            self._weigh_tile(state, tiles[0], further, running=True)
         b.warpgroup_await(self.meeting, 0, (self.count - (start + 1)) & 1)
         b.warpgroup_fence()
         self._start_output(state, self._memory_of(v_slot.value)[1])
@@ -390,7 +390,7 @@ class _Forward(FragmentForward):
         self.engine.start_product(state.O.vars[0], [x.value for x in state.P], values, len(state.P))
         self.b.warpgroup_commit()
 
-    def _weigh_tile(self, state: _State, key0: Value, further: list[Value], running: bool = False) -> None:
+    def _weigh_tile(self, state: _State, tile: Value, further: list[Value], running: bool = False) -> None:
         """P of a tile whose scores are there but for what is ``further`` to be added to rows; ``running`` while a
         product still adds to O."""
         b, engine, S, O, base, l = self.b, self.engine, state.S, state.O, state.base, state.l
@@ -411,11 +411,12 @@ class _Forward(FragmentForward):
                 total.value = total.value * alpha.value
         lows = [low.value for low in base]
         lows = [low + more for low, more in zip(lows, further, strict=True)] if further else lows
+        drawn = self._draw(tile)
         p: list[list[Value]] = [[] for _ in s]
         for k in range(self.shape.block_kv // SIZE):
             part = self._weigh(s, lows, l, k)
-            if self.dropout is not None:
-                part = self._drop(self.dropout, part, S, key0, k)
+            if drawn is not None:
+                part = self._drop(drawn, part, k)
             for row, more in zip(p, part, strict=True):
                 row += more
         if running:

@@ -47,7 +47,8 @@ class AttentionProblem:
     4. kept only when ``j <= t`` (causal), ``t - left <= j <= t + right`` (window) and ``mask[i, j]`` (boolean);
        an additive mask or bias of exactly -inf also drops the key
     5. softmax over the kept keys and, where ``sinks``, one further logit per head that has no value
-    6. weights are dropped where ``dropout_p > 0``, the others multiplied by ``1 / (1 - dropout_p)``
+    6. weights are dropped where ``dropout_p > 0``, the others multiplied by ``1 / (1 - dropout_p)``, with the chance as
+       `dropout` rounds it
     """
 
     batch: int

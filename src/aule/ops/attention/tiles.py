@@ -289,8 +289,10 @@ WARPGROUPS_DOING: dict[Doing, tuple[tuple[int, FragmentShape], ...]] = {
     "mask": ((64, FragmentShape(64, 64, 4, 3, False, 168, warpgroups=True)),),
     # One for each score: 1.202; plain tiles 1.309, 192 x 112 in two stages 1.474, 128 x 128 in three 1.485.
     "bias": ((64, FragmentShape(192, 96, 12, 3, False, 168, warpgroups=True)),),
-    # Causal: 1.169; 128 x 128 1.254, 64 x 64 in three stages 1.237, plain tiles 1.335, 192 x 96 1.446.
-    "dropout": ((64, FragmentShape(128, 96, 8, 3, False, warpgroups=True)),),
+    # B*S 16384, H*D 2048, S 4096, full and causal: 2.388 and 1.328; 128 x 96 2.405 and 1.418, plain tiles 2.544 and
+    # 1.440, 192 x 96 2.471 and 1.456. At d128 plain tiles 1.653 and 0.931; 128 x 96 1.739 and 1.034, 192 x 96, which
+    # spills, 1.831 and 1.102.
+    "dropout": ((64, FragmentShape(128, 128, 8, 3, False, warpgroups=True)),),
 }
 """What goes before those then."""
 

@@ -14,17 +14,28 @@ from aule.ir.types import SCALARS
 from aule.ops.norm.problem import STATISTICS
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.target import Target
+from aule.tile.carried import Numbers
 from aule.tile.column_sums import ColumnSums
+from aule.tile.math import fold
 from aule.tile.rows import Columns, PerRow, Source
 from aule.tile.spans import Derived, Part, Product, Term
+from aule.tile.stages import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig(RowConfig):
-    """A kernel of normalisation; what else there is is said by its operands."""
+    """A kernel of normalisation; what else there is is said by its operands.
+
+    Attributes
+    ----------
+    moments : bool
+        Mean and squares of a row come from one exchange, where they can: its numbers have 16 bits, which are fewer
+        digits than are lost when the mean is rounded.
+    """
 
     name: str
     center: bool
+    moments: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +74,14 @@ class Normalised:
 
 
 def normalise(
-    k: RowKernel, x: Source | Derived, center: bool, also: Sequence[Callable[[Part, Value], Term]] = ()
+    k: RowKernel,
+    x: Source | Derived,
+    center: bool,
+    also: Sequence[Callable[[Part, Value], Term]] = (),
+    moments: bool = False,
 ) -> Normalised:
     """Statistics of rows; ``also`` are functions of a part and its columns, without the mean but for ``shift``, whose
-    sums are wanted as well."""
+    sums are wanted as well. For ``moments`` see `NormConfig`."""
     b, span = k.b, k.span
     inverse, eps = k.number("inverse_length"), k.number("eps")
 
@@ -79,6 +94,12 @@ def normalise(
     if not center:
         squares, *sums = span.sums(square(x), *extra(x))
         return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums, x)
+    even = span.shape.parts > 0 and not span.shape.ragged and k.rows.merges
+    if moments and even and not also:
+        mean, squares = _moments(k, x)
+        scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
+        near = Derived(lambda p: p[x] - p[mean])
+        return Normalised(near, mean, scale, None, [], near)
     mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
     near = Derived(lambda p: p[x] - p[mean])
     left, squares, *sums = span.sums(lambda p: p[near], square(near), *extra(near))
@@ -88,12 +109,54 @@ def normalise(
     return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
 
 
-def recall(k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Value], Term]]) -> Normalised:
+def recall(
+    k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Value], Term]], kept: Sequence[PerRow]
+) -> Normalised:
     """`normalise` with statistics that the forward kernel has left."""
-    mean, scale, shift = (k.rows.get(k.statistic(number)) for number in range(STATISTICS))
+    mean, scale, *rest = kept
+    shift = rest[0] if rest else None
     near = Derived(lambda p: p[x] - p[mean])
     sums = k.span.sums(*(lambda p, f=f: f(p, p[near]) for f in also))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
+    return Normalised(near if shift is None else Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
+
+
+def kept_numbers(k: RowKernel) -> int:
+    """How many of a row's numbers the gradient has: of 16-bit numbers on GPUs without the rest of the mean, which is
+    less than their last place."""
+    return 2 if k.narrow and not k.cpu else STATISTICS
+
+
+def _moments(k: RowKernel, x: Source | Derived) -> tuple[PerRow, PerRow]:
+    """Mean of rows, and the sum of squares about it, by one pass and one exchange: each part has those of its own, and
+    two that meet have those of both."""
+    b, span, width = k.b, k.span, k.span.shape.width
+    found: dict[int, tuple[Value, Value]] = {}
+    count = 0
+
+    def add(parts: list[Part], _: int) -> None:
+        nonlocal count
+        for part in parts:
+            values = b.unpack(part[x])
+            mean = fold(b, "add", values) * (1.0 / width)
+            squares = _squares(b, [value - mean for value in values])
+            if count:
+                before, sums = found[part.row]
+                apart, share = mean - before, width / (count + width)
+                mean, squares = b.fma(apart, share, before), b.fma(apart * (count * share), apart, sums + squares)
+            found[part.row] = mean, squares
+        count += width
+
+    span.walk(add)
+    means, sums = zip(*(found[row] for row in sorted(found)), strict=True)
+    return k.rows.merged(PerRow(means), PerRow(sums), count)
+
+
+def _squares(b: Builder, values: list[Value]) -> Value:
+    """The sum of squares, by two chains, since an addition waits for the one before."""
+    chains = [x * x for x in values[:2]]
+    for i, x in enumerate(values[2:]):
+        chains[i % 2] = b.fma(x, x, chains[i % 2])
+    return fold(b, "add", chains)
 
 
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
@@ -104,29 +167,37 @@ def build_norm(config: NormConfig, target: Target) -> KernelIR:
     weight, bias = k.columns("weight"), k.columns("bias")
     results = {name: k.array(name, "write") for name in ("y", "h") if config.has(name)}
 
+    stages = None
+    if config.shape.landed:
+        stages = span.early = Stages(span, list(arrays.values()))
+
     def body() -> None:
         given = {name: rows.source(array) for name, array in arrays.items()}
         out = {name: rows.source(array) for name, array in results.items()}
+        if stages is not None:
+            stages.land()
         span.hold(*given.values())
         span.hold(*(columns for columns in (weight, bias) if columns is not None))
         x: Source | Derived = given["x"]
         if "residual" in given:
             # Rounded as it is stored: the gradient sees the same.
             elem = SCALARS[config.dtype]
-            x = Derived(lambda p: b.cast(b.cast(p[given["x"]] + p[given["residual"]], elem), k.work))
-        early = span.shape.parts > 0
+            x = h = Derived(lambda p: b.cast(p[given["x"]] + p[given["residual"]], elem), narrow=True)
+        early = span.shape.parts > 0 and not span.shape.packed
         if "h" in out and early:  # later it would take registers until then
-            span.each(lambda p: p.store(out["h"], p[x]))
-        found = normalise(k, x, config.center)
+            span.each(lambda p: p.store(out["h"], p.raw(h)))
+        found = normalise(k, x, config.center, moments=config.moments)
         if config.has("statistics"):
-            assert found.mean is not None and found.shift is not None
-            for number, statistic in enumerate((found.mean, found.scale, found.shift)):
+            assert found.mean is not None
+            numbers = (found.mean, found.scale, found.shift)
+            for number, statistic in enumerate(numbers[: kept_numbers(k)]):
+                assert statistic is not None
                 rows.put(k.statistic(number, "write"), statistic)
         scaled = found.scaled(b)
 
         def write(p: Part) -> None:
             if "h" in out and not early:
-                p.store(out["h"], p[x])
+                p.store(out["h"], p.raw(h))
             p.store(out["y"], affine(p, scaled(p), weight, bias))
 
         span.each(write)
@@ -163,6 +234,9 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     wanted = [name for name in ("dweight", "dbias") if config.has(name)]
     sums = {name: ColumnSums(span, k.partial(i)) for i, name in enumerate(wanted)}
 
+    statistics = [k.statistic(number) for number in range(kept_numbers(k))] if config.has("statistics") else []
+    numbers = Numbers(rows, statistics) if statistics and rows.shape.loops and not k.cpu else None
+
     def add_up() -> None:
         dy = rows.source(arrays["dy"])
         span.hold(dy)
@@ -179,7 +253,11 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         also: list[Callable[[Part, Value], Term]] = [lambda p, x: Product(inner(p), x)]
         if config.center:
             also.append(lambda p, x: inner(p))
-        found = recall(k, x, also) if config.has("statistics") else normalise(k, x, config.center, also)
+        if config.has("statistics"):
+            kept = numbers.found if numbers is not None else [rows.get(array) for array in statistics]
+            found = recall(k, x, also, kept)
+        else:
+            found = normalise(k, x, config.center, also)
         along, total = found.sums[0], found.sums[-1]
         if found.shift is not None:
             along = along.map(lambda s, t, m: s - t * m, total, found.shift)
@@ -200,6 +278,8 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
         span.each(write, list(sums.values()))
 
     often = arrays.get("h", arrays.get("x", arrays["dy"]))
-    rows.run(add_up if len(arrays) == 1 else body, k.read_ahead(list(arrays.values()), often))
+    early = k.read_ahead(list(arrays.values()), often)
+    ahead = [x for x in (numbers, early) if x is not None]
+    rows.run(add_up if len(arrays) == 1 else body, *ahead)
     k.leave(sums.values())
     return k.finish()

@@ -9,7 +9,7 @@ from aule.ir import KernelIR
 from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
-from aule.ops.row_shapes import Work, choose_rows, row_grid, streams
+from aule.ops.row_shapes import AWAITING, Work, choose_rows, has_moments, row_grid, streams
 from aule.ops.rowwise import RowOperand, common_width, extent, has_statistics, lay_out, operand, view_numbers
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -51,17 +51,18 @@ def norm_step(
     sums: tuple[str, ...] = (),
 ) -> tuple[Step, int]:
     """The launch over rows, and how many rows of partial sums it leaves."""
-    statistics = has_statistics(views, target)
+    statistics = has_statistics(views)
     views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
     count = math.prod(problem.shape[:-1])
     layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
     copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
     columns = any(n in views for n in _VECTORS)
-    work = Work(len(sums), columns, copied, written=2 if "y" in views and "h" in views else 1)
+    written = 2 if "y" in views and "h" in views else 1
+    work = Work(len(sums), columns, copied, written, centred=problem.center)
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
-    partials = grid[0] // shape.cluster
+    partials = grid[0] // max(shape.cluster, shape.gather)
     operands = tuple((n, operand(view, span.width)) for n, view in views.items())
     if statistics:
         operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
@@ -75,6 +76,8 @@ def norm_step(
         index64=max(extent(view) for view in rows.values()) + partials * len(sums) * problem.length > 2**31 - 1,
         operands=operands,
         stream=streams(rows, target),
+        awaits=target.overlap and not shape.loops and shape.workgroup >= AWAITING,
+        moments=problem.center and has_moments(target, problem.dtype, problem.length),
     )
     scalars = layout.scalars | view_numbers(views)
     scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}

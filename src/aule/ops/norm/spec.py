@@ -14,7 +14,7 @@ def _norm(name: str, center: bool, residual: bool, eps: float) -> OpSpec:
     vectors = ["weight", "bias"] if center else ["weight"]
     options = (Option("eps", "float", eps),)
     saved = (Operand("dh", optional=True), Operand("h")) if residual else (Operand("x"),)
-    statistics = (Operand("statistics", optional=True, spares="x"),) if center else ()
+    statistics = (Operand("statistics", optional=True, spares="x", small=True),) if center else ()
     gradient = OpSpec(
         name=f"{name}_backward",
         operands=(Operand("dy"), *saved, *(Operand(vector, optional=True) for vector in vectors), *statistics),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
-from aule.ir.types import SCALARS, u32
-from aule.ops.attention.dropout import WORDS, Dropout
+from aule.ir.types import SCALARS, Vector, element, u16, u32
+from aule.ops.attention.dropout import OCTET, VECTORS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.ops.softmax.problem import STATISTICS
 from aule.target import Target
 from aule.tile.math import NEG_INF
 from aule.tile.rows import PerRow, Source
-from aule.tile.spans import Derived, Part, Product
+from aule.tile.spans import Derived, Part, Product, Term
 from aule.tile.vector import has_pairs
 
 
@@ -32,6 +32,8 @@ class SoftmaxConfig(RowConfig):
         Subgroups that share a row take weights about the largest score of their own columns, and meet once.
     early : bool
         What is kept is drawn while rows are on their way.
+    fetches : bool
+        Rows of the workgroups that come next are fetched to the second-level cache.
     """
 
     name: str
@@ -41,6 +43,14 @@ class SoftmaxConfig(RowConfig):
     folded: bool
     meets: bool = False
     early: bool = False
+    fetches: bool = False
+
+
+def _fuses(target: Target) -> bool:
+    """Whether a product and a sum are rounded once, for sure: scores may be large, and lose digits as products."""
+    if target.backend == "cpu":
+        return "fma" in target.extensions or target.arch == "aarch64"
+    return target.backend == "cuda" or target.vulkan_on_nvidia
 
 
 class _Kernel:
@@ -50,6 +60,7 @@ class _Kernel:
         self.config = config
         self.k = k = RowKernel(config.name, config, target)
         self.span = k.span
+        self.fuses = _fuses(target)
         self.x_array = k.array("x")
         self.mask_array = k.array("mask") if config.mask else None
         self.y_array = k.array("y") if config.has("y") and config.has("dy") else None
@@ -61,6 +72,8 @@ class _Kernel:
         rows = k.rows
         self.x = rows.source(self.x_array)
         span.hold(self.x)
+        if self.config.fetches:
+            self.fetch_later()
         self.mask: Source | None = None
         if self.mask_array is not None:
             self.mask = rows.source(self.mask_array)
@@ -76,20 +89,30 @@ class _Kernel:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
         self.scores = Derived(self._scores)
         self.drawn: Derived | None = None
-        if self.config.early and self.seed is not None and span.shape.parts:
+        if self.config.early and self.seed is not None and span.shape.parts and span.shape.width == OCTET:
             self.draw()
+
+    def fetch_later(self) -> None:
+        """Fetch as much of the row that is ``later`` by so many as this thread has of its own, which is less than a
+        line: memory goes on while this one is worked on."""
+        b, span, rows = self.k.b, self.span, self.k.rows
+        number = rows.numbers[0] + self.k.p.number("later")
+        with b.if_(number < rows.count):
+            start = self.x_array.start(number)
+            col = b.min(span.lane * (span.shape.width * span.shape.parts), span.length - span.shape.width)
+            b.prefetch(self.x_array.buffer, start + b.cast(col, element(start.type)))
 
     def weigh(self, dp: Derived | None = None) -> tuple[Derived, list[PerRow], PerRow | None]:
         """Weights but for one over their sum; that sum and, with ``dp``, the sum of their products; and what weights
         are to be multiplied by, where it is not the same for all of a row."""
-        k, b, span, rows = self.k, self.k.b, self.span, self.k.rows
+        b, span, rows = self.k.b, self.span, self.k.rows
 
         def finite(m: Value) -> Value:
             """0 where no column counts."""
             return b.select(b.eq(m, NEG_INF), 0.0, m)
 
-        def terms(p: Part) -> list[Value]:
-            return [p[weights]] if dp is None else [p[weights], p[weights] * p[dp]]
+        def terms(p: Part) -> list[Term]:
+            return [p[weights]] if dp is None else [p[weights], Product(p[weights], p[dp])]
 
         count = 1 if dp is None else 2
         if not (self.config.meets and rows.meets):
@@ -99,15 +122,33 @@ class _Kernel:
         mine = rows.within("max", span.partials("max", lambda p: [p[self.scores]], 1)[0])
         weights = self.exponentials(mine.map(finite), costly=True)
         (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
-        largest = combine("max", theirs)[0].map(finite)
-        factor = k.number("factor")
-        share, own = (x.map(lambda m, most: b.exp2((m - most) * factor), largest) for x in (theirs, mine))
+        largest = self.largest = combine("max", theirs)[0].map(finite)
+        share, own = (x.map(self.share, largest) for x in (theirs, mine))
         return weights, combine("add", *(s.map(lambda x, c: x * c, share) for s in sums)), own
 
     def exponentials(self, largest: PerRow, costly: bool) -> Derived:
         """Weights but for one over their sum."""
-        factor = self.k.number("factor")
-        return Derived(lambda p: self.k.b.exp2((p[self.scores] - p[largest]) * factor), costly)
+        b, factor = self.k.b, self.k.number("factor")
+        if not self.fuses:
+            return Derived(lambda p: b.exp2((p[self.scores] - p[largest]) * factor), costly)
+        factors = largest.map(lambda m: b.select(self._reaches(m), factor, 1.0))
+        low = largest.map(lambda m: -self._exponent(m))
+        return Derived(lambda p: b.exp2(b.fma(p[self.scores], p[factors], p[low])), costly)
+
+    def share(self, m: Value, most: Value) -> Value:
+        """What weights about one largest score are to be multiplied by to be about another."""
+        b = self.k.b
+        if not self.fuses:
+            return b.exp2((m - most) * self.k.number("factor"))
+        return b.exp2(self._exponent(m) - self._exponent(most))  # what was subtracted, with its rounding
+
+    def _exponent(self, m: Value) -> Value:
+        """What a largest score adds to exponents. Where the product would overflow (finfo.min in the place of -inf),
+        other scores than this are too far away to have weights, and the factor may be 1."""
+        return self.k.b.select(self._reaches(m), m * self.k.number("factor"), m)
+
+    def _reaches(self, m: Value) -> Value:
+        return self.k.b.abs(m) < self.k.number("reach")
 
     def _scores(self, p: Part) -> Value:
         """What the exponential is taken of; -inf where a column does not count."""
@@ -136,28 +177,20 @@ class _Kernel:
         """A value where its weight is kept, else zero; the scale is in `inverse`."""
         b = self.k.b
         if self.y is not None:
-            return b.select(b.ne(p[self.y], 0.0), value, 0.0)  # zero: dropped, or rounded to nothing
+            y = p.raw(self.y)  # zero: dropped, or rounded to nothing
+            if isinstance(y.type, Vector) and y.type.elem.bits == 16:
+                y = b.bitcast(y, Vector(u16, y.type.lanes))  # whose bits tell, and need not be made wider
+            return b.select(b.ne(y, 0), value, 0.0)
         if self.seed is None:
             return value
         if self.drawn is not None:
-            width = self.span.shape.width
-            places = b.vector([b.const(1 << i, u32) for i in range(width)])
-            return b.select(b.ne(b.splat(p[self.drawn], width) & places, 0), value, 0.0)
+            return b.select(self.dropout.kept(b.unpack(p[self.drawn])), value, 0.0)
         return b.select(_kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width), value, 0.0)
 
     def draw(self) -> None:
         """Draw while rows are on their way."""
-        b, width = self.k.b, self.span.shape.width
-
-        def bits(p: Part) -> Value:
-            there = b.unpack(_kept(self.dropout, p, p[self.head], p[self.row], width))
-            words = [b.select(x, b.const(1 << i, u32), b.const(0, u32)) for i, x in enumerate(there)]
-            total = words[0]
-            for word in words[1:]:
-                total = total | word
-            return total
-
-        drawn = self.drawn = Derived(bits)
+        b, dropout = self.k.b, self.dropout
+        drawn = self.drawn = Derived(lambda p: b.vector(dropout.words(p[self.head], p[self.row], p.col >> 3)))
 
         def draw(p: Part) -> None:
             p[drawn]
@@ -177,26 +210,18 @@ class _Kernel:
 def _kept(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
     """Which columns of a part are kept: bools."""
     b = dropout.b
-    if p.group is not None and p.group[0].count == WORDS:
-        # A vector of counters makes the words of four vectors of columns.
+    if p.group is not None and p.group[0].count == VECTORS and width > 1:
+        # A vector of counters serves four vectors of columns.
         group, number = p.group
-        if "words" not in group.made:
-            group.made["words"] = dropout.vector_words(head, row, group.col, width)
-        words: Value = group.made["words"][number]
-        return words >= dropout.limit
-    if width < WORDS:
-        return b.vector(dropout.strip_words(head, row, p.col, width)) >= dropout.limit
-    quads = width // WORDS
-    place = b.cast(p.col >> 2, u32)
-    if quads == 1:
-        return b.vector(dropout.words(head, row, place)) >= dropout.limit
-    numbers = b.vector([b.const(i, u32) for i in range(quads)]) + place
-    each = dropout.words(head, row, numbers)
-    # Lane by lane: the four words of the first quad, those of the second ...
-    mixed = tuple(i // 2 + quads * (i % 2) for i in range(2 * quads))
-    twos = [b.permute(first, second, mixed) for first, second in (each[:2], each[2:])]
-    lanes = tuple(i // 4 * 2 + i % 2 + 2 * quads * (i % 4 // 2) for i in range(width))
-    return b.permute(twos[0], twos[1], lanes) >= dropout.limit
+        if "kept" not in group.made:
+            group.made["kept"] = dropout.kept_vectors(head, row, group.col, width)
+        kept: Value = group.made["kept"][number]
+        return kept
+    if width < OCTET:
+        return b.vector(dropout.strip_halves(head, row, p.col, width)) >= dropout.limit
+    octet = p.col >> 3
+    places = [octet + i if i else octet for i in range(width // OCTET)]
+    return dropout.kept([word for place in places for word in dropout.words(head, row, place)])
 
 
 def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
@@ -252,6 +277,11 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             own: PerRow | None = None
             along = span.dot_of_pairs(y, dy) if paired else span.sum(lambda p: Product(p[y], p[dp]))
             mean = along.map(lambda s, i: s * i * scale, inverse)
+        elif config.has("statistics"):
+            largest, inverse = (rows.get(k.statistic(number)) for number in range(STATISTICS))
+            weights, own = kernel.exponentials(largest, costly=True), None
+            along = span.sum(lambda p: Product(p[weights], p[dp]))
+            mean = along.map(lambda s, i: s * i * kernel.scaled(i) * scale, inverse)
         else:
             weights, (total, along), own = kernel.weigh(dp)
             inverse = total.map(kernel.inverse)
@@ -262,7 +292,8 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
         factor = inverse.map(lambda i: kernel.scaled(i) * scale)
         if own is not None:
             factor, mean = (x.map(lambda f, c: f * c, own) for x in (factor, mean))
-        span.each(lambda p: p.store(dx, p[weights] * (p[dp] * p[factor] - p[mean])))
+        less = mean.map(lambda m: -m)
+        span.each(lambda p: p.store(dx, p[weights] * b.fma(p[dp], p[factor], p[less])))
 
     rows.run(body)
     return k.finish()

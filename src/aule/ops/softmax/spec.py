@@ -11,7 +11,10 @@ _REST = (
     Operand("mask", optional=True),
     Operand("seed", optional=True),
 )
-_SPARED = ("y", "statistics")
+_SPARED = (
+    Operand("y", optional=True, spares="seed"),
+    Operand("statistics", optional=True, spares="seed", small=True),
+)
 _OPTIONS = (Option("dropout_p", "float", 0.0), Option("causal", "bool", False), Option("scale", "float", 1.0))
 
 SOFTMAX_DROPOUT = OpSpec(
@@ -24,7 +27,7 @@ SOFTMAX_DROPOUT = OpSpec(
     compute=softmax,
     gradient=OpSpec(
         name="softmax_dropout_backward",
-        operands=(Operand("dy"), Operand("x"), *_REST, *(Operand(x, optional=True, spares="seed") for x in _SPARED)),
+        operands=(Operand("dy"), Operand("x"), *_REST, *_SPARED),
         outputs=("dx",),
         options=_OPTIONS,
         bind=bind_softmax,

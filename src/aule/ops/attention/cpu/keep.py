@@ -7,12 +7,12 @@ from collections.abc import Callable
 from aule.ir import Builder, Value
 from aule.ir.types import i32
 from aule.ops.attention.cpu.config import CpuScoreConfig
-from aule.ops.attention.dropout import WORDS, Dropout
+from aule.ops.attention.dropout import VECTORS, Dropout
 from aule.tile.vector import Vectors
 
 
 class Keep:
-    """Factors of ``shape.rows`` rows with the keys of a block: 0 where a weight is dropped, else ``1 / (1 - p)``.
+    """Factors of ``shape.rows`` rows with the keys of a block: 0 where a weight is dropped, else ``scale``.
 
     Attributes
     ----------
@@ -22,7 +22,7 @@ class Keep:
 
     def __init__(self, b: Builder, config: CpuScoreConfig, engine: Vectors, dropout: Dropout, scale: Value) -> None:
         self.b, self.engine, self.dropout, self.scale = b, engine, dropout, scale
-        self.rows, self.span = config.shape.rows, WORDS * engine.lanes
+        self.rows, self.span = config.shape.rows, VECTORS * engine.lanes
         self.stride = -(-config.shape.block_kv // self.span) * self.span
         self.factors = b.private("keep", config.work, self.rows * self.stride)
 
