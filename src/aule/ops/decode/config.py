@@ -150,6 +150,14 @@ class CacheConfig(ScoreConfig, ABC):
         The grid is counted through; else its axes are heads and blocks of rows, parts (first, in clusters), sequences.
     tall : bool
         A key head may have several blocks of rows.
+    single : bool
+        Every sequence has one query token: which head a row is takes no division.
+    fixed : int
+        Query rows of every workgroup, where all have as many; else 0.
+    at_once : int
+        Parts that a thread loads before it uses any, where the last workgroup adds them up.
+    once : bool
+        Keys and values leave the caches first.
     whole : bool
         Keys that are looked up together lie in one page: those of a subgroup's step, or, on matrix units, of a block.
     unit : tuple of bool
@@ -165,6 +173,10 @@ class CacheConfig(ScoreConfig, ABC):
     followed: bool = False
     flat: bool = False
     tall: bool = True
+    single: bool = False
+    fixed: int = 0
+    at_once: int = 1
+    once: bool = False
     whole: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
@@ -212,7 +224,7 @@ class FragmentDecodeConfig(CacheConfig):
         Rows that a workgroup can have, of those that the shape has room for, up to a power of two: no others are added
         up at the end.
     early : bool
-        Queries do not wait for the sequence's length.
+        Queries do not wait for the sequence's length, nor do the first values of a quantised cache.
     """
 
     shape: FragmentDecodeShape
@@ -234,10 +246,13 @@ class ReduceConfig(ScoreConfig):
         Of a workgroup, which has one row.
     aligned : bool
         Rows of o can be written as vectors of four.
+    single : bool
+        Every sequence has one query token, and the grid's axes are heads and sequences; else it is counted through.
     awaits : bool
         The launch before may not be over yet.
     """
 
+    single: bool = False
     awaits: bool = False
     threads: int
     aligned: bool
