@@ -114,6 +114,30 @@ def test_what_is_known_of_a_single_token() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "keys", "cache", "parts", "lone"),
+    [(1, 32768, "i8", 49, True), (1, 32768, "e4m3", 49, True), (1, 8192, "i8", 32, False), (4, 32768, "i8", 8, False),
+     (1, 32768, "f16", 32, False)],
+)  # fmt: skip
+def test_a_long_quantised_sequence_by_itself(batch: int, keys: int, cache: str, parts: int, lone: bool) -> None:
+    """Through Vulkan three workgroups share a multiprocessor, and values are not loaded ahead."""
+    given = compiles.problem(batch, keys, 16, cache)
+    step = plan_decode(given, compiles.views_of(given), replace(VULKAN, compute_units=132)).steps[0]
+    assert isinstance(step.config, FragmentDecodeConfig)
+    assert step.config.shape.ahead != lone and step.scalars["splits"] == parts
+    assert step.config.shape.blocks == (1 if lone or cache == "f16" else 2)
+
+
+@pytest.mark.parametrize("cache", ["i8", "e4m3"])
+def test_values_that_are_not_loaded_ahead(cache: str) -> None:
+    case = decode_cases.Case(cache, (150, 0, 70), 1, (4, 1), (64, 64), "bf16", cache, 16)
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    out, lse = plain.run(problem, operands, VULKAN, 3, subgroups=2, blocks=1, ahead=False)
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize(
     ("keys", "cache", "rows", "once"),
     [(8192, "f16", 1, False), (16384, "f16", 1, True), (16384, "i8", 1, False), (32768, "e4m3", 1, True),
      (65536, "f16", 4, True), (65536, "f16", 8, False)],

@@ -100,6 +100,8 @@ class FragmentDecodeShape:
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
     lanes : int
         Lanes of a subgroup.
+    ahead : bool
+        Values of a quantised cache are loaded a step ahead, as its keys are.
     """
 
     rows: int
@@ -107,6 +109,7 @@ class FragmentDecodeShape:
     subgroups: int
     registers: int = 0
     lanes: int = 32
+    ahead: bool = True
 
     @property
     def threads(self) -> int:

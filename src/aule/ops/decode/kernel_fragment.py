@@ -8,8 +8,8 @@ one by way of a few hundred bytes of shared memory. With at most eight rows the 
 PTX's compiler leaves its products out.
 
 As in `kernel.py`, each subgroup has its own keys; K of the next step, V of this one and page numbers of the one after
-are under way at the same time. Of quantised caches V and the scales are those of the next step, too: a step has more
-to compute there, and meanwhile there would be less under way.
+are under way at the same time. Of quantised caches the scales are those of the next step, too, and so is V where a
+subgroup takes 32 keys at a time: a step has more to compute there, and meanwhile there would be less under way.
 
 Bytes of quantised caches become fp16 whatever the type of Q. Rows of a bf16 Q are brought into the range of fp16 by
 powers of two. A key's scale is multiplied into its scores and a value's into its weights, and the maximum that is
@@ -111,16 +111,17 @@ class _Decode:
         do queries and first values, if the plan says so."""
         b, fetch, config = self.b, self.fetch, self.config
         self._k = [b.var(b.splat(b.const(0, u32), self.keys.words), "k") for _ in range(fetch.key_runs)]
-        runs = fetch.value_runs if config.quantised else 0
+        self._ahead = config.quantised and self.shape.ahead
+        runs = fetch.value_runs if self._ahead else 0
         self._v = [b.var(b.splat(b.const(0, u32), self.values.words), "v") for _ in range(runs)]
         self._here, self._scales = fetch.page_variables(), fetch.scale_variables()
-        self._values_come = config.early and config.quantised and not config.left
-        if not config.left:
-            self._load_first(self.place.begin, self.p.number("seq_kv"), self._values_come)
         self._early = None
         if config.early:
             self.place.expect_rows()
             self._early = [self._read_query(row) for row in self._query_rows()]
+        self._values_come = config.early and not config.left
+        if not config.left:
+            self._load_first(self.place.begin, self.p.number("seq_kv"), self._values_come)
 
     def _load_first(self, start: Value, end: Value, with_values: bool) -> None:
         b, fetch = self.b, self.fetch
@@ -130,6 +131,7 @@ class _Decode:
             assign(self._k, fetch.load_keys(start, here, end))
             if with_values:
                 assign(self._scales, flat(fetch.scales(start, here, end)))
+            if with_values and self._ahead:
                 assign(self._v, fetch.load_values(start, here, end))
 
     def run(self) -> None:
@@ -142,7 +144,7 @@ class _Decode:
                 assign(scales, flat(fetch.scales(place.first, values(here))))
             assign(ahead, fetch.pages(place.first + place.stride))
         q, rows = self._queries()
-        if config.quantised and not self._values_come:
+        if self._ahead and not self._values_come:
             with b.if_(place.first < place.end):
                 assign(v, fetch.load_values(place.first, values(here)))
         zero = b.fragment_fill(self.engine.accumulator, 0.0)
@@ -150,15 +152,15 @@ class _Decode:
 
         with b.loop(place.first, place.end, place.stride, name="key") as start:
             later = start + place.stride
-            found = values(v) if config.quantised else fetch.load_values(start, values(here))
+            found = values(v) if self._ahead else fetch.load_values(start, values(here))
             current_k, current_v = values(k), [b.var(run, "v") for run in found]
             current_scales = fetch.by_block(values(scales))
             # The condition also keeps the loads here: without it ptxas puts those of bytes behind the first product,
             # into the registers that this frees, and V is waited for.
             with b.if_(later < place.end):
                 assign(k, fetch.load_keys(later, values(ahead)))
-                if config.quantised:
-                    assign(scales, flat(fetch.scales(later, values(ahead))))
+                assign(scales, flat(fetch.scales(later, values(ahead))))
+                if self._ahead:
                     assign(v, fetch.load_values(later, values(ahead)))
                 assign(here, values(ahead))
                 assign(ahead, fetch.pages(later + place.stride))

@@ -142,7 +142,9 @@ def _plan_few(
             splits = 1
         else:
             resident = _resident(shape)
-            splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens)
+            # Where three workgroups share a multiprocessor it is better to have all of them.
+            even = not isinstance(shape, FragmentDecodeShape) or resident < 3
+            splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
     if gather is None:
         block_rows = min(shape.rows, problem.group * tokens)
         buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
@@ -247,6 +249,8 @@ def _cache_bytes(problem: DecodeProblem) -> int:
 
 def _resident(shape: DecodeShape | FragmentDecodeShape) -> int:
     """Workgroups that a multiprocessor is reckoned to run at a time, by the registers that it has. Eight subgroups on
-    matrix units have 64 KiB under way, more than its share of the memory's speed needs."""
+    matrix units that have as many as there are have 64 KiB under way, more than its share of the memory's speed
+    needs."""
     held = max(1, _REGISTERS // (shape.threads * (shape.registers or 255)))
-    return min(held, max(1, 8 // shape.subgroups)) if isinstance(shape, FragmentDecodeShape) else held
+    few = isinstance(shape, FragmentDecodeShape) and not shape.registers
+    return min(held, max(1, 8 // shape.subgroups)) if few else held
