@@ -49,5 +49,5 @@ class _Votes(Rewriter):
             b.barrier()
         with b.if_(self.value(op.args[0])):
             b.atomic("or", self._word, 0, b.const(1, i32))
-        b.barrier()
+        b.barrier(op.attrs["global_memory"])
         return b.ne(b.load(self._word, 0), 0)

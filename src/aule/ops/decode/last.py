@@ -53,9 +53,8 @@ def when_last(p: Parameters, ticket: Value, parts: Value, thread: Value, do: Cal
     drawn = b.var(b.const(-1, i32), "drawn")
     with b.if_(b.eq(thread, 0)):
         drawn.value = b.atomic("add", tickets, ticket, 1, ordered=True)
-    last = b.workgroup_any(b.eq(drawn.value, parts - 1))
-    with b.if_(last):
-        b.barrier(global_memory=True)  # what the one that drew has seen, all have seen
+    # What the one that drew has seen, all have seen.
+    with b.if_(b.workgroup_any(b.eq(drawn.value, parts - 1), global_memory=True)):
         do()
         with b.if_(b.eq(thread, 0)):
             b.atomic("exchange", tickets, ticket, 0)
