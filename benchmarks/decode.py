@@ -463,7 +463,6 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, aule {aule.__version__}")
     if args.at_once:
-        os.environ["AULE_DISK_CACHE"] = "0"  # which does not know of it
         last.AT_ONCE = args.at_once
     if args.tune:
         warm_up()

@@ -9,6 +9,7 @@ import decode_cases
 import ml_dtypes
 import numpy as np
 import pytest
+import test_decode_compiles as compiles
 import test_decode_interpreted as plain
 import test_fragment_interpreted as fragments
 
@@ -17,6 +18,7 @@ from aule.ir import Builder
 from aule.ir.interpret import interpret
 from aule.ir.types import Vector, f16, f32, u32
 from aule.ops.attention.reference import compare
+from aule.ops.decode import last
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.sequences import E4M3, expect_decode
@@ -27,8 +29,9 @@ ROW_HALVES = replace(fragments.target(), f16=True)
 NVIDIA = replace(ROW_HALVES, matrix_layout=NVIDIA_LAYOUT)
 HOPPER = replace(NVIDIA, overlap=True, max_cluster=4, compute_units=132)
 VULKAN = replace(
-    NVIDIA, backend="vulkan", arch="", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"), bf16=False
-)
+    NVIDIA, backend="vulkan", arch="", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"), bf16=False,
+    device_fence=True, max_buffers=16,
+)  # fmt: skip
 
 
 def narrow(case: decode_cases.Case) -> decode_cases.Case:
@@ -73,7 +76,9 @@ def test_clusters_and_launches_that_overlap(case: decode_cases.Case) -> None:
 
 @pytest.mark.parametrize("cache", ["i8", "e4m3"])
 def test_as_for_vulkan(cache: str) -> None:
-    check(decode_cases.Case(cache, (40, 17), 2, (4, 1), (64, 64), "bf16", cache, 16), VULKAN)
+    case = decode_cases.Case(cache, (40, 17), 2, (4, 1), (64, 64), "bf16", cache, 16)
+    check(case, VULKAN)
+    check(replace(case, rows=1, lens=(140, 0, 70)), VULKAN, 3)
 
 
 @pytest.mark.parametrize(("number", "held"), [("pages", 4), ("pages-of-256", 1), ("tokens", 16), ("ragged", 16)])
@@ -85,6 +90,64 @@ def test_queries_before_the_length(number: str, held: int) -> None:
     assert isinstance(config, FragmentDecodeConfig)
     assert (config.early, config.held) == (not config.packed, held)
     check(case, VULKAN, 2)
+
+
+def test_what_is_known_of_a_single_token() -> None:
+    """Which head a row is, how many rows there are to add up, and how many parts of each."""
+
+    def config(case: decode_cases.Case, splits: int | None = None) -> FragmentDecodeConfig:
+        problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+        found = plan_decode(problem, decode_views(operands, operands.q), VULKAN, splits=splits).steps[0].config
+        assert isinstance(found, FragmentDecodeConfig)
+        return found
+
+    case = decode_cases.Case("single", (40, 17), 1, (8, 2), (64, 64), "bf16")
+    for splits, at_once in ((3, 4), (8, 8), (20, last.AT_ONCE)):
+        one = config(case, splits)
+        assert one.gather and (one.single, one.fixed, one.at_once) == (True, 4, at_once)
+    alone = config(case, 1)
+    assert not alone.gather and alone.at_once == 1
+    tokens = config(replace(case, rows=2))
+    assert (tokens.single, tokens.fixed) == (False, 8)
+    ragged = config(next(case for case in CASES if case.id == "ragged"))
+    assert (ragged.single, ragged.fixed) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "cache", "parts", "lone"),
+    [(1, 32768, "i8", 49, True), (1, 32768, "e4m3", 49, True), (1, 8192, "i8", 32, False), (4, 32768, "i8", 8, False),
+     (1, 32768, "f16", 32, False)],
+)  # fmt: skip
+def test_a_long_quantised_sequence_by_itself(batch: int, keys: int, cache: str, parts: int, lone: bool) -> None:
+    """Through Vulkan three workgroups share a multiprocessor, and values are not loaded ahead."""
+    given = compiles.problem(batch, keys, 16, cache)
+    step = plan_decode(given, compiles.views_of(given), replace(VULKAN, compute_units=132)).steps[0]
+    assert isinstance(step.config, FragmentDecodeConfig)
+    assert step.config.shape.ahead != lone and step.scalars["splits"] == parts
+    assert step.config.shape.blocks == (1 if lone or cache == "f16" else 2)
+
+
+@pytest.mark.parametrize("cache", ["i8", "e4m3"])
+def test_values_that_are_not_loaded_ahead(cache: str) -> None:
+    case = decode_cases.Case(cache, (150, 0, 70), 1, (4, 1), (64, 64), "bf16", cache, 16)
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    out, lse = plain.run(problem, operands, VULKAN, 3, subgroups=2, blocks=1, ahead=False)
+    judged, expected = expect_decode(problem, operands)
+    verdict = compare(judged, out, lse, expected)
+    assert verdict, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("keys", "cache", "rows", "once"),
+    [(8192, "f16", 1, False), (16384, "f16", 1, True), (16384, "i8", 1, False), (32768, "e4m3", 1, True),
+     (65536, "f16", 4, True), (65536, "f16", 8, False)],
+)  # fmt: skip
+def test_what_a_cache_cannot_hold_leaves_it_first(keys: int, cache: str, rows: int, once: bool) -> None:
+    """Unless another block of rows reads it again."""
+    given = compiles.problem(1, keys, 16, cache, rows)
+    views = compiles.views_of(given)
+    config = plan_decode(given, views, replace(HOPPER, max_cluster=8)).steps[0].config
+    assert isinstance(config, FragmentDecodeConfig) and config.once == once
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

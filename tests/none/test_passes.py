@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,26 @@ def test_an_index_of_64_bits_keeps_only_what_it_needs() -> None:
     kernel = legalise(CASES["long_index"].kernel, WGSL)
     # The high words of the products are gone, and with them the multiplications of half words.
     assert [op.opcode for op in kernel.walk()].count("mul") < 12
+
+
+@pytest.mark.parametrize(("behind", "turns", "barriers"), [(True, 1, 2), (False, 1, 3), (True, 2, 4)])
+def test_a_single_vote_takes_one_barrier(behind: bool, turns: int, barriers: int) -> None:
+    """Where another one is behind the beginning of the kernel, at which the word that is voted with is cleared."""
+    b = Builder("vote", workgroup=64)
+    out, t = b.buffer("out", i32, "write"), b.thread_id()
+    votes = b.var(b.const(0, i32))
+    if behind:
+        b.barrier()
+    with b.loop(0, turns) if turns > 1 else nullcontext(b.const(0, i32)) as turn:
+        found = b.workgroup_any(b.eq(t, 40) & b.eq(b.group_id() + turn, 1))
+        votes.value = votes.value * 2 + b.select(found, b.const(1, i32), b.const(0, i32))
+    b.store(out, b.group_id() * 64 + t, votes.value)
+    kernel = legalise(b.finish(), WGSL)
+    verify(kernel)
+    assert sum(op.opcode == "barrier" for op in kernel.walk()) == barriers
+    result = np.full(128, -1, np.int32)
+    interpret(kernel, (2, 1, 1), [result])
+    np.testing.assert_array_equal(result, np.repeat([0, 1] if turns == 1 else [1, 2], 64))
 
 
 def test_dead_code_drops_variables_that_nobody_reads() -> None:

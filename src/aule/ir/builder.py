@@ -402,9 +402,9 @@ class Builder:
         """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
         self.emit("device_fence", (), None)
 
-    def workgroup_any(self, value: Value) -> Value:
-        """Whether a bool is true in any thread of the workgroup; a barrier, too."""
-        return self.emit("workgroup_any", (value,), bool_)
+    def workgroup_any(self, value: Value, global_memory: bool = False) -> Value:
+        """Whether a bool is true in any thread of the workgroup; a barrier, too, of global memory if so said."""
+        return self.emit("workgroup_any", (value,), bool_, global_memory=global_memory)
 
     def subgroup_barrier(self) -> None:
         self.emit("subgroup_barrier", (), None)

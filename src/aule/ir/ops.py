@@ -253,7 +253,10 @@ OPS: dict[str, OpInfo] = {
         result=False,
     ),
     "workgroup_any": OpInfo(
-        "sync", 1, "bool -> bool: true in any thread of the workgroup, and the same in all of them; a barrier, too"
+        "sync",
+        1,
+        "bool -> bool: true in any thread of the workgroup, and the same in all of them; a barrier, too",
+        ("global_memory",),
     ),
     "subgroup_barrier": OpInfo("sync", 0, "the same for the threads of a subgroup and shared memory", result=False),
     # -- subgroups: all lanes of the subgroup take part --------------------------------------------------------------

@@ -21,7 +21,7 @@ from aule.target import FragmentLayout
 from aule.tile.arrangement import SIZE, weigh_bits
 from aule.tile.fragment import Components
 from aule.tile.matrix import Matrix
-from aule.tile.quantised import E4M3_HALF, half_pairs
+from aule.tile.quantised import E4M3_HALF, I8_BITS, half_pairs
 from aule.view import ITEMSIZE
 
 Along = Literal["columns", "rows"]
@@ -60,6 +60,8 @@ class Direct:
         """Bytes become fp16 by an instruction for it, and not by moving their bits."""
         self.unit = E4M3_HALF if cache == "e4m3" and not self.converts else 1.0
         """What elements are multiplied by on their way."""
+        self.i8_bits: Value | int = I8_BITS
+        """What `half_pairs` makes numbers of int8 with; in a register, two operations with constants are one."""
         self.run = choose_run(engine.layout, dim, cache, along)
         self.pieces = -(-dim // (self.lanes * self.run))
         self.padded = self.pieces * self.lanes * self.run
@@ -116,7 +118,7 @@ class Direct:
             return words
         if self.converts:
             return [pair for word in words for pair in self._halves(word)]
-        return [pair for word in words for pair in half_pairs(self.b, word, self.cache)]
+        return [pair for word in words for pair in half_pairs(self.b, word, self.cache, self.i8_bits)]
 
     def _halves(self, word: Value) -> list[Value]:
         """Four bytes as fp16, two by two."""
@@ -138,7 +140,7 @@ class Direct:
             if self.size == 2:
                 words += both
             else:
-                words += [pair for word in both for pair in half_pairs(b, word, self.cache)]
+                words += [pair for word in both for pair in half_pairs(b, word, self.cache, self.i8_bits)]
         return words
 
     def rows_factor(self, rows: Sequence[Sequence[Value]], number: int) -> Value:

@@ -14,11 +14,15 @@ E4M3_HALF = 2.0**-8
 """What fp16 numbers are multiplied by that `half_pairs` makes of e4m3."""
 
 
-def half_pairs(b: Builder, word: Value, cache: str) -> tuple[Value, Value]:
-    """Pairs of fp16, as words: of bytes 0 and 2, and of bytes 1 and 3."""
+I8_BITS = 0x64806480
+"""What makes fp16 numbers of two bytes: 1024 and a byte, whose sign is flipped, from 0 to 255, so 128 too much."""
+
+
+def half_pairs(b: Builder, word: Value, cache: str, i8_bits: Value | int = I8_BITS) -> tuple[Value, Value]:
+    """Pairs of fp16, as words: of bytes 0 and 2, and of bytes 1 and 3. ``i8_bits`` are `I8_BITS`, if need be in a
+    register."""
     if cache == "i8":
-        # 1024 and a byte, whose sign is flipped: from 0 to 255, and 128 too much.
-        bits = [(x & 0x00FF00FF) ^ 0x64806480 for x in (word, word >> 8)]
+        bits = [(x & 0x00FF00FF) ^ i8_bits for x in (word, word >> 8)]
         excess = b.splat(b.const(1024.0 + 128.0, f16), 2)
         pairs = [b.bitcast(b.bitcast(x, Vector(f16, 2)) - excess, u32) for x in bits]
     else:

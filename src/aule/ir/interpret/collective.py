@@ -49,7 +49,7 @@ def _device_fence(m: Machine, op: Op) -> Step | None:
 
 def _workgroup_any(m: Machine, op: Op) -> Step:
     lanes, registers, source, result = m.lanes, m.registers, m.slot(op.args[0]), m.result(op)
-    wait = _synchronise(m, op, False)
+    wait = _synchronise(m, op, op.attrs["global_memory"])
 
     def step() -> None:
         wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from aule.ir.kernel import KernelIR, Op
 from aule.ir.passes.rewrite import Lowered, Rewriter
 from aule.ir.types import i32
@@ -9,22 +11,43 @@ from aule.ir.types import i32
 
 def votes(kernel: KernelIR) -> KernelIR:
     """Replace every ``workgroup_any`` by barriers and an atomic."""
-    return _Votes(kernel).run() if any(op.opcode == "workgroup_any" for op in kernel.walk()) else kernel
+    found = list(_votes(kernel.body))
+    return _Votes(kernel, found == [True]).run() if found else kernel
+
+
+def _votes(block: list[Op], in_loop: bool = False) -> Iterator[bool]:
+    """The votes of a block, one after the other: whether each comes but once, and behind a barrier of its block."""
+    behind = False
+    for op in block:
+        behind |= op.opcode == "barrier"
+        if op.opcode == "workgroup_any":
+            yield behind and not in_loop
+        for inner in op.blocks:
+            yield from _votes(inner, in_loop or op.opcode == "loop")
 
 
 class _Votes(Rewriter):
-    def __init__(self, kernel: KernelIR) -> None:
+    """``once``: there is a single vote, for which the word can be ready when the kernel begins."""
+
+    def __init__(self, kernel: KernelIR, once: bool) -> None:
         super().__init__(kernel)
         self.hooks["workgroup_any"] = self._any
+        self._once = once
         self._word = self.b.shared("vote", i32, 1)
+        if once:
+            self._clear()
+
+    def _clear(self) -> None:
+        with self.b.if_(self.b.eq(self.b.thread_id(), 0)):
+            self.b.store(self._word, 0, self.b.const(0, i32))
 
     def _any(self, op: Op) -> Lowered:
         b = self.b
-        b.barrier()  # the vote before this one has been read
-        with b.if_(b.eq(b.thread_id(), 0)):
-            b.store(self._word, 0, b.const(0, i32))
-        b.barrier()
+        if not self._once:
+            b.barrier()  # the vote before this one has been read
+            self._clear()
+            b.barrier()
         with b.if_(self.value(op.args[0])):
             b.atomic("or", self._word, 0, b.const(1, i32))
-        b.barrier()
+        b.barrier(op.attrs["global_memory"])
         return b.ne(b.load(self._word, 0), 0)

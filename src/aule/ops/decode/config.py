@@ -100,6 +100,8 @@ class FragmentDecodeShape:
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
     lanes : int
         Lanes of a subgroup.
+    ahead : bool
+        Values of a quantised cache are loaded a step ahead, as its keys are.
     """
 
     rows: int
@@ -107,6 +109,7 @@ class FragmentDecodeShape:
     subgroups: int
     registers: int = 0
     lanes: int = 32
+    ahead: bool = True
 
     @property
     def threads(self) -> int:
@@ -150,6 +153,14 @@ class CacheConfig(ScoreConfig, ABC):
         The grid is counted through; else its axes are heads and blocks of rows, parts (first, in clusters), sequences.
     tall : bool
         A key head may have several blocks of rows.
+    single : bool
+        Every sequence has one query token: which head a row is takes no division.
+    fixed : int
+        Query rows of every workgroup, where all have as many; else 0.
+    at_once : int
+        Parts that a thread loads before it uses any, where the last workgroup adds them up.
+    once : bool
+        Keys and values leave the caches first.
     whole : bool
         Keys that are looked up together lie in one page: those of a subgroup's step, or, on matrix units, of a block.
     unit : tuple of bool
@@ -165,6 +176,10 @@ class CacheConfig(ScoreConfig, ABC):
     followed: bool = False
     flat: bool = False
     tall: bool = True
+    single: bool = False
+    fixed: int = 0
+    at_once: int = 1
+    once: bool = False
     whole: bool = False
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
@@ -212,7 +227,7 @@ class FragmentDecodeConfig(CacheConfig):
         Rows that a workgroup can have, of those that the shape has room for, up to a power of two: no others are added
         up at the end.
     early : bool
-        Queries do not wait for the sequence's length.
+        Queries do not wait for the sequence's length, nor do the first values of a quantised cache.
     """
 
     shape: FragmentDecodeShape
@@ -234,10 +249,13 @@ class ReduceConfig(ScoreConfig):
         Of a workgroup, which has one row.
     aligned : bool
         Rows of o can be written as vectors of four.
+    single : bool
+        Every sequence has one query token, and the grid's axes are heads and sequences; else it is counted through.
     awaits : bool
         The launch before may not be over yet.
     """
 
+    single: bool = False
     awaits: bool = False
     threads: int
     aligned: bool

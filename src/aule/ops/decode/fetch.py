@@ -114,11 +114,11 @@ class Fetch:
 
     # -- scales ----------------------------------------------------------------------------------------------------
 
-    def scales(self, start: Value, pages: list[Value]) -> Scales:
+    def scales(self, start: Value, pages: list[Value], end: Value | None = None) -> Scales:
         """Scales of K and V, for the keys of which this lane has scores; none where nothing is quantised."""
         if not self.config.quantised:
             return []
-        keys = self._read(self.down_keys(start), None)
+        keys = self._read(self.down_keys(start), end)
         by_block = zip(keys, self._down_pages(pages), strict=True)
         return [self.place.scales(block, numbers) for block, numbers in by_block]
 

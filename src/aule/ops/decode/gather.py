@@ -14,7 +14,7 @@ from aule.ops.attention.scores import Extent
 from aule.ops.decode.result import normal
 from aule.ops.parameters import Access
 from aule.tile.math import LN2, LOWEST, NEG_INF, fold
-from aule.tile.matrix import QUAD, Matrix
+from aule.tile.matrix import QUAD, Matrix, divmod_const
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Gather:
         self._padded = -(-config.value_dim // (self.quads * QUAD)) * self.quads * QUAD
         self.teams = threads // self.quads
         thread = b.thread_id()
-        self.team, self.quad = thread // self.quads, thread % self.quads
+        self.team, self.quad = divmod_const(b, thread, self.quads)
 
     @cached_property
     def _maxima(self) -> Value:

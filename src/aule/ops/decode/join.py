@@ -9,7 +9,7 @@ from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
 from aule.ops.decode.result import Result
 from aule.tile.math import fold
-from aule.tile.matrix import QUAD
+from aule.tile.matrix import QUAD, divmod_const
 
 Use = Callable[[Value, Value, Value, Value, list[Value]], None]
 """Takes the row, the first column, the row's maximum and sum of weights, and the columns' sums."""
@@ -50,8 +50,9 @@ class Join:
             self._finish_together(thread, threads, width)
             return
         self._add_up(thread, threads, width, self._store)
-        # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
-        self.b.barrier()
+        if not self.place.config.gather:  # which begins with one
+            # See `aule.ops.attention.forward`: PoCL 3.1 needs a barrier behind the last condition.
+            self.b.barrier()
 
     def _places(self, width: int) -> Value:
         """Groups of ``width`` columns of the rows that there are, of those that there is room for."""
@@ -61,7 +62,7 @@ class Join:
         b, rows, columns = self.b, self.rows, self.columns
         b.barrier()
         with b.loop(thread, self._places(width), threads, name="place") as place:
-            r, column = place * width // columns, place * width % columns
+            r, column = divmod_const(b, place * width, columns)
             maxima = [b.load(self._maxima, i * rows + r) for i in range(self.parts)]
             totals = [b.load(self._totals, i * rows + r) for i in range(self.parts)]
             sums = [b.load(self._sums, (r + i * rows) * columns + column, width) for i in range(self.parts)]
@@ -88,10 +89,10 @@ class Join:
         self._add_up(thread, threads, width, keep)
         b.cluster_barrier()
         places = self._places(width)
-        share = (places + (cluster - 1)) // cluster
+        share, _ = divmod_const(b, places + (cluster - 1), cluster)
         first, numbers = self.place.part * share, [b.const(i, i32) for i in range(cluster)]
         with b.loop(first + thread, b.min(first + share, places), threads, name="place") as place:
-            r, column = place * width // columns, place * width % columns
+            r, column = divmod_const(b, place * width, columns)
             found = _weighted(
                 b,
                 [b.cluster_load(maxima, r, i) for i in numbers],

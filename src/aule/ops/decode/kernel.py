@@ -25,7 +25,7 @@ from aule.ops.decode.place import Place
 from aule.ops.decode.result import Result
 from aule.target import Target
 from aule.tile.math import LOWEST, NEG_INF, fold, from_e4m3
-from aule.tile.matrix import QUAD, Matrix
+from aule.tile.matrix import QUAD, Matrix, divmod_const
 from aule.tile.quantised import E4M3_HALF, floats
 from aule.tile.team import Team
 
@@ -71,9 +71,10 @@ class _Decode:
         self.result = Result(self.place)
         branches = target.backend != "webgpu"
         self.team = Team(b, shape.lanes, shape.subgroup, shape.threads, shape.rows * shape.keys, branches)
-        self.subgroup = self.team.thread // shape.subgroup if shape.subgroup else b.const(0, i32)
-        in_group = (self.team.thread & (shape.subgroup - 1)) if shape.subgroup else self.team.thread
-        self.member = in_group // shape.lanes
+        self.subgroup, in_group = b.const(0, i32), self.team.thread
+        if shape.subgroup:
+            self.subgroup, in_group = divmod_const(b, self.team.thread, shape.subgroup)
+        self.member, _ = divmod_const(b, in_group, shape.lanes)
         """Number of this thread's team in its subgroup."""
         self.scores = shape.rows * shape.keys
 

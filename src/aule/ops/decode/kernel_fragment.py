@@ -8,8 +8,8 @@ one by way of a few hundred bytes of shared memory. With at most eight rows the 
 PTX's compiler leaves its products out.
 
 As in `kernel.py`, each subgroup has its own keys; K of the next step, V of this one and page numbers of the one after
-are under way at the same time. Of quantised caches V and the scales are those of the next step, too: a step has more
-to compute there, and meanwhile there would be less under way.
+are under way at the same time. Of quantised caches the scales are those of the next step, too, and so is V where a
+subgroup takes 32 keys at a time: a step has more to compute there, and meanwhile there would be less under way.
 
 Bytes of quantised caches become fp16 whatever the type of Q. Rows of a bf16 Q are brought into the range of fp16 by
 powers of two. A key's scale is multiplied into its scores and a value's into its weights, and the maximum that is
@@ -39,7 +39,7 @@ from aule.tile.fragment import Components
 from aule.tile.fragment_shape import row_stride
 from aule.tile.math import LOWEST, fold, overflowing
 from aule.tile.matrix import QUAD
-from aule.tile.quantised import without_nan
+from aule.tile.quantised import I8_BITS, without_nan
 
 LAG = 8.0
 """How far, in powers of two, the maximum that is subtracted may lag behind."""
@@ -92,6 +92,12 @@ class _Decode:
         self.engine = engine = Components(b, target, f16 if config.quantised else SCALARS[config.dtype])
         self.keys = Direct(engine, config.head_dim, config.cache, "columns")
         self.values = Direct(engine, config.value_dim, config.cache, "rows")
+        if config.cache == "i8" and target.backend == "vulkan":
+            # Drivers must not know it: of `and` and `xor` with two constants NVIDIA's makes two instructions, with one
+            # constant and a register one.
+            known = b.const(I8_BITS, u32)
+            hidden = b.select(self.p.number("heads_kv") > 0, known, b.const(0, u32))
+            self.keys.i8_bits = self.values.i8_bits = hidden
         self.room = ROOM if config.quantised else 0.0
         # Lanes that have scores of the same rows, of other keys, differ in these bits.
         self._down = [1 << i for i, weight in enumerate(engine.layout.lane_rows) if weight]
@@ -102,34 +108,43 @@ class _Decode:
 
     def begin(self) -> None:
         """Where it is known which keys come first, they do not wait for the sequence's length: others do no harm. Nor
-        do queries, if the plan says so."""
-        b, fetch = self.b, self.fetch
+        do queries and first values, if the plan says so."""
+        b, fetch, config = self.b, self.fetch, self.config
         self._k = [b.var(b.splat(b.const(0, u32), self.keys.words), "k") for _ in range(fetch.key_runs)]
-        self._here = fetch.page_variables()
-        if not self.config.left:
-            self._load_first(self.place.begin, self.p.number("seq_kv"))
+        self._ahead = config.quantised and self.shape.ahead
+        runs = fetch.value_runs if self._ahead else 0
+        self._v = [b.var(b.splat(b.const(0, u32), self.values.words), "v") for _ in range(runs)]
+        self._here, self._scales = fetch.page_variables(), fetch.scale_variables()
         self._early = None
-        if self.config.early:
+        if config.early:
             self.place.expect_rows()
             self._early = [self._read_query(row) for row in self._query_rows()]
+        self._values_come = config.early and not config.left
+        if not config.left:
+            self._load_first(self.place.begin, self.p.number("seq_kv"), self._values_come)
 
-    def _load_first(self, start: Value, end: Value) -> None:
-        with self.b.if_(start < end):
-            assign(self._here, self.fetch.pages(start, end))
-            assign(self._k, self.fetch.load_keys(start, values(self._here), end))
+    def _load_first(self, start: Value, end: Value, with_values: bool) -> None:
+        b, fetch = self.b, self.fetch
+        with b.if_(start < end):
+            assign(self._here, fetch.pages(start, end))
+            here = values(self._here)
+            assign(self._k, fetch.load_keys(start, here, end))
+            if with_values:
+                assign(self._scales, flat(fetch.scales(start, here, end)))
+            if with_values and self._ahead:
+                assign(self._v, fetch.load_values(start, here, end))
 
     def run(self) -> None:
         b, shape, place, fetch, config = self.b, self.shape, self.place, self.fetch, self.config
-        k, here, ahead, scales = self._k, self._here, fetch.page_variables(), fetch.scale_variables()
-        runs = fetch.value_runs if config.quantised else 0
-        v = [b.var(b.splat(b.const(0, u32), self.values.words), "v") for _ in range(runs)]
+        k, v, here, ahead, scales = self._k, self._v, self._here, fetch.page_variables(), self._scales
         if config.left:
-            self._load_first(place.first, place.end)
+            self._load_first(place.first, place.end, with_values=False)
         with b.if_(place.first < place.end):
-            assign(scales, flat(fetch.scales(place.first, values(here))))
+            if not self._values_come:
+                assign(scales, flat(fetch.scales(place.first, values(here))))
             assign(ahead, fetch.pages(place.first + place.stride))
         q, rows = self._queries()
-        if config.quantised:
+        if self._ahead and not self._values_come:
             with b.if_(place.first < place.end):
                 assign(v, fetch.load_values(place.first, values(here)))
         zero = b.fragment_fill(self.engine.accumulator, 0.0)
@@ -137,15 +152,15 @@ class _Decode:
 
         with b.loop(place.first, place.end, place.stride, name="key") as start:
             later = start + place.stride
-            found = values(v) if config.quantised else fetch.load_values(start, values(here))
+            found = values(v) if self._ahead else fetch.load_values(start, values(here))
             current_k, current_v = values(k), [b.var(run, "v") for run in found]
             current_scales = fetch.by_block(values(scales))
             # The condition also keeps the loads here: without it ptxas puts those of bytes behind the first product,
             # into the registers that this frees, and V is waited for.
             with b.if_(later < place.end):
                 assign(k, fetch.load_keys(later, values(ahead)))
-                if config.quantised:
-                    assign(scales, flat(fetch.scales(later, values(ahead))))
+                assign(scales, flat(fetch.scales(later, values(ahead))))
+                if self._ahead:
                     assign(v, fetch.load_values(later, values(ahead)))
                 assign(here, values(ahead))
                 assign(ahead, fetch.pages(later + place.stride))
@@ -162,19 +177,16 @@ class _Decode:
         stride = row_stride(self.keys.padded)
         memory = b.shared("queries", engine.elem, SIZE * stride)
         narrow = self.config.quantised and self.config.dtype == "bf16"
-        factors = b.shared("factors", f32, shape.rows) if narrow else None
+        held = self.config.held
+        factors = b.shared("factors", f32, held) if narrow else None
+        # The others are multiplied, too; while what was loaded is under way there is time for that.
+        self._clear(memory, held * stride, (SIZE - held) * stride)
+        if shape.rows < SIZE:
+            self._clear(self.weights, 0, shape.step * row_stride(SIZE))
         for i, row in enumerate(self._query_rows()):
-            with b.if_(row < shape.rows) if shape.subgroups > shape.rows else nullcontext():
+            with b.if_(row < held) if shape.subgroups > held else nullcontext():
                 found = self._read_query(row) if self._early is None else self._early[i]
                 self._leave_query(row, found, memory, stride, factors)
-        if shape.rows < SIZE:  # the others are multiplied, too
-            nothing = b.splat(b.const(0, engine.elem), QUAD)
-            for array, begin, size in (
-                (memory, shape.rows * stride, (SIZE - shape.rows) * stride),
-                (self.weights, 0, shape.step * row_stride(SIZE)),
-            ):
-                with b.loop(engine.thread * QUAD, size, shape.threads * QUAD, name="zero") as at:
-                    b.store(array, at + begin, nothing)
         b.barrier()
         depth = range(self.keys.fragments)
         start = b.const(0, i32)
@@ -182,9 +194,18 @@ class _Decode:
         # Those that no lane has are left out.
         return q, [self._row(part, factors) for part in engine.part_cols if part < shape.rows]
 
+    def _clear(self, memory: Value, begin: int, size: int) -> None:
+        """Zeros in shared memory, by all threads."""
+        b, at_once = self.b, self.shape.threads * QUAD
+        nothing = b.splat(b.const(0, self.engine.elem), QUAD)
+        for first in range(0, size, at_once):
+            at = self.engine.thread * QUAD + first
+            with b.if_(at < size) if first + at_once > size else nullcontext():
+                b.store(memory, at + begin, nothing)
+
     def _query_rows(self) -> list[Value]:
-        """The rows of Q that this subgroup brings; the last one may be beyond the shape's."""
-        return [self.engine.subgroup + first for first in range(0, self.shape.rows, self.shape.subgroups)]
+        """The rows of Q that this subgroup brings; the last one may be beyond those that there can be."""
+        return [self.engine.subgroup + first for first in range(0, self.config.held, self.shape.subgroups)]
 
     def _query_columns(self) -> list[Value]:
         return [self.engine.lane + i for i in range(0, self.keys.padded, self.shape.lanes)]
@@ -217,7 +238,7 @@ class _Decode:
         if self.keys.unit != 1.0:
             scale = scale * (1.0 / self.keys.unit)
         if factors is not None:
-            scale = scale * b.load(factors, b.min(number, self.shape.rows - 1))
+            scale = scale * b.load(factors, b.min(number, self.config.held - 1))
         token, head = place.existing(number)
         base, total = b.var(b.const(LOWEST, f32), "m"), b.var(b.const(0.0, f32), "l")
         return _Row(part, number, scale, place.modifiers(head), head, place.extent.shift + token, base, total)

@@ -16,7 +16,7 @@ from aule.ops.decode.gather import Gather, Row
 from aule.ops.decode.result import Result
 
 AT_ONCE = 16
-"""Parts that a thread loads before it uses any: a single workgroup does all the reading here, and waits for each."""
+"""Parts that a thread loads before it uses any, at most: one workgroup does all the reading, and waits for each."""
 
 
 def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
@@ -27,19 +27,21 @@ def add_up(result: Result, rows: int, thread: Value, threads: int) -> None:
     rows : int
         Query rows of a workgroup.
     """
-    b, p, place = result.b, result.p, result.place
+    b, p, place, config = result.b, result.p, result.place, result.config
 
-    def gather() -> None:
+    def add() -> None:
         def row_of(number: Value) -> Row:
             token, head = place.token(place.row0 + number)
             return Row(result.row_number(number), place.batch, head, token, place.extent)
 
-        count = b.min(place.rows - place.row0, rows)
-        Gather(p, result.config, result.config.aligned[3], threads, AT_ONCE, "readwrite").add_rows(
-            count, place.parts, row_of
-        )
+        fixed = config.fixed
+        gather = Gather(p, config, config.aligned[3], threads, config.at_once, "readwrite")
+        if 2 * fixed > gather.teams:  # no two teams for a row
+            gather.add_rows_apart(b.const(fixed, i32), place.parts, row_of, 1)
+        else:
+            gather.add_rows(b.min(place.rows - place.row0, rows), place.parts, row_of)
 
-    when_last(p, place.block_of_rows, place.parts, thread, gather)
+    when_last(p, place.block_of_rows, place.parts, thread, add)
 
 
 def when_last(p: Parameters, ticket: Value, parts: Value, thread: Value, do: Callable[[], None]) -> None:
@@ -51,9 +53,8 @@ def when_last(p: Parameters, ticket: Value, parts: Value, thread: Value, do: Cal
     drawn = b.var(b.const(-1, i32), "drawn")
     with b.if_(b.eq(thread, 0)):
         drawn.value = b.atomic("add", tickets, ticket, 1, ordered=True)
-    last = b.workgroup_any(b.eq(drawn.value, parts - 1))
-    with b.if_(last):
-        b.barrier(global_memory=True)  # what the one that drew has seen, all have seen
+    # What the one that drew has seen, all have seen.
+    with b.if_(b.workgroup_any(b.eq(drawn.value, parts - 1), global_memory=True)):
         do()
         with b.if_(b.eq(thread, 0)):
             b.atomic("exchange", tickets, ticket, 0)

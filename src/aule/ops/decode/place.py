@@ -10,7 +10,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Extent, Reach
 from aule.ops.decode.config import CacheConfig
 from aule.tile.math import LOG2E, fold
-from aule.tile.matrix import Matrix
+from aule.tile.matrix import Matrix, divmod_const
 
 
 class Place:
@@ -100,14 +100,14 @@ class Place:
 
     def _reach(self, last_row: Value) -> None:
         b, number, shift, step = self.b, self.p.number, self.extent.shift, self._step
-        nearest, furthest = shift + self.row0 // self.group, shift + last_row // self.group
+        nearest, furthest = (shift + self.token(row)[0] for row in (self.row0, last_row))
         reach = Reach.of(b, self.extent.seq_kv, self.left, self.right, nearest, furthest)
         self.kept = reach.first
         self.first = reach.first - (reach.first & (self._stretch - 1)) if self.config.left else reach.first
         self.end = b.max(reach.end, self.first)
         self.stride = b.const(step, i32)
         if self.config.split:  # a sequence that is short has fewer parts, and the others are empty
-            steps = (self.end - self.first + (step - 1)) // step
+            steps, _ = divmod_const(b, self.end - self.first + (step - 1), step)
             self.parts = b.min(b.max(steps >> number("least_shift"), 1), number("splits"))
             self.stride = self.parts * step
             self.first = b.select(self.part < self.parts, self.first + self.begin, self.end)
@@ -129,11 +129,13 @@ class Place:
             p.number(f"{name}_row_stride", self.index),
             None if config.unit[column] else p.number(f"{name}_col_stride", self.index),
             config.aligned[column],
-            once=name in "kv" and not config.tall,  # by several blocks of rows
+            once=name in "kv" and config.once,
         )
 
     def token(self, row: Value) -> tuple[Value, Value]:
         """The query token of a row, and its head."""
+        if self.config.single:
+            return self.b.const(0, i32), self.kv_head * self.group + row
         token = row // self.group
         return token, self.kv_head * self.group + (row - token * self.group)
 

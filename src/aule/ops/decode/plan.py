@@ -11,6 +11,7 @@ from aule.ir import KernelIR
 from aule.ops.attention.config import Paging
 from aule.ops.attention.plan import aligned_rows, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.decode import last
 from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape, ReduceConfig
 from aule.ops.decode.gather import row_quads
 from aule.ops.decode.kernel import build_decode
@@ -34,9 +35,12 @@ from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.matrix import QUAD
-from aule.view import TensorView
+from aule.view import ITEMSIZE, TensorView
 
 _REDUCE_THREADS = 256
+_KEPT_BYTES = 48 << 20
+"""Keys and values that fit into the second level of the caches, about. H200, us through CUDA: what leaves first takes
+13.0 where 16k keys in int8 (36 MB) take 11.2 otherwise, and 21.4 where 32k keys take 22.5."""
 _REGISTERS = 1 << 16
 """Of a multiprocessor: NVIDIA's number, and that of others by order of magnitude."""
 
@@ -138,12 +142,15 @@ def _plan_few(
             splits = 1
         else:
             resident = _resident(shape)
-            splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens)
+            # Where three workgroups share a multiprocessor it is better to have all of them.
+            even = not isinstance(shape, FragmentDecodeShape) or resident < 3
+            splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
     if gather is None:
         block_rows = min(shape.rows, problem.group * tokens)
         buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
         gather = gathers(shape, block_rows, splits, dims, buffers, target)
     heads = row_blocks * problem.heads_kv
+    single = problem.total_q is None and problem.seq_q == 1
     grid = (splits, heads, problem.batch) if cluster else (heads, splits, problem.batch)
     flat = any(count > most for count, most in zip(grid, target.max_grid, strict=True))
     cluster = bool(cluster) and splits > 1 and not flat
@@ -172,6 +179,11 @@ def _plan_few(
         "flat": flat,
         "followed": followed,
         "tall": row_blocks > 1,
+        "single": single,
+        "fixed": problem.group * tokens if row_blocks == 1 and problem.total_q is None else 0,
+        "at_once": min(last.AT_ONCE, 1 << (splits - 1).bit_length()) if splits > 1 and gather and not cluster else 1,
+        # What several blocks of rows read, or the next call will find in the cache, is to stay there.
+        "once": row_blocks == 1 and _cache_bytes(problem) > _KEPT_BYTES,
         "gather": splits > 1 and gather and not cluster,
         "cluster": splits if cluster else 1,
         "index64": largest > 2**31 - 1,
@@ -208,10 +220,12 @@ def _plan_few(
     if gather:
         return StepPlan((first,), workspace, {"tickets": blocks})
     quads = row_quads(problem.value_dim, target.max_threads)
+    by_axes = single and problem.heads_q <= target.max_grid[0] and problem.batch <= target.max_grid[1]
     reduce = ReduceConfig(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
+        single=by_axes,
         awaits=followed,
         threads=quads * max(1, min(_REDUCE_THREADS, target.max_threads) // quads),
         sinks=problem.sinks,
@@ -222,12 +236,21 @@ def _plan_few(
         aligned=config.aligned[3],
         index64=config.index64,
     )
-    second = Step(reduce, build_reduce, grid_of("decode_attention", rows, target), {**scalars, "blocks": rows})
+    grid = (problem.heads_q, problem.batch, 1) if by_axes else grid_of("decode_attention", rows, target)
+    second = Step(reduce, build_reduce, grid, {**scalars, "blocks": rows})
     return StepPlan((first, second), workspace)
+
+
+def _cache_bytes(problem: DecodeProblem) -> int:
+    """Bytes of all keys and values that sequences can have."""
+    per_key = (problem.head_dim + problem.value_dim) * ITEMSIZE[problem.cache]
+    return problem.batch * problem.heads_kv * problem.seq_kv * per_key
 
 
 def _resident(shape: DecodeShape | FragmentDecodeShape) -> int:
     """Workgroups that a multiprocessor is reckoned to run at a time, by the registers that it has. Eight subgroups on
-    matrix units have 64 KiB under way, more than its share of the memory's speed needs."""
+    matrix units that have as many as there are have 64 KiB under way, more than its share of the memory's speed
+    needs."""
     held = max(1, _REGISTERS // (shape.threads * (shape.registers or 255)))
-    return min(held, max(1, 8 // shape.subgroups)) if isinstance(shape, FragmentDecodeShape) else held
+    few = isinstance(shape, FragmentDecodeShape) and not shape.registers
+    return min(held, max(1, 8 // shape.subgroups)) if few else held

@@ -27,11 +27,14 @@ def build_reduce(config: ReduceConfig, target: Target, name: str = KERNEL_NAME) 
     p = Parameters(b, config, index)
     number = b.group_id(0) + b.group_id(1) * b.group_count(0)
     exists = number < p.number("blocks")
-    tokens, heads = p.number("tokens"), p.number("heads_q")
-    head_number = number // tokens
-    token = number - head_number * tokens
-    batch = b.min(head_number // heads, p.number("batches") - 1)
-    head = head_number - head_number // heads * heads
+    if config.single:
+        head, batch, token = b.group_id(0), b.group_id(1), b.const(0, i32)
+    else:
+        tokens, heads = p.number("tokens"), p.number("heads_q")
+        head_number = number // tokens
+        token = number - head_number * tokens
+        batch = b.min(head_number // heads, p.number("batches") - 1)
+        head = head_number - head_number // heads * heads
     extent = Extent.of(p, batch)
     if config.packed:  # sequences of more rows than that have no parts
         exists = exists & (token < extent.seq_q) & (extent.seq_q <= tokens)

@@ -30,13 +30,15 @@ _USUAL_UNITS = 64
 _MAX_SPLITS = 128
 LEAST_KEYS = 128
 """Keys that a part has at least, where a sequence turns out shorter than it could be."""
+LONE_REGISTERS = 168
+"""That three workgroups of four subgroups have room for."""
 UNEVEN_KEYS = 16384
 """The same where there are workgroups enough, and only sequences far longer than others are to be divided."""
 _MAX_UNEVEN = 8
 _GATHERED = 16
 """Vectors of four that a thread of the last workgroup adds up at most: as many as are under way at a time. H200 through
-Vulkan, one sequence, us: 4k keys in 16 parts 8.9, by a second launch 9.5; in 32 parts 8k 11.7; 11.6, 64k 67.7; 66.4,
-32k in int8 27.7; 27.4."""
+Vulkan, one sequence, us: 4k keys in 16 parts 8.5, by a second launch 9.7; in 32 parts 32k 38.8; 39.0, in int8 26.7;
+26.5, in fp8 27.3; 28.2."""
 
 
 def choose_decode_shape(problem: DecodeProblem, target: Target, run: int) -> DecodeShape:
@@ -120,7 +122,9 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
         if max(dims) > entry.dim or (rows < entry.fewest and not problem.quantised):
             continue
         shape = entry.few if rows <= entry.few.rows else entry.many
-        if problem.quantised:
+        if problem.quantised and rows <= entry.few.rows and entry.dim == 128 and is_lone(problem, target):
+            shape = replace(shape, registers=LONE_REGISTERS, ahead=False)
+        elif problem.quantised:
             shape = replace(shape, blocks=2 * shape.blocks)
         if is_short(problem, target) and rows <= shape.rows < SIZE:
             # One workgroup to a multiprocessor, and everything under way at once.
@@ -140,10 +144,21 @@ def is_short(problem: DecodeProblem, target: Target) -> bool:
     return problem.seq_kv <= _SHORT and units < 2 * blocks <= 2 * units
 
 
+def is_lone(problem: DecodeProblem, target: Target) -> bool:
+    """Whether a long quantised sequence by itself is best read in as many parts as make three workgroups of
+    `LONE_REGISTERS` on each multiprocessor, which then have something to compute while others wait. H200 through
+    Vulkan, 32k keys, us: int8 in 48 parts 26.0, in 49 26.1, in 47 26.3, and by twice the keys at a time in 32 parts,
+    two workgroups to a multiprocessor, 26.5; fp8 26.8 and 28.2. Four sequences of int8 74.0 and 74.9, of fp8 77.5 and
+    77.3."""
+    blocks, units = problem.batch * problem.heads_kv, target.compute_units or _USUAL_UNITS
+    parts = min(problem.seq_kv // PART_KEYS, _MAX_SPLITS)
+    return target.backend == "vulkan" and 8 * blocks <= units and parts * blocks >= 3 * units
+
+
 def reads_queries_early(problem: DecodeProblem, target: Target) -> bool:
     """Whether the kernel for matrix units reads queries before it knows how long the sequence is, which it can where
     rows are not packed. H200, one sequence, us: through Vulkan 512 keys 6.08 -> 5.95, 1k 6.26 -> 6.18, 4k 9.06 -> 8.92;
-    through CUDA 4k 7.5 -> 8.2, 64k 63.44 -> 63.43."""
+    through CUDA 512 keys 3.48 -> 3.63, 4k 6.73 -> 6.89."""
     return target.backend == "vulkan" and problem.total_q is None
 
 
@@ -181,7 +196,7 @@ def subgroup_size(target: Target) -> int:
 
 
 def choose_splits(
-    blocks: int, keys: int, step: int, resident: int, target: Target, uneven: bool = False
+    blocks: int, keys: int, step: int, resident: int, target: Target, uneven: bool = False, even: bool = True
 ) -> tuple[int, int]:
     """Parts of the keys of each sequence: as few as fill the device well.
 
@@ -197,6 +212,8 @@ def choose_splits(
         Workgroups that a multiprocessor runs at a time.
     uneven : bool
         Sequences may be shorter than that, each in its own way.
+    even : bool
+        Parts have as many steps, if that makes them fewer.
 
     Returns
     -------
@@ -224,9 +241,10 @@ def choose_splits(
     splits = min(slots // blocks, most)  # as many as run at a time
     if filled(splits) < 0.9 * best:
         splits = next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
-    # No more than the longest part needs: 32 parts of 16 steps each are quicker than 33 of which half have 15.
-    steps = -(-keys // step)
-    splits = -(-steps // -(-steps // splits))
+    if even:
+        # No more than the longest part needs: 32 parts of 16 steps each are quicker than 33 of which half have 15.
+        steps = -(-keys // step)
+        splits = -(-steps // -(-steps // splits))
     return splits, min(LEAST_KEYS, keys // splits)
 
 
