@@ -508,7 +508,7 @@ class FragmentForward:
             if dealt_out(whole_rows):
                 whole_rows.start(self.row0, b.const(0, i32), self.config.whole)
                 self._clear_padding()
-                width = shape.piece(self.q.cols, self.v.cols)
+                width = max(shape.piece(self.q.cols, self.v.cols), SIZE)  # if any pass
                 return QueryRows(engine, whole_rows, self.subgroup_row).fragments(self.k_start, width)
         stays, rows = shape.q_columns(self.q.cols), range(0, shape.rows, engine.way.height)
 
