@@ -30,7 +30,10 @@ ENGINES: dict[str, tuple[SimtShape | FragmentShape, Target, type]] = {
     "simt without subgroups": (SMALL_SHAPES["pieces"], target(0), np.float32),
     "fragments": (SHAPES["two-stages"], WAYS["as for Vulkan"][0], np.float16),
     "fragments, scores ahead": (SHAPES["scores-ahead"], WAYS["as for Vulkan"][0], np.float16),
+    "fragments, full tiles": (SHAPES["scores-ahead"], WAYS["as for Vulkan"][0], np.float16),
 }
+FULL = {"simt, whole tiles": 48, "fragments, full tiles": 64}
+"""Rows that are whole blocks."""
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -39,7 +42,7 @@ ENGINES: dict[str, tuple[SimtShape | FragmentShape, Target, type]] = {
 def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few blocks of each of five heads on four workgroups at a time."""
     shape, device, dtype = ENGINES[engine]
-    queries = 48 if shape is STEADY else 40
+    queries = FULL.get(engine, 40)
     device = replace(device, compute_units=2, device_fence=True)
     monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(2, 1, 1))
     cuts: list[Tail | None] = []

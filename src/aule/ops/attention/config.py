@@ -127,6 +127,8 @@ class FragmentConfig(ScoreConfig):
         stands, so that what is added grows with the key.
     tail : bool
         As in `ForwardConfig`; not over warpgroups.
+    whole : bool
+        Every row keeps every key, and blocks of rows and tiles of keys are full (`forward_whole.py`).
     """
 
     shape: FragmentShape
@@ -138,6 +140,7 @@ class FragmentConfig(ScoreConfig):
     one_loop: bool = False
     linear: bool = False
     tail: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

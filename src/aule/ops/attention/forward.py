@@ -16,6 +16,7 @@ from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.dropout import Dropout
 from aule.ops.attention.forward_fragment import LAG, build_forward_fragment
 from aule.ops.attention.forward_warpgroup import build_forward_warpgroup
+from aule.ops.attention.forward_whole import build_forward_whole
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import declare_tables, quad_angles, rotating
 from aule.ops.attention.scores import Extent, block_of
@@ -34,6 +35,7 @@ def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: 
     """Trace the forward kernel of a configuration for a target."""
     if isinstance(config, FragmentConfig):
         build = build_forward_warpgroup if config.shape.warpgroups else build_forward_fragment
+        build = build_forward_whole if config.whole else build
         return build(config, target, name)
     b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers)
 

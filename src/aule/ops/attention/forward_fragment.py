@@ -24,12 +24,14 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
+from aule.ops.attention.forward_rows import QueryRows, dealt_out, goes_in_runs, store_runs
 from aule.ops.attention.pages import PagedMatrix, Pages
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
-from aule.ops.attention.tail import Parts, Piece, pieces
+from aule.ops.attention.tail import Leavings, Piece, lane_numbers, pieces
 from aule.ops.attention.tile_dropout import Draw, TileDropout
+from aule.ops.decode.last import when_last
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
@@ -48,14 +50,19 @@ _LOOKED_AT = 4
 
 def build_forward_fragment(config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace the forward kernel of a configuration for a target with matrix units."""
+    return traced(FragmentForward, config, target, name)
+
+
+def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, name: str) -> KernelIR:
+    """Trace a kernel of this kind, of blocks or of pieces."""
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
     if config.tail:
         with pieces(b) as piece:
-            kernel = FragmentForward(b, config, target, piece)
+            kernel = kind(b, config, target, piece)
             kernel.run()
             kernel.add_up()
         return b.finish()
-    kernel = FragmentForward(b, config, target)
+    kernel = kind(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
@@ -78,26 +85,23 @@ class FragmentForward:
     """V is finite at the edges."""
 
     def __init__(self, b: Builder, config: FragmentConfig, target: Target, piece: Piece | None = None) -> None:
-        self.b, self.config, shape = b, config, config.shape
+        self.b, self.config, self.target, shape = b, config, target, config.shape
         self.shape = shape
         self.index: Scalar = i64 if config.index64 else i32
         p = self.p = Parameters(b, config, self.index)
-        heads, blocks = p.number("heads_q"), p.number("blocks_q")
+        self.heads, self.blocks = p.number("heads_q"), p.number("blocks_q")
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         number = b.group_id(0) + b.group_id(1) * b.group_count(0) if piece is None else piece.number
         self.exists = number < p.number("blocks")
-        # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
-        together = None if shape.warpgroups or not config.right else p.number("heads_together")
-        self.head_number, block = block_of(b, config, number, blocks, p.number("blocks"), together)
-        self.block, self.row0 = block, block * shape.block_q
-        batch, self.head = self.head_number // heads, self.head_number % heads
-        kv_head = self.head // p.number("group")
+        self.head_number, self.block = self._place(number)
+        self.row0 = self.block * shape.block_q
+        batch, self.head, kv_head = self._heads()
         scores = self.scores = Scores(p, batch)
         if config.packed:
             self.exists = self.exists & (self.row0 < scores.seq_q)
         if config.packed and config.lens:  # sequences of few rows are left to the kernels of decoding
             self.exists = self.exists & (scores.seq_q > p.number("few_tokens"))
-        self.parts = None if piece is None else Parts(p, config, piece)
+        self.piece = piece
         self.scale = p.number("scale", f32)
         self.lowest = b.const(-LOWEST, f32)
         """What the base starts from."""
@@ -123,6 +127,18 @@ class FragmentForward:
         self.subgroup_row = self.engine.subgroup * shape.rows
         self._order_tiles()
 
+    def _place(self, number: Value) -> tuple[Value, Value]:
+        """The head of a workgroup, and which block of its rows it has."""
+        p, config = self.p, self.config
+        # Warpgroups are fast enough to want K and V of all heads at the memory's speed.
+        together = None if self.shape.warpgroups or not config.right else p.number("heads_together")
+        return block_of(self.b, config, number, self.blocks, p.number("blocks"), together)
+
+    def _heads(self) -> tuple[Value, Value, Value]:
+        """The batch of the head, its number there, and the number of its keys' head."""
+        batch, head = self.head_number // self.heads, self.head_number % self.heads
+        return batch, head, head // self.p.number("group")
+
     def _lay_out(self, target: Target) -> Fragments:
         """The engine, and where in shared memory things lie."""
         b, config, shape = self.b, self.config, self.shape
@@ -147,14 +163,14 @@ class FragmentForward:
         reach = self.scores.reach(self.row0 + shift, last_row + shift)
         self.first = divmod_const(b, reach.first, width)[0]
         last = b.max(divmod_const(b, reach.end + (width - 1), width)[0], self.first)
-        if self.parts is not None:
-            self.first, last = self.parts.piece.first, self.parts.piece.last
+        if self.piece is not None:
+            self.first, last = self.piece.first, self.piece.last
         self.inner_first = self.inner_last = last
         if not self.config.everywhere:
             inner_first = divmod_const(b, reach.full_first + (width - 1), width)[0]
             self.inner_first = b.min(b.max(inner_first, self.first), last)
             self.inner_last = b.max(divmod_const(b, reach.full_end, width)[0], self.inner_first)
-            if self.parts is not None:
+            if self.piece is not None:
                 self.inner_last = b.min(self.inner_last, last)
         self.edges = last - self.first - (self.inner_last - self.inner_first)
 
@@ -229,16 +245,21 @@ class FragmentForward:
 
     def _begin(self) -> tuple[FragmentTile, list[Var], list[Var], Callable[[int], list[Value]]]:
         """O, bases and sums before the first tile, and what gives Q's fragments; K of that tile is on its way."""
-        b, engine = self.b, self.engine
-        base, l = engine.row_vars(self.lowest), engine.row_vars(b.const(0.0, f32))
-        O = engine.tile(self.shape.rows, self.config.value_dim)
-        if self.config.sinks and self.parts is None:  # what adds up pieces counts it
+        b = self.b
+        O, base, l = self._nothing()
+        if self.config.sinks and self.piece is None:  # what adds up pieces counts it
             self._start_from_sink(base, l)
         q = self._load_q()
         start = self._edge(b.const(-1, i32))
         with b.if_(start.more):
             self._start_tile(start.next, b.const(0, i32), whole=False)
         return O, base, l, q
+
+    def _nothing(self) -> tuple[FragmentTile, list[Var], list[Var]]:
+        """O, bases and sums of no keys."""
+        engine = self.engine
+        base, l = engine.row_vars(self.lowest), engine.row_vars(self.b.const(0.0, f32))
+        return engine.tile(self.shape.rows, self.config.value_dim), base, l
 
     def _wild_edges(self) -> Value:
         """Whether V holds Inf or NaN in a tile at the edges, where 0 times either would come into O."""
@@ -393,6 +414,13 @@ class FragmentForward:
             S.map(lambda s, r, c: modifier.apply(b, s, at(r, c)))  # noqa: B023
 
     def _finish(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
+        """Store the block's rows, or what a piece comes to."""
+        if self.piece is None:
+            self._store_rows(O, base, l)
+        else:
+            self._leavings.store([x for row in O.values() for x in row] + [x.value for x in (*base, *l)])
+
+    def _store_rows(self, O: FragmentTile, base: list[Var], l: list[Var]) -> None:
         b, engine, config = self.b, self.engine, self.config
         zero = b.const(0.0, f32)
         b.comment("O / l, and the log-sum-exp")
@@ -400,9 +428,7 @@ class FragmentForward:
         unit, aligned = config.unit[3], config.aligned[3]
         extent = self.scores.extent
         seq_q, first = self.scores.seq_q, extent.first("o")
-        row0, out = self.row0, self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
-        if self.parts is not None:
-            row0, out = b.const(0, i32), self.parts.matrix(self.block_rows)
+        out = self.p.matrix("o", batch, head, seq_q, config.value_dim, unit, "write", aligned, first)
         totals = engine.reduce_rows("add", [x.value for x in l])
         lse_base = extent.row_base(self.p, self.head_number, head)
         values = O.values()
@@ -414,32 +440,57 @@ class FragmentForward:
             if config.dropout:
                 inverse = inverse * self.p.number("keep_scale", f32)
             values[r] = [x * inverse for x in row]
-            at = row0 + self.subgroup_row + O.row(r)
-            if self.parts is not None:
-                weight = b.select(nothing, b.const(NEG_INF, f32), b.log2(totals[r]) - base[r].value)
-                with b.if_(b.eq(engine.lane_col, 0) & (at < out.rows)):
-                    self.parts.store_lse(at, weight)
-            elif config.lse:
+            at = self.row0 + self.subgroup_row + O.row(r)
+            if config.lse:
                 lse = b.select(nothing, b.const(NEG_INF, f32), (b.log2(totals[r]) - base[r].value) * LN2)
                 with b.if_(b.eq(engine.lane_col, 0) & (at < seq_q)):
                     b.store(self.p.buffer("lse", f32, "write"), lse_base + b.cast(at, self.index), lse)
-        self._store(O, values, out, row0)
+        self._store(O, values, out)
 
     @property
-    def block_rows(self) -> Value:
-        """Rows that the block has."""
-        return self.b.min(self.scores.seq_q - self.row0, self.shape.block_q)
+    def _leavings(self) -> Leavings:
+        """Where lanes leave what they have of a piece: O, bases and sums."""
+        assert self.piece is not None
+        count = lane_numbers(self.shape, self.config.value_dim, self.target)
+        return Leavings(self.p, self.piece, self.shape.threads, count)
 
     def add_up(self) -> None:
         """Add up the block's pieces if this was the last of them."""
-        assert self.parts is not None
-        self.parts.finish(self.row0, self.block_rows, self.scores.batch, self.head, self.scores.extent)
+        assert self.piece is not None
+        when_last(self.p, self.piece.place, self.piece.parts, self.b.thread_id(), self._gather)
 
-    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix, row0: Value) -> None:
-        """Store this lane's elements of O, whose rows are counted from ``row0`` on."""
-        b, run = self.b, self.engine.run
+    def _gather(self) -> None:
+        """Each lane adds up what lanes in its place have left, and stores rows as that of a whole block does."""
+        b = self.b
+        assert self.piece is not None
+        O, base, l = self._nothing()
+        if self.config.sinks:
+            self._start_from_sink(base, l)
+        with b.loop(0, self.piece.parts, name="part") as part:
+            left = iter(self._leavings.load(part))
+            values = [[next(left) for _ in row] for row in O.values()]
+            bases, sums = ([next(left) for _ in base] for _ in range(2))
+            own, others = [], []
+            for low, total, other, more in zip(base, l, bases, sums, strict=True):
+                new = b.min(low.value, other)
+                own.append(b.exp2(new - low.value))
+                others.append(b.exp2(new - other))
+                low.value, total.value = new, b.fma(total.value, own[-1], more * others[-1])
+            O.map(lambda x, r, c: b.fma(x, own[r], values[r][c] * others[r]))
+        self._store_rows(O, base, l)
+
+    def _store(self, O: FragmentTile, values: list[list[Value]], out: Matrix) -> None:
+        """Store this lane's elements of O."""
+        b, engine, run = self.b, self.engine, self.engine.run
+        if self.shape.ahead and goes_in_runs(engine, out):
+            room = self.shape.tile_elements(self.config.head_dim, self.config.value_dim)
+            b.barrier()  # all have read K and V
+            store_runs(engine, values, out, self.row0, self.subgroup_row, self.memory, room)
+            if self.piece is not None:
+                b.barrier()  # another piece may follow
+            return
         for r, row in enumerate(values):
-            at = row0 + self.subgroup_row + O.row(r)
+            at = self.row0 + self.subgroup_row + O.row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
                     out.store(b, at, O.col(c), row[c : c + run], padded(out.cols, SIZE))
@@ -459,6 +510,13 @@ class FragmentForward:
     def _load_q(self) -> Callable[[int], list[Value]]:
         """Bring in the block's rows of Q; returns what gives the fragments of 16 columns, one for each 16 rows."""
         b, engine, shape = self.b, self.engine, self.shape
+        if shape.ahead and self.q.rotary is None:
+            whole_rows = engine.transfer(self.q, shape.block_q, self.memory)
+            if dealt_out(whole_rows):
+                whole_rows.start(self.row0, b.const(0, i32), self.config.whole)
+                self._clear_padding()
+                width = max(shape.piece(self.q.cols, self.v.cols), SIZE)  # if any pass
+                return QueryRows(engine, whole_rows, self.subgroup_row).fragments(self.k_start, width)
         stays, rows = shape.q_columns(self.q.cols), range(0, shape.rows, engine.way.height)
 
         def bring(first: int, end: int, start: Value) -> Callable[[int], list[Value]]:

@@ -22,11 +22,19 @@ from aule.ops.attention.config import (
 )
 from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.forward import build_forward
+from aule.ops.attention.forward_whole import MOST_BLOCKS, reciprocals
 from aule.ops.attention.mask_tiles import mask_steps
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.tail import cut_tail
-from aule.ops.attention.tiles import Doing, choose_fragments, choose_shape, choose_warpgroups, choose_wave
+from aule.ops.attention.tiles import (
+    Doing,
+    choose_fragments,
+    choose_full,
+    choose_shape,
+    choose_warpgroups,
+    choose_wave,
+)
 from aule.ops.attention.tiles_backward import (
     choose_backward_fragments,
     choose_backward_shape,
@@ -189,10 +197,14 @@ def plan_forward(
                 if getattr(problem, name) not in (None, "bool") and _in_pairs(views[name], base_ok.get(name, True))
             )  # fmt: skip
         config = FragmentConfig(**options, **memory, shape=shape, folded=folded(problem), factor=problem.precision)
+        if shape.ahead and _plain(config, problem) and _full_tiles(problem, shape, blocks):
+            full = choose_full(target, shape) if chosen and shape is not preferred else shape
+            config = replace(config, whole=True, shape=full)
+            scalars |= reciprocals(problem, blocks_q)
     else:
         whole = shape.steady and all(memory["aligned"]) and _whole(problem, views, shape)
         config = ForwardConfig(**score_options(problem), **memory, shape=shape, whole=whole)
-    wave = choose_wave(target, shape) if chosen and _plain(config, problem, target) else None
+    wave = choose_wave(target, shape) if chosen and target.device_fence and _plain(config, problem) else None
     tail = None
     if wave is not None:
         tail = cut_tail(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
@@ -200,7 +212,7 @@ def plan_forward(
     if tail is not None:
         grid = grid_of("flash_attention", tail.workgroups, target)
         beside = Step(replace(config, tail=True), build_forward, grid, scalars | tail.scalars)
-        workspace |= tail.workspace(shape.block_q, problem.value_dim)
+        workspace |= tail.workspace(shape, problem.value_dim, target)
         zeroed["tickets"] = tail.blocks
         blocks = scalars["blocks"] = tail.first
     grid = grid_of("flash_attention", blocks, target)
@@ -208,10 +220,17 @@ def plan_forward(
     return ForwardPlan(config, grid, scalars, before, workspace, renamed, beside, leading, zeroed)
 
 
-def _plain(config: ForwardConfig | FragmentConfig, problem: AttentionProblem, target: Target) -> bool:
-    """Whether all blocks of rows take as long, by a kernel that does no more than it must, and can be cut."""
+def _plain(config: ForwardConfig | FragmentConfig, problem: AttentionProblem) -> bool:
+    """Whether all blocks of rows take as long, by a kernel that does no more than it must."""
     banded = config.left or config.right or problem.packed is not None
-    return target.device_fence and problem.modifiers == 0 and not banded and all(config.aligned)
+    return problem.modifiers == 0 and not banded and all(config.aligned)
+
+
+def _full_tiles(problem: AttentionProblem, shape: FragmentShape, blocks: int) -> bool:
+    """Whether a kernel for matrix units finds nothing but full tiles, of whole rows, as `FragmentConfig.whole` says."""
+    lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0 < problem.seq_kv
+    dims = problem.head_dim % SIZE == 0 and problem.value_dim % SIZE == 0
+    return lengths and dims and problem.rope is None and problem.precision is None and blocks < MOST_BLOCKS
 
 
 _DELTA_THREADS = 64

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
-from aule.ops.attention.config import ForwardConfig, FragmentConfig
+from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Extent
 from aule.ops.attention.wave import Wave
 from aule.ops.decode.gather import Gather, Row
 from aule.ops.decode.last import when_last
-from aule.tile.matrix import QUAD, Matrix
+from aule.target import Target
+from aule.tile.arrangement import SIZE, arrange
+from aule.tile.fragment_shape import FragmentShape
+from aule.tile.matrix import QUAD, Matrix, padded
+from aule.tile.simt_shape import SimtShape
 
 _MOST_WAVES = 64
 """From so many waves on, what the last one wastes is too little to look at."""
@@ -61,9 +65,12 @@ class Tail:
         ends = ((i * self.tiles, (i + 1) * self.tiles - 1) for i in range(self.blocks))
         return max(last // self.each - first // self.each + 1 for first, last in ends)
 
-    def workspace(self, block_q: int, value_dim: int) -> dict[str, int]:
+    def workspace(self, shape: SimtShape | FragmentShape, value_dim: int, target: Target) -> dict[str, int]:
         """Words of memory for what pieces come to, by buffer name."""
-        rows = self.blocks * block_q * self.splits
+        if isinstance(shape, FragmentShape):
+            each = padded(lane_numbers(shape, value_dim, target), QUAD) * shape.threads
+            return {"part": self.blocks * self.splits * each}
+        rows = self.blocks * shape.block_q * self.splits
         return {"part": rows * value_dim, "part_lse": rows}
 
     @property
@@ -134,10 +141,43 @@ def pieces(b: Builder) -> Iterator[Piece]:
         )
 
 
+def lane_numbers(shape: FragmentShape, value_dim: int, target: Target) -> int:
+    """How many numbers a lane on matrix units has of a block: elements of O, and a base and a sum for each row."""
+    results, height = arrange(target).results, arrange(target).height
+    rows = len({results.place(0, part)[0] for part in range(results.parts)}) * shape.rows // height
+    return results.parts * shape.rows * padded(value_dim, SIZE) // (height * arrange(target).width) + 2 * rows
+
+
+class Leavings:
+    """What lanes on matrix units have of a piece, as they have it: four numbers of a lane beside its neighbour's, so
+    that few instructions leave and find it."""
+
+    def __init__(self, p: Parameters, piece: Piece, threads: int, count: int) -> None:
+        self.p, self.b, self.piece, self.threads, self.count = p, p.b, piece, threads, count
+        self.buffer = p.buffer("part", f32, "readwrite")
+
+    def _start(self, part: Value) -> Value:
+        """Where this lane's numbers of a part of the block begin."""
+        b, index = self.b, self.p.index
+        number = b.cast(self.piece.place, index) * b.cast(self.p.number("splits"), index) + b.cast(part, index)
+        return number * (padded(self.count, QUAD) * self.threads) + b.cast(b.thread_id() * QUAD, index)
+
+    def store(self, numbers: list[Value]) -> None:
+        b, start = self.b, self._start(self.piece.part)
+        numbers = numbers + [b.const(0.0, f32)] * (-len(numbers) % QUAD)
+        for i in range(0, len(numbers), QUAD):
+            b.store(self.buffer, start + i * self.threads, b.vector(numbers[i : i + QUAD]))
+
+    def load(self, part: Value) -> list[Value]:
+        b, start = self.b, self._start(part)
+        quads = [b.load(self.buffer, start + i * self.threads, QUAD) for i in range(0, self.count, QUAD)]
+        return [x for quad in quads for x in b.unpack(quad)][: self.count]
+
+
 class Parts:
     """Where a piece's rows go, which are counted from the block's first; and the sum of all pieces of the block."""
 
-    def __init__(self, p: Parameters, config: ForwardConfig | FragmentConfig, piece: Piece) -> None:
+    def __init__(self, p: Parameters, config: ForwardConfig, piece: Piece) -> None:
         self.p, self.b, self.config, self.piece = p, p.b, config, piece
 
     def _number(self, row: Value) -> Value:

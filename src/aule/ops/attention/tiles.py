@@ -153,6 +153,8 @@ class FragmentEntry:
         Where rows pass through registers on their way, element by element.
     wave : Wave or None
         Of ``plain`` through Vulkan, where somebody has looked.
+    full : FragmentShape or None
+        Instead of ``plain``, of the same blocks and tiles, where all of these are full (`FragmentConfig.whole`).
     """
 
     dim: int
@@ -160,18 +162,23 @@ class FragmentEntry:
     masked: FragmentShape
     strided: FragmentShape
     wave: Wave | None = None
+    full: FragmentShape | None = None
 
 
 _Numbers = tuple[int, int, int, int, int]
 
 
 def _entry(
-    dim: int, plain: _Numbers | FragmentShape, masked: _Numbers, strided: _Numbers, wave: Wave | None = None
+    dim: int,
+    plain: _Numbers | FragmentShape,
+    masked: _Numbers,
+    strided: _Numbers,
+    wave: Wave | None = None,
+    full: FragmentShape | None = None,
 ) -> FragmentEntry:
     """An entry out of block_q, block_kv, subgroups, stages and resident_q, or of a shape that has more to say."""
-    return FragmentEntry(
-        dim, plain if isinstance(plain, FragmentShape) else _shape(*plain), _shape(*masked), _shape(*strided), wave
-    )
+    shape = plain if isinstance(plain, FragmentShape) else _shape(*plain)
+    return FragmentEntry(dim, shape, _shape(*masked), _shape(*strided), wave, full)
 
 
 def _shape(block_q: int, block_kv: int, subgroups: int, stages: int, resident_q: int) -> FragmentShape:
@@ -202,6 +209,8 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
     # In brackets S 2048 full / 8192 causal, f16: before scores were made ahead, accesses no longer checked and bf16 cut
     # off (docs/performance.md, steps 14 to 18 and 22 to 24). Pieces for the last wave: S 2048 / 8192 full.
     "vulkan": (
+        # Full tiles (`forward_whole`) 348 / - / 368 / -, paced by 2 306 / - / - / -. Q by rows and O in runs, causal:
+        # 271 -> 275 and 338 -> 342.
         # 326 / 270 / - / -; before 328 / 252 / - / -, two stages and not ahead 306 / - / - / -. (317 / 304; keys by 32
         # 312 / 283, by 96 in one stage 273 at S 8192 full, where this had 309; 16 rows a subgroup and unrolled loops
         # 249 / 232.) Pieces: 329 -> 333, 345 -> 353; behind the whole blocks 331, 349.
@@ -212,6 +221,8 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
             (128, 32, 4, 2, 1),
             Wave(2, 1, 14, leading=True),
         ),
+        # Full tiles, S 2048 in bf16 and f16: 361.7 and 358.2; 16 columns of Q in registers 351.5 and 346.4, 32 355.9
+        # and 352.0, 64 360.0 and 358.7; 16, paced by 4 285. Q by rows and O in runs, causal: 283 -> 294, 347 -> 353.
         # 332 / 280 / 357 / 351, f16 333 / - / - / -; paced by 2 312 / 265 / - / -; before 325 / 250 / 352 / 332, not
         # ahead 305 / - / - / 316; in f16 332, 32 columns of Q in registers 326; not ahead and Q in private memory, keys
         # by 64 257, by 48 266, by 32 in two stages 225, 256 rows 236 to 257. (309 / 293; 48 columns and keys by 48 271
@@ -224,7 +235,11 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
             (128, 64, 8, 1, 1),
             (128, 64, 8, 1, 1),
             Wave(2, 1, 14),
+            FragmentShape(128, 32, 4, 1, False, held=48, ahead=True),
         ),
+        # Full tiles, S 2048 in bf16 and f16: 292.8 and 298.3; 224 columns of Q in registers 295.4 and 289.4, 240 274.4
+        # and 278.8, all 286.2 and 287.3; 224, paced by 4 276.9 and 272.7, by 12 278.4 and 274.5, not 282.4 and 286.5.
+        # Q by rows and O in runs, causal: 239 -> 251 and 297 -> 299.
         # 273 / 238 / 297 / -; paced by 4 267 / - / - / -, not 260 / 234 / - / -; all of Q in registers 264 / 236 / - /
         # -, not paced 260 / 236 / 280 / -; before 245 / 201 / 269 / 257, 64 rows over four subgroups with 96 columns of
         # Q in memory 233 / - / - / -, not ahead 203 / - / - / -. (198 / -; keys by 16 in two stages 195 / -, with all
@@ -236,6 +251,7 @@ FRAGMENTS: dict[str, tuple[FragmentEntry, ...]] = {
             (64, 16, 4, 1, 1),
             (64, 16, 4, 1, 1),
             Wave(1, 1, 8, leading=True),
+            FragmentShape(128, 32, 8, 1, False, held=208, ahead=True, paced=8),
         ),
     ),
     # Not measured, only compiled: Mesa 25.0.7 for navi31, 32 lanes (docs/compiled.md). The numbers are its estimate of
@@ -351,6 +367,13 @@ def choose_fragments(
         if shape.shared_bytes(head_dim, value_dim, itemsize) <= target.max_shared_bytes:
             return shape
     return None
+
+
+def choose_full(target: Target, shape: FragmentShape) -> FragmentShape:
+    """What takes the place of a shape of the table where all tiles are full."""
+    if not target.vulkan_on_nvidia:
+        return shape
+    return {entry.plain: entry.full for entry in FRAGMENTS["vulkan"]}.get(shape) or shape
 
 
 def choose_wave(target: Target, shape: SimtShape | FragmentShape) -> Wave | None:
