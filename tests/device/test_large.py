@@ -94,9 +94,7 @@ def made(problem: Problem, lengths: tuple[int, int], where: str) -> tuple[Any, .
     (heads, heads_kv), (rows, keys), dim = problem.heads, lengths, problem.head_dim
     shapes = ((heads, rows, dim), (heads_kv, keys, dim), (heads_kv, keys, dim), (heads, rows, dim))
     dtype = DTYPES[problem.dtype]
-    return tuple(
-        torch.randn(problem.batch, *shape, generator=generator, device=where).to(dtype) for shape in shapes
-    )
+    return tuple(torch.randn(problem.batch, *shape, generator=generator, device=where).to(dtype) for shape in shapes)
 
 
 def view(dtype: str, x: Any) -> TensorView:
