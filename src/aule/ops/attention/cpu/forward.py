@@ -36,6 +36,11 @@ AHEAD = 64
 of 4096 keys, d128: 12.2 -> 17.2 GB/s in fp32 and 10.4 -> 17.1 in bf16; 16 keys ahead gave as much or less."""
 
 
+LONG_ROW = 256
+"""Bytes of a row of K from which few rows of Q take it row by row, if they stay in registers. Rows of 128 bytes are 3
+to 4% slower that way (docs/performance.md, "Decoding on the CPU")."""
+
+
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration."""
     b = Builder(name, workgroup=1)
@@ -58,6 +63,7 @@ class Forward:
         self.p = Parameters(b, config)
         # So few rows read K and V faster than these come by themselves.
         self.ahead = AHEAD if config.panels == "none" else 0
+        self.ways = 1
         self.find_place()
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
@@ -291,10 +297,10 @@ class Forward:
             c = engine.accumulators(shape.rows, shape.panel_vectors)
             if panels is None:
                 assert self.k is not None
+                whole = self._whole_rows(self.k)
                 for j in range(shape.panel_vectors):
-                    for variables, x in zip(
-                        c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead), strict=True
-                    ):
+                    dots = engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead, whole)
+                    for variables, x in zip(c, dots, strict=True):
                         variables[j].value = x
             else:
                 steps = self.head_steps
@@ -308,6 +314,13 @@ class Forward:
             for r, variables in enumerate(c):
                 for j, variable in enumerate(variables):
                     b.store(self.s, engine.index(panel) + (r * shape.block_kv + j * shape.lanes), variable.value)
+
+    def _whole_rows(self, k: Matrix) -> int:
+        """Whether K is read row by row: how many rows are to have instructions of their own, which hardware tells
+        apart to fetch ahead of each; else 0."""
+        vectors = self.shape.rows * self.head_cols // self.shape.lanes
+        fits = 2 * vectors <= self.shape.unit.registers
+        return self.ways if fits and k.cols * k.elem.bytes >= LONG_ROW else 0
 
     def scale_scores(self, c: list[list[Var]], panel: Value) -> None:
         """What products of the keys of a panel are still to be multiplied with."""

@@ -68,6 +68,7 @@ class _Decode(Forward):
             each = (blocks + splits - 1) // splits
             self.split_first = (first + self.split * each) * shape.block_kv
             self.split_end = b.min(seq_kv, self.split_first + each * shape.block_kv)
+        self.ways = config.ways
         self.k = self.v = None
         self.found = shape.block_kv + -(-self.ahead // shape.panel) * shape.panel
         if config.page:
@@ -127,7 +128,7 @@ class _Decode(Forward):
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
         run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
-        last, ways = (seq_kv - 1) // run * run, self.config.ways
+        last, ways = (seq_kv - 1) // run * run, self.ways
 
         def found(key: Value) -> tuple[Value, Value]:
             number, slot = divmod_const(b, b.min(key, last), page)
