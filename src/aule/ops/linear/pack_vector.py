@@ -104,7 +104,9 @@ class Bringing:
     ) -> None:
         """A part of the right factor, for the columns of a tile from ``first`` on, to memory from ``base`` on."""
         if factor.across:
-            self.copy(factor, first, self.blocks.cols, start, depth, memory, lambda row, col: base + self._place(row, col))
+            self.copy(
+                factor, first, self.blocks.cols, start, depth, memory, lambda row, col: base + self._place(row, col)
+            )
         else:
             self._transpose(factor, first, start, depth, memory, base)
 
