@@ -34,6 +34,9 @@ CASES = [
     Case("parts", (2100, 3), heads=(2, 1), dims=(8, 8), page=16, options={"window": 1500}),
     Case("whole-rows", (70, 33), heads=(4, 1), dims=(64, 16)),
     Case("whole-rows-in-turns", (81, 3), heads=(4, 1), dims=(128, 32), dtype="bf16", page=16, layout="HND"),
+    Case("heads-beside-each-other", (300, 20, 1), heads=(16, 8), dims=(16, 16), page=16, options={"sinks": True}),
+    Case("heads-of-ragged-tokens", (40, 20, 33), (1, 0, 1), heads=(4, 4), dims=(64, 16), page=16),
+    Case("heads-and-tokens", (33, 70), 2, (8, 4), (16, 16), page=32),
     Case("whole-rows-that-end-early", (40, 7), heads=(2, 1), dims=(70, 16), page=4),
 ]
 
@@ -82,6 +85,22 @@ def test_long_rows_of_k_are_read_whole(dtype: str, dims: int, whole: bool) -> No
     result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
     step = plan_decode(problem, decode_views(operands, result), TARGETS["pairs"]).steps[0]
     assert ("dots" in text(step.build(step.config, TARGETS["pairs"]))) == whole
+
+
+def test_tasks_take_several_heads_where_those_are_neighbours() -> None:
+    """As long as there are enough tasks left, and nothing goes by the number of a key."""
+
+    def heads(case: Case, threads: int) -> int:
+        problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+        result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
+        target = replace(TARGETS["avx512"], compute_units=threads)
+        found: int = plan_decode(problem, decode_views(operands, result), target).steps[0].config.heads
+        return found
+
+    case = Case("heads", (20,) * 8, heads=(24, 12), dims=(64, 16), page=16)
+    assert [heads(case, threads) for threads in (1, 6, 12, 100)] == [4, 4, 2, 1]
+    for other in ({"layout": "HND"}, {"page": 0}, {"options": {"window": 7}}, {"cache": "i8"}):
+        assert heads(replace(case, **other), 1) == 1, other
 
 
 def test_entries_outside_of_the_pool_read_inside_of_it() -> None:

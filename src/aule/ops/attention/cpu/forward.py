@@ -55,7 +55,8 @@ def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) ->
 
 class Forward:
     """The kernel as it is traced. Decoding has another place for its keys and its own order of rows, and is a subclass:
-    `find_place`, `place`, `reach`, `bring`, `values_in_place`, `scale_scores` and `weigh` are what it may replace."""
+    `find_place`, `place`, `reach`, `bring`, `of_rows`, `values_in_place`, `scale_scores` and `weigh` are what it may
+    replace."""
 
     def __init__(self, b: Builder, config: CpuConfig) -> None:
         self.b, self.config, self.shape = b, config, config.shape
@@ -173,6 +174,7 @@ class Forward:
             wild = self._wild(mine, key0, values)
             with b.loop(b.const(0, i32), self.groups, name="group") as group:
                 row = group * shape.rows
+                values_here = self.of_rows(group, values)
                 reach = self.reach(row, shape.rows)
                 low = b.max(b.max(reach.first, self.split_first) - key0, 0)
                 high = b.min(b.min(reach.end, self.split_end) - key0, shape.block_kv)
@@ -183,7 +185,7 @@ class Forward:
                     if self.keep is not None:
                         self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
                     self._softmax(row, first_panel, last_panel)
-                    self._multiply_values(row, values, low, high, wild)
+                    self._multiply_values(row, values_here, low, high, wild)
         self._finish()
 
     def _start(self) -> None:
@@ -259,6 +261,10 @@ class Forward:
         bring = engine.pair_rows if config.pairs else engine.copy_rows
         bring(self.v, key0, count, scratch, zero, self.padded)
         return panels, Operand(scratch, zero, 0, self.padded)
+
+    def of_rows(self, group: Value, values: Operand) -> Operand:
+        """The rows of V for one of the groups of rows."""
+        return values
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         """The rows of V from a key on, where they are."""
