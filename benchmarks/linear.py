@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fused import copy_speed, gradient_tensors, graph_seconds, vulkan_seconds, warm_up
+from fused import copy_run, vulkan_run
 from result_file import written
+from row_cases import gradient_tensors
+from turns import GraphRun, in_turns, warm_up
 
 import aule
 from aule.backends import registry
@@ -81,6 +83,17 @@ def result_and_gradients(call: Callable[..., Any], tensors: list[torch.Tensor]) 
     return [out.detach(), *torch.autograd.grad(out, [x for x in wanted if x.requires_grad], grad)]
 
 
+def graph_seconds(call: Callable[[], Any], rounds: int = 15) -> float:
+    """Median seconds of a call as a CUDA graph."""
+    return in_turns({"call": GraphRun(call, 1)}, rounds)["call"]
+
+
+def vulkan_seconds(spec: OpSpec, tensors: list[Any], options: tuple[Any, ...]) -> float:
+    """The same of a call through Vulkan."""
+    with vulkan_run(spec, tensors, options, 1) as run:
+        return in_turns({"call": run})["call"]
+
+
 def times(call: Callable[..., Any], tensors: list[torch.Tensor]) -> tuple[float, float, float]:
     """Seconds of a call and of its gradient, and MiB that a call adds when its gradient is wanted."""
     with torch.no_grad():
@@ -105,7 +118,7 @@ def compare(name: str, sizes: tuple[int, ...], compiles: bool) -> None:
     row: dict[str, Any] = {"op": name, "sizes": "x".join(map(str, sizes)), "error": check(name, call, peer, tensors)}
     forward_work, backward_work = WORK[name](*sizes)
     if name == "cross_entropy":
-        row["copy"] = copy_speed(int(forward_work * 1e12))
+        row["copy"] = forward_work / in_turns({"copy": copy_run(int(forward_work * 1e12))})["copy"]
     peers = {"aule": call, "eager": peer}
     if compiles:
         torch._dynamo.reset()
@@ -280,7 +293,7 @@ def main() -> None:
     else:
         device = torch.cuda.get_device_name()
         print(f"{device}, torch {torch.__version__}, aule {aule.__version__}, Python {platform.python_version()}")
-        warm_up()
+        warm_up(0.7)
         with torch.cuda.stream(torch.cuda.Stream()), written(args.csv, ROWS, device):
             if args.sweep:
                 sweep(PRODUCTS[0])

@@ -702,8 +702,31 @@ def test_threads_of_pytorch_serve_launches_that_are_long_and_quicker_there() -> 
     habit = _cpu_openmp.Habit()
     assert served(4e-3, 2e-3, habit) >= 58
     assert served(4e-3, 9e-3, habit) <= 8  # others use the cores now
+    assert served(4e-3, 9e-3, habit, 256) <= 4  # which is looked at seldom
     assert served(4e-3, 2e-3, habit, 192) >= 96
     assert served(1e-5, 1e-5, habit) <= 1
+    habit = _cpu_openmp.Habit()
+    served(4e-3, 40e-3, habit, 2)  # a moment's bad luck
+    assert served(4e-3, 2e-3, habit) >= 56
+
+
+def test_launches_of_a_sequence_have_the_same_threads(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one goes where the long one before it goes; by itself it would be ours."""
+    long, short = (device.prepare(device.load(COUNT), (count, 1, 1), ()) for count in (1000, 2))
+    served: list[tuple[int, bool]] = []
+
+    def run(kernel: int, cells: bytes, grid: tuple[int, ...], total: int, most: int, openmp: bool) -> None:
+        served.append((total, openmp))
+        time.sleep(1e-3 if total == 1000 else 0)
+
+    monkeypatch.setattr(device, "_run", run)
+    sequence = device.prepare_sequence([long, short])
+    for _ in range(2):
+        sequence.launch([[0], [0]])
+        short.launch([0])
+    assert served == [(1000, False), (2, False), (2, False), (1000, True), (2, True), (2, False)]
+    with pytest.raises(ValueError, match="zip"):
+        sequence.launch([[0]])
 
 
 def test_stacks_that_were_chosen_for_openmp_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

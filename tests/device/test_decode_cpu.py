@@ -22,6 +22,7 @@ MIXED = (300, 45, 0, 1, 2100, 16), (100, 45, 0, 1, 1, 2)
 CASES = [
     Case("page-1-d64", (16, 1, 0, 77), heads=(4, 1), dims=(64, 64), page=1),
     Case("page-1-odd-int8", (33, 2), 5, (2, 2), (37, 21), "bf16", "i8", page=1, layout="HND"),
+    Case("page-16-whole-rows", (256, 255, 257, 16), heads=(8, 2), dims=(128, 128), dtype="bf16", page=16),
     Case("page-16-d128", (256, 255, 257, 16), heads=(8, 1), dims=(128, 128), dtype="bf16", page=16, shared=2),
     Case("page-16-d80-parts", (3000, 1, 0, 1025), heads=(4, 4), dims=(80, 80), page=16, layout="HND"),
     Case("page-16-fp8", (130, 16, 0), heads=(8, 2), dims=(64, 64), dtype="bf16", cache="e4m3", page=16, layout="HND"),

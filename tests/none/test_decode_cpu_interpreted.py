@@ -13,6 +13,7 @@ from test_cpu_interpreted import TARGETS
 
 from aule.engine.attention import STORED, contiguous_strides
 from aule.ir.interpret import interpret
+from aule.ir.text import text
 from aule.ir.verify import verify
 from aule.ops.attention.reference import compare
 from aule.ops.decode.cpu.plan import plan_decode
@@ -31,6 +32,12 @@ CASES = [
     Case("ragged-int8", (30, 5, 12), (9, 1, 0), (2, 1), (16, 16), "bf16", "i8", page=256),
     Case("in-turns", (150, 64, 3), heads=(4, 1), dims=(16, 16), page=16, layout="HND"),
     Case("parts", (2100, 3), heads=(2, 1), dims=(8, 8), page=16, options={"window": 1500}),
+    Case("whole-rows", (70, 33), heads=(4, 1), dims=(64, 16)),
+    Case("whole-rows-in-turns", (81, 3), heads=(4, 1), dims=(128, 32), dtype="bf16", page=16, layout="HND"),
+    Case("heads-beside-each-other", (300, 20, 1), heads=(16, 8), dims=(16, 16), page=16, options={"sinks": True}),
+    Case("heads-of-ragged-tokens", (40, 20, 33), (1, 0, 1), heads=(4, 4), dims=(64, 16), page=16),
+    Case("heads-and-tokens", (33, 70), 2, (8, 4), (16, 16), page=32),
+    Case("whole-rows-that-end-early", (40, 7), heads=(2, 1), dims=(70, 16), page=4),
 ]
 
 
@@ -65,6 +72,35 @@ def test_cases(case: Case, target: Target) -> None:
     judged, expected = expect_decode(problem, operands)
     verdict = compare(judged, out, lse, expected)
     assert verdict, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "whole"),
+    [("f32", 64, True), ("bf16", 128, True), ("bf16", 64, False), ("f32", 128, False)],  # short, too many vectors
+)
+def test_long_rows_of_k_are_read_whole(dtype: str, dims: int, whole: bool) -> None:
+    """Where the rows of Q stay in registers."""
+    case = Case("rows", (20,), heads=(4, 1), dims=(dims, 16), dtype=dtype, page=16)
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
+    step = plan_decode(problem, decode_views(operands, result), TARGETS["pairs"]).steps[0]
+    assert ("dots" in text(step.build(step.config, TARGETS["pairs"]))) == whole
+
+
+def test_tasks_take_several_heads_where_those_are_neighbours() -> None:
+    """As long as there are enough tasks left, and nothing goes by the number of a key."""
+
+    def heads(case: Case, threads: int) -> int:
+        problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+        result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
+        target = replace(TARGETS["avx512"], compute_units=threads)
+        found: int = plan_decode(problem, decode_views(operands, result), target).steps[0].config.heads
+        return found
+
+    case = Case("heads", (20,) * 8, heads=(24, 12), dims=(64, 16), page=16)
+    assert [heads(case, threads) for threads in (1, 6, 12, 100)] == [4, 4, 2, 1]
+    for other in ({"layout": "HND"}, {"page": 0}, {"options": {"window": 7}}, {"cache": "i8"}):
+        assert heads(replace(case, **other), 1) == 1, other
 
 
 def test_entries_outside_of_the_pool_read_inside_of_it() -> None:

@@ -28,9 +28,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A plan whose kernels are loaded: the launches, each with the names of its buffers."""
+    """A plan whose kernels are loaded: its launches, and the names of each one's buffers."""
 
-    launches: tuple[tuple[Any, tuple[str, ...]], ...]
+    sequence: Any
+    buffers: tuple[tuple[str, ...], ...]
     workspace: dict[str, int]
     """Bytes of each workspace."""
 
@@ -113,8 +114,7 @@ def run(ready: Ready, device: Device, addresses: dict[str, int]) -> None:
             for name, size in ready.workspace.items():
                 addresses[name] = at
                 at += size
-        for launch, buffers in ready.launches:
-            launch.launch([addresses[name] for name in buffers])
+        ready.sequence.launch([addresses[name] for name in names] for names in ready.buffers)
     finally:
         if block is not None:
             _give(device, block)
@@ -125,7 +125,8 @@ def prepare(plan: StepPlan, work: Any, device: Any) -> Ready:
     size = np.dtype(work).itemsize
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}
-    return Ready(tuple(_launch(step, device) for step in plan.steps), workspace)
+    launches = [_launch(step, device) for step in plan.steps]
+    return Ready(device.prepare_sequence([launch for launch, _ in launches]), tuple(x for _, x in launches), workspace)
 
 
 def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:

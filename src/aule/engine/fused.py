@@ -125,7 +125,7 @@ def _on_cpu(spec: OpSpec, call: Call, device: Device, results: dict[str, Array])
     for name, array in results.items():
         views[name] = host_view(call.outputs[name].dtype, array)
     ready = prepare_cpu(spec, call, views, device)
-    if not ready.launches:
+    if not ready.buffers:
         _clear(results)
     cpu.run(ready, device, {name: cpu.address(view.storage) for name, view in views.items()})
 

@@ -386,7 +386,7 @@ def _on_host(
         name: fresh(shape, strides, dtype=dtype) if place is None else memory[place]
         for name, dtype, shape, strides, place in ready.outputs
     }
-    if not ready.launches.launches:
+    if not ready.launches.buffers:
         for x in results.values():
             x.zero_()
     addresses = {name: x.data_ptr() for name, x in memory.items()}

@@ -26,8 +26,9 @@ from aule.runtime._cpu_pool import JOB_CALL, JOB_LOADS, JOB_PLACES, JOB_STORES, 
 
 _LONG_SECONDS = 0.4e-3
 """A launch that has ever taken less is short."""
-_TURNS = 16
-"""Of so many launches one looks whether the other threads have become the quicker ones."""
+_TURNS, _RARE_TURNS, _MUCH = 16, 64, 1.25
+"""Of so many launches one looks whether the other threads have become the quicker ones; of the first ones more, and
+later fewer where those took so many times as long."""
 
 # Every thread of the team takes workgroups until there are none; the region ends when all of them have come back. A
 # second launch at the same time runs in its own thread alone: a team for each would be too many threads.
@@ -94,13 +95,18 @@ class Habit:
         if ours is None or self._least < _LONG_SECONDS:
             return False
         self._count += 1
-        return theirs is None or (theirs <= ours) != (self._count % _TURNS == 0)
+        if theirs is None:
+            return True
+        turns = _RARE_TURNS if max(ours, theirs) > _MUCH * min(ours, theirs) else _TURNS
+        looks = self._count % turns == 0 or self._count in (4, 8)
+        return (theirs <= ours) != looks
 
     def note(self, theirs: bool, seconds: float) -> None:
-        """How long it took."""
+        """How long it took. Less than before counts at once: that others had the cores for a moment is to be forgotten
+        at the next look, which comes seldom to the slower threads."""
         before = self._times[theirs]
         self._least = seconds if self._times == [None, None] else min(self._least, seconds)
-        self._times[theirs] = seconds if before is None else before + (seconds - before) / 4
+        self._times[theirs] = seconds if before is None or seconds < before else before + (seconds - before) / 4
 
 
 _team: Team | None = None

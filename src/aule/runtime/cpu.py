@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,13 @@ class PreparedLaunch:
         pointers : sequence of int
             One address for each buffer, in the order of the kernel's buffers. Whoever calls keeps the memory alive.
         """
+        theirs = self._habit.choose()
+        start = time.perf_counter()
+        self.launch_on(theirs, pointers)
+        self._habit.note(theirs, time.perf_counter() - start)
+
+    def launch_on(self, theirs: bool, pointers: Sequence[int]) -> None:
+        """The same, on PyTorch's threads or on ours."""
         device = self._device
         device._check()
         if len(pointers) != len(self._buffers):
@@ -133,9 +140,28 @@ class PreparedLaunch:
         values = self._values.copy()
         for i, pointer in zip(self._buffers, pointers, strict=True):
             values[i] = pointer
-        cells, theirs = self._cells(values), self._habit.choose()
+        device._run(self._kernel.address, self._cells(values), self._grid, self._total, self._most, theirs)
+
+
+class PreparedSequence:
+    """Launches one after the other, on the same threads: those that are the quicker ones for all of them together.
+
+    Short launches by themselves would be our threads', but beside a long one on PyTorch's those would share the cores
+    with it while it spins.
+    """
+
+    __slots__ = ("_habit", "_launches")
+
+    def __init__(self, launches: Sequence[PreparedLaunch]) -> None:
+        self._launches = tuple(launches)
+        self._habit = _cpu_openmp.Habit()
+
+    def launch(self, pointers: Iterable[Sequence[int]]) -> None:
+        """Launch with new pointers for each, and wait for the end; see `PreparedLaunch.launch`."""
+        theirs = self._habit.choose()
         start = time.perf_counter()
-        device._run(self._kernel.address, cells, self._grid, self._total, self._most, theirs)
+        for launch, given in zip(self._launches, pointers, strict=True):
+            launch.launch_on(theirs, given)
         self._habit.note(theirs, time.perf_counter() - start)
 
 
@@ -369,6 +395,10 @@ class CpuDevice(Device):
         """
         self._check()
         return PreparedLaunch(self, program, grid, scalars, serial)
+
+    def prepare_sequence(self, launches: Sequence[PreparedLaunch]) -> PreparedSequence:
+        """Launches that always follow each other, as one."""
+        return PreparedSequence(launches)
 
     def synchronize(self) -> None:
         """Nothing to wait for: a launch is done when it returns."""

@@ -133,7 +133,7 @@ class PlacedMatrix(Matrix):
     Attributes
     ----------
     places : Value
-        Private array (i64): for the rows from ``first`` on, the index of each one's first element.
+        Private array (i64): for the rows from ``first`` on, how far behind ``base`` each one begins.
     """
 
     places: Value
@@ -145,7 +145,7 @@ class PlacedMatrix(Matrix):
 
     def row_start(self, b: Builder, row: Value) -> Value:
         """Index of a row's first element, which must be among those found."""
-        return b.load(self.places, self.index(b, row - self.first))
+        return self.base + b.load(self.places, self.index(b, row - self.first))
 
 
 def padded(n: int, multiple: int) -> int:

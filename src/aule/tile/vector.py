@@ -299,15 +299,20 @@ class Vectors:
             halves.append(b.splat(b.const(0, u32), lanes // 2))
         return b.permute(halves[0], halves[1], tuple(range(lanes)))
 
-    def dots(self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int = 0) -> list[Value]:
+    def dots(
+        self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int = 0, whole: int = 0
+    ) -> list[Value]:
         """Dot products of ``rows`` rows of A with as many rows of a matrix as there are lanes, from row ``first`` on:
         one vector for each row of A. ``rows`` is a power of two; A's rows are padded with zeros to whole vectors. The
         matrix has stride 1 along its rows. Those that come ``ahead`` rows later are fetched into the cache. Where A is
         one of pairs, so is what is read of the matrix, which is bf16.
 
         For few rows this is cheaper than packing: the vectors of partial sums are added up together, as many at a time
-        as there are lanes.
+        as there are lanes. The matrix is read a few lines of several rows at a time, or, with ``whole``, row by row,
+        so many of them to a round of the loop; A's rows are then to stay in registers.
         """
+        if whole:
+            return self._dots_of_whole_rows(left, rows, source, first, ahead, whole)
         b, lanes = self.b, self.lanes
         span = lanes // rows
         pairs = element(left.pointer.type) == u32
@@ -328,18 +333,53 @@ class Vectors:
                         variable.value = self._accumulate(mine, x, variable.value)
 
             width = together * step_cols
-            whole = source.cols // width * width
-            if whole:
-                with b.loop(b.const(0, i64), whole, width, unroll=max(2 // together, 1), name="col") as col:
+            end = source.cols // width * width
+            if end:
+                with b.loop(b.const(0, i64), end, width, unroll=max(2 // together, 1), name="col") as col:
                     for start in later:
                         b.prefetch(source.buffer, start + col)
                     for i in range(together):
                         step(col + i * step_cols, step_cols)
-            for start in later if source.cols > whole else ():
-                b.prefetch(source.buffer, start + whole)
-            for at in range(whole, source.cols, step_cols):
+            for start in later if source.cols > end else ():
+                b.prefetch(source.buffer, start + end)
+            for at in range(end, source.cols, step_cols):
                 step(b.const(at, i64), min(step_cols, source.cols - at))
             parts.append(self._sums([variable.value for row in c for variable in row]))
+        return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
+
+    def _dots_of_whole_rows(
+        self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int, unroll: int
+    ) -> list[Value]:
+        """`dots`, row by row of the matrix. The partial sums wait in memory: all at once they would not leave A its
+        registers, and LLVM would gather loads of many rows before their products."""
+        b, lanes = self.b, self.lanes
+        pairs = element(left.pointer.type) == u32
+        step_cols, read = (2 * lanes, self._read_pairs) if pairs else (lanes, self.read)
+        steps = range(0, source.cols, step_cols)
+        mine = [
+            [self._factor(left.pointer, left.base + left.row * r + i * lanes, lanes) for i in range(len(steps))]
+            for r in range(rows)
+        ]
+        partial = b.private("dots", self.work, lanes * rows * lanes)
+        with b.loop(b.const(0, i32), lanes, unroll=unroll, name="row") as row:
+            start = source.row_start(b, first + row)
+            if ahead:
+                later = source.row_start(b, first + row + ahead)
+                for col in range(0, source.cols, _CACHE_LINE // source.elem.bytes):
+                    b.prefetch(source.buffer, later + col)
+            totals = [self.const(0.0)] * rows
+            for i, col in enumerate(steps):
+                x = read(source, start, b.const(col, i64), min(step_cols, source.cols - col))
+                totals = [self._accumulate(mine[r][i], x, totals[r]) for r in range(rows)]
+            for r, total in enumerate(totals):
+                b.store(partial, (self.index(row) * rows + r) * lanes, total)
+        span = lanes // rows
+
+        def sums(group: int) -> Value:
+            order = [(row, r) for r in range(rows) for row in range(group * span, (group + 1) * span)]
+            return self._sums([b.load(partial, (row * rows + r) * lanes, lanes) for row, r in order])
+
+        parts = [sums(group) for group in range(rows)]
         return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
 
     def _sums(self, vectors: list[Value]) -> Value:

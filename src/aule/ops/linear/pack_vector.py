@@ -16,7 +16,7 @@ from aule.ops.linear.config import FactorConfig, VectorBlocks
 from aule.ops.linear.factors import Factor, RowAt
 from aule.ops.parameters import Parameters
 from aule.target import Target
-from aule.tile.vector import Vectors, has_pairs
+from aule.tile.vector import Vectors, has_pairs, vector_unit
 
 
 def steps_of(blocks: VectorBlocks, dtype: str, target: Target) -> int:
@@ -24,8 +24,24 @@ def steps_of(blocks: VectorBlocks, dtype: str, target: Target) -> int:
     return blocks.depth // 2 if has_pairs(target, SCALARS[dtype]) else blocks.depth
 
 
+def piece_of(blocks: VectorBlocks, work: str, target: Target) -> tuple[int, int]:
+    """Rows and vectors of the pieces of a tile that stay in registers."""
+    return vector_unit(target, SCALARS[work]).tile(blocks.rows, blocks.cols // blocks.lanes)
+
+
+def panel_numbers(blocks: VectorBlocks, work: str, dtype: str, target: Target) -> int:
+    """Numbers, or pairs, of the right factor's part for a tile: whole pieces, each by itself."""
+    _, vectors = piece_of(blocks, work, target)
+    width = vectors * blocks.lanes
+    return -(-blocks.cols // width) * width * steps_of(blocks, dtype, target)
+
+
 class Bringing:
-    """Brings parts of factors together in memory, as numbers of the type that is computed in or as pairs of bf16."""
+    """Brings parts of factors together in memory, as numbers of the type that is computed in or as pairs of bf16.
+
+    A part of the right factor lies piece by piece, since a piece's vectors are read for many rows, step by step: side
+    by side they stay in the first-level cache. A tile's width apart they would share a few of its sets.
+    """
 
     def __init__(self, b: Builder, blocks: VectorBlocks, work: str, dtype: str, target: Target) -> None:
         self.b, self.blocks = b, blocks
@@ -35,13 +51,23 @@ class Bringing:
         self.each = 2 if self.pairs else 1
         """Numbers of the summed dimension in a step."""
         self.depth = steps_of(blocks, dtype, target)
+        self.piece_rows, self.piece = piece_of(blocks, work, target)
+        self.panel_numbers = panel_numbers(blocks, work, dtype, target)
         self.stored = u32 if self.pairs else self.work
 
     def panel(self, first: Value, start: Value, summed: Value) -> Value:
         """Where the part from ``start`` on of the columns from ``first`` on begins in what is packed."""
         parts = self._index((summed + (self.blocks.depth - 1)) // self.blocks.depth)
         number = self._index(first // self.blocks.cols) * parts + self._index(start // self.blocks.depth)
-        return number * (self.depth * self.blocks.cols)
+        return number * self.panel_numbers
+
+    def _place(self, step: Value, col: Value) -> Value:
+        """Where a column of a part of the right factor is at a step."""
+        width = self.piece * self.blocks.lanes
+        if width >= self.blocks.cols:
+            return step * width + col
+        piece = col // width
+        return piece * (width * (self.depth - 1)) + step * width + col  # its columns before it are in `col`
 
     def _along(self, count: Value, f: Callable[[Value, int], None], whole: int | None = None, single: int = 1) -> None:
         """Call ``f`` for whole vectors of ``count`` columns, or for as many columns as said, and then for the few that
@@ -78,14 +104,23 @@ class Bringing:
     ) -> None:
         """A part of the right factor, for the columns of a tile from ``first`` on, to memory from ``base`` on."""
         if factor.across:
-            self.copy(factor, first, self.blocks.cols, start, depth, memory, base)
+            self.copy(
+                factor, first, self.blocks.cols, start, depth, memory, lambda row, col: base + self._place(row, col)
+            )
         else:
             self._transpose(factor, first, start, depth, memory, base)
 
     def copy(
-        self, factor: Factor, first: Value, outer: int, start: Value, depth: Value, memory: Value, base: Value
+        self,
+        factor: Factor,
+        first: Value,
+        outer: int,
+        start: Value,
+        depth: Value,
+        memory: Value,
+        place: Callable[[Value, Value], Value],
     ) -> None:
-        """Stored rows as they are, or in pairs: ``outer`` numbers for each step, in memory from ``base`` on."""
+        """Stored rows as they are, or in pairs: ``outer`` numbers for each step; ``place`` says where one belongs."""
         b, each = self.b, self.each
         count = b.min(factor.cols - first, outer)
         with b.loop(b.const(0, i32), depth, each, name="row") as row:
@@ -95,7 +130,7 @@ class Bringing:
                 bring = factor.load if self.pairs and factor.norm is None else partial(self._value, factor)
                 values = [bring(line, first + col, width) for line in lines]
                 value = self._paired(values[0], values[1], row + 1 < depth) if self.pairs else values[0]
-                b.store(memory, base + self._index(row // each) * outer + self._index(col), value, align=1)
+                b.store(memory, place(self._index(row // each), self._index(col)), value, align=1)
 
             self._along(count, put)
 
@@ -122,7 +157,7 @@ class Bringing:
                 else:
                     columns = [column(col)]
                 for i, value in enumerate(columns):
-                    at = self._index(col // single + i) * cols + self._index(part)
+                    at = self._place(self._index(col // single + i), self._index(part))
                     b.store(memory, base + at, value, align=1)
 
             self._along(depth, put, lanes * single, single)

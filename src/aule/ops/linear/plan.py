@@ -21,7 +21,7 @@ from aule.ops.linear.config import (
     WarpgroupBlocks,
 )
 from aule.ops.linear.pack_fragments import PANEL, FragmentsConfig, build_pack_fragments
-from aule.ops.linear.pack_vector import PackConfig, build_pack, steps_of
+from aule.ops.linear.pack_vector import PackConfig, build_pack, panel_numbers
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.linear.product_direct import build_product_direct
 from aule.ops.linear.product_fragment import build_product_fragment
@@ -210,7 +210,7 @@ def _packed(product: Step, target: Target, workspace: dict[str, int], source: St
         return (product,)
     assert isinstance(blocks, VectorBlocks)
     tiles, parts = -(-int(product.scalars["n"]) // blocks.cols), -(-int(product.scalars["k"]) // blocks.depth)
-    size = tiles * parts * blocks.cols * steps_of(blocks, config.right.stored.dtype, target)
+    size = tiles * parts * panel_numbers(blocks, config.work, config.right.stored.dtype, target)
     workspace["packed"] = max(workspace.get("packed", 0), size)
     pack = PackConfig(config.work, config.right, blocks)
     return Step(pack, build_pack, (tiles, parts, 1), product.scalars), product

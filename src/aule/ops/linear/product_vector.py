@@ -14,7 +14,7 @@ from aule.ops.linear.pack_vector import Bringing
 from aule.ops.linear.product_fragment import tile_of
 from aule.ops.parameters import Parameters
 from aule.target import Target
-from aule.tile.vector import Operand, vector_unit
+from aule.tile.vector import Operand
 
 
 def build_product_vector(config: ProductConfig, target: Target) -> KernelIR:
@@ -31,7 +31,6 @@ class _Product(Bringing):
         super().__init__(b, blocks, config.work, config.left.stored.dtype, target)
         self.config = config
         p = self.p = Parameters(b, i64)
-        self.unit = vector_unit(target, self.work)
         self.m, self.n, self.k = (p.number(name) for name in "mnk")
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, 1)
         self.left = Factor(p, config.left, self.m, self.k, self.work, whole=True)
@@ -40,14 +39,14 @@ class _Product(Bringing):
         if config.packed:
             self.right_memory = p.buffer("packed", self.stored)
         else:
-            self.right_memory = b.shared("right", self.stored, blocks.cols * self.depth)
+            self.right_memory = b.shared("right", self.stored, self.panel_numbers)
         self.result = b.shared("result", self.work, blocks.rows * blocks.cols)
 
     def run(self) -> None:
         b, blocks = self.b, self.blocks
         cleared = [(self.left_memory, blocks.rows * self.depth), (self.result, blocks.rows * blocks.cols)]
         if self.right is not None:
-            cleared.append((self.right_memory, blocks.cols * self.depth))
+            cleared.append((self.right_memory, self.panel_numbers))
         for memory, size in cleared:
             zero = b.splat(b.const(0, element(memory.type)), blocks.lanes)
             with b.loop(b.const(0, i64), size, blocks.lanes, name="i") as i:
@@ -55,7 +54,10 @@ class _Product(Bringing):
         with b.loop(b.const(0, i32), self.k, blocks.depth, name="start") as start:
             count = b.min(self.k - start, blocks.depth)
             if self.config.left.across:
-                self.copy(self.left, self.row0, blocks.rows, start, count, self.left_memory, b.const(0, i64))
+                self.copy(
+                    self.left, self.row0, blocks.rows, start, count, self.left_memory,
+                    lambda step, row: step * blocks.rows + row,
+                )  # fmt: skip
             else:
                 self._lines(start, count)
             right = b.const(0, i64)
@@ -90,27 +92,38 @@ class _Product(Bringing):
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _multiply(self, steps: Value, start: Value) -> None:
-        """The part that lies in memory, of the right factor from ``start`` on."""
+        """The part that lies in memory, of the right factor from ``start`` on: piece by piece, and for each of them all
+        rows, so that its vectors come from the first-level cache for all but the first."""
+        b, blocks = self.b, self.blocks
+        width = self.piece * blocks.lanes
+        whole, rest = divmod(blocks.cols // blocks.lanes, self.piece)
+        there = b.min(self.n - self.col0, blocks.cols)
+        with b.loop(b.const(0, i32), b.min((there + (width - 1)) // width, whole), name="piece") as number:
+            self._multiply_piece(number, self.piece, steps, start)
+        if rest:
+            with b.if_(there > whole * width):
+                self._multiply_piece(b.const(whole, i32), rest, steps, start)
+
+    def _multiply_piece(self, number: Value, vectors: int, steps: Value, start: Value) -> None:
         b, blocks, engine = self.b, self.blocks, self.engine
-        piece_rows, pieces = engine.pieces(self.unit, blocks.rows, blocks.cols, self.pairs)
         row_step, step = (1, blocks.rows) if self.config.left.across else (self.depth, 1)
+        width = self.piece * blocks.lanes
+        right = Operand(self.right_memory, start + self._index(number) * (width * self.depth), 0, width)
         count = b.min(self.m - self.row0, blocks.rows)
-        with b.loop(b.const(0, i32), count, piece_rows, name="row") as row:
-            for first, widths in pieces:
-                base = self._index(row)
-                c = engine.accumulators(piece_rows, widths)
-                left = Operand(self.left_memory, base * row_step, row_step, step)
-                right = Operand(self.right_memory, start + first * blocks.lanes, 0, blocks.cols)
-                engine.multiply(c, left, right, 0, self._index(steps))
-                for i, vectors in enumerate(c):
-                    for j, (variable, width) in enumerate(zip(vectors, widths, strict=True)):
-                        at = (base + i) * blocks.cols + (first + j) * blocks.lanes
-                        b.store(self.result, at, b.load(self.result, at, width, align=1) + variable.value, align=1)
+        with b.loop(b.const(0, i32), count, self.piece_rows, name="row") as row:
+            base = self._index(row)
+            c = engine.accumulators(self.piece_rows, vectors)
+            engine.multiply(c, Operand(self.left_memory, base * row_step, row_step, step), right, 0, self._index(steps))
+            for i, variables in enumerate(c):
+                for j, variable in enumerate(variables):
+                    at = (base + i) * blocks.cols + self._index(number) * width + j * blocks.lanes
+                    old = b.load(self.result, at, blocks.lanes, align=1)
+                    b.store(self.result, at, old + variable.value, align=1)
 
     def _finish(self) -> None:
         b, blocks = self.b, self.blocks
         out = Stored(self.p, self.config.out, "write")
-        bias = None if self.config.bias is None else self.p.buffer("bias", SCALARS[self.config.bias])
+        bias = self._bias()
         with b.loop(b.const(0, i32), b.min(self.m - self.row0, blocks.rows), name="row") as row:
             start = out.start(self.row0 + row)
 
@@ -118,11 +131,7 @@ class _Product(Bringing):
                 at = self._index(row) * blocks.cols + self._index(col)
                 value = b.load(self.result, at, width, align=1)
                 if bias is not None:
-                    step = self.p.number("bias_col_stride", i64)
-                    places = [self._index(self.col0 + col + i) * step for i in range(width)]
-                    begin = self.p.strided("bias")
-                    added = b.vector([b.load(bias, begin + place) for place in places])
-                    value = value + b.cast(added, self.work)
+                    value = value + b.load(bias, self._index(col), width, align=1)
                 value = b.cast(value, out.elem)
                 if self.config.out.unit:
                     b.store(out.buffer, out.index(start, self.col0 + col), value, align=1)
@@ -131,3 +140,15 @@ class _Product(Bringing):
                     b.store(out.buffer, out.index(start, self.col0 + col + i), x)
 
             self._along(b.min(self.n - self.col0, blocks.cols), put)
+
+    def _bias(self) -> Value | None:
+        """The bias of the tile's columns, as numbers of the type that is computed in: brought once for all rows."""
+        if self.config.bias is None:
+            return None
+        b, p = self.b, self.p
+        given, memory = p.buffer("bias", SCALARS[self.config.bias]), b.shared("bias_part", self.work, self.blocks.cols)
+        start, step = p.strided("bias"), p.number("bias_col_stride", i64)
+        with b.loop(b.const(0, i32), b.min(self.n - self.col0, self.blocks.cols), name="col") as col:
+            x = b.load(given, start + self._index(self.col0 + col) * step)
+            b.store(memory, self._index(col), b.cast(x, self.work))
+        return memory

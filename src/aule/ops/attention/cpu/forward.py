@@ -36,6 +36,11 @@ AHEAD = 64
 of 4096 keys, d128: 12.2 -> 17.2 GB/s in fp32 and 10.4 -> 17.1 in bf16; 16 keys ahead gave as much or less."""
 
 
+LONG_ROW = 256
+"""Bytes of a row of K from which few rows of Q take it row by row, if they stay in registers. Rows of 128 bytes are 3
+to 4% slower that way (docs/performance.md, "Decoding on the CPU")."""
+
+
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the forward kernel of a configuration."""
     b = Builder(name, workgroup=1)
@@ -50,7 +55,8 @@ def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) ->
 
 class Forward:
     """The kernel as it is traced. Decoding has another place for its keys and its own order of rows, and is a subclass:
-    `find_place`, `place`, `reach`, `bring`, `values_in_place`, `scale_scores` and `weigh` are what it may replace."""
+    `find_place`, `place`, `reach`, `bring`, `of_rows`, `values_in_place`, `scale_scores` and `weigh` are what it may
+    replace."""
 
     def __init__(self, b: Builder, config: CpuConfig) -> None:
         self.b, self.config, self.shape = b, config, config.shape
@@ -58,6 +64,7 @@ class Forward:
         self.p = Parameters(b, config)
         # So few rows read K and V faster than these come by themselves.
         self.ahead = AHEAD if config.panels == "none" else 0
+        self.ways = 1
         self.find_place()
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
@@ -167,6 +174,7 @@ class Forward:
             wild = self._wild(mine, key0, values)
             with b.loop(b.const(0, i32), self.groups, name="group") as group:
                 row = group * shape.rows
+                values_here = self.of_rows(group, values)
                 reach = self.reach(row, shape.rows)
                 low = b.max(b.max(reach.first, self.split_first) - key0, 0)
                 high = b.min(b.min(reach.end, self.split_end) - key0, shape.block_kv)
@@ -177,7 +185,7 @@ class Forward:
                     if self.keep is not None:
                         self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
                     self._softmax(row, first_panel, last_panel)
-                    self._multiply_values(row, values, low, high, wild)
+                    self._multiply_values(row, values_here, low, high, wild)
         self._finish()
 
     def _start(self) -> None:
@@ -254,6 +262,10 @@ class Forward:
         bring(self.v, key0, count, scratch, zero, self.padded)
         return panels, Operand(scratch, zero, 0, self.padded)
 
+    def of_rows(self, group: Value, values: Operand) -> Operand:
+        """The rows of V for one of the groups of rows."""
+        return values
+
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         """The rows of V from a key on, where they are."""
         start = v.base + self.engine.index(key0) * v.row_stride
@@ -291,10 +303,10 @@ class Forward:
             c = engine.accumulators(shape.rows, shape.panel_vectors)
             if panels is None:
                 assert self.k is not None
+                whole = self._whole_rows(self.k)
                 for j in range(shape.panel_vectors):
-                    for variables, x in zip(
-                        c, engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead), strict=True
-                    ):
+                    dots = engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead, whole)
+                    for variables, x in zip(c, dots, strict=True):
                         variables[j].value = x
             else:
                 steps = self.head_steps
@@ -308,6 +320,13 @@ class Forward:
             for r, variables in enumerate(c):
                 for j, variable in enumerate(variables):
                     b.store(self.s, engine.index(panel) + (r * shape.block_kv + j * shape.lanes), variable.value)
+
+    def _whole_rows(self, k: Matrix) -> int:
+        """Whether K is read row by row: how many rows are to have instructions of their own, which hardware tells
+        apart to fetch ahead of each; else 0."""
+        vectors = self.shape.rows * self.head_cols // self.shape.lanes
+        fits = 2 * vectors <= self.shape.unit.registers
+        return self.ways if fits and k.cols * k.elem.bytes >= LONG_ROW else 0
 
     def scale_scores(self, c: list[list[Var]], panel: Value) -> None:
         """What products of the keys of a panel are still to be multiplied with."""

@@ -23,6 +23,9 @@ class CpuDecodeConfig(CpuConfig):
         Keys of a page; 0 when the cache is contiguous.
     ways : int
         Runs of keys that are read in turns; 1 where their order matters, or nothing is gained.
+    heads : int
+        Key heads of a task, which takes them in turns, block of keys by block of keys: their rows of a key are
+        neighbours. With several, each has as many rows as are multiplied at a time.
     ragged : bool
         Sequences have their own numbers of query rows, one behind the other.
     """
@@ -31,6 +34,7 @@ class CpuDecodeConfig(CpuConfig):
     group: int
     page: int = 0
     ways: int = 1
+    heads: int = 1
     ragged: bool = False
 
     @property
@@ -49,6 +53,8 @@ class CpuDecodeCombineConfig:
 
     Attributes
     ----------
+    heads : int
+        As in `CpuDecodeConfig`.
     unit : bool
         The head dimension of o has stride 1.
     """
@@ -57,6 +63,7 @@ class CpuDecodeCombineConfig:
     value_dim: int
     shape: CpuShape
     group: int
+    heads: int
     ragged: bool
     lse: bool
     unit: bool

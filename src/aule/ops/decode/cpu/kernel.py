@@ -1,6 +1,7 @@
 """The decoding kernel for CPUs: the forward kernel over keys that are found in pages, and may be quantised.
 
-One task has a block of the rows that share a key head of a sequence, and a part of the keys. Before it works on a block
+One task has a block of the rows that share a key head of a sequence, or those of several key heads, and a part of the
+keys. Before it works on a block
 of keys it looks up where each of them lies; from there on pages are no different from a contiguous cache, and pages of
 any size cost about the same. Up to eight rows multiply K as it lies there, more of them pack it. Either way a key is
 brought once for all rows of a block, so that gathering pages beforehand would save nothing.
@@ -11,6 +12,7 @@ The scales of a quantised cache never meet its elements: those of K are multipli
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, f32, i32, i64
@@ -51,7 +53,7 @@ class _Decode(Forward):
         self.task = b.group_id(0)
         splits = p.number("splits")
         self.split = self.task % splits
-        self.rows = Rows.of(p, self.task // splits, config.group, shape.block_q, config.ragged)
+        self.rows = Rows.of(p, self.task // splits, config.group, shape.block_q, config.heads, config.ragged)
         self.batch, self.kv_head, self.count = self.rows.batch, self.rows.kv_head, self.rows.count
         seq_kv = p.number("seq_kv")
         if config.lens:
@@ -68,6 +70,7 @@ class _Decode(Forward):
             each = (blocks + splits - 1) // splits
             self.split_first = (first + self.split * each) * shape.block_kv
             self.split_end = b.min(seq_kv, self.split_first + each * shape.block_kv)
+        self.ways = config.ways
         self.k = self.v = None
         self.found = shape.block_kv + -(-self.ahead // shape.panel) * shape.panel
         if config.page:
@@ -82,7 +85,7 @@ class _Decode(Forward):
 
     def reach(self, row: Value, rows: int) -> Reach:
         b, shift, group = self.b, self.scores.shift, self.config.group
-        first = self.rows.row0 + row
+        first = self.rows.row0 + row if self.config.heads == 1 else b.const(0, i32)  # of a head
         last = b.min(first + rows, self.rows.seq_q * group) - 1
         return self.scores.reach(first // group + shift, last // group + shift)
 
@@ -108,6 +111,14 @@ class _Decode(Forward):
             self.k, self.v = self._matrix("k", key0), self._matrix("v", key0)
         return super().bring(key0)
 
+    def of_rows(self, group: Value, values: Operand) -> Operand:
+        if self.config.heads == 1:
+            return values
+        assert self.k is not None
+        bases = [self.engine.index(group) * self.p.number(f"{name}_stride1", i64) for name in "kv"]
+        self.k = replace(self.k, base=bases[0])
+        return replace(values, base=bases[1])
+
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         if isinstance(v, PlacedMatrix):
             return Operand(v.buffer, v.base, 0, 0, v.places, self.ahead)
@@ -115,11 +126,20 @@ class _Decode(Forward):
 
     def _find_keys(self, key0: Value) -> None:
         """Where the keys of a block lie, and their scales, up to a whole panel and what is fetched ahead; those past
-        the end are others."""
+        the end are others. Of several heads they are the first one's, and behind a block comes the next head's."""
+        b, shape, heads = self.b, self.shape, self.config.heads
+        count = b.min(shape.block_kv, self.scores.seq_kv - key0)
+        whole = (count + (shape.panel - 1)) // shape.panel * shape.panel
+        self._note_keys(key0, whole + (self.found - shape.block_kv if heads == 1 else 0))
+        for name in "kv" if heads > 1 else "":
+            places, stride = self.places[name], self.p.number(f"{name}_stride1", i64)
+            with b.loop(b.const(0, i64), self.ahead, _RUN, name="key") as i:
+                b.store(places, self.engine.index(whole) + i, b.load(places, i, _RUN, align=1) + stride, align=1)
+
+    def _note_keys(self, key0: Value, whole: Value) -> None:
+        """Note place and scale of ``whole`` keys, and perhaps of some more."""
         b, shape, page = self.b, self.shape, self.config.page
         seq_kv = self.scores.seq_kv
-        count = b.min(shape.block_kv, seq_kv - key0)
-        whole = (count + (shape.panel - 1)) // shape.panel * shape.panel + (self.found - shape.block_kv)
         if page < _RUN or page & (page - 1):
             with b.loop(b.const(0, i32), whole, name="key") as i:
                 key = b.min(key0 + i, seq_kv - 1)
@@ -127,7 +147,7 @@ class _Decode(Forward):
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
         run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
-        last, ways = (seq_kv - 1) // run * run, self.config.ways
+        last, ways = (seq_kv - 1) // run * run, self.ways
 
         def found(key: Value) -> tuple[Value, Value]:
             number, slot = divmod_const(b, b.min(key, last), page)
@@ -205,7 +225,7 @@ def build_combine(config: CpuDecodeCombineConfig, target: Target) -> KernelIR:
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim))
     engine = Vectors(b, work_type(SCALARS[config.dtype]), config.shape.lanes)
     heads, splits, number, block_q = p.number("heads_q"), p.number("splits"), b.group_id(0), config.shape.block_q
-    rows = Rows.of(p, number, config.group, block_q, config.ragged)
+    rows = Rows.of(p, number, config.group, block_q, config.heads, config.ragged)
     with b.loop(b.const(0, i32), rows.count, name="row") as row:
         first = engine.index(number * splits) * block_q + engine.index(row)
         columns, m, l = combine_parts(p, engine, first, b.const(block_q, i64), splits, config.value_dim)

@@ -21,6 +21,8 @@ from aule.view import TensorView
 
 _MOST_IN_PLACE = 48
 """Rows up to which V is read where it lies, and converted again by every group of rows."""
+_MOST_HEADS = 8
+"""Key heads of one task, at most."""
 _SHORT_PAGE = 64
 """Keys of a page up to which several are read in turns (docs/performance.md, "Decoding on the CPU")."""
 
@@ -71,8 +73,6 @@ def _launches(
     pairs = not dots and has_pairs(target, SCALARS[problem.dtype])
     # Read by a few groups of rows, V is converted as it is read.
     in_place = unit_strides[2] and problem.value_dim % unit.lanes == 0 and count <= _MOST_IN_PLACE and not pairs
-    blocks_q = -(-count // shape.block_q)
-    splits = _splits(problem.seq_kv, heads * blocks_q, shape, threads)
     left, right = problem.limits
     config = CpuDecodeConfig(
         dtype=problem.dtype,
@@ -88,7 +88,6 @@ def _launches(
         shape=shape,
         pairs=pairs,
         key_pairs=dots and problem.cache == "bf16" and has_pairs(target, SCALARS[problem.dtype]),
-        split=splits > 1,
         panels="none" if dots else "scratch",
         values="direct" if in_place else "scratch",
         cache=problem.cache,
@@ -98,12 +97,25 @@ def _launches(
         ragged=problem.total_q is not None,
     )
     config = replace(config, ways=_ways(config, views))
+    together = _heads(config, views, count, heads // (4 * threads))
+    if together > 1:
+        heads, count, shape = heads // together, count * together, replace(shape, block_q=count * together)
+    blocks_q = -(-count // shape.block_q)
+    splits = _splits(problem.seq_kv, heads * blocks_q, shape, threads)
+    config = replace(config, shape=shape, heads=together, split=splits > 1)
     blocks, numbers = heads * blocks_q, numbers | {"splits": splits, "blocks_q": blocks_q}
     steps = [Step(config, build_decode, (blocks * splits, 1, 1), numbers)]
     if splits == 1:
         return steps, 0
     combine = CpuDecodeCombineConfig(
-        problem.dtype, problem.value_dim, shape, problem.group, config.ragged, problem.return_lse, unit_strides[3]
+        problem.dtype,
+        problem.value_dim,
+        shape,
+        problem.group,
+        together,
+        config.ragged,
+        problem.return_lse,
+        unit_strides[3],
     )
     steps.append(Step(combine, build_combine, (blocks, 1, 1), numbers))
     return steps, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes)
@@ -116,6 +128,17 @@ def _ways(config: CpuDecodeConfig, views: dict[str, TensorView]) -> int:
     if not config.page or config.page > _SHORT_PAGE or ordered or config.panels != "none":
         return 1
     return 4 if views["k"].strides[2] == config.head_dim else 2
+
+
+def _heads(config: CpuDecodeConfig, views: dict[str, TensorView], rows: int, most: int) -> int:
+    """How many key heads, ``most`` or fewer, one task takes: several where pages are read in turns and a key's rows of
+    all heads are neighbours there, so that what comes from memory with one of them is the next one's."""
+    k, v = views["k"], views["v"]
+    beside = k.strides[1] == config.head_dim and v.strides[1] == config.value_dim
+    same = rows == config.shape.rows and not (config.ragged and rows > config.group)  # in each sequence that is served
+    if config.ways == 1 or not beside or not same or config.values != "direct":
+        return 1
+    return math.gcd(k.shape[1], 1 << (min(max(most, 1), _MOST_HEADS).bit_length() - 1))
 
 
 def _splits(seq_kv: int, blocks: int, shape: CpuShape, threads: int) -> int:
