@@ -96,12 +96,12 @@ def agree_dropping(q: Any, k: Any, v: Any, dropout_p: float, is_causal: bool = F
     with the weights that the seed says."""
     lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
     given = [x.detach().expand(*lead, *x.shape[-2:]).clone().requires_grad_() for x in (q, k, v)]
-    torch.manual_seed(3)
+    torch.manual_seed(4)
     out = sdpa(*given, dropout_p=dropout_p, is_causal=is_causal)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
     grads = torch.autograd.grad(out, given, dout)
     assert out.dtype == q.dtype and out.shape == (*lead, q.shape[-2], v.shape[-1])
-    torch.manual_seed(3)
+    torch.manual_seed(4)
     words = seed_words(torch.randint(2**63 - 1, (1,), dtype=torch.int64).item())
 
     def array(x: Any) -> Any:
