@@ -35,7 +35,7 @@ def gradients(device: Device, problem: AttentionProblem, operands: Operands, dou
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_grid(device: Device, case: grid.Case) -> None:
-    devices.spare(device, CASES.index(case), parts=5)  # three kernels to compile for each
+    devices.spare(device, CASES.index(case), parts=7)  # three kernels to compile for each
     judge(device, case)
 
 
