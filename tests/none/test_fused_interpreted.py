@@ -56,6 +56,20 @@ def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
     return results
 
 
+def judged(case: fused_cases.Case, target: Target) -> list[tuple[OpSpec, Call]]:
+    """An op and its gradient with their calls, after both have been found right."""
+    spec = CATALOGUE[case.op]
+    arrays = fused_cases.operands(case)
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    found = run(spec, call, target)
+    fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
+    assert spec.gradient is not None
+    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+    expected = fused_cases.right(spec.gradient, backward)
+    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+    return [(spec, call), (spec.gradient, backward)]
+
+
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("case", fused_cases.CASES, ids=str)
 def test_cases(case: fused_cases.Case, target: Target) -> None:
@@ -124,15 +138,7 @@ def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ((9, 520), (33, 40), (5, 1003)):
         case = fused_cases.Case("layer_norm", shape)
         for target in (TARGETS["subgroups"], TARGETS["barriers"])[: 1 if way.ahead else 2]:
-            spec = CATALOGUE[case.op]
-            arrays = fused_cases.operands(case)
-            call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
-            found = run(spec, call, target)
-            fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
-            backward = fused_cases.gradient_call(spec, arrays, call, found, case)
-            assert spec.gradient is not None
-            expected = fused_cases.right(spec.gradient, backward)
-            fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+            judged(case, target)
 
 
 @pytest.mark.parametrize("columns", [1024, 520, 1003])
@@ -223,16 +229,7 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
         fused_cases.Case("layer_norm", (9, 2048), "bf16"),
         fused_cases.Case("softmax_dropout", (1, 5, 2048), "bf16", {"dropout_p": 0.3, "causal": True}),
     ):
-        spec = CATALOGUE[case.op]
-        arrays = fused_cases.operands(case)
-        call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
-        found = run(spec, call, target)
-        fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
-        gradient = fused_cases.gradient_call(spec, arrays, call, found, case)
-        assert spec.gradient is not None
-        expected = fused_cases.right(spec.gradient, gradient)
-        fused_cases.judge(gradient, run(spec.gradient, gradient, target), expected, gradient=True)
-        for one, known in ((spec, call), (spec.gradient, gradient)):
+        for one, known in judged(case, target):
             step = one.plan(known.problem, {**known.views, **result_views(known)}, target).steps[0]
             assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
 

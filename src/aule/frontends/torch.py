@@ -460,7 +460,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         _launches[key] = found
-    elif out is None and not (options.arrays() or want_lse or (qp | kp | vp) & 15):
+    elif out is None and not (found.extra or want_lse or (qp | kp | vp) & 15):
         _remember(found, q, k, v, options)
     if out is None:  # empty_like is the quicker way to an output, by 3 us
         out = _empty_like(q) if found.like_q else q.new_empty(found.out_shape)
