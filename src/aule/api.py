@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from aule.context import Aule
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.frontends import by_type, front_end, maker
 from aule.ops.attention.rope import frequencies, rope_tables
+from aule.ops.attention.validate import checked_number
 from aule.options import AttentionOptions, DecodeOptions
 
 
@@ -42,9 +47,9 @@ def flash_attention(
     ----------
     q, k, v : array
         ``[batch, heads, seq, head_dim]``, or ``[heads, seq, head_dim]``, or ``[seq, head_dim]``: NumPy arrays, torch
-        tensors or arrays with ``__dlpack__``; float32, float16 or bfloat16 (float64 with NumPy's backend), any
-        strides. ``heads_q`` may be a multiple of ``heads_kv``, ``seq_q`` may differ from ``seq_kv``, the head
-        dimension of ``v`` may differ from that of ``q`` and ``k``; each is at most 256.
+        tensors or arrays with ``__dlpack__``; float32, float16 or bfloat16 (float64 on the CPU), any strides.
+        ``heads_q`` may be a multiple of ``heads_kv``, ``seq_q`` may differ from ``seq_kv``, the head dimension of ``v``
+        may differ from that of ``q`` and ``k``; each is at most 256.
     causal : bool
         Row ``i`` attends to keys up to its own position.
     scale : float, optional
@@ -82,7 +87,7 @@ def flash_attention(
     causal_align : {"bottom-right", "top-left"}
         Where the diagonal ends when ``seq_q != seq_kv``: FlashAttention's choice or PyTorch's.
     return_lse : bool
-        Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``.
+        Also return the log-sum-exp of the scores, float32 ``[batch, heads_q, seq_q]``; it has no gradient.
     deterministic : bool
         Gradients on GPUs add up dQ in any order where the driver has atomic additions of floats (CUDA, most of
         Vulkan's), which is faster. ``deterministic=True`` gives the same bits every time, and so does
@@ -134,7 +139,7 @@ def aule_attention(q: Any, k: Any, v: Any, causal: bool = True, scale: float | N
         As `flash_attention` returns it. Gradients of q, k, v, of an additive mask, of a bias and of sinks are there
         once: they cannot be differentiated again.
     """
-    if front_end(q).__name__ != "aule.frontends.torch":
+    if front_end(q, "aule_attention").__name__ != "aule.frontends.torch":
         raise InvalidDtypeError(
             f"[aule_attention] expected torch tensors, got {type(q).__name__}; use aule.flash_attention for others"
         )
@@ -203,7 +208,7 @@ def flash_attention_varlen(
         causal_align, return_lse, deterministic, out, backend,
     )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return front_end(q).flash_attention_varlen(q, k, v, *offsets, options)
+    return front_end(q, "flash_attention_varlen").flash_attention_varlen(q, k, v, *offsets, options)
 
 
 def flash_attention_rope(
@@ -257,10 +262,19 @@ def precompute_rope_frequencies(
     cos, sin : array
         ``[seq_len, head_dim // 2]``.
     """
-    if head_dim < 2 or head_dim % 2 or seq_len < 0:
+    try:
+        seq_len, head_dim = operator.index(seq_len), operator.index(head_dim)
+        fits = head_dim >= 2 and head_dim % 2 == 0 and seq_len >= 0
+    except TypeError:
+        fits = False
+    if not fits:
         raise InvalidArgumentError(
-            f"[precompute_rope_frequencies] expected an even head_dim >= 2 and seq_len >= 0, got {head_dim} and "
-            f"{seq_len}; pass the number of columns to rotate"
+            f"[precompute_rope_frequencies] expected an even head_dim >= 2 and seq_len >= 0, got {head_dim!r} and "
+            f"{seq_len!r}; pass the number of columns to rotate"
+        )
+    if not 0.0 < checked_number("precompute_rope_frequencies", "base", base) < math.inf:
+        raise InvalidArgumentError(
+            f"[precompute_rope_frequencies] expected a finite base > 0, got {base}; 10000 is the usual one"
         )
     cos, sin = frequencies(seq_len, head_dim, base)
     end = maker(device, dtype)
@@ -311,7 +325,7 @@ def decode_attention(
         return_lse, out, backend,
     )  # fmt: skip
     found = by_type.get(type(q))  # a call saved, where every repeated one passes
-    return (front_end(q) if found is None else found).decode(q, k, v, options)
+    return (front_end(q, "decode_attention") if found is None else found).decode(q, k, v, options)
 
 
 def flash_attention_paged(
@@ -382,7 +396,8 @@ def flash_attention_paged(
         softcap, alibi_slopes, sinks, return_lse, out, backend,
     )  # fmt: skip
     found = by_type.get(type(q))
-    return (front_end(q) if found is None else found).decode(q, k_cache, v_cache, options)
+    end = front_end(q, "flash_attention_paged") if found is None else found
+    return end.decode(q, k_cache, v_cache, options)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -402,7 +417,7 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     lse : float32 array
         Its log-sum-exp.
     """
-    merged: tuple[Any, Any] = front_end(o_a).merge_states(o_a, lse_a, o_b, lse_b)
+    merged: tuple[Any, Any] = front_end(o_a, "merge_states").merge_states(o_a, lse_a, o_b, lse_b)
     return merged
 
 
@@ -446,6 +461,15 @@ def cascade_attention(
             raise InvalidArgumentError(
                 f"[cascade_attention] expected no {name}, got one; use flash_attention_paged, which has it"
             )
+    if block_tables is None or context_lens is None:
+        raise InvalidArgumentError(
+            "[cascade_attention] expected block_tables and context_lens, got None; pages are what sequences share"
+        )
+    if isinstance(shared_pages, bool) or not isinstance(shared_pages, (int, np.integer)):
+        raise InvalidArgumentError(
+            f"[cascade_attention] expected shared_pages as an int, got {shared_pages!r}; `KVCache.shared_pages` counts "
+            "them"
+        )
     own: dict[str, Any] = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal}
     if shared_pages == 0:
         return flash_attention_paged(
@@ -455,7 +479,8 @@ def cascade_attention(
     keys = shared_pages * page
     if not 0 <= shared_pages <= block_tables.shape[1]:
         raise InvalidArgumentError(
-            f"[cascade_attention] expected shared_pages from 0 to {block_tables.shape[1]}, got {shared_pages}"
+            f"[cascade_attention] expected shared_pages from 0 to {block_tables.shape[1]}, got {shared_pages}; they "
+            "are columns of block_tables"
         )
     # The rows of all sequences behind each other, [1, heads, rows, dim]: to the common keys they are one sequence's.
     heads, dim = q.shape[1], v_cache.shape[3]
@@ -508,13 +533,19 @@ def attention(
     """
     for name, value in (("input_precision", input_precision), ("output_precision", output_precision)):
         if value is not None and value not in _PRECISIONS:
-            raise InvalidArgumentError(f"[attention] expected {name} of {', '.join(_PRECISIONS)}, got {value!r}")
+            raise InvalidArgumentError(
+                f"[attention] expected {name} of {', '.join(_PRECISIONS)}, got {value!r}; pass None to leave it"
+            )
     if intermediate_precision != "fp32":
         raise InvalidArgumentError(
             f"[attention] expected intermediate_precision 'fp32', got {intermediate_precision!r}; sums in half "
             "precision are not offered because they lose digits without being faster"
         )
-    end = front_end(q)
+    if context is not None and not isinstance(context, Aule):
+        raise InvalidArgumentError(
+            f"[attention] expected an aule.Aule as context, got {type(context).__name__}; pass None for the best device"
+        )
+    end = front_end(q, "attention")
     if input_precision is not None:
         q, k, v = (end.to_precision(x, input_precision) for x in (q, k, v))
     backend = None if context is None else context.device_name

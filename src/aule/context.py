@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aule import settings
 from aule.backends import registry
 from aule.engine.attention import forward_on_device, gradients_on_device, named
 from aule.engine.memory import STORED
@@ -132,10 +134,11 @@ class Aule:
             software = [d for found in registry.available().values() for d in found]
             device = software[0] if software else None
         if device is None:
+            got = "numpy, which has none" if backend or settings.backend() else "none"
             raise BackendUnavailableError(
-                backend or "device",
-                "[Aule] expected a device, found none; print_backend_info() says why each backend was refused. "
-                "NumPy arrays work without one: aule.flash_attention(q, k, v)",
+                "device",
+                f"[Aule] expected a device, got {got}; aule.print_backend_info() says which there are and why others "
+                "were refused, and aule.flash_attention(q, k, v) takes NumPy arrays without one",
             )
         self._device: Device | None = device
         self._tensors: weakref.WeakSet[Tensor] = weakref.WeakSet()
@@ -161,9 +164,14 @@ class Aule:
         """A tensor of undefined contents."""
         if dtype not in _DTYPES:
             raise InvalidDtypeError(f"[tensor] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
-        dims = tuple(int(n) for n in shape)
+        try:
+            dims = tuple(operator.index(n) for n in shape)
+        except TypeError:
+            raise InvalidShapeError(
+                f"[tensor] expected a shape of integers, got {shape!r}; pass a tuple such as (1, 8, 256, 64)"
+            ) from None
         if any(n < 0 for n in dims):
-            raise InvalidShapeError(f"[tensor] expected a shape without negative lengths, got {dims}")
+            raise InvalidShapeError(f"[tensor] expected a shape without negative lengths, got {dims}; correct it")
         made = Tensor(self, dims, dtype)
         self._tensors.add(made)
         return made

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -119,12 +120,12 @@ def _report(info: dict[str, Any]) -> list[str]:
         lines += ["", "Not available:"]
         lines += [f"  {name:8} {reason}" for name, reason in refused.items()]
     offers = [
-        f'  pip install "aule-attention[{extra}]"   {brings}'
+        (f'  pip install "aule-attention[{extra}]"', brings)
         for extra, module, brings, where in _EXTRAS
         if where in (None, sys.platform) and not _installed(module)
     ]
     if offers:
-        lines += ["", "Optional packages that would open more devices:", *offers]
+        lines += ["", "Optional packages that would open more devices:", *table(offers)]
     return lines
 
 
@@ -157,7 +158,7 @@ def _torch_routes(default: str) -> dict[str, str]:
     }
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table whose columns are as wide as their widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -109,8 +109,8 @@ class KVCache:
             "layers": (layers, 1 << 16),
         }
         for name, (number, most) in limits.items():
-            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
-                raise InvalidArgumentError(f"[KVCache] expected {name} from 1 to {most}, got {number!r}")
+            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not 1 <= number <= most:
+                raise InvalidArgumentError(f"[KVCache] expected {name} as an int from 1 to {most}, got {number!r}")
         if num_pages * page_size >= 1 << 31:
             raise InvalidArgumentError(
                 f"[KVCache] expected less than 2**31 tokens, got {num_pages} pages of {page_size}; make several caches"

@@ -312,6 +312,6 @@ class RuntimeContract:
 
     def test_missing_package_names_the_remedy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, self.package, None)
-        with pytest.raises(BackendUnavailableError, match=rf"pip install aule-attention\[{self.backend}\]") as caught:
+        with pytest.raises(BackendUnavailableError, match=rf'pip install "aule-attention\[{self.backend}\]"') as caught:
             self.runtime.devices()
         assert caught.value.code == f"AULE_ERROR_{self.backend.upper()}_INIT"

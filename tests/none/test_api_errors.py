@@ -149,6 +149,19 @@ BAD = [
     Bad("NaN scale", ARGUMENT, "finite scale, got nan", options={"scale": math.nan}),
     Bad("infinite scale", ARGUMENT, "finite scale, got inf", options={"scale": math.inf}),
     Bad("scale of text", ARGUMENT, "scale to be a number or None, got str", options={"scale": "big"}),
+    Bad("scale of several", ARGUMENT, "scale to be a number or None, got", options={"scale": np.ones(3)}),
+    Bad("scale beyond float32", ARGUMENT, r"scale of at most 1e\+38, .*got 1e\+39; ", options={"scale": 1e39}),
+    Bad("softcap of text", ARGUMENT, "softcap to be a number or None, got str", options={"softcap": "1"}),
+    Bad("softcap below float32", ARGUMENT, "softcap of 2.5e-39 to 1e.38, .*got 1e-45", options={"softcap": 1e-45}),
+    Bad("dropout_p of text", ARGUMENT, "dropout_p to be a number or None, got str", options={"dropout_p": "0.1"}),
+    Bad("causal of text", ARGUMENT, "causal to be True or False, got str", options={"causal": "no"}),
+    Bad("a mask as causal", ARGUMENT, "causal to be True or False, .*mask=", options={"causal": np.ones((9, 9))}),
+    Bad(
+        "window of lists",
+        ARGUMENT,
+        r"left side of window to be an int or None, got \[3\]",
+        options={"window": [[3], 0]},
+    ),
     Bad("negative softcap", ARGUMENT, "finite softcap >= 0, got -1", options={"softcap": -1.0}),
     Bad("causal_align", ARGUMENT, "'bottom-right' or 'top-left', got 'middle'", options={"causal_align": "middle"}),
     Bad(
@@ -274,9 +287,136 @@ def test_cuda_is_missing_here() -> None:
 
 
 def test_a_forced_numpy_is_no_device() -> None:
-    with pytest.raises(BackendUnavailableError, match="NumPy arrays work without one"):
+    with pytest.raises(BackendUnavailableError, match=r"got numpy, which has none; .*takes NumPy arrays without one"):
         aule.Aule("numpy")
     good_call()
+
+
+def test_what_was_typed_is_in_no_code() -> None:
+    with pytest.raises(BackendUnavailableError) as caught:
+        aule.flash_attention(**arrays(), backend="my machine")
+    assert caught.value.code == "AULE_ERROR_UNKNOWN_BACKEND" and caught.value.backend == "my machine"
+
+
+def test_a_masked_array() -> None:
+    given = {**arrays(), "k": np.ma.masked_array(arrays()["k"], arrays()["k"] > 0)}
+    with pytest.raises(InvalidDtypeError, match=r"k without a mask of its own, got a masked array.*filled\(\)"):
+        aule.flash_attention(**given)
+    good_call()
+
+
+@pytest.mark.skipif(torch is None, reason="no torch here")
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.to_sparse(), "as a dense tensor, got torch.sparse_coo; use .to_dense"),
+        (
+            lambda x: torch.nested.nested_tensor(list(x)),
+            "as a plain tensor, got a nested one; .*flash_attention_varlen",
+        ),
+        (lambda x: torch.complex(x, x).conj().imag, r"a view that PyTorch negates .*resolve_neg"),
+    ],
+    ids=["sparse", "nested", "negative"],
+)
+def test_tensors_that_are_not_simply_in_memory(
+    change: Callable[[Any], Any], message: str, wants_gradient: bool
+) -> None:
+    q, k, v = (torch.from_numpy(x) for x in arrays().values())
+    if wants_gradient:
+        pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
+    with pytest.raises(InvalidDtypeError, match=message):
+        aule.flash_attention(change(q).detach().requires_grad_(wants_gradient), k, v)
+    good_call(KINDS["torch"])
+
+
+@pytest.mark.skipif(torch is None, reason="no torch here")
+def test_numbers_of_other_kinds_count_by_their_value() -> None:
+    q, k, v = (torch.from_numpy(x) for x in arrays().values())
+    expected = aule.flash_attention(q, k, v, scale=0.3, softcap=2.0, window=(3, 0))
+    for number in (torch.tensor, np.array, np.float32):
+        found = aule.flash_attention(q, k, v, scale=number(0.3), softcap=number(2.0), window=[3, 0])
+        torch.testing.assert_close(found, expected)
+    assert not torch.equal(aule.flash_attention(q, k, v, scale=torch.tensor(0.1), softcap=2.0, window=(3, 0)), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["context_lens", "block_tables"])
+def test_integers_beyond_32_bits(kind: str, name: str) -> None:
+    """They would be other numbers if they were cut off."""
+    rng = np.random.default_rng(0)
+    given = {
+        "q": rng.standard_normal((1, 2, 8), dtype=np.float32),
+        "k_cache": rng.standard_normal((4, 2, 2, 8), dtype=np.float32),
+        "v_cache": rng.standard_normal((4, 2, 2, 8), dtype=np.float32),
+        "block_tables": np.array([[1, 2]]),
+        "context_lens": np.array([3]),
+    }
+    aule.flash_attention_paged(**{n: KINDS[kind](x) for n, x in given.items()})
+    given[name] = given[name] + 2**32
+    with pytest.raises((InvalidArgumentError, InvalidDtypeError), match=f"expected {name} "):
+        aule.flash_attention_paged(**{n: KINDS[kind](x) for n, x in given.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_name_the_function_that_was_called(kind: str) -> None:
+    q = KINDS[kind](np.ones((6, 2, 8), np.float32))
+    offsets = KINDS[kind](np.array([0, 6], np.int32))
+    for call in (
+        lambda x: aule.flash_attention_varlen(q, x, q, offsets, offsets),
+        lambda x: aule.decode_attention(q, x, q),
+        lambda x: aule.flash_attention_paged(q, x, q, offsets, offsets),
+        lambda x: aule.merge_states(q, q[..., 0], x, q[..., 0]),
+    ):
+        with pytest.raises(InvalidDtypeError) as caught:
+            call([1.0])
+        assert re.match(
+            r"\[(flash_attention_(varlen|paged)|decode_attention|merge_states)\] expected", str(caught.value)
+        )
+    for function in (
+        "flash_attention_varlen",
+        "decode_attention",
+        "flash_attention_paged",
+        "merge_states",
+        "attention",
+    ):
+        empty = [1.0] * {"attention": 3, "decode_attention": 3, "merge_states": 4}.get(function, 5)
+        with pytest.raises(InvalidDtypeError, match=rf"^\[{function}\] expected NumPy arrays"):
+            getattr(aule, function)(*([x] for x in empty))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_batch_of_nothing(kind: str) -> None:
+    q, offsets = KINDS[kind](np.ones((0, 2, 8), np.float32)), KINDS[kind](np.zeros(1, np.int32))
+    out, lse = aule.flash_attention_varlen(q, q, q, offsets, offsets, return_lse=True)
+    assert tuple(out.shape) == (0, 2, 8) and tuple(lse.shape) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((8.0, 8), "got 8 and 8.0"), ((8, 7), "even head_dim"), ((8, 8, -1), "finite base > 0, got -1")],
+)
+def test_bad_rope_frequencies(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        aule.precompute_rope_frequencies(*arguments)
+
+
+@pytest.mark.parametrize("pages", [-1, 3, 0.5, True, None])
+def test_bad_shared_pages(pages: Any) -> None:
+    pool, table, lens = np.ones((4, 2, 2, 8), np.float32), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
+    with pytest.raises(InvalidArgumentError, match="expected shared_pages"):
+        aule.cascade_attention(pool[0, :1], pool, pool, table, lens, shared_pages=pages)
+
+
+def test_a_context_that_is_none() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"expected an aule\.Aule as context, got str"):
+        aule.attention(**arrays(), context="cuda")
+
+
+@pytest.mark.skipif(torch is None or torch.cuda.is_available(), reason="needs PyTorch without CUDA")
+def test_a_cache_on_a_device_that_is_missing() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"a device that PyTorch has, got 'cuda'.*device='cpu'"):
+        aule.KVCache(4, 2, 16, device="cuda")
 
 
 # -- with a device ---------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_repeated_calls_on_the_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> No
         called(q, k.to("meta"), v)
     with pytest.raises(InvalidDtypeError, match="torch tensor like q, got ndarray"):
         called(q, k.numpy(), v)
-    with pytest.raises(RuntimeError, match="negative bit"):
+    with pytest.raises(InvalidDtypeError, match="resolve_neg"):
         called(torch.complex(q, q).conj().imag, k, v)
     out = torch.empty(2, 9, 4, 16).transpose(1, 2)
     assert called(q, k, v, out=out) is out

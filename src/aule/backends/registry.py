@@ -69,7 +69,7 @@ def backend(name: str) -> Backend:
     for candidate in BACKENDS:
         if candidate.name == name:
             return candidate
-    raise BackendUnavailableError(name, f"[backend] expected one of {', '.join(NAMES)}, got {name!r}")
+    raise _unknown(name, f"[backend] expected one of {', '.join(NAMES)}, got {name!r}")
 
 
 def by_language(language: str) -> Backend:
@@ -78,7 +78,13 @@ def by_language(language: str) -> Backend:
         if language in (candidate.language, candidate.name):
             return candidate
     known = ", ".join(b.language for b in BACKENDS)
-    raise BackendUnavailableError(language, f"[codegen] expected a kernel language of {known}, got {language!r}")
+    raise _unknown(str(language), f"[codegen] expected a kernel language of {known}, got {language!r}; choose one")
+
+
+def _unknown(name: str, message: str) -> BackendUnavailableError:
+    error = BackendUnavailableError(name, message)
+    error.code = "AULE_ERROR_UNKNOWN_BACKEND"  # not one of whatever was typed
+    return error
 
 
 def devices(name: str) -> list[Device]:
@@ -152,12 +158,14 @@ def choose(spec: str | None = None) -> Device | None:
 def find(spec: str) -> Device | None:
     """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
     if not isinstance(spec, str):
-        raise InvalidArgumentError(f"[backend] expected a name such as 'vulkan' or 'cuda:1', got {spec!r}")
+        raise InvalidArgumentError(
+            f"[backend] expected a name such as 'vulkan' or 'cuda:1', got {spec!r}; pass None for the best device"
+        )
     name, _, number = spec.partition(":")
     if name == NUMPY:
         return None
     if name not in NAMES:
-        raise BackendUnavailableError(
+        raise _unknown(
             name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; aule.print_backend_info() lists devices"
         )
     found = devices(name)

@@ -14,7 +14,7 @@ from aule.engine.memory import STORED
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.dropout import fresh_seed, seed_words
 from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
-from aule.ops.attention.varlen import varlen_problem
+from aule.ops.attention.varlen import OP, varlen_problem
 from aule.ops.catalogue import CATALOGUE
 from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView
@@ -47,6 +47,11 @@ def view(array: Array, name: str = "array", op: str = "flash_attention", like: s
     if not isinstance(array, np.ndarray):
         raise InvalidDtypeError(
             f"[{op}] expected {name} to be a NumPy array like {like}, got {type(array).__name__}; convert it first"
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidDtypeError(
+            f"[{op}] expected {name} without a mask of its own, got a masked array, whose mask kernels do not know; "
+            "use .filled(), and mask= where there is one"
         )
     dtype = _NAMES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
@@ -140,13 +145,13 @@ def flash_attention_varlen(
         options = seeded(options)
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
     arrays |= {"cu_q": _offsets(cu_q), "cu_k": _offsets(cu_k)}
-    views: dict[str, Any] = {name: view(array, name) for name, array in arrays.items()}
+    views: dict[str, Any] = {name: view(array, name, OP) for name, array in arrays.items()}
     problem, operands = varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
     _, heads, rows, dim = problem.out_shape
     result = options.out
     if result is None:
         result = np.empty((rows, heads, dim), q.dtype)
-    target = checked_out(result, (rows, heads, dim), problem.dtype).transpose(1, 0, 2)[None]
+    target = checked_out(result, (rows, heads, dim), problem.dtype, OP).transpose(1, 0, 2)[None]
     _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), target)
     return (result, _required(lse)[0]) if options.return_lse else result
 
@@ -179,14 +184,14 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     """Attention over a cache of keys and values, of NumPy arrays; the result is finished on return."""
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
     arrays |= {name: _offsets(array) for name, array in options.indices().items()}
-    views: dict[str, Any] = {name: view(array, name) for name, array in arrays.items()}
+    views: dict[str, Any] = {name: view(array, name, options.op) for name, array in arrays.items()}
     from aule.engine.decode import decode_on_host  # only those who decode wait for it
     from aule.ops.decode.validate import decode_problem
 
     problem, operands = decode_problem(options.op, **views, **options.plain())
     target = None
     if options.out is not None:
-        target = operands.lifted(checked_out(options.out, operands.out_shape, problem.dtype))
+        target = operands.lifted(checked_out(options.out, operands.out_shape, problem.dtype, options.op))
     else:
         made = np.empty(operands.out_shape, STORED[problem.dtype])
         target = operands.lifted(made)
@@ -198,7 +203,7 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
 def merge_states(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Results over disjoint keys put together, of NumPy arrays."""
     for name, array in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
-        view(array, name)
+        view(array, name, "merge_states", "o_a")
     if not (o_a.shape == o_b.shape and lse_a.shape == lse_b.shape == o_a.shape[:-1]):
         raise InvalidShapeError(states_message(o_a, lse_a, o_b, lse_b))
     work = np.float64 if o_a.dtype == np.float64 else np.float32
@@ -224,17 +229,18 @@ def _offsets(array: Any) -> Array:
     return given.astype(np.int32) if fits else given
 
 
-def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> Array:
+def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flash_attention") -> Array:
     """An ``out`` argument that fits, as an array of stored elements."""
     if not isinstance(out, np.ndarray) or out.shape != shape:
         got = out.shape if isinstance(out, np.ndarray) else type(out).__name__
-        raise InvalidShapeError(f"[flash_attention] expected out of shape {shape}, got {got}; allocate it like q")
+        raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
     if _NAMES.get(out.dtype.name) != dtype:
-        raise InvalidDtypeError(f"[flash_attention] expected out of q's dtype, got {out.dtype}; allocate it like q")
-    if not out.flags.writeable or any(step == 0 and n > 1 for n, step in zip(out.shape, out.strides, strict=True)):
+        raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
+    spread = out.size and any(step == 0 and n > 1 for n, step in zip(out.shape, out.strides, strict=True))
+    if spread or not out.flags.writeable:
         raise InvalidShapeError(
-            "[flash_attention] expected a writable out with memory for every element, got a read-only or broadcast "
-            "array; copy it first"
+            f"[{op}] expected a writable out with memory for every element, got a read-only or broadcast array; "
+            "copy it first"
         )
     return out.view(STORED[dtype]) if dtype == "bf16" else out
 

@@ -27,7 +27,14 @@ from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient
 from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
 from aule.frontends.torch_repeated import Repeated
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
-from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
+from aule.frontends.torch_views import (
+    by_value,
+    checked_out,
+    dtype_name,
+    refuse_tracing,
+    require_plain,
+    require_tensor,
+)
 from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
 from aule.options import AttentionOptions, DecodeOptions
@@ -286,12 +293,9 @@ def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
 
 
 def keyed(options: AttentionOptions) -> AttentionOptions:
-    """The options with a scale and a window that are keys by value, not by identity."""
-    if not isinstance(options.scale, torch.Tensor) and not isinstance(options.window, list):
-        return options
-    scale = None if options.scale is None else float(options.scale)
-    window = tuple(options.window) if isinstance(options.window, list) else options.window
-    return options._replace(scale=scale, window=window)
+    """The options with numbers and a window that are keys by value, not by identity."""
+    changed = by_value("flash_attention", options)
+    return options._replace(**changed) if changed else options
 
 
 def with_lse(q: Any, k: Any, v: Any, options: AttentionOptions, *, training: bool) -> tuple[Any, Any]:
@@ -433,7 +437,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         _, out, backend, precision,
     ) = options  # fmt: skip
     if scale is not None and isinstance(scale, torch.Tensor):
-        return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
+        return _on_cuda(q, k, v, keyed(options))
     try:
         qp, kp, vp, index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         key: Any = (
@@ -446,12 +450,16 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         if cos is not None or sin is not None:
             key += (signature(cos), signature(sin), interleaved)
         found = _launches.get(key)
-    except AttributeError:
-        require_tensor(k, "k")
-        require_tensor(v, "v")
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            require_plain(x, name)
         raise
-    except TypeError:  # a window given as a list
-        return _on_cuda(q, k, v, options._replace(window=tuple(window)))  # type: ignore[arg-type]
+    except TypeError:  # a window given as a list, a number as an array of NumPy
+        again = keyed(options)
+        if again is options:
+            _prepare(q, k, v, options)  # which says what is wrong
+            raise
+        return _on_cuda(q, k, v, again)
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -512,13 +520,13 @@ def prepare_launch(q: Any, k: Any, v: Any, options: AttentionOptions, device: An
     """Validate, plan and build; what a signature needs once."""
     refuse_tracing()
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    views: dict[str, Any] = {name: device_view(tensor, name, q) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: device_view(tensor, name) for name, tensor in tensors.items()}
     problem, operands = attention_problem(**views, **options.plain())
     if options.out is None:
         strides = torch.empty(operands.out_shape, device="meta").stride()
         out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
     else:
-        out = device_view(checked_out(options.out, operands.out_shape, q), "out", q)
+        out = device_view(checked_out(options.out, operands.out_shape, q), "out")
     memory = named(operands, _lifted(out))
     aligned = {name: tensor.data_ptr() % 16 == 0 for name, tensor in (("q", q), ("k", k), ("v", v))}
     if options.out is not None:
@@ -595,8 +603,7 @@ def device_gradients(
 def _prepare_gradients(
     given: dict[str, Any], arrays: dict[str, Any], options: AttentionOptions, want_scores: bool, device: Any
 ) -> Any:
-    q = given["q"]
-    views: dict[str, Any] = {name: device_view(x, name, q) for name, x in (given | arrays).items()}
+    views: dict[str, Any] = {name: device_view(x, name) for name, x in (given | arrays).items()}
     results = {name: _lifted(views.pop(name)) for name in ("o", "do")}
     problem, operands = attention_problem(**views, **options.plain())
     memory = named(operands, results["o"]) | {"do": results["do"]}
@@ -617,8 +624,9 @@ def _lifted(view: TensorView) -> TensorView:
     return TensorView(view.dtype, (1,) * lead + view.shape, (0,) * lead + view.strides, view.device, view.storage)
 
 
-def device_view(tensor: Any, name: str, q: Any) -> TensorView:
-    require_tensor(tensor, name)
+def device_view(tensor: Any, name: str, op: str = "flash_attention") -> TensorView:
+    """A view of a tensor in the memory of its device."""
+    require_plain(tensor, name, op)
     return TensorView(
-        dtype_name(tensor, name), tuple(tensor.shape), tensor.stride(), str(tensor.device), tensor.data_ptr()
+        dtype_name(tensor, name, op), tuple(tensor.shape), tensor.stride(), str(tensor.device), tensor.data_ptr()
     )

@@ -17,9 +17,9 @@ from aule.engine.decode import prepare_decode
 from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch import device_view, raw_stream, signature
-from aule.frontends.torch_decode_host import integers, on_host, staged
+from aule.frontends.torch_decode_host import on_host, staged
 from aule.frontends.torch_host import host_view_of
-from aule.frontends.torch_views import checked_out, require_tensor
+from aule.frontends.torch_views import by_value, checked_out, integers, require_tensor
 from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
@@ -34,7 +34,12 @@ _MAX_SIGNATURES = 4096
 
 def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """As `aule.decode_attention` and `aule.flash_attention_paged`."""
-    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    try:
+        wants_gradient = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    except AttributeError:
+        _explain(q, k, v, options)
+        raise
+    if wants_gradient:
         raise AuleError(
             "AULE_ERROR_NO_GRADIENT",
             f"[{options.op}] expected tensors that need no gradient, got requires_grad=True; call it under "
@@ -81,7 +86,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         out, backend,
     ) = options  # fmt: skip
     if scale is not None and isinstance(scale, torch.Tensor):
-        return _on_cuda(q, k, v, options._replace(scale=float(scale)))  # keyed by value, not by identity
+        return _on_cuda(q, k, v, options._replace(**by_value(options.op, options)))  # not by identity
     if cu_q is not None and max_q is None and isinstance(cu_q, torch.Tensor) and len(cu_q) > 1:
         max_q = int(cu_q.diff().max())
         options = options._replace(max_seqlen_q=max_q)
@@ -109,8 +114,9 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         found = _known.get(key)
     except (AttributeError, TypeError):
         _explain(q, k, v, options)
-        if isinstance(window, list):
-            return _on_cuda(q, k, v, options._replace(window=tuple(window)))
+        changed = by_value(options.op, options)
+        if changed:
+            return _on_cuda(q, k, v, options._replace(**changed))
         raise
     if found is None:
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -146,7 +152,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
 def _explain(q: Any, k: Any, v: Any, options: DecodeOptions) -> None:
     """Raise what is wrong with a call whose arrays are not all tensors."""
     for name, x in {"k": k, "v": v, **options.arrays()}.items():
-        require_tensor(x, name)
+        require_tensor(x, name, options.op)
     for name, x in options.indices().items():
         integers(options.op, name, x)
 
@@ -155,7 +161,7 @@ def _brought(q: Any, k: Any, v: Any, options: DecodeOptions) -> DecodeOptions:
     """The options with lengths and tables as int32 on the device of ``q``; those from the host are checked first."""
     op = options.op
     moved = {name: integers(op, name, x) for name, x in options.indices().items()}
-    host = {name: host_view_of(x, name) for name, x in moved.items() if x.device.type == "cpu"}
+    host = {name: host_view_of(x, name, op) for name, x in moved.items() if x.device.type == "cpu"}
     if "context_lens" in host:
         problem, _ = decode_problem(op, **_views(q, k, v, options._replace(**moved)), **options.plain())
         check_contents(op, problem, host["context_lens"], host.get("block_tables"))
@@ -165,7 +171,7 @@ def _brought(q: Any, k: Any, v: Any, options: DecodeOptions) -> DecodeOptions:
 
 def _views(q: Any, k: Any, v: Any, options: DecodeOptions) -> dict[str, Any]:
     tensors = {"q": q, "k": k, "v": v, **options.arrays(), **options.indices()}
-    return {name: device_view(tensor, name, q) for name, tensor in tensors.items()}
+    return {name: device_view(tensor, name, options.op) for name, tensor in tensors.items()}
 
 
 def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
@@ -181,7 +187,7 @@ def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
         strides = torch.empty(operands.out_shape, device="meta").stride()
         out = TensorView(problem.dtype, operands.out_shape, tuple(strides), "cuda", None)
     else:
-        out = device_view(checked_out(options.out, operands.out_shape, q), "out", q)
+        out = device_view(checked_out(options.out, operands.out_shape, q, op), "out", op)
     views = decode_views(operands, _lifted(out, operands.form))
     aligned = {
         name: x.data_ptr() % 16 == 0 for name, x in (("q", q), ("k", k), ("v", v), ("o", options.out)) if x is not None
@@ -213,7 +219,7 @@ def _lifted(view: TensorView, form: str) -> TensorView:
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """As `aule.merge_states`; of tensors on any device, by PyTorch's own operators."""
     for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
-        require_tensor(tensor, name)
+        require_tensor(tensor, name, "merge_states", "o_a")
     if not (o_a.shape == o_b.shape and lse_a.shape == lse_b.shape == o_a.shape[:-1]):
         raise InvalidShapeError(states_message(o_a, lse_a, o_b, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)

@@ -14,9 +14,9 @@ from aule.engine import cpu
 from aule.engine.attention import host_device_of
 from aule.engine.decode import decode_on_host
 from aule.engine.memory import host_view
-from aule.errors import DeviceMismatchError, InvalidDtypeError
+from aule.errors import DeviceMismatchError
 from aule.frontends.torch_host import host_view_of, layout, remember, shares_memory
-from aule.frontends.torch_views import NAMES, checked_out, require_tensor
+from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, require_tensor
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
@@ -24,14 +24,6 @@ from aule.options import DecodeOptions
 
 _BUFFERS = {"context_lens": "lens", "block_tables": "tables", "cu_seqlens_q": "cu_q", "alibi_slopes": "alibi"}
 """Names of buffers that are not those of the options."""
-
-
-def integers(op: str, name: str, array: Any) -> Any:
-    """Lengths, tables and offsets as int32."""
-    if not isinstance(array, torch.Tensor) or array.dtype not in (torch.int32, torch.int64):
-        got = array.dtype if isinstance(array, torch.Tensor) else type(array).__name__
-        raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor, got {got}; convert it")
-    return array.to(torch.int32)
 
 
 def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
@@ -46,7 +38,7 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     if out is None:
         out = torch.empty(operands.out_shape, dtype=q.dtype)
     else:
-        checked_out(out, operands.out_shape, q)
+        checked_out(out, operands.out_shape, q, options.op)
     target = operands.lifted(host_view_of(out, "out").storage)
     _, lse = decode_on_host(options.op, problem, operands, device, target)
     return (out, torch.from_numpy(lse).reshape(operands.lse_shape)) if options.return_lse else out
@@ -55,7 +47,7 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
 def _problem(q: Any, k: Any, v: Any, options: DecodeOptions) -> tuple[DecodeProblem, DecodeOperands]:
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
     tensors |= {name: integers(options.op, name, array) for name, array in options.indices().items()}
-    views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: host_view_of(tensor, name, options.op) for name, tensor in tensors.items()}
     return decode_problem(options.op, **views, **options.plain())
 
 
@@ -77,10 +69,7 @@ def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any) -> An
     for name, x in (("context_lens", lens), ("block_tables", tables)):
         if x is not None and getattr(x, "dtype", None) is not torch.int32:
             given[name] = integers(options.op, name, x)
-    plain = options.plain()
-    if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
-        plain["window"] = tuple(options.window) if isinstance(options.window, list) else options.window
-        plain["scale"] = None if options.scale is None else float(options.scale)
+    plain = options.plain() | by_value(options.op, options)
     out = options.out
     key = (*plain.values(), *((name, layout(x)) for name, x in given.items()), None if out is None else layout(out))
     known: dict[Any, _Signature] = vars(device).setdefault("_torch_decode", {})
@@ -109,7 +98,7 @@ def _prepared(given: dict[str, Any], options: DecodeOptions, device: Any) -> _Si
     q, k, v = (given[name] for name in "qkv")
     problem, operands = _problem(q, k, v, options)
     out = torch.empty(operands.out_shape, dtype=q.dtype) if options.out is None else options.out
-    target = operands.lifted(host_view_of(checked_out(out, operands.out_shape, q), "out").storage)
+    target = operands.lifted(host_view_of(checked_out(out, operands.out_shape, q, options.op), "out").storage)
     ready = cpu.prepare_decode(problem, decode_views(operands, host_view(problem.dtype, target)), device)
     return _Signature(ready, problem, operands.out_shape, operands.lse_shape)
 
@@ -120,7 +109,7 @@ def _prepared(given: dict[str, Any], options: DecodeOptions, device: Any) -> _Si
 def staged(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Tensors on a device that aule does not drive directly go through the host and come back."""
     for name, tensor in {"k": k, "v": v, **options.arrays()}.items():
-        require_tensor(tensor, name)
+        require_tensor(tensor, name, options.op)
         if tensor.device != q.device:
             raise DeviceMismatchError(
                 f"[{options.op}] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
@@ -129,6 +118,6 @@ def staged(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     result = on_host(q.cpu(), k.cpu(), v.cpu(), options._replace(out=None, **moved))
     out, lse = result if options.return_lse else (result, None)
     if options.out is not None:
-        out = checked_out(options.out, tuple(out.shape), q).copy_(out)
+        out = checked_out(options.out, tuple(out.shape), q, options.op).copy_(out)
     out = out.to(q.device)
     return out if lse is None else (out, lse.to(q.device))

@@ -22,7 +22,15 @@ from aule.engine.attention import (
 )
 from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch_views import NAMES, checked_out, dtype_name, refuse_tracing, require_tensor
+from aule.frontends.torch_views import (
+    NAMES,
+    by_value,
+    checked_out,
+    dtype_name,
+    refuse_tracing,
+    require_plain,
+    require_tensor,
+)
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
 from aule.options import AttentionOptions
@@ -124,9 +132,16 @@ def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> 
         return _slowly(q, k, v, options, device)
     if out is not None and shares_memory(out, (q, k, v, *arrays.values())):
         return _slowly(q, k, v, options, device)
-    key = (_key(q, k, v, options, arrays), None if out is None else layout(out))
     known: dict[Any, _Signature] = vars(device).setdefault("_torch_forward", {})
-    found = known.get(key)
+    try:
+        key = (_key(q, k, v, options, arrays), None if out is None else layout(out))
+        found = known.get(key)
+    except (TypeError, RuntimeError):  # an option that is no key, or a tensor without strides
+        problem, operands = host_problem(q, k, v, options)  # which says what is wrong
+        changed = by_value("flash_attention", options)
+        if not changed:
+            raise
+        return _forward(q, k, v, options._replace(**changed), device)
     if found is None:
         problem, operands = host_problem(q, k, v, options)
         given = torch.empty(operands.out_shape, dtype=q.dtype) if out is None else out
@@ -181,8 +196,7 @@ def _key(q: Any, k: Any, v: Any, options: AttentionOptions, arrays: dict[str, An
         require_tensor(x, name)
     plain = options.plain()
     if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
-        plain = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
-        plain["scale"] = None if options.scale is None else float(options.scale)
+        plain |= by_value("flash_attention", options)
     key = (layout(q), layout(k), layout(v), *plain.values())
     return (key, *((name, layout(x)) for name, x in arrays.items())) if arrays else key
 
@@ -243,14 +257,12 @@ def host_problem(q: Any, k: Any, v: Any, options: AttentionOptions) -> tuple[Att
     return attention_problem(**views, **options.plain())
 
 
-def host_view_of(tensor: Any, name: str) -> TensorView:
+def host_view_of(tensor: Any, name: str, op: str = "flash_attention") -> TensorView:
     """A view of a CPU tensor's memory."""
-    require_tensor(tensor, name)
+    require_plain(tensor, name, op)
     if tensor.device.type != "cpu":
-        raise DeviceMismatchError(
-            f"[flash_attention] expected {name} on the CPU like q, got {tensor.device}; move it with .to"
-        )
-    dtype = dtype_name(tensor, name)
+        raise DeviceMismatchError(f"[{op}] expected {name} on the CPU like q, got {tensor.device}; move it with .to")
+    dtype = dtype_name(tensor, name, op)
     plain = tensor.detach()
     array = (plain.view(_BITS[dtype]) if dtype in _BITS else plain).numpy()
     return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", array)

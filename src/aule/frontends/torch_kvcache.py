@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from aule.backends import registry
 from aule.engine.kvcache import Launches, append_on_host, copy_on_host, prepare, words, writer
-from aule.errors import AuleError
+from aule.errors import AuleError, BackendUnavailableError, OutOfMemoryError
 from aule.frontends.torch import device_view, raw_stream, route, signature
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_views import require_tensor
@@ -32,7 +33,19 @@ def accepts(array: object) -> bool:
 
 def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     """A tensor of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3."""
-    made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+    try:
+        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+    except torch.OutOfMemoryError as error:
+        size = math.prod(shape) * _DTYPES[dtype].itemsize
+        raise OutOfMemoryError(
+            f"[KVCache] expected {size} bytes on {device}, got none ({error}); take fewer pages, or quantize=", size
+        ) from error
+    except (AssertionError, RuntimeError) as error:  # PyTorch was built without it, or finds none
+        raise BackendUnavailableError(
+            str(device),
+            f"[KVCache] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu', or None for "
+            "NumPy arrays",
+        ) from error
     _served("KVCache", made)
     return made
 
@@ -53,12 +66,12 @@ def write(op: str, arrays: Mapping[str, Any], *, interleaved: bool = False, back
         require_tensor(tensor, name)
     k = arrays["k"]
     if _served(op, k) == "host":
-        views = {name: host_view_of(tensor, name) for name, tensor in arrays.items()}
+        views = {name: host_view_of(tensor, name, op) for name, tensor in arrays.items()}
         append_on_host(append_problem(op, views, interleaved=interleaved), views, writer(backend))
         return
 
     def plan() -> Launches:
-        views = {name: device_view(tensor, name, k) for name, tensor in arrays.items()}
+        views = {name: device_view(tensor, name, op) for name, tensor in arrays.items()}
         problem = append_problem(op, views, interleaved=interleaved)
         device = _device(k)
         return prepare(plan_append(problem, views, device.target, _alignment(arrays)), device)

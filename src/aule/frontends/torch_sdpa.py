@@ -331,11 +331,11 @@ def _unsupported(message: str) -> AuleError:
 
 
 def _check_tensors(query: Any, key: Any, value: Any, mask: Any) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    given = {"query": query, "key": key, "value": value} | ({} if mask is None else {"attn_mask": mask})
+    for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
-            _refuse("not a tensor", InvalidDtypeError, f"expected {name} to be a torch tensor", type(tensor).__name__)
-    if mask is not None and not isinstance(mask, torch.Tensor):
-        _refuse("not a tensor", InvalidDtypeError, "expected attn_mask to be a torch tensor", type(mask).__name__)
+            expected, remedy = f"expected {name} to be a torch tensor", "use aule.flash_attention for other arrays"
+            _refuse("not a tensor", InvalidDtypeError, expected, type(tensor).__name__, remedy)
 
 
 def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:

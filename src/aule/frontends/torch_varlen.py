@@ -22,7 +22,7 @@ from aule.engine.attention import (
     prepare_forward,
 )
 from aule.engine.memory import host_view
-from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
+from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends.torch import (
     CONSTANT,
     autocast,
@@ -36,7 +36,7 @@ from aule.frontends.torch import (
 )
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
-from aule.frontends.torch_views import checked_out, refuse_tracing, require_tensor
+from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_plain
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
@@ -51,7 +51,7 @@ def flash_attention_varlen(
     _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
     q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
-        require_tensor(tensor, name)
+        require_plain(tensor, name, OP)
         if tensor.device != q.device:
             raise DeviceMismatchError(
                 f"[{OP}] expected {name} on {q.device} like q, got {tensor.device}; move it with .to"
@@ -121,7 +121,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[Any, Any, Gradients]:
     options = call.options
     tensors = {"q": q, "k": k, "v": v, **options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
-    views: dict[str, Any] = {name: host_view_of(tensor, name) for name, tensor in tensors.items()}
+    views: dict[str, Any] = {name: host_view_of(tensor, name, OP) for name, tensor in tensors.items()}
     plain = options.plain() | ({"return_lse": True} if wants_gradient else {})
     problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
     if wants_gradient:
@@ -133,7 +133,7 @@ def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     if out is None:
         out = torch.empty((rows, heads, dim), dtype=q.dtype)
     else:
-        checked_out(out, (rows, heads, dim), q)
+        checked_out(out, (rows, heads, dim), q, OP)
     target = host_view_of(out, "out").storage.transpose(1, 0, 2)[None]
     _, found = forward_on_host(problem, operands, device, target, exact_lse=wants_gradient)
     lse = None if found is None else torch.from_numpy(found[0])
@@ -156,7 +156,7 @@ def _staged(q: Any, k: Any, v: Any, call: _Call) -> Any:
     there = replace(call, cu_q=call.cu_q.cpu(), cu_k=call.cu_k.cpu(), options=options._replace(out=None, **moved))
     out, lse, _ = _on_host(q.cpu(), k.cpu(), v.cpu(), there, False)
     if options.out is not None:
-        out = checked_out(options.out, tuple(out.shape), q).copy_(out)
+        out = checked_out(options.out, tuple(out.shape), q, OP).copy_(out)
     out = out.to(q.device)
     return (out, lse.to(q.device)) if options.return_lse else out
 
@@ -195,9 +195,9 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     if out is None:  # rows that no sequence has are zero
         out = q.new_zeros((rows, heads, dim))
     else:
-        checked_out(out, (rows, heads, dim), q)
+        checked_out(out, (rows, heads, dim), q, OP)
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
-    numbers = (*_keyed(plain), max_q, max_k, options.backend)
+    numbers = (*(plain | by_value(OP, options)).values(), max_q, max_k, options.backend)
     key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
     ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
     memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
@@ -216,14 +216,6 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
         return made["dq"].transpose(0, 1), made["dk"].transpose(0, 1), made["dv"].transpose(0, 1)
 
     return out, lse, gradients
-
-
-def _keyed(plain: dict[str, Any]) -> tuple[Any, ...]:
-    """Options by value: a list is no key, and a tensor would be one by identity."""
-    values = (
-        float(x) if isinstance(x, torch.Tensor) else tuple(x) if isinstance(x, list) else x for x in plain.values()
-    )
-    return tuple(values)
 
 
 def _remembered(key: Any, plan: Callable[[], _Ready]) -> _Ready:
@@ -248,12 +240,12 @@ def _plan_forward(
     given: dict[str, Any], arrays: dict[str, Any], out: Any, call: _Call, plain: dict[str, Any]
 ) -> _Ready:
     q, backend = given["q"], call.options.backend
-    views: dict[str, Any] = {name: device_view(x, name, q) for name, x in (given | arrays).items()}
+    views: dict[str, Any] = {name: device_view(x, name, OP) for name, x in (given | arrays).items()}
     problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
     device: Any = registry.find(backend or f"cuda:{q.device.index}")
     if device is None or device.index != q.device.index:
         raise DeviceMismatchError(f"[{OP}] expected tensors on {backend}, got {q.device}; move them or drop backend=")
-    layout = named(operands, _turned_view(out, q))
+    layout = named(operands, _turned_view(out))
     aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))} | extras_aligned(call.options)
     launch = prepare_forward(problem, layout, device, aligned)
     launches: tuple[tuple[Any, tuple[str, ...]], ...] = ()
@@ -265,7 +257,7 @@ def _plan_forward(
 
 def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str, Any], q: Any) -> _Ready:
     operands, device = forward.operands, forward.device
-    views = named(operands, _turned_view(memory["o"], q)) | {"do": _turned_view(memory["do"], q)}
+    views = named(operands, _turned_view(memory["o"])) | {"do": _turned_view(memory["do"])}
     for name in ("dq", "dk", "dv"):
         shape = (1, *memory[name].shape)
         views[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), str(q.device), None)
@@ -275,9 +267,9 @@ def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str,
     return _Ready(problem, operands, device, tuple(prepared_steps(ready, device)), ready.workspace)
 
 
-def _turned_view(tensor: Any, q: Any) -> TensorView:
+def _turned_view(tensor: Any) -> TensorView:
     """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
-    view = device_view(tensor.transpose(0, 1), "out", q)
+    view = device_view(tensor.transpose(0, 1), "out", OP)
     return replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
 
 
@@ -310,14 +302,10 @@ def _elsewhere(options: AttentionOptions) -> bool:
 
 
 def _offsets(name: str, offsets: Any, q: Any) -> Any:
-    if not isinstance(offsets, torch.Tensor) or offsets.dtype not in (torch.int32, torch.int64):
-        got = offsets.dtype if isinstance(offsets, torch.Tensor) else type(offsets).__name__
-        raise InvalidDtypeError(f"[{OP}] expected {name} as an int32 tensor [batch + 1], got {got}; convert it")
-    if offsets.device != q.device:
-        raise DeviceMismatchError(
-            f"[{OP}] expected {name} on {q.device} like q, got {offsets.device}; move it with .to"
-        )
-    return offsets.to(torch.int32)
+    found = integers(OP, name, offsets, " [batch + 1]")
+    if found.device != q.device:
+        raise DeviceMismatchError(f"[{OP}] expected {name} on {q.device} like q, got {found.device}; move it with .to")
+    return found
 
 
 def _no_gradient(got: str, remedy: str) -> AuleError:

@@ -1,4 +1,5 @@
-"""What every route of a torch tensor asks first: whether it is one, its dtype, and whether a result fits there."""
+"""What every route of a torch tensor asks first: whether it is one, its dtype, whether a result fits there, and
+options by value."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from typing import Any
 
 import torch
 
-from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError, InvalidShapeError
+from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.attention.validate import checked_number, window_sides
+from aule.options import AttentionOptions, DecodeOptions
 
 NAMES = {
     torch.float32: "f32",
@@ -29,6 +32,44 @@ def require_tensor(tensor: Any, name: str, op: str = "flash_attention", like: st
         )
 
 
+def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
+    """Refuse what is no tensor, and tensors whose elements are not simply in memory."""
+    require_tensor(tensor, name, op, like)
+    if tensor.is_nested:
+        raise InvalidDtypeError(
+            f"[{op}] expected {name} as a plain tensor, got a nested one; pass its values and offsets to "
+            "aule.flash_attention_varlen"
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidDtypeError(f"[{op}] expected {name} as a dense tensor, got {tensor.layout}; use .to_dense()")
+    if tensor.is_neg():
+        raise InvalidDtypeError(
+            f"[{op}] expected {name} as it lies in memory, got a view that PyTorch negates when it is read; use "
+            ".resolve_neg()"
+        )
+
+
+_NUMBERS = frozenset((float, int, bool, type(None)))
+_WINDOWS = _NUMBERS | {tuple}
+_UNCHANGED: dict[str, Any] = {}
+
+
+def by_value(op: str, options: AttentionOptions | DecodeOptions) -> dict[str, Any]:
+    """Those of scale, softcap and window that are keys by identity, as tensors are, or none at all, as lists and
+    arrays are: as numbers and tuples."""
+    scale, softcap, window = options.scale, options.softcap, options.window
+    if type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(window) in _WINDOWS:
+        return _UNCHANGED
+    changed: dict[str, Any] = {}
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if type(value) not in _NUMBERS:
+            changed[name] = checked_number(op, name, value)
+    if type(window) not in _WINDOWS:
+        window_sides(op, window, True)  # refuses what is none
+        changed["window"] = tuple(window) if isinstance(window, (list, tuple)) else int(window)  # type: ignore[arg-type]
+    return changed
+
+
 def dtype_name(tensor: Any, name: str, op: str = "flash_attention") -> str:
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
@@ -38,18 +79,33 @@ def dtype_name(tensor: Any, name: str, op: str = "flash_attention") -> str:
     return dtype
 
 
-def checked_out(out: Any, shape: tuple[int, ...], q: Any) -> Any:
+def integers(op: str, name: str, array: Any, shape: str = "") -> Any:
+    """Lengths, tables and offsets as int32; ``shape`` is what messages say of it."""
+    if not isinstance(array, torch.Tensor) or array.dtype not in (torch.int32, torch.int64):
+        got = array.dtype if isinstance(array, torch.Tensor) else type(array).__name__
+        raise InvalidDtypeError(f"[{op}] expected {name} as an int32 tensor{shape}, got {got}; convert it")
+    if array.dtype is torch.int64 and array.is_cpu and array.numel():  # nobody waits for a device to look at its own
+        least, most = (int(x) for x in array.aminmax())
+        if least < -(2**31) or most >= 2**31:
+            raise InvalidArgumentError(
+                f"[{op}] expected {name} of int32's range, got numbers from {least} to {most}; correct them"
+            )
+    return array.to(torch.int32)
+
+
+def checked_out(out: Any, shape: tuple[int, ...], q: Any, op: str = "flash_attention") -> Any:
+    """An ``out`` argument that fits."""
     if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape:
         got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise InvalidShapeError(f"[flash_attention] expected out of shape {shape}, got {got}; allocate it like q")
+        raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
     if out.dtype != q.dtype:
-        raise InvalidDtypeError(f"[flash_attention] expected out of q's dtype, got {out.dtype}; allocate it like q")
+        raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise InvalidShapeError(
-            "[flash_attention] expected out with memory for every element, got an expanded tensor; clone it first"
+            f"[{op}] expected out with memory for every element, got an expanded tensor; clone it first"
         )
     if out.device != q.device:
-        raise DeviceMismatchError(f"[flash_attention] expected out on {q.device}, got {out.device}; allocate it like q")
+        raise DeviceMismatchError(f"[{op}] expected out on {q.device}, got {out.device}; allocate it like q")
     return out
 
 

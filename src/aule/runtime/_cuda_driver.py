@@ -170,10 +170,12 @@ class Driver:
             try:
                 return ctypes.CDLL(name)
             except OSError as error:
-                reasons.append(str(error))
+                if "No such file" not in str(error):  # there is one, but it does not load
+                    reasons.append(str(error))
+        found = "; ".join(reasons) or f"none of {', '.join(names)}"
         raise BackendUnavailableError(
             "cuda",
-            f"[cuda] expected the NVIDIA driver library, got {'; '.join(reasons)}; install the NVIDIA driver "
+            f"[cuda] expected the NVIDIA driver library, got {found}; install the NVIDIA driver "
             "(the CUDA toolkit is not needed)",
         )
 

@@ -69,7 +69,7 @@ def devices() -> list[Device]:
         cl: Any = importlib.import_module("pyopencl")
     except ImportError as error:
         raise BackendUnavailableError(
-            "opencl", f"[opencl] expected the package pyopencl, got {error}; pip install aule-attention[opencl]"
+            "opencl", f'[opencl] expected the package pyopencl, got {error}; pip install "aule-attention[opencl]"'
         ) from error
     claim_driver("opencl")
     try:

@@ -84,7 +84,7 @@ def devices() -> list[Device]:
         wgpu: Any = importlib.import_module("wgpu")
     except Exception as error:  # a wgpu whose native library is missing raises RuntimeError or OSError
         raise BackendUnavailableError(
-            "webgpu", f"[webgpu] expected the package wgpu, got {error!r}; pip install aule-attention[webgpu]"
+            "webgpu", f'[webgpu] expected the package wgpu, got {error!r}; pip install "aule-attention[webgpu]"'
         ) from error
     claim_driver("webgpu")
     try:

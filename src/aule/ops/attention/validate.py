@@ -26,6 +26,9 @@ FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
 """dtypes that q, k and v may have."""
 
 _WIDEST_WINDOW = 1 << 30
+_LARGEST = 1e38
+"""What scale, softcap and their quotient stay within, unless all is float64: kernels have them, times log2(e), as
+float32."""
 
 _LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
 _AXES = ("batch", "heads", "seq", "head_dim")
@@ -150,6 +153,7 @@ def attention_problem(
     rope, cos, sin = rope_operands(
         op, rope_cos, rope_sin, rope_interleaved, (q.dtype, head_dim, batch), (seq_q, k4.shape[2])
     )
+    scale = _scale(op, scale, head_dim, q.dtype)
     problem = AttentionProblem(
         batch=batch,
         heads_q=heads_q,
@@ -159,16 +163,16 @@ def attention_problem(
         head_dim=head_dim,
         value_dim=v4.shape[3],
         dtype=q.dtype,
-        scale=_scale(op, scale, head_dim),
-        causal=bool(causal),
+        scale=scale,
+        causal=checked_flag(op, "causal", causal),
         causal_align=_causal_align(op, causal_align),
         window=window_sides(op, window, bool(causal)),
-        softcap=_softcap(op, softcap),
+        softcap=_softcap(op, softcap, scale, q.dtype),
         mask=None if mask is None else mask.dtype,
         bias=None if bias is None else bias.dtype,
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
-        return_lse=bool(return_lse),
+        return_lse=checked_flag(op, "return_lse", return_lse),
         deterministic=checked_deterministic(op, deterministic),
         dropout_p=dropout_p,
         rope=rope,
@@ -261,29 +265,39 @@ def _mismatch(op: str, axis: int, a: str, left: TensorView, b: str, right: Tenso
     )
 
 
-def _scale(op: str, scale: float | None, head_dim: int) -> float:
+def _scale(op: str, scale: float | None, head_dim: int, dtype: str) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    value = _number(op, "scale", scale)
+    value = checked_number(op, "scale", scale)
     if not math.isfinite(value):
         raise InvalidArgumentError(
             f"[{op}] expected a finite scale, got {value}; pass None for the default 1/sqrt(head_dim)"
         )
+    if dtype != "f64" and abs(value) > _LARGEST:
+        raise InvalidArgumentError(
+            f"[{op}] expected a scale of at most {_LARGEST:g}, for scores are float32, got {value}; pass None for the "
+            "default 1/sqrt(head_dim)"
+        )
     return value
 
 
-def _softcap(op: str, softcap: float | None) -> float:
+def _softcap(op: str, softcap: float | None, scale: float, dtype: str) -> float:
     if softcap is None:
         return 0.0
-    value = _number(op, "softcap", softcap)
+    value = checked_number(op, "softcap", softcap)
     if not 0.0 <= value < math.inf:
         raise InvalidArgumentError(f"[{op}] expected a finite softcap >= 0, got {value}; pass None to switch it off")
+    if dtype != "f64" and value and not abs(scale) / _LARGEST <= value <= _LARGEST:
+        raise InvalidArgumentError(
+            f"[{op}] expected a softcap of {abs(scale) / _LARGEST:.2g} to {_LARGEST:g}, for scores, here with scale "
+            f"{scale:.3g}, are float32, got {value}; pass None to switch it off"
+        )
     return value
 
 
 def checked_dropout(op: str, dropout_p: Any) -> float:
     """A chance to drop weights, or a clear error."""
-    value = math.nan if dropout_p is None else _number(op, "dropout_p", dropout_p)
+    value = math.nan if dropout_p is None else checked_number(op, "dropout_p", dropout_p)
     if not 0.0 <= value <= 1.0:
         raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {dropout_p}; pass 0.0 for no dropout")
     return value
@@ -316,13 +330,27 @@ def checked_seed_words(op: str, view: TensorView | None) -> TensorView:
     return view
 
 
-def _number(op: str, name: str, value: Any) -> float:
+def checked_number(op: str, name: str, value: Any) -> float:
+    """A number as a float, or a clear error; text is none, though Python's float takes it."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise InvalidArgumentError(
-            f"[{op}] expected {name} to be a number or None, got {type(value).__name__}; pass a Python float"
-        ) from None
+        if not isinstance(value, (str, bytes, bytearray)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # PyTorch raises the last one for a tensor of several
+        pass
+    raise InvalidArgumentError(
+        f"[{op}] expected {name} to be a number or None, got {type(value).__name__}; pass a Python float"
+    )
+
+
+def checked_flag(op: str, name: str, value: Any) -> bool:
+    """A truth value, or a clear error: text is always true, and an array has none."""
+    try:
+        if not isinstance(value, (str, bytes, bytearray)):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    remedy = "pass a bool, and a mask as mask=" if name == "causal" else "pass a bool"
+    raise InvalidArgumentError(f"[{op}] expected {name} to be True or False, got {type(value).__name__}; {remedy}")
 
 
 def _causal_align(op: str, causal_align: str) -> Literal["bottom-right", "top-left"]:
