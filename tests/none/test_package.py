@@ -148,6 +148,22 @@ sys.exit(aule.cli.main())
     assert "numpy" in run_python(code, AULE_CACHE_DIR=str(tmp_path / "cache"), AULE_BACKEND="numpy").lower()
 
 
+def test_without_torch_the_error_says_so() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import aule
+for function in (aule.install, lambda: aule.scaled_dot_product_attention(1, 2, 3)):
+    try:
+        function()
+    except aule.BackendUnavailableError as error:
+        assert "pip install torch" in str(error), error
+    else:
+        raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 # -- the README ------------------------------------------------------------------------------------------------------
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
