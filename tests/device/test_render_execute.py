@@ -15,7 +15,7 @@ import pytest
 from render_cases import Case, cases, differences
 
 from aule.artifact import Artifact
-from aule.errors import AuleError, KernelError
+from aule.errors import BackendUnavailableError, KernelError
 from aule.ir.interpret import interpret
 from aule.ir.kernel import KernelIR
 from aule.runtime.base import Device
@@ -56,7 +56,7 @@ def opened(runtime: str) -> Device | str:
     try:
         found: list[Device] = importlib.import_module(f"aule.runtime.{runtime}").devices()
         return found[0] if found else f"no {runtime} device on this machine"
-    except AuleError as error:
+    except BackendUnavailableError as error:
         return str(error)
 
 

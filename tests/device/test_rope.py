@@ -3,6 +3,8 @@ cases; a GPU runs all of them."""
 
 from __future__ import annotations
 
+import os
+
 import devices
 import pytest
 from rope_cases import Case, judge
@@ -14,10 +16,39 @@ CASES = (
 )
 
 
+LARGER = (
+    Case("f32", (64, 64), 64, (300, 300), heads=(4, 2)),
+    Case("f32", (128, 128), 64, (129, 260), interleaved=True, causal=False, heads=(4, 2), tables="batch"),
+    Case("f16", (128, 128), 128, (300, 300), heads=(4, 2)),
+    Case("f16", (80, 80), 32, (129, 260), interleaved=True, causal=False, heads=(4, 2), tables="batch"),
+    Case("bf16", (64, 64), 64, (129, 260), causal=False, heads=(4, 2), tables="batch"),
+    Case("bf16", (256, 256), 256, (300, 300), heads=(4, 2)),
+)
+"""Tiles of real devices, several to a sequence."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", devices.BACKENDS)
 def test_forward_and_gradients(backend: str, case: Case) -> None:
     device = devices.need(backend)
     devices.spare(device, CASES.index(case))
     wrong = judge(case, device)
+    assert not wrong, wrong
+
+
+# Each one way, but through CUDA, where the two ways differ most.
+WAYS = [
+    pytest.param(backend, case, deterministic, id=f"{backend}-{case}{'-deterministic' if deterministic else ''}")
+    for backend in ("cuda", "vulkan", "opencl", "webgpu")
+    for number, case in enumerate(LARGER)
+    for deterministic in ((False, True) if backend == "cuda" else (number % 2 == 1,))
+]
+
+
+@pytest.mark.parametrize(("backend", "case", "deterministic"), WAYS)
+def test_tiles_of_a_gpu(backend: str, case: Case, deterministic: bool) -> None:
+    device = devices.need(backend)
+    if device.target.software and os.environ.get("AULE_FULL_GRID") != "1":
+        pytest.skip("for tiles of a GPU; AULE_FULL_GRID=1 runs them anyway")
+    wrong = judge(case, device, deterministic)
     assert not wrong, wrong

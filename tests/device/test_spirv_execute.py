@@ -19,7 +19,7 @@ import pytest
 
 from aule.artifact import Artifact, Param
 from aule.engine.attention import contiguous_strides
-from aule.errors import AuleError
+from aule.errors import BackendUnavailableError
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
 from aule.ir.kernel import KernelIR
@@ -44,7 +44,7 @@ NUMPY = {"f16": np.float16, "f32": np.float32, "i32": np.int32, "u32": np.uint32
 def device() -> Device:
     try:
         return vulkan.devices()[0]
-    except AuleError as error:
+    except BackendUnavailableError as error:
         pytest.skip(str(error))
 
 
