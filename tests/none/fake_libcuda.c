@@ -12,7 +12,7 @@
 #ifdef WITH_CUDA_H
 #include <cuda.h>
 #else
-typedef int CUresult, CUdevice, CUdevice_attribute, CUfunction_attribute, CUjit_option, CUpointer_attribute;
+typedef int CUresult, CUdevice, CUdevice_attribute, CUfunction_attribute, CUjit_option;
 typedef int CUstreamCaptureStatus;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
@@ -221,20 +221,6 @@ CUresult cuMemsetD32Async(CUdeviceptr to, unsigned int value, size_t count, CUst
     (void)to, (void)value, (void)count, (void)stream;
     ENTER(1);
     return OK;
-}
-CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer)
-{
-    ENTER(1);
-    if ((int)attribute != 9) return (CUresult)1;
-    for (int i = 0; i < MAX_ALLOCATIONS; i++) {
-        char *start = allocations[i].pointer;
-        char *at = (char *)(uintptr_t)pointer;
-        if (start && at >= start && at < start + allocations[i].size) {
-            *(int *)data = 0;
-            return OK;
-        }
-    }
-    return (CUresult)1;
 }
 
 CUresult cuStreamCreate(CUstream *stream, unsigned int flags)

@@ -290,10 +290,6 @@ class TestMemory:
         with pytest.raises(ClosedError):
             device.download(wrapped, out)
 
-    def test_pointer_device(self, device: CudaDevice) -> None:
-        assert device.pointer_device(device.alloc(10).address) == 0
-        assert device.pointer_device(12345) is None
-
     @pytest.mark.parametrize(
         ("data", "offset"),
         [(np.zeros(17, np.uint8), 0), (np.zeros(8, np.uint8), 9), (np.zeros(1, np.uint8), -1)],

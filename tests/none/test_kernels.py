@@ -31,7 +31,7 @@ from aule.kernels import (
     tuned_configs,
     validate_config,
 )
-from aule.kernels.tiles import BY_RULE
+from aule.kernels.tiles import BY_RULE, MEASURED
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
 from aule.target import Target
@@ -207,7 +207,7 @@ def test_tuned_configs() -> None:
         assert isinstance(config, TileConfig) and config.name == name
         assert 0 < required_shared_memory(config) <= config.target.max_shared_bytes
         assert config.threads <= config.target.max_threads
-        assert config.origin == BY_RULE
+        assert config.origin == (MEASURED if name == "hopper" else BY_RULE)
         validate_config(config, config.target)
     with pytest.raises(TypeError):
         tuned_configs["mine"] = tuned_configs["ampere"]  # type: ignore[index]
@@ -315,3 +315,10 @@ def test_decoding_kernels_refuse() -> None:
         MultiWarpIncrementalAttentionKernel(64, 64, 8, 8, 64).build("ptx")
     with pytest.raises(InvalidShapeError, match="num_chunks >= 2"):
         FlashDecodingReduceKernel(64, num_chunks=1)
+
+
+def test_a_scale_that_is_no_number_is_not_the_default() -> None:
+    kernel = IncrementalAttentionKernel(64, 16)
+    assert kernel.scale == IncrementalAttentionKernel(64, 16, scale=None).scale == 0.25
+    with pytest.raises(InvalidArgumentError, match="finite scale, got nan"):
+        kernel.with_scale(float("nan"))

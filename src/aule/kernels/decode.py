@@ -58,7 +58,7 @@ class IncrementalAttentionKernel(EmittedKernel):
     num_heads: int = 1
     num_kv_heads: int = 0
     batch_size: int = field(default=1, kw_only=True)
-    scale: float = field(default=math.nan, kw_only=True)
+    scale: float = field(default=None, kw_only=True)  # type: ignore[assignment]  # never None once it is made
     dtype: str = field(default="f32", kw_only=True)
 
     name: ClassVar[str] = "incremental_attention"
@@ -72,7 +72,8 @@ class IncrementalAttentionKernel(EmittedKernel):
             raise InvalidShapeError(
                 f"[{kind}] expected head_dim in 1..{MAX_HEAD_DIM}, got {self.head_dim}; split it over more heads"
             )
-        if math.isnan(self.scale):
+        given: Any = self.scale
+        if given is None:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         for counted in ("max_seq_len", "num_heads", "num_kv_heads", "batch_size"):
             if getattr(self, counted) < 1:

@@ -31,6 +31,7 @@ MAX_ACCUMULATORS = 96
 """Sums that one thread of hand-chosen tiles may hold: 64 + 32 leave room for operands below 255 registers."""
 
 BY_RULE = "by rule, not measured"
+MEASURED = "measured on an NVIDIA H200 (docs/performance.md)"
 """Where a configuration comes from when nobody has timed it."""
 
 
@@ -55,7 +56,7 @@ class TileConfig:
     shape : SimtShape or FragmentShape
         Blocks, threads and chunks; the latter for matrix units.
     origin : str
-        How the choice was made: a measurement, or ``"by rule, not measured"``.
+        How the choice was made: on which device it was measured, or ``"by rule, not measured"``.
     """
 
     name: str
@@ -95,7 +96,9 @@ class TileConfig:
 def config_for(target: Target, head_dim: int, value_dim: int | None = None, name: str | None = None) -> TileConfig:
     """The configuration that calls of `aule.flash_attention` use on a target."""
     values = head_dim if value_dim is None else value_dim
-    return TileConfig(name or target.name, target, head_dim, values, choose_shape(target, head_dim, values))
+    shape = choose_shape(target, head_dim, values)
+    measured = target.backend == "cuda" and target.arch == "sm_90" and head_dim == values and head_dim in (64, 128)
+    return TileConfig(name or target.name, target, head_dim, values, shape, MEASURED if measured else BY_RULE)
 
 
 def tensor_core_config(target: Target, head_dim: int, dtype: str, tiles: tuple[int, int] | None) -> TileConfig:

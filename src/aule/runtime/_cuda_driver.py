@@ -41,7 +41,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (DEV, PTR, SIZE, PTR),
     "cuMemcpyDtoHAsync_v2": (PTR, DEV, SIZE, PTR),
     "cuMemsetD32Async": (DEV, UINT, SIZE, PTR),
-    "cuPointerGetAttribute": (PTR, INT, DEV),
     "cuStreamCreate": (PTR, UINT),
     "cuStreamDestroy_v2": (PTR,),
     "cuStreamSynchronize": (PTR,),
@@ -88,12 +87,10 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 # CUjit_option: info log, its size, error log, its size
 JIT_LOG_OPTIONS = (3, 4, 5, 6)
 
-POINTER_DEVICE_ORDINAL = 9
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 
 # CUresult
-INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 ELSEWHERE = frozenset({201, 400})  # no context is current, or not the one of a kernel
 # After these the context answers every call with the same error (CUDA documents them so), or the driver is gone.

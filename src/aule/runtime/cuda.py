@@ -399,19 +399,6 @@ class CudaDevice(Device):
             self._require(self._api.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
         return free.value, total.value
 
-    def pointer_device(self, pointer: int) -> int | None:
-        """Index of the device on which a pointer was allocated (or registered, for pinned host memory).
-
-        None where CUDA does not know the pointer.
-        """
-        ordinal = cu.INT()
-        with self._entered():
-            code = self._api.cuPointerGetAttribute(ctypes.byref(ordinal), cu.POINTER_DEVICE_ORDINAL, pointer)
-        if code == cu.INVALID_VALUE:  # not a pointer that was allocated by or registered with CUDA
-            return None
-        self._require(code, "asking where a pointer lives")
-        return ordinal.value
-
     def _own(self, allocation: Allocation) -> None:
         if allocation.device is not self:
             raise DeviceMismatchError(

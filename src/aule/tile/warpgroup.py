@@ -56,10 +56,6 @@ class PanelShape:
         """Which run of its row of a panel an element is in."""
         return ((col >> 3) ^ row) & 7
 
-    def element_offset(self, row: Value, col: Value) -> Value:
-        """The same of any element."""
-        return self.offset(row, col) + (col & 7)
-
 
 @dataclass(frozen=True)
 class PanelFactor:
