@@ -1,6 +1,8 @@
 """FlashAttention for whatever hardware a person has.
 
+>>> import numpy as np
 >>> from aule import flash_attention
+>>> q = k = v = np.ones((1, 8, 128, 64), np.float32)
 >>> out = flash_attention(q, k, v, causal=True)
 
 Importing the package alone loads next to nothing, so that a program which may never call it starts at once; what is

@@ -8,7 +8,7 @@
 >>> i = b.group_id() * 64 + b.thread_id()
 >>> with b.if_(i < n):
 ...     b.store(out, i, b.load(source, i) * 2.0)
->>> print(codegen.generate(b.finish(), "wgsl").text)
+>>> source = codegen.generate(b.finish(), "wgsl").text
 """
 
 from __future__ import annotations

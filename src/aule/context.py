@@ -121,9 +121,11 @@ class Aule:
 
     Examples
     --------
-    >>> with aule.Aule() as gpu:
-    ...     q, k, v, out = (gpu.tensor((1, 8, 1024, 64)) for _ in range(4))
-    ...     q.upload(q_host); k.upload(k_host); v.upload(v_host)
+    >>> shape = (1, 8, 128, 64)
+    >>> host = np.ones(shape, np.float32)
+    >>> with Aule() as gpu:
+    ...     q, k, v = (gpu.tensor(shape).upload(host) for _ in range(3))
+    ...     out = gpu.tensor(shape)
     ...     gpu.attention_gpu(q, k, v, out, causal=True)
     ...     result = out.download()
     """

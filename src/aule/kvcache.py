@@ -78,10 +78,12 @@ class KVCache:
 
     Examples
     --------
-    >>> cache = aule.KVCache(256, heads_kv=8, head_dim=128, dtype="bfloat16", device="cuda")
+    >>> cache = KVCache(256, heads_kv=8, head_dim=64)  # dtype="bfloat16", device="cuda" ...
     >>> seq = cache.allocate()
-    >>> cache.append(seq, k, v)  # [tokens, heads_kv, head_dim]
-    >>> out = cache.attend(q, [seq])  # [1, heads_q, tokens, head_dim]
+    >>> k = v = np.ones((5, 8, 64), np.float32)  # [tokens, heads_kv, head_dim]
+    >>> cache.append(seq, k, v)
+    >>> q = np.ones((1, 32, 1, 64), np.float32)  # [sequences, heads_q, tokens, head_dim]
+    >>> out = cache.attend(q, [seq])  # as q
     """
 
     def __init__(

@@ -83,6 +83,7 @@ class Builder:
 
     Examples
     --------
+    >>> from aule.ir.types import f32, i32
     >>> b = Builder("double", workgroup=64)
     >>> source, out, n = b.buffer("source", f32), b.buffer("out", f32, "write"), b.scalar("n", i32)
     >>> i = b.group_id() * 64 + b.thread_id()

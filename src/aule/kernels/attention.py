@@ -54,8 +54,9 @@ class AttentionKernel(EmittedKernel):
     Examples
     --------
     >>> kernel = AttentionKernel(2048, 64).with_causal().with_tiles(32, 32)
-    >>> kernel.emit("wgsl")
+    >>> source = kernel.emit("wgsl")
     >>> kernel.plan(target_for("wgsl")).grid
+    (64, 1, 1)
     """
 
     seq_len: int
