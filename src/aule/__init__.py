@@ -18,6 +18,7 @@ from aule._version import __version__
 
 if _TYPE_CHECKING:
     from aule import codegen, kernels
+    from aule import integrations as integrations
     from aule import nn as nn
     from aule.api import (
         attention,
@@ -139,7 +140,7 @@ _HOMES = ("errors", "api", "fused", "context", "info", "dispatch", "kvcache")
 
 def __getattr__(name: str) -> _Any:
     # Those that need PyTorch are not in __all__, so that an import of everything goes without.
-    if name in ("codegen", "kernels", "nn"):
+    if name in ("codegen", "integrations", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
     if name in ("PatchReport", "patch_model"):
         return getattr(_importlib.import_module("aule.integrations.patching"), name)

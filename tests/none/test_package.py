@@ -81,6 +81,14 @@ def test_every_public_name_is_found() -> None:
     assert not hasattr(aule, "no_such_name") and set(aule.__all__) <= set(dir(aule))
 
 
+def test_integrations_are_found_by_their_names() -> None:
+    """``import aule`` is enough to name one, as the README does; each comes when it is named, and no other."""
+    found = run_python("import sys, aule; print(aule.integrations.comfyui.__name__, 'torch' in sys.modules)")
+    assert found == "aule.integrations.comfyui False\n"
+    files = {p.stem for p in (ROOT / "src/aule/integrations").glob("[a-z]*.py")}
+    assert set(aule.integrations._FILES) == files and not hasattr(aule.integrations, "no_such_name")
+
+
 def test_works_with_numpy_alone() -> None:
     run_python(NUMPY_ALONE + ATTENTION)
 

@@ -1,1 +1,13 @@
-"""ADD AN INTEGRATION HERE: one file per package above attention. Each is imported by its user, never by aule."""
+"""ADD AN INTEGRATION HERE: one file per package above attention. Each is imported when its user names it, never by
+aule itself."""
+
+import importlib as _importlib
+from typing import Any as _Any
+
+_FILES = ("comfyui", "diffusers", "flash_attn", "patching", "transformers", "transformers_cache")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _FILES:
+        return _importlib.import_module(f"aule.integrations.{name}")
+    raise AttributeError(f"module 'aule.integrations' has no attribute {name!r}")
