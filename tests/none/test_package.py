@@ -175,7 +175,7 @@ for function in (aule.install, lambda: aule.scaled_dot_product_attention(1, 2, 3
 # -- the README ------------------------------------------------------------------------------------------------------
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MARK = re.compile(r"<!-- run: (numpy|torch|diffusers|device) -->\n$")
+MARK = re.compile(r"<!-- run: (numpy|torch|transformers|diffusers|device) -->\n$")
 
 
 def readme_blocks() -> list[Any]:
@@ -190,8 +190,8 @@ def readme_blocks() -> list[Any]:
 
 @pytest.mark.parametrize(("line", "code", "needs"), readme_blocks())
 def test_readme_code_runs(line: int, code: str, needs: str | None) -> None:
-    assert needs is not None, "mark the block with <!-- run: numpy -->, or torch, diffusers or device"
-    frameworks = {"torch": ["torch"], "diffusers": ["torch", "diffusers"]}
+    assert needs is not None, "mark the block with <!-- run: numpy -->, or torch, transformers, diffusers or device"
+    frameworks = {name: ["torch", name] for name in ("torch", "transformers", "diffusers")}
     for framework in frameworks.get(needs, []):
         if importlib.util.find_spec(framework) is None:
             pytest.skip(f"{framework} is not installed")
@@ -211,6 +211,17 @@ def test_readme_lists_every_error() -> None:
     assert set(re.findall(r"^\| `(\w+Error)`", README, re.MULTILINE)) == errors
 
 
-def test_readme_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!#)([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_documents_name_files_that_exist(document: Path) -> None:
+    """Links, and whatever looks like a file in code; several may be written as one with braces or a star."""
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!#|https?:)([^)#]+)[^)]*\)", text):
+        assert (document.parent / target).exists(), target
+    folders = (ROOT / name for name in ("benchmarks", "docs", "examples", "src", "tests", "tools"))
+    known = [p.as_posix() for p in (*ROOT.glob("*.*"), *(p for folder in folders for p in folder.rglob("*.*")))]
+    for code in re.findall(r"`([^`\n]+)`", text):
+        for name in re.findall(r"(?<![\w/.{}*,-])[\w][\w./-]*\.(?:py|md|csv|svg|toml|yml)\b", code):
+            assert any(file.endswith(f"/{name}") for file in known), name
