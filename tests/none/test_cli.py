@@ -256,7 +256,22 @@ def test_a_reader_that_leaves_early() -> None:
     assert b"Broken" not in errors and b"Traceback" not in errors
 
 
-@pytest.mark.parametrize("arguments", [[], ["unknown"], ["show"], ["check", "--nothing"]])
+def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and all(f"\n    {name} " in shown.err for name in ("info", "check", "tune", "show"))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+def test_there_is_nothing_to_tune_without_a_gpu(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if backend not in aule.get_available_backends():
+        pytest.skip("no CPU engine here")
+    assert main(["tune", "--backend", backend]) == 2
+    said = capsys.readouterr().err
+    assert "expected a GPU, got" in said and "name another device with --backend" in said
+
+
+@pytest.mark.parametrize("arguments", [["unknown"], ["show"], ["check", "--nothing"]])
 def test_bad_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)

@@ -38,13 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="aule", description="FlashAttention for whatever hardware you have.")
     parser.add_argument("--version", action="version", version=f"aule {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     for name, module, summary in COMMANDS:
         command = importlib.import_module(module)
         sub = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return int(args.run(args))
     except AuleError as error:

@@ -24,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     device = registry.find(args.backend) if args.backend else registry.choose()
     if device is None:
-        raise InvalidArgumentError("[tune] expected a GPU, got none; NumPy has no tiles to choose")
+        raise InvalidArgumentError(
+            "[tune] expected a GPU, got NumPy, which has no tiles to choose; name another device with --backend"
+        )
     for name, value in (("--seq-len", args.seq_len), *(("--head-dim", dim) for dim in args.head_dim)):
         if value < 1 or (name == "--head-dim" and value > 256):
             raise InvalidArgumentError(f"[tune] expected {name} of at least 1 (head dimensions to 256), got {value}")

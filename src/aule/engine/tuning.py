@@ -159,8 +159,8 @@ def tune(
     """
     if device.target.backend == "cpu":
         raise InvalidArgumentError(
-            "[tune] expected a GPU, got the CPU, whose blocks follow from its registers and caches; choose another "
-            "device"
+            "[tune] expected a GPU, got the CPU, whose blocks follow from its registers and caches; name another "
+            "device with --backend"
         )
     if not settings.disk_cache():
         raise InvalidArgumentError(
