@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from aule.context import Aule
-from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import by_type, front_end, maker
 from aule.ops.attention.rope import frequencies, rope_tables
-from aule.ops.attention.validate import checked_number
+from aule.ops.checked import checked_flag, checked_number
 from aule.options import AttentionOptions, DecodeOptions
 
 
@@ -470,6 +470,18 @@ def cascade_attention(
             f"[cascade_attention] expected shared_pages as an int, got {shared_pages!r}; `KVCache.shared_pages` counts "
             "them"
         )
+    for name, array, least in (
+        ("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4), ("block_tables", block_tables, 2),
+        ("context_lens", context_lens, 1),
+    ):  # fmt: skip
+        shape = getattr(array, "shape", None)
+        if shape is None or len(shape) < least:
+            got = type(array).__name__ if shape is None else f"shape {list(shape)}"
+            raise InvalidShapeError(
+                f"[cascade_attention] expected {name} as an array of {least} axes or more, got {got}; as for "
+                "flash_attention_paged"
+            )
+    return_lse = checked_flag("cascade_attention", "return_lse", return_lse)
     own: dict[str, Any] = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal}
     if shared_pages == 0:
         return flash_attention_paged(
@@ -532,11 +544,11 @@ def attention(
         Scores and sums are always accumulated in fp32.
     """
     for name, value in (("input_precision", input_precision), ("output_precision", output_precision)):
-        if value is not None and value not in _PRECISIONS:
+        if value is not None and not (isinstance(value, str) and value in _PRECISIONS):
             raise InvalidArgumentError(
                 f"[attention] expected {name} of {', '.join(_PRECISIONS)}, got {value!r}; pass None to leave it"
             )
-    if intermediate_precision != "fp32":
+    if not isinstance(intermediate_precision, str) or intermediate_precision != "fp32":
         raise InvalidArgumentError(
             f"[attention] expected intermediate_precision 'fp32', got {intermediate_precision!r}; sums in half "
             "precision are not offered because they lose digits without being faster"

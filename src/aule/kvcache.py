@@ -14,6 +14,7 @@ from aule import settings
 from aule.api import cascade_attention, flash_attention_paged
 from aule.engine.kvcache import writer
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.checked import checked_choice
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
 from aule.ops.kvcache.pages import Append, PageTable
 from aule.ops.kvcache.problem import QUANTISED
@@ -121,10 +122,9 @@ class KVCache:
         name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
         if name not in _DTYPES:
             raise InvalidDtypeError(f"[KVCache] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
-        if layout not in LAYOUTS:
-            raise InvalidArgumentError(f"[KVCache] expected layout 'NHD' or 'HND', got {layout!r}")
-        if quantize is not None and quantize not in QUANTISED:
-            raise InvalidArgumentError(f"[KVCache] expected quantize of None, 'int8' or 'fp8', got {quantize!r}")
+        checked_choice("KVCache", "layout", layout, tuple(LAYOUTS), "it is the order of the pool's axes")
+        if quantize is not None:
+            checked_choice("KVCache", "quantize", quantize, tuple(QUANTISED), "pass None to store as dtype says")
         self.num_pages, self.page_size, self.layers = num_pages, page_size, layers
         self.heads_kv, self.head_dim, self.value_dim = heads_kv, head_dim, value_dim
         self.dtype, self.layout, self.quantize, self.device, self.backend = name, layout, quantize, device, backend

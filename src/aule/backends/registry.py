@@ -140,9 +140,9 @@ def choose(spec: str | None = None) -> Device | None:
     ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``); one that is missing
     raises. Without it the first real device in order of preference is taken; a software rasteriser never is.
     """
-    spec = spec or settings.backend()
-    if spec is not None:
-        return find(spec)
+    wanted = asked(spec)
+    if wanted is not None:
+        return find(wanted)
     for candidate in BACKENDS:
         if candidate.name in _errors and os.getpid() == _pid:
             continue  # raising its refusal again would cost more than a small call of attention
@@ -155,12 +155,18 @@ def choose(spec: str | None = None) -> Device | None:
     return None
 
 
-def find(spec: str) -> Device | None:
-    """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
-    if not isinstance(spec, str):
+def asked(spec: str | None) -> str | None:
+    """What a call's ``backend=`` forces, else ``AULE_BACKEND``; None where nothing does."""
+    if spec is not None and not isinstance(spec, str):
         raise InvalidArgumentError(
             f"[backend] expected a name such as 'vulkan' or 'cuda:1', got {spec!r}; pass None for the best device"
         )
+    return spec or settings.backend()
+
+
+def find(spec: str) -> Device | None:
+    """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
+    asked(spec)
     name, _, number = spec.partition(":")
     if name == NUMPY:
         return None

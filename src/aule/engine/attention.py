@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.memory import STORED, Arena, check_memory, host_view, zeroed
@@ -132,7 +131,7 @@ def host_device(problem: AttentionProblem, spec: str | None) -> Device | None:
 
 def host_device_of(dtype: str, spec: str | None) -> Device | None:
     """The same before there is a problem."""
-    if dtype == "f64" and not (spec or settings.backend()):
+    if dtype == "f64" and registry.asked(spec) is None:
         try:
             return registry.find("cpu")
         except AuleError:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.memory import STORED, Arena, check_memory, host_view
@@ -31,9 +30,9 @@ def host_device(spec: str | None) -> Device | None:
     These ops take about as long as their arrays take to be read: unlike attention, they stay where the arrays are, on
     the CPU, unless another device is named.
     """
-    spec = spec or settings.backend()
-    if spec is not None:
-        return registry.find(spec)
+    wanted = registry.asked(spec)
+    if wanted is not None:
+        return registry.find(wanted)
     try:
         return registry.find("cpu")
     except AuleError:

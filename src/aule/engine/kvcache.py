@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from aule import settings
 from aule.backends import registry
 from aule.engine.programs import load_steps
 from aule.errors import AuleError
@@ -30,7 +29,7 @@ def writer(spec: str | None) -> Device | None:
 
     Another device that is asked for has no part in it: it could only write to a copy.
     """
-    if (spec or settings.backend()) == registry.NUMPY:
+    if registry.asked(spec) == registry.NUMPY:
         return None
     try:
         return registry.find("cpu")

@@ -120,7 +120,7 @@ def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
 
 def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> Any:
     """Attention on NumPy arrays; the result is finished on return."""
-    if options.dropout_p != 0.0 or options.seed is not None:
+    if type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None:
         options = seeded(options)
     views: dict[str, Any] = {
         name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()
@@ -141,10 +141,10 @@ def flash_attention_varlen(
     q: Array, k: Array, v: Array, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:
     """Attention on packed batches of NumPy arrays; the result is finished on return."""
-    if options.dropout_p != 0.0 or options.seed is not None:
+    if type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None:
         options = seeded(options)
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
-    arrays |= {"cu_q": _offsets(cu_q), "cu_k": _offsets(cu_k)}
+    arrays |= {"cu_q": _offsets(cu_q, "cu_seqlens_q", OP), "cu_k": _offsets(cu_k, "cu_seqlens_k", OP)}
     views: dict[str, Any] = {name: view(array, name, OP) for name, array in arrays.items()}
     problem, operands = varlen_problem(**views, max_q=max_q, max_k=max_k, **options.plain())
     _, heads, rows, dim = problem.out_shape
@@ -183,7 +183,7 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
 def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     """Attention over a cache of keys and values, of NumPy arrays; the result is finished on return."""
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
-    arrays |= {name: _offsets(array) for name, array in options.indices().items()}
+    arrays |= {name: _offsets(array, name, options.op) for name, array in options.indices().items()}
     views: dict[str, Any] = {name: view(array, name, options.op) for name, array in arrays.items()}
     from aule.engine.decode import decode_on_host  # only those who decode wait for it
     from aule.ops.decode.validate import decode_problem
@@ -222,9 +222,12 @@ def states_message(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> str:
     )
 
 
-def _offsets(array: Any) -> Array:
+def _offsets(array: Any, name: str, op: str) -> Array:
     """Offsets as int32: other integers, and lists of them, are converted."""
-    given = np.asarray(array)
+    try:
+        given = np.asarray(array)
+    except (TypeError, ValueError) as error:  # a list of lists of different lengths, a tensor on a device
+        raise InvalidDtypeError(f"[{op}] expected {name} as int32 in host memory, got {error}; convert it") from None
     fits = given.dtype.kind in "iu" and (not given.size or (given.min() >= -(2**31) and given.max() < 2**31))
     return given.astype(np.int32) if fits else given
 

@@ -37,6 +37,7 @@ from aule.frontends.torch_views import (
 )
 from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
+from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView, contiguous_strides
 
@@ -82,7 +83,8 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         if out is not None:
             return out
     if (
-        options.dropout_p != 0.0
+        type(options.dropout_p) is not float
+        or options.dropout_p != 0.0
         or options.seed is not None
         or options.deterministic is not False
         or options.precision is not None
@@ -111,7 +113,7 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         return on_host(q, k, v, options)
     if where == "mps":
         return _mps().on_mps(q, k, v, options)
-    if q.is_meta and k.is_meta and v.is_meta:
+    if q.is_meta and getattr(k, "is_meta", False) and getattr(v, "is_meta", False):
         return _operator(q, k, v, options)
     return staged(q, k, v, options)
 
@@ -132,7 +134,8 @@ def flash_attention_varlen(
         return torch_traced.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
     from aule.frontends import torch_varlen  # which needs this module
 
-    if options.dropout_p != 0.0 or options.seed is not None or options.deterministic is not False:
+    seeded = type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None
+    if seeded or options.deterministic is not False:
         options = _completed("flash_attention_varlen", q, options)
     return torch_varlen.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
 
@@ -293,8 +296,12 @@ def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
 
 
 def keyed(options: AttentionOptions) -> AttentionOptions:
-    """The options with numbers and a window that are keys by value, not by identity."""
+    """The options with flags, numbers and a window that are keys by value, not by identity."""
     changed = by_value("flash_attention", options)
+    flags: dict[str, Any] = {"causal": options.causal, "return_lse": options.return_lse}
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            changed = changed | {name: checked_flag("flash_attention", name, flag)}
     return options._replace(**changed) if changed else options
 
 

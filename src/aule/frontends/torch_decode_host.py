@@ -32,7 +32,10 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     if device is not None and device.target.backend == "cpu" and options.cu_seqlens_q is None:
         given = {"q": q, "k": k, "v": v, **options.arrays(), **options.indices()}
         if options.out is None or not shares_memory(options.out, given.values()):
-            return _on_engine(given, options, device)
+            try:
+                return _on_engine(given, options, device)
+            except _NoKey:
+                pass
     problem, operands = _problem(q, k, v, options)
     out = options.out
     if out is None:
@@ -63,6 +66,10 @@ class _Signature(NamedTuple):
     lse_shape: tuple[int, ...]
 
 
+class _NoKey(Exception):
+    """A call without a signature."""
+
+
 def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any) -> Any:
     """Of sequences that are not packed: with their offsets the problem would change."""
     lens, tables = options.context_lens, options.block_tables
@@ -71,9 +78,12 @@ def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any) -> An
             given[name] = integers(options.op, name, x)
     plain = options.plain() | by_value(options.op, options)
     out = options.out
-    key = (*plain.values(), *((name, layout(x)) for name, x in given.items()), None if out is None else layout(out))
     known: dict[Any, _Signature] = vars(device).setdefault("_torch_decode", {})
-    found = known.get(key)
+    try:
+        key = (*plain.values(), *((name, layout(x)) for name, x in given.items()), None if out is None else layout(out))
+        found = known.get(key)
+    except (TypeError, RuntimeError) as error:  # an option that is no key, or a tensor without strides
+        raise _NoKey from error
     if found is None:
         found = _prepared(given, options, device)
         remember(known, key, found)

@@ -17,7 +17,7 @@ from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
-from aule.errors import AuleError, DeviceMismatchError
+from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError
 from aule.frontends.torch import dispatches, last, raw_stream, route_of, seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import one_by_one
@@ -301,7 +301,10 @@ def _on_cuda(
         spec.name, wanted, options, backend,
         *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15) for x in tensors],
     )  # fmt: skip
-    found = _cuda_launches.get(key)
+    try:
+        found = _cuda_launches.get(key)
+    except TypeError:
+        raise _no_key(spec, tensors, options, wanted) from None
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -318,6 +321,16 @@ def _on_cuda(
         _cuda_launches[key] = found
     stream = raw_stream(first.get_device())
     return launch_on(spec, tensors, found, lambda launch, memory: launch([x.data_ptr() for x in memory], stream))
+
+
+def _no_key(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]
+) -> InvalidArgumentError:
+    """The error for options that cannot be looked up, such as lists."""
+    _bound(spec, tensors, options, wanted)  # which refuses most of them by their names
+    return InvalidArgumentError(
+        f"[{spec.name}] expected options that are numbers, flags or names, got {options}; pass plain ones"
+    )
 
 
 def prepare_on(
@@ -365,7 +378,10 @@ def _on_host(
         return tuple(found.get(name) for name in spec.results)
     key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
     known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
-    ready = known.get(key)
+    try:
+        ready = known.get(key)
+    except TypeError:
+        raise _no_key(spec, tensors, options, wanted) from None
     if ready is None:
         call = _bound(spec, tensors, options, wanted, arrays=True)
         views = dict(call.views) | result_views(call)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.attention import (
@@ -88,7 +87,7 @@ def gradient_device(q: Any, spec: str | None, training: bool, foreign: bool) -> 
     CPU tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
     anyway, go to the best. NumPy, as None, has no gradients: with ``training`` it is refused.
     """
-    spec = spec or settings.backend()
+    spec = registry.asked(spec)
     device: Any = None
     if spec is not None or foreign:
         device = host_device_of(NAMES.get(q.dtype, ""), spec)
@@ -137,11 +136,7 @@ def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> 
         key = (_key(q, k, v, options, arrays), None if out is None else layout(out))
         found = known.get(key)
     except (TypeError, RuntimeError):  # an option that is no key, or a tensor without strides
-        problem, operands = host_problem(q, k, v, options)  # which says what is wrong
-        changed = by_value("flash_attention", options)
-        if not changed:
-            raise
-        return _forward(q, k, v, options._replace(**changed), device)
+        return _slowly(q, k, v, options, device)  # which says what is wrong, if anything is
     if found is None:
         problem, operands = host_problem(q, k, v, options)
         given = torch.empty(operands.out_shape, dtype=q.dtype) if out is None else out

@@ -38,9 +38,9 @@ def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     except torch.OutOfMemoryError as error:
         size = math.prod(shape) * _DTYPES[dtype].itemsize
         raise OutOfMemoryError(
-            f"[KVCache] expected {size} bytes on {device}, got none ({error}); take fewer pages, or quantize=", size
+            f"[KVCache] expected {size} bytes on {device}, got none ({error}); take fewer pages, or quantize", size
         ) from error
-    except (AssertionError, RuntimeError) as error:  # PyTorch was built without it, or finds none
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # PyTorch has none such
         raise BackendUnavailableError(
             str(device),
             f"[KVCache] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu', or None for "

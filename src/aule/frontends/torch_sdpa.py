@@ -22,6 +22,7 @@ from aule.backends import registry
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import torch as front_end
 from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.ops.checked import checked_number
 from aule.options import AttentionOptions
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -386,7 +387,13 @@ def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
         _refuse("dtype of attn_mask", InvalidDtypeError, expected, mask.dtype, "convert with .to")
 
 
-def _check_numbers(dropout_p: float, scale: float | None) -> None:
+def _check_numbers(dropout_p: Any, scale: Any) -> None:
+    for name, number in (("dropout_p", dropout_p), ("scale", 0.0 if scale is None else scale)):
+        if not isinstance(number, (float, int)):
+            try:
+                checked_number(_OP[1:-1], name, number)
+            except InvalidArgumentError as error:
+                raise Refused(name, error) from None
     if not 0.0 <= dropout_p <= 1.0:
         _refuse("dropout_p", InvalidArgumentError, "expected dropout_p in 0..1", dropout_p, "pass 0.0 for none")
     if scale is not None and not math.isfinite(scale):

@@ -40,6 +40,7 @@ from aule.frontends.torch_views import by_value, checked_out, integers, refuse_t
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
+from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
 
@@ -49,6 +50,7 @@ def flash_attention_varlen(
 ) -> Any:
     """As `aule.flash_attention_varlen`; a seed is a tensor on the device of ``q`` already."""
     _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
+    options = options._replace(return_lse=checked_flag(OP, "return_lse", options.return_lse))
     q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
         require_plain(tensor, name, OP)

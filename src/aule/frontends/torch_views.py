@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.validate import checked_number, window_sides
+from aule.ops.attention.validate import window_sides
+from aule.ops.checked import checked_number
 from aule.options import AttentionOptions, DecodeOptions
 
 NAMES = {

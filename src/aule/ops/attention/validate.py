@@ -6,7 +6,6 @@ It runs on the first call of a signature only, so it favours clear messages over
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
@@ -17,6 +16,7 @@ from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeE
 from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.rope import rope_operands
+from aule.ops.checked import checked_choice, checked_flag, checked_integer, checked_number
 from aule.view import TensorView, restride
 
 MAX_HEAD_DIM = 256
@@ -26,6 +26,7 @@ FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
 """dtypes that q, k and v may have."""
 
 _WIDEST_WINDOW = 1 << 30
+_WINDOW = "pass an int or a pair (left, right)"
 _LARGEST = 1e38
 """What scale, softcap and their quotient stay within, unless all is float64: kernels have them, times log2(e), as
 float32."""
@@ -316,7 +317,7 @@ def checked_seed(op: str, seed: Any) -> int | None:
     """A seed of 64 bits or None, or a clear error."""
     if seed is None:
         return None
-    value = _integer(op, "seed", seed, "pass an int, or None for a new one each time")
+    value = checked_integer(op, "seed", seed, "pass an int, or None for a new one each time")
     if not 0 <= value < 2**64:
         raise InvalidArgumentError(f"[{op}] expected a seed in 0..2**64-1, got {value}; reduce it modulo 2**64")
     return value
@@ -330,36 +331,10 @@ def checked_seed_words(op: str, view: TensorView | None) -> TensorView:
     return view
 
 
-def checked_number(op: str, name: str, value: Any) -> float:
-    """A number as a float, or a clear error; text is none, though Python's float takes it."""
-    try:
-        if not isinstance(value, (str, bytes, bytearray)):
-            return float(value)
-    except (TypeError, ValueError, RuntimeError):  # PyTorch raises the last one for a tensor of several
-        pass
-    raise InvalidArgumentError(
-        f"[{op}] expected {name} to be a number or None, got {type(value).__name__}; pass a Python float"
-    )
-
-
-def checked_flag(op: str, name: str, value: Any) -> bool:
-    """A truth value, or a clear error: text is always true, and an array has none."""
-    try:
-        if not isinstance(value, (str, bytes, bytearray)):
-            return bool(value)
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    remedy = "pass a bool, and a mask as mask=" if name == "causal" else "pass a bool"
-    raise InvalidArgumentError(f"[{op}] expected {name} to be True or False, got {type(value).__name__}; {remedy}")
-
-
 def _causal_align(op: str, causal_align: str) -> Literal["bottom-right", "top-left"]:
-    if causal_align not in ("bottom-right", "top-left"):
-        raise InvalidArgumentError(
-            f"[{op}] expected causal_align 'bottom-right' or 'top-left', got {causal_align!r}; "
-            "pass 'top-left' for PyTorch's is_causal"
-        )
-    return cast("Literal['bottom-right', 'top-left']", causal_align)
+    choices = ("bottom-right", "top-left")
+    found = checked_choice(op, "causal_align", causal_align, choices, "pass 'top-left' for PyTorch's is_causal")
+    return cast("Literal['bottom-right', 'top-left']", found)
 
 
 def window_sides(op: str, window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
@@ -372,7 +347,7 @@ def window_sides(op: str, window: int | Sequence[int | None] | None, causal: boo
                 f"[{op}] expected window as (left, right), got {len(window)} values; pass None for an open side"
             )
         return _window_side(op, "left", window[0]), _window_side(op, "right", window[1])
-    width = _integer(op, "window", window)
+    width = checked_integer(op, "window", window, _WINDOW)
     if width < 1:
         raise InvalidArgumentError(f"[{op}] expected an int window >= 1, got {width}; pass None for no window")
     side = _bounded(width - 1)
@@ -382,7 +357,7 @@ def window_sides(op: str, window: int | Sequence[int | None] | None, causal: boo
 def _window_side(op: str, side: str, value: int | None) -> int:
     if value is None:
         return UNBOUNDED
-    keys = _integer(op, f"the {side} side of window", value)
+    keys = checked_integer(op, f"the {side} side of window", value, _WINDOW)
     if keys < UNBOUNDED:
         raise InvalidArgumentError(
             f"[{op}] expected the {side} side of window >= 0, got {keys}; pass None or -1 for an open side"
@@ -393,16 +368,6 @@ def _window_side(op: str, side: str, value: int | None) -> int:
 def _bounded(keys: int) -> int:
     # Kernels count keys in 32 bits; a window wider than any sequence is no window, and must not overflow there.
     return keys if keys < _WIDEST_WINDOW else UNBOUNDED
-
-
-def _integer(op: str, name: str, value: Any, remedy: str = "pass an int or a pair (left, right)") -> int:
-    # bool is an int to Python, but window=True is a slip, not a window of one key.
-    if not isinstance(value, (bool, np.bool_)):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise InvalidArgumentError(f"[{op}] expected {name} to be an int or None, got {value!r}; {remedy}")
 
 
 def _score_operand(op: str, name: str, view: TensorView, dtype: str, shape: tuple[int, ...]) -> TensorView:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
+from aule.ops.checked import checked_choice
 from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape
 from aule.ops.spec import Call, Result
 from aule.view import TensorView, contiguous_strides
@@ -119,7 +120,4 @@ def _smoothing(op: str, value: Any) -> float:
 
 
 def _reduction(op: str, value: Any) -> Reduction:
-    if value not in ("mean", "sum", "none"):
-        raise InvalidArgumentError(f"[{op}] expected reduction 'mean', 'sum' or 'none', got {value!r}; as in PyTorch")
-    result: Reduction = value
-    return result
+    return cast("Reduction", checked_choice(op, "reduction", value, ("mean", "sum", "none"), "as in PyTorch"))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import longest_sequence, turned
+from aule.ops.checked import checked_choice
 from aule.ops.decode.problem import QUANTISED, DecodeProblem
 from aule.view import TensorView
 
@@ -281,8 +282,7 @@ def _swapped(view: TensorView) -> TensorView:
 
 
 def _cache(op: str, name: str, view: TensorView, layout: str, paged: bool) -> TensorView:
-    if layout not in LAYOUTS:
-        raise InvalidArgumentError(f"[{op}] expected layout 'NHD' or 'HND', got {layout!r}")
+    checked_choice(op, "layout", layout, tuple(LAYOUTS), "it is the order of the cache's axes")
     whole = LAYOUTS[layout] if paged else "[batch, heads_kv, max_len, dim]"
     shown = f"{name}_cache" if paged else name
     if len(view.shape) != 4:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from aule.errors import InvalidArgumentError, InvalidShapeError
+from aule.errors import InvalidShapeError
+from aule.ops.checked import checked_choice
 from aule.ops.rowwise import check_floats, check_rows, check_shape
 from aule.ops.spec import Call, Result
 from aule.view import TensorView
@@ -57,8 +58,5 @@ def bind_glu(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any
 def _activation(op: str, options: Mapping[str, Any]) -> Activation:
     if "approximate" not in options:
         return "silu"
-    if options["approximate"] not in ("none", "tanh"):
-        raise InvalidArgumentError(
-            f"[{op}] expected approximate 'none' or 'tanh', got {options['approximate']!r}; as in PyTorch and ONNX"
-        )
-    return "gelu" if options["approximate"] == "none" else "gelu_tanh"
+    chosen = checked_choice(op, "approximate", options["approximate"], ("none", "tanh"), "as in PyTorch and ONNX")
+    return "gelu" if chosen == "none" else "gelu_tanh"

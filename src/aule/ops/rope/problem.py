@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.ops.checked import checked_flag, checked_integer
 from aule.ops.norm.problem import checked_eps
 from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
 from aule.ops.spec import Call, Result
@@ -71,7 +72,7 @@ def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, An
     pairs = _pairs(op, x, views["cos"], options["rotary_dim"])
     normal = dict(views)
     ids = views.get("position_ids")
-    interleaved = bool(options["interleaved"])
+    interleaved = checked_flag(op, "interleaved", options["interleaved"])
     for name in ("cos", "sin"):
         normal[name] = _table(op, name, views[name], x, pairs, interleaved, ids is not None)
     check_shape(op, "sin", normal["sin"], normal["cos"].shape, "give it the shape of cos")
@@ -85,7 +86,7 @@ def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, An
         positions=0 if ids is None else normal["cos"].shape[0],
         inverse="dy" in views,
         eps=checked_eps(op, options["eps"]) if "eps" in options else None,
-        inplace=bool(options.get("inplace", False)) and "dy" not in views,
+        inplace=checked_flag(op, "inplace", options.get("inplace", False)) and "dy" not in views,
     )
     if problem.inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.strides, strict=True)):
         raise InvalidArgumentError(
@@ -110,7 +111,7 @@ def _pairs(op: str, x: TensorView, cos: TensorView, rotary_dim: int | None) -> i
     if rotary_dim is None:
         columns = 2 * width if 2 * width <= dim else width
     else:
-        columns = int(rotary_dim)
+        columns = checked_integer(op, "rotary_dim", rotary_dim, "leave it out for all that cos has")
         if columns not in (width, 2 * width):
             raise InvalidArgumentError(
                 f"[{op}] expected rotary_dim to be the width of cos or twice that, {width} or {2 * width}, got "

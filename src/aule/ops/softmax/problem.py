@@ -9,6 +9,7 @@ from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ops.attention.validate import checked_dropout, checked_seed_words
+from aule.ops.checked import checked_flag
 from aule.ops.rowwise import (
     check_devices,
     check_floats,
@@ -89,7 +90,7 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
         shape=x.shape,
         scale=_scale(op, options["scale"]),
         mask=None if mask is None else mask.dtype,
-        causal=bool(options["causal"]),
+        causal=checked_flag(op, "causal", options["causal"]),
         dropout_p=p,
     )
     outputs = {name: Result(x.dtype, x.shape) for name in wanted if name != "statistics"}

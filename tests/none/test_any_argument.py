@@ -1,0 +1,98 @@
+"""Anything in the place of any argument of a public function: an error of ours, which says what was wrong, or a result;
+never an exception from deep inside, and the library is usable afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aule
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+Array = np.ndarray[Any, Any]
+KINDS: dict[str, Callable[[Array], Any]] = {"numpy": lambda x: x}
+if torch is not None:
+    KINDS["torch"] = torch.from_numpy
+
+
+def anything() -> dict[str, Any]:
+    values = {
+        "none": None, "text": "x", "negative": -1, "huge": 2**70, "number": 1.5, "nan": float("nan"), "list": [],
+        "lists": [[1], [2, 3]], "object": object(), "vector": np.ones(3, np.float32), "nothing": np.ones(0, np.float32),
+        "bool": True, "pair": (1, 2), "dictionary": {}, "complex": 1j, "bytes": np.ones((2, 2), np.int8),
+        "double": np.ones((2, 4, 8, 16)),
+    }  # fmt: skip
+    if torch is not None:
+        values |= {"tensor": torch.ones(3), "elsewhere": torch.ones(2, 4, 8, 16, device="meta")}
+    return values
+
+
+def ones(*shape: int) -> Array:
+    return np.ones(shape, np.float32)
+
+
+def whole(*numbers: Any) -> Array:
+    return np.array(numbers, np.int32)
+
+
+QKV = {"q": ones(2, 4, 8, 16), "k": ones(2, 4, 8, 16), "v": ones(2, 4, 8, 16)}
+PACKED = {name: ones(8, 4, 16) for name in "qkv"} | {"cu_seqlens_q": whole(0, 3, 8), "cu_seqlens_k": whole(0, 3, 8)}
+TABLES = {"block_tables": whole([7, 3, 12], [7, 0, 0]), "context_lens": whole(41, 29)}
+PAGED = {"q": ones(2, 8, 64), "k_cache": ones(16, 16, 2, 64), "v_cache": ones(16, 16, 2, 64)} | TABLES
+NORMED = {"x": ones(4, 64), "weight": ones(64)}
+SCORES = "causal scale window softcap alibi_slopes sinks return_lse out backend"
+ATTENTION = f"{SCORES} rope rope_interleaved dropout_p seed causal_align deterministic mask bias"
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "flash_attention": (QKV, f"{ATTENTION} precision"),
+    "flash_attention_varlen": (PACKED, f"{ATTENTION} max_seqlen_q max_seqlen_k"),
+    "flash_attention_paged": (PAGED, f"{SCORES} cu_seqlens_q max_seqlen_q k_scale v_scale layout"),
+    "decode_attention": (
+        {"q": ones(2, 8, 64), "k": ones(2, 2, 9, 64), "v": ones(2, 2, 9, 64)}, f"{SCORES} context_lens",
+    ),
+    "cascade_attention": ({**PAGED, "shared_pages": 1}, "sinks cu_seqlens_q max_seqlen_q causal return_lse"),
+    "merge_states": ({"o_a": ones(2, 8, 64), "lse_a": ones(2, 8), "o_b": ones(2, 8, 64), "lse_b": ones(2, 8)}, ""),
+    "attention": (QKV, "context causal softmax_scale input_precision intermediate_precision output_precision"),
+    "rms_norm": (NORMED, "eps backend"),
+    "layer_norm_linear": (
+        {"x": ones(4, 64), "weight_norm": ones(64), "bias_norm": ones(64), "weight": ones(8, 64), "bias": ones(8)},
+        "eps",
+    ),
+    "rope": (
+        {"x": ones(1, 2, 8, 16), "cos": ones(8, 8), "sin": ones(8, 8)}, "interleaved position_ids rotary_dim backend",
+    ),
+    "geglu": ({"gate": ones(4, 8), "up": ones(4, 8)}, "approximate"),
+    "softmax_dropout": ({"x": ones(4, 8)}, "dropout_p seed mask causal scale"),
+    "cross_entropy": ({"logits": ones(4, 8), "target": whole(0, 1, 2, 3)}, "ignore_index label_smoothing reduction"),
+    "KVCache": (
+        {"num_pages": 4, "heads_kv": 2, "head_dim": 16},
+        "page_size dtype layers value_dim layout quantize device backend",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", CALLS)
+def test_any_argument(function: str, kind: str) -> None:
+    good, options = CALLS[function]
+    given = {name: KINDS[kind](x) if isinstance(x, np.ndarray) else x for name, x in good.items()}
+    call = getattr(aule, function)
+    call(**given)
+    wrong = []
+    for name in (*given, *options.split()):
+        for what, value in anything().items():
+            try:
+                call(**{**given, name: value})
+            except aule.AuleError as error:
+                if " expected " not in error.message:
+                    wrong.append(f"{name}={what}: {error.message}")
+            except Exception as error:
+                wrong.append(f"{name}={what}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+    call(**given)
