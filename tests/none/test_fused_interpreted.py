@@ -76,15 +76,7 @@ def test_cases(case: fused_cases.Case, target: Target) -> None:
     number = fused_cases.CASES.index(case)
     if number > 8 and number % len(TARGETS) != list(TARGETS.values()).index(target):
         pytest.skip("spared: the row engine does the same for every op")
-    spec = CATALOGUE[case.op]
-    arrays = fused_cases.operands(case)
-    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
-    found = run(spec, call, target)
-    fused_cases.judge(call, found, fused_cases.right(spec, call), gradient=False)
-    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
-    assert spec.gradient is not None
-    grads = run(spec.gradient, backward, target)
-    fused_cases.judge(backward, grads, fused_cases.right(spec.gradient, backward), gradient=True)
+    judged(case, target)
 
 
 @pytest.mark.parametrize(
