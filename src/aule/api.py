@@ -277,7 +277,7 @@ def precompute_rope_frequencies(
             f"[precompute_rope_frequencies] expected a finite base > 0, got {base}; 10000 is the usual one"
         )
     cos, sin = frequencies(seq_len, head_dim, base)
-    end = maker(device, dtype)
+    end = maker(device, dtype, "precompute_rope_frequencies")
     return end.make(cos, device, dtype), end.make(sin, device, dtype)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from aule.backends import registry
 from aule.errors import AuleError, BackendUnavailableError
+from aule.frontends import without_torch
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,7 @@ def _front_end(function: str) -> ModuleType:
     try:
         from aule.frontends import torch_sdpa
     except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise BackendUnavailableError(
-            "torch", f"[{function}] expected PyTorch, got no module named torch; pip install torch"
-        ) from None
+        raise without_torch(function, error) from None
     return torch_sdpa
 
 

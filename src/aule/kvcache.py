@@ -14,6 +14,7 @@ from aule import settings
 from aule.api import cascade_attention, flash_attention_paged
 from aule.engine.kvcache import writer
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.frontends import without_torch
 from aule.ops.checked import checked_choice
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
 from aule.ops.kvcache.pages import Append, PageTable
@@ -470,8 +471,10 @@ def _front(device: Any) -> ModuleType:
         from aule.frontends import numpy_kvcache
 
         return numpy_kvcache
-    from aule.frontends import torch_kvcache
-
+    try:
+        from aule.frontends import torch_kvcache
+    except ModuleNotFoundError as error:
+        raise without_torch("KVCache", error) from None
     return torch_kvcache
 
 

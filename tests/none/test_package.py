@@ -161,7 +161,12 @@ def test_without_torch_the_error_says_so() -> None:
 import sys
 sys.modules["torch"] = None
 import aule
-for function in (aule.install, lambda: aule.scaled_dot_product_attention(1, 2, 3)):
+for function in (
+    aule.install,
+    lambda: aule.scaled_dot_product_attention(1, 2, 3),
+    lambda: aule.KVCache(4, 2, 16, device="cpu"),
+    lambda: aule.precompute_rope_frequencies(4, 8, device="cpu"),
+):
     try:
         function()
     except aule.BackendUnavailableError as error:

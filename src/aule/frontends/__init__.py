@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from aule.errors import InvalidDtypeError
+from aule.errors import BackendUnavailableError, InvalidDtypeError
 
 
 def _numpy() -> ModuleType:
@@ -53,9 +53,21 @@ def front_end(array: object, op: str = "flash_attention") -> ModuleType:
     return found
 
 
-def maker(device: Any, dtype: Any) -> ModuleType:
+def maker(device: Any, dtype: Any, op: str) -> ModuleType:
     """The front end of new arrays: PyTorch's where a device or a dtype of it is named, else NumPy's."""
-    return _numpy() if device is None and type(dtype).__module__ != "torch" else _torch()
+    if device is None and type(dtype).__module__ != "torch":
+        return _numpy()
+    try:
+        return _torch()
+    except ModuleNotFoundError as error:
+        raise without_torch(op, error) from None
+
+
+def without_torch(op: str, error: ModuleNotFoundError) -> Exception:
+    """What to raise where PyTorch could not be imported; any other module that is missing is told as it is."""
+    if error.name != "torch":
+        return error
+    return BackendUnavailableError("torch", f"[{op}] expected PyTorch, got no module named torch; pip install torch")
 
 
 def _find(array: object, op: str) -> ModuleType:
