@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import aule
 from aule.errors import AuleError, InvalidShapeError
 
-pytest.importorskip("llvmlite")
+torch = pytest.importorskip("torch")
+pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
 
 DTYPE = torch.float64
 """The CPU engine computes in it, so that results can be compared closely."""
