@@ -76,6 +76,20 @@ def test_dlpack_options_and_arrays_of_either_kind() -> None:
     np.testing.assert_array_equal(got.array, expected)
 
 
+def test_dlpack_of_a_type_that_numpy_lacks() -> None:
+    class Bfloat16(DLPackOnly):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("no bfloat16")
+
+    q, k, v = inputs()
+    with pytest.raises(
+        InvalidDtypeError, match=r"k of a type that NumPy takes from DLPack, got another \(no bfloat16\)"
+    ):
+        aule.flash_attention(DLPackOnly(q), Bfloat16(k), DLPackOnly(v))
+    with pytest.raises(InvalidDtypeError, match=r"\[decode_attention\] expected q of a type .*torch.from_dlpack\(q\)"):
+        aule.decode_attention(Bfloat16(q), DLPackOnly(k), DLPackOnly(v))
+
+
 def test_dlpack_on_another_device_is_refused() -> None:
     class Elsewhere(DLPackOnly):
         def __dlpack_device__(self) -> tuple[int, int]:

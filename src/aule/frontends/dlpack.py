@@ -8,6 +8,7 @@ import numpy as np
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError
 from aule.frontends import numpy as numpy_front_end
+from aule.ops.attention.varlen import OP
 from aule.ops.catalogue import CATALOGUE
 from aule.options import AttentionOptions, DecodeOptions
 
@@ -34,13 +35,11 @@ def flash_attention_varlen(
 ) -> Any:
     """Attention on packed batches of DLPack arrays; the result comes from the namespace of ``q``."""
     if options.out is not None:
-        raise InvalidDtypeError(
-            "[flash_attention_varlen] expected no out with DLPack arrays, got one; use the return value"
-        )
+        raise InvalidDtypeError(f"[{OP}] expected no out with DLPack arrays, got one; use the return value")
     options = numpy_front_end.seeded(options)
-    changed = options._replace(**{name: _host(array, name) for name, array in options.arrays().items()})
-    cu_q, cu_k = (_host(x, "cu_seqlens") if accepts(x) else x for x in (cu_q, cu_k))
-    given = (_host(q, "q"), _host(k, "k"), _host(v, "v"), cu_q, cu_k, max_q, max_k)
+    changed = options._replace(**{name: _host(array, name, OP) for name, array in options.arrays().items()})
+    cu_q, cu_k = (_host(x, "cu_seqlens", OP) if accepts(x) else x for x in (cu_q, cu_k))
+    given = (_host(q, "q", OP), _host(k, "k", OP), _host(v, "v", OP), cu_q, cu_k, max_q, max_k)
     result = numpy_front_end.flash_attention_varlen(*given, changed)
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 
@@ -61,15 +60,18 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     """Attention over a cache of DLPack arrays; the result comes from the namespace of ``q``."""
     if options.out is not None:
         raise InvalidDtypeError(f"[{options.op}] expected no out with DLPack arrays, got one; use the return value")
-    arrays = {name: _host(array, name) for name, array in options.arrays().items()}
-    arrays |= {name: _host(x, name) if accepts(x) else x for name, x in options.indices().items()}
-    result = numpy_front_end.decode(_host(q, "q"), _host(k, "k"), _host(v, "v"), options._replace(**arrays))
+    op = options.op
+    arrays = {name: _host(array, name, op) for name, array in options.arrays().items()}
+    arrays |= {name: _host(x, name, op) if accepts(x) else x for name, x in options.indices().items()}
+    given = (_host(q, "q", op), _host(k, "k", op), _host(v, "v", op))
+    result = numpy_front_end.decode(*given, options._replace(**arrays))
     return tuple(_back(part, q) for part in result) if isinstance(result, tuple) else _back(result, q)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Results over disjoint keys put together, of DLPack arrays."""
-    given = (_host(x, name) for x, name in ((o_a, "o_a"), (lse_a, "lse_a"), (o_b, "o_b"), (lse_b, "lse_b")))
+    named = ((o_a, "o_a"), (lse_a, "lse_a"), (o_b, "o_b"), (lse_b, "lse_b"))
+    given = (_host(x, name, "merge_states", "o_a") for x, name in named)
     out, lse = numpy_front_end.merge_states(*given)
     return _back(out, o_a), _back(lse, o_a)
 
@@ -105,5 +107,11 @@ def _host(array: Any, name: str, op: str = "flash_attention", like: str = "q") -
         )
     try:
         return np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError):
-        return np.asarray(array)  # dtypes that NumPy's DLPack lacks (bfloat16) come through the array protocol
+    except (BufferError, RuntimeError, TypeError) as error:
+        found = np.asarray(array)  # dtypes that NumPy's DLPack lacks (bfloat16) come through the array protocol
+        if found.dtype == object:  # there is none
+            raise InvalidDtypeError(
+                f"[{op}] expected {name} of a type that NumPy takes from DLPack, got another ({error}); pass "
+                f"torch.from_dlpack({name}), which takes bfloat16"
+            ) from None
+        return found
