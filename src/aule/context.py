@@ -33,6 +33,11 @@ from aule.runtime.base import Allocation, Device
 from aule.view import ITEMSIZE, TensorView, contiguous_strides
 
 _ARRAYS = ("mask", "bias", "alibi_slopes", "sinks", "rope_cos", "rope_sin")
+_OPTIONS = (
+    "causal", "scale", "window", "softcap", "mask", "bias", "alibi_slopes", "sinks", "rope", "rope_interleaved",
+    "dropout_p", "seed", "causal_align", "deterministic", "precision",
+)  # fmt: skip
+"""Of `aule.flash_attention`; results have arguments of their own."""
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "bool"}
 
 
@@ -164,7 +169,7 @@ class Aule:
 
     def tensor(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         """A tensor of undefined contents."""
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise InvalidDtypeError(f"[tensor] expected a dtype of {', '.join(_DTYPES)}, got {dtype!r}")
         try:
             dims = tuple(operator.index(n) for n in shape)
@@ -249,6 +254,11 @@ class Aule:
     ) -> tuple[AttentionProblem, Operands]:
         """Validate a call on tensors of this context."""
         device = self._open()
+        for name in options:
+            if name not in _OPTIONS:
+                raise InvalidArgumentError(
+                    f"[attention_gpu] expected options of {', '.join(_OPTIONS)}, got {name}; leave it out"
+                )
         options["rope_cos"], options["rope_sin"] = rope_tables("attention_gpu", options.pop("rope", None))
         arrays = {name: options.pop(name) for name in _ARRAYS if options.get(name) is not None}
         given: dict[str, Tensor] = {"q": q, "k": k, "v": v, **arrays}

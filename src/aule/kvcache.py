@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,7 +16,8 @@ from aule.api import cascade_attention, flash_attention_paged
 from aule.engine.kvcache import writer
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import without_torch
-from aule.ops.checked import checked_choice
+from aule.ops.attention.rope import rope_tables
+from aule.ops.checked import checked_choice, checked_flag
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
 from aule.ops.kvcache.pages import Append, PageTable
 from aule.ops.kvcache.problem import QUANTISED
@@ -261,6 +263,7 @@ class KVCache:
             There are not enough pages; nothing has changed. So it is after every other error.
         """
         wanted, at = _sequences(seqs), self._layer("append", layer)
+        interleaved = checked_flag("KVCache.append", "interleaved", interleaved)
         rows_k, rows_v, counts = self._rows(wanted, k, v, lengths)
         arrays = {"k": rows_k, "v": rows_v, **self._written[at], **_angles(rope)}
         with self._lock:
@@ -311,6 +314,7 @@ class KVCache:
             As `aule.flash_attention_paged` returns it.
         """
         wanted, at = _sequences(seqs), self._layer("attend", layer)
+        cascade = checked_flag("KVCache.attend", "cascade", cascade)
         options.setdefault("backend", self.backend or self._host_backend())
         with self._lock:
             lengths = self._pages.lengths(wanted, at)
@@ -350,7 +354,7 @@ class KVCache:
                     f"[KVCache.append] expected k and v of [tokens, heads_kv, dim] or [sequences, heads_kv, tokens, "
                     f"dim], got {tuple(k.shape)} and {tuple(v.shape)}; reshape them"
                 )
-        given = None if lengths is None else tuple(map(int, lengths))
+        given = None if lengths is None else _integers("append", "lengths", lengths)
         if k.ndim == 4:
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             each = k.shape[1]
@@ -446,24 +450,37 @@ def _pages_first(pool: Pool, layout: str) -> dict[str, Any]:
 
 def _check_positions(op: str, rope: tuple[Any, Any] | None, needed: int) -> None:
     """Kernels read no angle that does not exist, but would take the last one instead."""
-    if rope is not None and len(rope[0]) < needed:
+    if rope is None:
+        return
+    cos, _ = rope_tables(f"KVCache.{op}", rope)
+    shape = getattr(cos, "shape", ())
+    if not shape or shape[0] < needed:
+        got = f"shape {list(shape)}" if shape else type(cos).__name__
         raise InvalidShapeError(
-            f"[KVCache.{op}] expected cos and sin of at least {needed} positions, got {len(rope[0])}; compute more"
+            f"[KVCache.{op}] expected cos and sin of at least {needed} positions, got {got}; compute more"
         )
 
 
 def _angles(rope: tuple[Any, Any] | None) -> dict[str, Any]:
     if rope is None:
         return {}
-    if len(rope) != 2:
-        raise InvalidArgumentError(f"[KVCache] expected rope as (cos, sin), got {len(rope)} arrays; give both")
-    return {"cos": rope[0], "sin": rope[1]}
+    cos, sin = rope_tables("KVCache", rope)
+    return {"cos": cos, "sin": sin}
 
 
 def _sequences(seqs: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(seqs, int | np.integer):
         return (int(seqs),)
-    return tuple(map(int, seqs))
+    return _integers("append, attend ...", "seqs", seqs)
+
+
+def _integers(op: str, name: str, given: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise InvalidArgumentError(
+            f"[KVCache.{op}] expected {name} as a sequence of integers, got {given!r}; pass a list"
+        ) from None
 
 
 def _front(device: Any) -> ModuleType:

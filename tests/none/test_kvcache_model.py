@@ -250,3 +250,27 @@ def test_threads_have_sequences_of_their_own() -> None:
         thread.join()
     assert not wrong
     assert cache.sequences == (shared,) and cache.pages_in_use == 2
+
+
+@pytest.mark.parametrize("length", [1.5, None, "1", np.ones(2)])
+def test_a_length_that_is_none_changes_nothing(length: Any) -> None:
+    cache = aule.KVCache(4, 1, 2, page_size=2)
+    seq = cache.allocate()
+    cache.append(seq, np.ones((3, 1, 2), np.float32), np.ones((3, 1, 2), np.float32))
+    with pytest.raises(aule.InvalidArgumentError, match="expected length to be an int"):
+        cache.truncate(seq, length)
+    assert (cache.length(seq), cache.pages_in_use) == (3, 2)
+    cache.truncate(seq, np.int64(1))
+    assert (cache.length(seq), cache.pages_in_use) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, "x", [[1], [2]], np.ones(2)])
+def test_what_is_no_sequence(wrong: Any) -> None:
+    cache = aule.KVCache(4, 1, 2)
+    k = np.ones((1, 1, 2), np.float32)
+    for call in (
+        lambda: cache.append(wrong, k, k), lambda: cache.attend(k, wrong), lambda: cache.fork(wrong),
+        lambda: cache.free(wrong), lambda: cache.length(wrong), lambda: cache.block_tables(wrong),
+    ):  # fmt: skip
+        with pytest.raises((aule.InvalidArgumentError, aule.InvalidShapeError), match="expected"):
+            call()

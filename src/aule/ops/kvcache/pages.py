@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.errors import CacheFullError, ClosedError, InvalidArgumentError
+from aule.ops.checked import checked_integer
 
 
 class _Tokens:
@@ -105,6 +106,7 @@ class PageTable:
         """Forget the tokens from ``length`` on."""
         found = self._find("truncate", seq)
         longest = max(found.lengths)
+        length = checked_integer("KVCache.truncate", "length", length, "pass the tokens that are to stay")
         if not 0 <= length <= longest:
             raise InvalidArgumentError(
                 f"[KVCache.truncate] expected a length from 0 to the sequence's {longest}, got {length}; append to grow"
@@ -246,7 +248,7 @@ class PageTable:
         self.version += 1
 
     def _find(self, op: str, seq: Any) -> _Tokens:
-        found = self._sequences.get(seq)
+        found = self._sequences.get(int(seq)) if isinstance(seq, (int, np.integer)) else None
         if found is not None:
             return found
         if isinstance(seq, int) and 0 <= seq < self._next:
