@@ -504,7 +504,7 @@ def test_tensors_of_the_wrong_kind(gpu: aule.Aule) -> None:
         gpu.attention_forward_with_lse(q, k, v, out, gpu.tensor((2, 4)))
     with pytest.raises(InvalidArgumentError, match="finite scale"):
         gpu.attention_gpu(q, k, v, out, scale=math.nan)
-    with pytest.raises(InvalidArgumentError, match="expected options of causal, scale, .*, got return_lse"):
+    with pytest.raises(InvalidArgumentError, match=r"expected options of causal, scale, .*, got return_lse"):
         gpu.attention_gpu(q, k, v, out, return_lse=True)
     with pytest.raises(InvalidDtypeError, match="one dtype"):
         gpu.attention_gpu(q, gpu.tensor((2, 5, 8), "float16"), v, out)

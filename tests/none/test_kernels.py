@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,6 +316,19 @@ def test_decoding_kernels_refuse() -> None:
         MultiWarpIncrementalAttentionKernel(64, 64, 8, 8, 64).build("ptx")
     with pytest.raises(InvalidShapeError, match="num_chunks >= 2"):
         FlashDecodingReduceKernel(64, num_chunks=1)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "4", None, True])
+def test_sizes_of_decoding_kernels(wrong: Any) -> None:
+    for make in (
+        lambda: IncrementalAttentionKernel(wrong, 16),
+        lambda: FlashDecodingChunkKernel(64, 16, chunk_size=wrong),
+        lambda: MultiWarpIncrementalAttentionKernel(64, 16, num_warps_per_head=wrong),
+        lambda: FlashDecodingReduceKernel(16, num_chunks=wrong),
+        lambda: AttentionKernel(wrong, 16),
+    ):
+        with pytest.raises(InvalidShapeError, match=" >= 1, got "):
+            make()
 
 
 def test_a_scale_that_is_no_number_is_not_the_default() -> None:

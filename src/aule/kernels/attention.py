@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aule.codegen import target_for
-from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
@@ -17,12 +16,9 @@ from aule.ops.attention.cpu.plan import plan_alone
 from aule.ops.attention.forward import KERNEL_NAME, build_forward
 from aule.ops.attention.plan import ForwardPlan, plan_forward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.step import Step
 from aule.target import Target
 from aule.view import TensorView
-
-_DTYPES = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, init=False)
@@ -98,24 +94,12 @@ class AttentionKernel(EmittedKernel):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         self._check()
-        object.__setattr__(self, "scale", 1.0 / math.sqrt(head_dim) if scale is None else _finite(scale))
+        object.__setattr__(self, "scale", self._checked_scale(scale, head_dim))
 
     def _check(self) -> None:
-        for name in ("seq_len", "num_heads", "num_kv_heads", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InvalidShapeError(f"[AttentionKernel] expected {name} >= 1, got {getattr(self, name)}")
-        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
-            raise InvalidShapeError(
-                f"[AttentionKernel] expected head_dim in 1..{MAX_HEAD_DIM}, got {self.head_dim}; "
-                "split the head dimension over more heads"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise InvalidShapeError(
-                f"[AttentionKernel] expected num_heads to be a multiple of num_kv_heads, got {self.num_heads} and "
-                f"{self.num_kv_heads}; repeat or drop heads of k and v"
-            )
-        if self.dtype not in _DTYPES:
-            raise InvalidDtypeError(f"[AttentionKernel] expected dtype {', '.join(_DTYPES)}, got {self.dtype!r}")
+        names = ("seq_len", "num_heads", "num_kv_heads", "batch_size")
+        self._check_sizes(self.dtype, **{name: getattr(self, name) for name in names})
+        self._check_heads(self.head_dim, self.num_heads, self.num_kv_heads)
         if self.use_tensor_cores and self.dtype not in ("f16", "bf16"):
             raise InvalidDtypeError(
                 f"[AttentionKernel] expected dtype f16 or bf16 for tensor cores, got {self.dtype!r}; fp32 is computed "
@@ -264,12 +248,3 @@ class AttentionKernel(EmittedKernel):
         step = self.seq_len * self.head_dim
         shape = (self.batch_size, heads, self.seq_len, self.head_dim)
         return TensorView(self.dtype, shape, (heads * step, step, self.head_dim, 1), "device", None)
-
-
-def _finite(scale: float) -> float:
-    value = float(scale)
-    if not math.isfinite(value):
-        raise InvalidArgumentError(
-            f"[AttentionKernel] expected a finite scale, got {value}; leave it out for 1/sqrt(head_dim)"
-        )
-    return value

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from aule.codegen import target_for
-from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
-from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.decode.config import DecodeShape
 from aule.ops.decode.plan import plan_decode
 from aule.ops.decode.problem import DecodeProblem
@@ -21,8 +20,6 @@ from aule.view import TensorView
 
 FLASH_DECODE_CHUNK_SIZE = 512
 """Keys of a part of a split sequence."""
-
-_DTYPES = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -65,30 +62,12 @@ class IncrementalAttentionKernel(EmittedKernel):
     """Entry point of the emitted code."""
 
     def __post_init__(self) -> None:
-        kind = type(self).__name__
-        if not self.num_kv_heads:
+        if self.num_kv_heads in (0, None):
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
-            raise InvalidShapeError(
-                f"[{kind}] expected head_dim in 1..{MAX_HEAD_DIM}, got {self.head_dim}; split it over more heads"
-            )
-        given: Any = self.scale
-        if given is None:
-            object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
-        for counted in ("max_seq_len", "num_heads", "num_kv_heads", "batch_size"):
-            if getattr(self, counted) < 1:
-                raise InvalidShapeError(f"[{kind}] expected {counted} >= 1, got {getattr(self, counted)}")
-        if self.num_heads % self.num_kv_heads:
-            raise InvalidShapeError(
-                f"[{kind}] expected num_heads to be a multiple of num_kv_heads, got {self.num_heads} and "
-                f"{self.num_kv_heads}; repeat or drop heads of k and v"
-            )
-        if self.dtype not in _DTYPES:
-            raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {self.dtype!r}")
-        if not math.isfinite(self.scale):
-            raise InvalidArgumentError(
-                f"[{kind}] expected a finite scale, got {self.scale}; leave it out for 1/sqrt(head_dim)"
-            )
+        names = ("max_seq_len", "num_heads", "num_kv_heads", "batch_size")
+        self._check_sizes(self.dtype, **{name: getattr(self, name) for name in names})
+        self._check_heads(self.head_dim, self.num_heads, self.num_kv_heads)
+        object.__setattr__(self, "scale", self._checked_scale(self.scale, self.head_dim))
 
     def with_scale(self, scale: float) -> Any:
         """The kernel with another factor of the scores."""
@@ -166,6 +145,10 @@ class MultiWarpIncrementalAttentionKernel(IncrementalAttentionKernel):
     num_warps_per_head: int = 4
     name: ClassVar[str] = "multi_warp_incremental_attention"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_sizes(self.dtype, num_warps_per_head=self.num_warps_per_head)
+
     def _shape(self, problem: DecodeProblem, target: Target) -> DecodeShape:
         usual = choose_decode_shape(problem, target, _run(self.head_dim, self.dtype))
         if target.backend == "cpu":  # where a workgroup is one thread
@@ -200,6 +183,10 @@ class FlashDecodingChunkKernel(BatchedIncrementalAttentionKernel):
     chunk_size: int = field(default=FLASH_DECODE_CHUNK_SIZE, kw_only=True)
     name: ClassVar[str] = "flash_decoding_chunk"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_sizes(self.dtype, chunk_size=self.chunk_size)
+
     @property
     def num_chunks(self) -> int:
         """Parts of a sequence that fills the cache."""
@@ -230,6 +217,7 @@ class FlashDecodingReduceKernel(EmittedKernel):
     name: ClassVar[str] = "flash_decoding_reduce"
 
     def __post_init__(self) -> None:
+        self._check_sizes(self.dtype, num_chunks=self.num_chunks)
         if self.num_chunks < 2:
             raise InvalidShapeError(
                 f"[FlashDecodingReduceKernel] expected num_chunks >= 2, got {self.num_chunks}; one part is the result"

@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
 
 from aule.artifact import Artifact
 from aule.backends import registry
 from aule.codegen import generate, target_for
-from aule.errors import InvalidArgumentError
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
+from aule.ops.attention.validate import MAX_HEAD_DIM
+from aule.ops.checked import checked_number
 from aule.target import Target
+
+_DTYPES = ("f32", "f16", "bf16")
 
 
 class EmittedKernel(ABC):
     """A kernel that can be traced for a target and written down in its language."""
+
+    def _check_sizes(self, dtype: str, **sizes: Any) -> None:
+        """Refuse sizes that are no positive integers, and other types than kernels are made for."""
+        kind = type(self).__name__
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise InvalidShapeError(f"[{kind}] expected {name} >= 1, got {value!r}; pass a positive int")
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {dtype!r}; choose one")
+
+    def _check_heads(self, head_dim: Any, num_heads: int, num_kv_heads: int) -> None:
+        """Refuse head dimensions and numbers of heads that attention does not have."""
+        kind = type(self).__name__
+        if not isinstance(head_dim, (int, np.integer)) or not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise InvalidShapeError(
+                f"[{kind}] expected head_dim in 1..{MAX_HEAD_DIM}, got {head_dim!r}; split the head dimension over "
+                "more heads"
+            )
+        if num_heads % num_kv_heads:
+            raise InvalidShapeError(
+                f"[{kind}] expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}; "
+                "repeat or drop heads of k and v"
+            )
+
+    def _checked_scale(self, scale: Any, head_dim: int) -> float:
+        """The factor of the scores; None is ``1 / sqrt(head_dim)``."""
+        if scale is None:
+            return 1.0 / math.sqrt(head_dim)
+        kind = type(self).__name__
+        value = checked_number(kind, "scale", scale)
+        if not math.isfinite(value):
+            raise InvalidArgumentError(
+                f"[{kind}] expected a finite scale, got {value}; leave it out for 1/sqrt(head_dim)"
+            )
+        return value
 
     @abstractmethod
     def build(self, target: str | Target | None = None) -> KernelIR:

@@ -15,15 +15,12 @@ from typing import Any
 
 from aule.codegen import target_for
 from aule.engine.fused import result_views
-from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.step import Step
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
-
-_DTYPES = ("f32", "f16", "bf16")
 
 
 class FusedKernel(EmittedKernel):
@@ -44,14 +41,6 @@ class FusedKernel(EmittedKernel):
     def options(self) -> dict[str, Any]:
         """The op's options that are not its defaults."""
         return {}
-
-    def _check(self, **sizes: int) -> None:
-        kind = type(self).__name__
-        for name, value in sizes.items():
-            if value < 1:
-                raise InvalidShapeError(f"[{kind}] expected {name} >= 1, got {value}")
-        if self.dtype not in _DTYPES:
-            raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {self.dtype!r}")
 
     @property
     def name(self) -> str:
@@ -99,7 +88,7 @@ class SwiGLUKernel(FusedKernel):
     op = "swiglu"
 
     def __post_init__(self) -> None:
-        self._check(rows=self.rows, length=self.length)
+        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
@@ -116,7 +105,7 @@ class GeGLUKernel(FusedKernel):
     op = "geglu"
 
     def __post_init__(self) -> None:
-        self._check(rows=self.rows, length=self.length)
+        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
@@ -136,7 +125,7 @@ class ResidualLayerNormKernel(FusedKernel):
     op = "residual_layer_norm"
 
     def __post_init__(self) -> None:
-        self._check(rows=self.rows, length=self.length)
+        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         rows = dict.fromkeys(("x", "residual"), (self.dtype, (self.rows, self.length)))
@@ -164,7 +153,7 @@ class LayerNormLinearKernel(FusedKernel):
     op = "layer_norm_linear"
 
     def __post_init__(self) -> None:
-        self._check(rows=self.rows, length=self.length, features=self.features)
+        self._check_sizes(self.dtype, rows=self.rows, length=self.length, features=self.features)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         vectors = dict.fromkeys(("weight_norm", "bias_norm"), (self.dtype, (self.length,)))
@@ -191,7 +180,7 @@ class RMSNormRoPEKernel(FusedKernel):
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("seq_len", "head_dim", "num_heads", "batch_size")}
-        self._check(**sizes)
+        self._check_sizes(self.dtype, **sizes)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         shape = (self.batch_size, self.num_heads, self.seq_len, self.head_dim)
@@ -215,7 +204,7 @@ class SoftmaxDropoutKernel(FusedKernel):
     op = "softmax_dropout"
 
     def __post_init__(self) -> None:
-        self._check(rows=self.rows, length=self.length)
+        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         found: dict[str, tuple[str, tuple[int, ...]]] = {"x": (self.dtype, (self.rows, self.length))}
