@@ -140,7 +140,7 @@ def choose(spec: str | None = None) -> Device | None:
     ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``); one that is missing
     raises. Without it the first real device in order of preference is taken; a software rasteriser never is.
     """
-    wanted = asked(spec)
+    wanted = settings.backend() if spec is None else asked(spec)
     if wanted is not None:
         return find(wanted)
     for candidate in BACKENDS:

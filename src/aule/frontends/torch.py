@@ -298,10 +298,11 @@ def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
 def keyed(options: AttentionOptions) -> AttentionOptions:
     """The options with flags, numbers and a window that are keys by value, not by identity."""
     changed = by_value("flash_attention", options)
-    flags: dict[str, Any] = {"causal": options.causal, "return_lse": options.return_lse}
-    for name, flag in flags.items():
-        if flag is not True and flag is not False:
-            changed = changed | {name: checked_flag("flash_attention", name, flag)}
+    causal: Any = options.causal
+    shown: Any = options.return_lse
+    if type(causal) is not bool or type(shown) is not bool:
+        flags = {"causal": causal, "return_lse": shown}
+        changed = changed | {name: checked_flag("flash_attention", name, flag) for name, flag in flags.items()}
     return options._replace(**changed) if changed else options
 
 

@@ -388,8 +388,8 @@ def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
 
 
 def _check_numbers(dropout_p: Any, scale: Any) -> None:
-    for name, number in (("dropout_p", dropout_p), ("scale", 0.0 if scale is None else scale)):
-        if not isinstance(number, (float, int)):
+    if type(dropout_p) is not float or (scale is not None and type(scale) is not float):
+        for name, number in (("dropout_p", dropout_p), ("scale", 0.0 if scale is None else scale)):
             try:
                 checked_number(_OP[1:-1], name, number)
             except InvalidArgumentError as error:
