@@ -16,15 +16,20 @@ def backend() -> str | None:
 
 
 def cache_dir() -> Path:
-    """``AULE_CACHE_DIR``: where compiled kernels are kept; by default the platform's cache folder."""
+    """``AULE_CACHE_DIR``: where compiled kernels are kept; by default the platform's cache folder. Whoever has neither
+    (a container's user without a home) has one that cannot be written to: code that runs is taken from no folder that
+    others may write to."""
     chosen = os.environ.get("AULE_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "aule" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "aule"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aule"
+    try:
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "aule" / "cache"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "aule"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aule"
+    except RuntimeError:
+        return Path(os.devnull) / "aule"
 
 
 def disk_cache() -> bool:

@@ -16,6 +16,7 @@ from aule.artifact import Artifact, Param
 from aule.engine import cache
 from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.tiles import choose_shape
+from aule.runtime._refused import save_refused
 
 ARTIFACT = Artifact(
     language="spirv",
@@ -108,6 +109,20 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_speed(folder: Path, m
     cache.save(cache.key("config"), ARTIFACT)
     assert cache.load(cache.key("config")) is None
     assert blocked.read_bytes() == b""
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under any number: nothing is kept, and nothing fails."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("AULE_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    cache.save(cache.key("config"), ARTIFACT)
+    assert cache.load(cache.key("config")) is None
+    assert save_refused("ptx", b"code") is None
 
 
 def test_a_read_only_folder(folder: Path) -> None:

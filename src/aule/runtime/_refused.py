@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 from aule import settings
 
 _SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl": "metal", "llvm": "ll"}
 
 
-def refused_path(language: str, code: bytes) -> Path:
-    """File for a refused kernel: ``refused/`` in the cache directory, named by the digest of the code.
-
-    The cache directory is that of `settings.cache_dir`.
-    """
-    digest = hashlib.sha256(code).hexdigest()[:16]
-    return settings.cache_dir() / "refused" / f"{digest}.{_SUFFIXES.get(language, language)}"
-
-
 def save_refused(language: str, code: bytes) -> str | None:
-    """Save a refused kernel for inspection.
+    """Save a refused kernel for inspection, in ``refused/`` of the cache directory, named by the digest of the code.
 
     Parameters
     ----------
@@ -35,7 +25,8 @@ def save_refused(language: str, code: bytes) -> str | None:
         The file, or None where the cache directory cannot be written: the driver's refusal is the news, and a
         read-only disk must not hide it.
     """
-    path = refused_path(language, code)
+    name = f"{hashlib.sha256(code).hexdigest()[:16]}.{_SUFFIXES.get(language, language)}"
+    path = settings.cache_dir() / "refused" / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(code)

@@ -16,6 +16,7 @@ from aule import settings
 from aule.artifact import Artifact, scalar_offsets
 from aule.errors import AuleError, DeviceLostError, ShaderCompileError
 from aule.runtime import _vulkan_api as api
+from aule.runtime._refused import save_refused
 from aule.runtime._vulkan_loader import enumerate_all, log, validation_messages
 from aule.runtime._vulkan_memory import Block
 from aule.runtime._vulkan_queue import PARAMETER_BYTES, SLOTS
@@ -306,12 +307,9 @@ class Pipelines:
 
     def _refuse(self, artifact: Artifact, said: str, why: str) -> NoReturn:
         message = f"[vulkan] kernel {artifact.entry!r} on {self._facts.target.name}: {why}"
-        path = settings.cache_dir() / "refused" / f"{artifact.hash[:16]}.spv"
-        try:
-            _write_atomically(path, artifact.code)
-        except OSError:
-            raise ShaderCompileError(message, log=said) from None
-        raise ShaderCompileError(f"{message}; the code was saved to {path}", log=said, source_path=str(path))
+        path = save_refused("spirv", artifact.code)
+        saved = "" if path is None else f"; the code was saved to {path}"
+        raise ShaderCompileError(f"{message}{saved}", log=said, source_path=path)
 
     def statistics(self, artifact: Artifact) -> dict[str, int | float | bool]:
         """What the driver tells of a kernel's machine code, by the driver's names."""
