@@ -48,21 +48,26 @@ def write(name: str, body: bytes) -> None:
     """Keep a body. A disk that is full or read-only costs speed, not correctness."""
     if not settings.disk_cache():
         return
-    import tempfile  # which loads much that a process without a new kernel never needs
-
     place = path(name)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".tmp-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            os.replace(temporary, place)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(place, _MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         log.debug("kernel cache: could not write %s: %s", place, error)
+
+
+def write_whole(place: Path, data: bytes) -> None:
+    """Write a file, with the folders above it: others see the old one or the new one, never a part."""
+    import tempfile  # which loads much that a process without a new kernel never needs
+
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, place)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def say_damaged(name: str) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
-from aule import settings
+from aule import settings, store
 from aule.artifact import Artifact, scalar_offsets
 from aule.errors import AuleError, DeviceLostError, ShaderCompileError
 from aule.runtime import _vulkan_api as api
@@ -205,7 +202,7 @@ class Pipelines:
         try:
             data = self.cache_data()
             if data != self._saved and self._cache_fits(data):
-                _write_atomically(self._path, data)
+                store.write_whole(self._path, data)
                 self._saved = data
         except (OSError, AuleError) as error:
             log.debug("pipeline cache not saved: %s", error)
@@ -374,16 +371,3 @@ def _statistic(s: Any) -> int | float | bool:
     if s.format == api.VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_FLOAT64_KHR:
         return float(s.value.f64)
     return int(s.value.i64 if s.format == api.VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_INT64_KHR else s.value.u64)
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Other processes see the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
