@@ -618,6 +618,15 @@ def test_pipeline_cache_is_kept(device: VulkanDevice, cache: Path) -> None:
     assert file.read_bytes()[:32] == data[:32]
 
 
+def test_pipeline_cache_is_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("AULE_DISK_CACHE", "0")
+    device = VulkanDevice(facts(), 0)
+    device.load(scale_artifact())
+    device.close()
+    assert not list(tmp_path.rglob("*.bin"))
+
+
 def test_missing_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_vulkan_loader, "_library_names", lambda: ["libvulkan-that-is-not-there.so"])
     with pytest.raises(BackendUnavailableError, match="install") as caught:

@@ -170,7 +170,7 @@ class Pipelines:
 
     def _create_cache(self) -> None:
         try:
-            data = self._path.read_bytes()
+            data = self._path.read_bytes() if settings.disk_cache() else b""
         except OSError:
             data = b""
         if not self._cache_fits(data):
@@ -199,6 +199,8 @@ class Pipelines:
 
     def save_cache(self) -> None:
         """Writes the cache to disk if it changed; a disk that does not want it is no error."""
+        if not settings.disk_cache():
+            return
         try:
             data = self.cache_data()
             if data != self._saved and self._cache_fits(data):
