@@ -63,7 +63,7 @@ def integers(array: npt.NDArray[np.int32], device: Any) -> Any:
 def write(op: str, arrays: Mapping[str, Any], *, interleaved: bool = False, backend: str | None = None) -> None:
     """Write new rows into caches, on the current stream. ``arrays`` as for `append_problem`."""
     for name, tensor in arrays.items():
-        require_tensor(tensor, name)
+        require_tensor(tensor, name, op, "k")
     k = arrays["k"]
     if _served(op, k) == "host":
         views = {name: host_view_of(tensor, name, op) for name, tensor in arrays.items()}

@@ -50,7 +50,9 @@ def flash_attention_varlen(
 ) -> Any:
     """As `aule.flash_attention_varlen`; a seed is a tensor on the device of ``q`` already."""
     _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
-    options = options._replace(return_lse=checked_flag(OP, "return_lse", options.return_lse))
+    shown: Any = options.return_lse
+    if type(shown) is not bool:
+        options = options._replace(return_lse=checked_flag(OP, "return_lse", shown))
     q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
         require_plain(tensor, name, OP)
