@@ -17,12 +17,13 @@ from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
-from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError
+from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends.torch import dispatches, last, raw_stream, route_of, seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.checked import not_plain
 from aule.ops.spec import Call, OpSpec, Result
 from aule.view import TensorView
 
@@ -323,14 +324,10 @@ def _on_cuda(
     return launch_on(spec, tensors, found, lambda launch, memory: launch([x.data_ptr() for x in memory], stream))
 
 
-def _no_key(
-    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]
-) -> InvalidArgumentError:
+def _no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
     """The error for options that cannot be looked up, such as lists."""
     _bound(spec, tensors, options, wanted)  # which refuses most of them by their names
-    return InvalidArgumentError(
-        f"[{spec.name}] expected options that are numbers, flags or names, got {options}; pass plain ones"
-    )
+    return not_plain(spec.name, options)
 
 
 def prepare_on(

@@ -54,3 +54,8 @@ def checked_choice(op: str, name: str, value: Any, choices: Sequence[str], remed
         return value
     *most, last = (repr(choice) for choice in choices)
     raise InvalidArgumentError(f"[{op}] expected {name} {', '.join(most)} or {last}, got {value!r}; {remedy}")
+
+
+def not_plain(op: str, options: Any) -> InvalidArgumentError:
+    """The error for options none of which is wrong by itself, but some of which are no plain values."""
+    return InvalidArgumentError(f"[{op}] expected numbers, flags and names as options, got {options}; convert them")
