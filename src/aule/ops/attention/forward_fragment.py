@@ -31,7 +31,7 @@ from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
 from aule.ops.attention.tail import Leavings, Piece, lane_numbers, pieces
 from aule.ops.attention.tile_dropout import Draw, TileDropout
-from aule.ops.decode.last import when_last
+from aule.ops.tickets import when_last
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile

@@ -4,7 +4,7 @@ Blocks of rows that are more than a multiple of what the device works on at a ti
 while the others have nothing left. Their tiles of keys, one block's behind the other's, are dealt out evenly instead:
 each workgroup takes a stretch of them, which may be the end of one block and the beginning of the next. What it makes
 of its *piece* of a block goes to memory with its log-sum-exp, and who finishes the last piece of a block adds them up,
-in their order (`ops/decode/last.py`): results do not depend on chance.
+in their order (`ops/tickets.py`): results do not depend on chance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.scores import Extent
 from aule.ops.attention.wave import Wave
 from aule.ops.decode.gather import Gather, Row
-from aule.ops.decode.last import when_last
+from aule.ops.tickets import when_last
 from aule.target import Target
 from aule.tile.arrangement import SIZE, arrange
 from aule.tile.fragment_shape import FragmentShape
