@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aule.ir import Value, Var
-from aule.ir.types import Vector, element, i32
+from aule.ir.types import Vector, element
 from aule.tile.math import fold
 from aule.tile.rows import RowArray
 from aule.tile.spans import Part, Product, Span, Term
@@ -97,7 +97,8 @@ class ColumnSums:
 
 
 def gather(sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
-    """Store what registers of a cluster's workgroups hold, added up over those: of all columns each has some.
+    """Store what registers of a cluster's two workgroups hold, added up: each has half of all columns, and leaves its
+    sums of the other half where the other finds them.
 
     Parameters
     ----------
@@ -109,28 +110,33 @@ def gather(sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
     rows, b = span.rows, span.rows.b
     shape, threads = rows.shape, rows.shape.workgroup
     four, pieces = Vector(rows.work, 4), span.shape.width // 4
+    half = span.shape.parts * pieces // 2
+    rank = rows.group & 1
+    upper = b.ne(rank, 0)
 
-    def at(place: Value, number: Value | int) -> Value:
+    def piece(total: ColumnSums, number: int) -> Value:
+        part, i = divmod(number, pieces)
+        return b.vector(b.unpack(total.sums[part].value)[4 * i : 4 * i + 4])
+
+    def at(place: Value, number: int) -> Value:
         """Where this thread's piece of a number is."""
         return (b.thread_id() + number * threads) * _lanes(place)
+
+    def column(number: int) -> Value:
+        return (rows.lane + number // pieces * shape.threads) * span.shape.width + number % pieces * 4
 
     places = list(zip(sums, memory[: len(sums)], strict=True))
     for total, place in places:
         type_ = Vector(element(place.type), _lanes(place))
-        for number, variable in enumerate(total.sums):
-            values = b.unpack(variable.value)
-            for i in range(pieces):
-                four_of_it = b.vector(values[4 * i : 4 * i + 4])
-                b.store(place, at(place, number * pieces + i), b.bitcast(four_of_it, type_))
+        for number in range(half):
+            theirs = b.select(upper, piece(total, number), piece(total, half + number))
+            b.store(place, at(place, number), b.bitcast(theirs, type_))
     b.cluster_barrier()
-    each = span.shape.parts * pieces // shape.gather
-    first = rows.group % shape.gather * each
     for total, place in places:
-        for piece in (first + i for i in range(each)):
-            here = at(place, piece)
-            found = [b.cluster_load(place, here, b.const(n, i32), _lanes(place)) for n in range(shape.gather)]
-            value = fold(b, "add", [b.bitcast(x, four) for x in found])
-            col = (rows.lane + piece // pieces * shape.threads) * span.shape.width + piece % pieces * 4
+        for number in range(half):
+            found = b.bitcast(b.cluster_load(place, at(place, number), 1 - rank, _lanes(place)), four)
+            value = b.select(upper, piece(total, half + number), piece(total, number)) + found
+            col = b.select(upper, column(half + number), column(number))
             b.store(total.array.buffer, total.start + b.cast(col, element(total.start.type)), value, align=4)
 
 

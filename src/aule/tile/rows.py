@@ -76,8 +76,8 @@ class RowShape:
         In kernels that do not loop: rows are copied to shared memory, past the registers, and each pass reads them
         there. Where registers decide, more workgroups fit.
     gather : int
-        In kernels that loop, with rows on their way to shared memory: workgroups of a cluster that add up their sums of
-        columns before they leave them.
+        In kernels that loop, with rows on their way to shared memory: 2 where the two workgroups of a cluster add up
+        their sums of columns before they leave them.
     """
 
     threads: int = 1
