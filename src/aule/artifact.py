@@ -31,6 +31,8 @@ class Param:
     """Element type of a buffer, or type of a scalar, by its IR name (``f16``, ``i32`` ...)."""
     access: Literal["read", "write", "readwrite"] = "read"
     """What the kernel does with a buffer."""
+    lasting: bool = False
+    """A hint: what is read of a buffer is the last that the second-level cache gives up."""
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,9 @@ def test_other_layouts(way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
         RowTuning(parts=4, packed=True),
         RowTuning(parts=1, threads=32),
         RowTuning(parts=1, packed=True, landed=True),
+        RowTuning(parts=4, packed=True, columns="first"),
     ],
-    ids=["landed", "packed", "one part", "both"],
+    ids=["landed", "packed", "one part", "both", "first"],
 )
 def test_other_norms(way: RowTuning, op: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are copied to shared memory, stay narrow in registers, have all columns of a power of two or not."""

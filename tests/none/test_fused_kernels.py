@@ -24,7 +24,7 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums
+from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, rounds_fused
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -145,12 +145,42 @@ def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) ->
     assert begun == {1024: (512, True), 1 << 20: (32, False), 1 << 14: (128, True)}
 
 
+def test_long_arrays_of_rows_are_given_up_last() -> None:
+    """Rows that are read, but not weights, where arrays are larger than any cache; small ones may still be there when
+    whoever comes next wants what was written."""
+    spec, target = CATALOGUE["residual_rms_norm"], replace(HOPPER, max_shared_bytes=232448)
+    found = {}
+    for rows in (2048, 32768):
+        shapes = {"x": (rows, 4096), "residual": (rows, 4096), "weight": (4096,)}
+        views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+        call = spec.call(views, {o.name: o.default for o in spec.options})
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+        lines = generate(step.build(step.config, target), target).text.splitlines()
+        loads = [line for line in lines if "ld.global" in line]
+        hinted = [line for line in loads if "L2::cache_hint" in line]
+        found[rows] = len(hinted) / (len(loads) - step.config.spans[0].parts), step.config.lasting
+    assert found == {2048: (0.0, False), 32768: (1.0, True)}
+
+
 def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
     work = Work(sums=2, columns=True, copied=(2, 2))
     for language in ("spirv", "opencl", "wgsl", "msl"):
         assert choose_sums(target_for(language), 4096, work) is SUMS
     assert choose_sums(replace(target_for("spirv"), vendor="nvidia"), 4096, work).through == "registers"
     assert choose_sums(replace(HOPPER, arch="sm_75"), 4096, work) is SUMS
+
+
+def test_norms_through_vulkan_on_nvidia() -> None:
+    """Long rows are rounded by a fused operation, and LayerNorm's first weights come before the exchange; three short
+    rows with a residual are side by side in its gradient."""
+    target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, subgroup_sizes=(32,))
+    assert rounds_fused(target, 16384) and not rounds_fused(target, 4096) and not rounds_fused(HOPPER, 16384)
+    _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True, centred=True))
+    assert (span.columns, span.packed) == ("first", True)
+    _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True))
+    assert (span.columns, span.packed) == ("late", False)
+    shape, _ = choose_rows(target, "bf16", 1024, 8, 8192, Work(sums=2, columns=True, copied=(2, 2, 2), centred=True))
+    assert (shape.threads, shape.slots, shape.resident) == (128, 3, 2)
 
 
 def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:

@@ -411,6 +411,28 @@ def test_what_is_read_once_leaves_the_caches_first() -> None:
     assert "ld.global.cs.nc.v4" in code and "ld.global.cs.v4" in code
 
 
+def test_what_lasts_is_given_up_last_by_the_second_level_cache() -> None:
+    def copied(arch: str) -> str:
+        b = Builder("lasting", 32)
+        at = b.thread_id() * 8
+        x, y = b.buffer("x", f16, lasting=True), b.buffer("y", f16, "readwrite")
+        tile = b.shared("tile", f16, 256)
+        b.async_copy(tile, at, x, at, 8)
+        b.async_commit()
+        b.async_wait(0)
+        b.store(y, at, b.load(tile, at, 8) + b.load(x, at, 8) + b.load(y, at, 8))
+        with b.if_(b.thread_id() < 3):
+            b.store(y, at, b.load(x, at + 256, 8))
+        return text(b.finish(), arch)
+
+    code = copied("sm_80")
+    policy = re.findall(r"createpolicy\.fractional\.L2::evict_last\.b64 (%rd\d+), 1\.0;", code)
+    assert len(policy) == 1
+    assert len(re.findall(rf"ld\.global\.nc\.L2::cache_hint\.v4\.b32 .*\], {policy[0]};", code)) == 2
+    assert re.search(rf"cp\.async\.cg\.shared\.global\.L2::cache_hint .*, 16, {policy[0]};", code)
+    assert "ld.global.v4.b32" in code
+
+
 def test_unrolling() -> None:
     def looped(unroll: int, stop: int = 8) -> str:
         b = Builder("unrolled", 32)

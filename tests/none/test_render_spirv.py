@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from aule.artifact import Artifact
@@ -39,7 +41,7 @@ from aule.ir.types import (
     u64,
 )
 from aule.render._spirv_module import constant_words
-from aule.render._spirv_ops import Capability, Decoration, Op, StorageClass
+from aule.render._spirv_ops import Capability, Decoration, Glsl, Op, StorageClass
 from aule.render.spirv import render
 from aule.target import Target
 
@@ -382,6 +384,30 @@ def test_bf16_is_rounded_before_it_is_converted() -> None:
     assert Op.FConvert not in opcodes(
         render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16))), TARGET)
     )
+
+
+def test_bf16_is_rounded_by_a_fused_operation_where_a_kernel_says_so() -> None:
+    b = Builder("narrow", 32, fused_rounding=True)
+    keep(b, b.cast(number(b, f32, 8), bf16))
+    code = render(b.finish(), EXTENDED).code
+    made = {w[1]: (op, w[2:]) for op, w in instructions(code) if len(w) > 2}
+    exact = {w[0] for op, w in instructions(code) if op == Op.Decorate and w[1] == Decoration.NoContraction}
+    converted = [w[2] for op, w in instructions(code) if op == Op.FConvert]
+    assert len(converted) == 2
+    for selected in converted:
+        chosen, (_, upper, x) = made[selected]
+        outer, (_, number_of_it, *operands) = made[upper]
+        assert (chosen, outer, number_of_it, operands[0]) == (Op.Select, Op.ExtInst, Glsl.Fma, x)
+        assert made[operands[2]][0] == Op.FMul and made[operands[2]][1][0] == x
+        assert {upper, operands[2]} <= exact
+
+
+def test_what_the_fused_rounding_computes_is_nearest_even() -> None:
+    """For every mantissa: -65535 x is rounded once, and 65536 x taken from it without an error."""
+    x = np.arange(1 << 23, 1 << 24, dtype=np.uint32).astype(np.float32) * np.float32(2.0**-23)
+    scaled = (x.astype(np.float64) * -65535.0).astype(np.float32)
+    upper = (x.astype(np.float64) * 65536.0 + scaled).astype(np.float32)
+    np.testing.assert_array_equal(upper, x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_both_words_of_a_product_are_one_multiplication(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ class Builder:
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
     cluster : int, optional
         Workgroups, neighbours along the first axis, that run together; see ``cluster_load``.
+    fused_rounding : bool, optional
+        As in `KernelIR`.
 
     Examples
     --------
@@ -93,13 +95,20 @@ class Builder:
     """
 
     def __init__(
-        self, name: str, workgroup: int, subgroup_size: int = 0, max_registers: int = 0, cluster: int = 1
+        self,
+        name: str,
+        workgroup: int,
+        subgroup_size: int = 0,
+        max_registers: int = 0,
+        cluster: int = 1,
+        fused_rounding: bool = False,
     ) -> None:
         self.name = name
         self.workgroup = workgroup
         self.subgroup_size = subgroup_size
         self.max_registers = max_registers
         self.cluster = cluster
+        self.fused_rounding = fused_rounding
         self._params: list[Param] = []
         self._values: dict[str, Value] = {}
         self._shared: list[Value] = []
@@ -110,14 +119,16 @@ class Builder:
         """The kernel traced so far."""
         return KernelIR(
             self.name, tuple(self._params), dict(self._values), tuple(self._shared), self.workgroup, self._body,
-            self.subgroup_size, self.max_registers, self.cluster,
+            self.subgroup_size, self.max_registers, self.cluster, self.fused_rounding,
         )  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------
 
-    def buffer(self, name: str, elem: Scalar, access: Literal["read", "write", "readwrite"] = "read") -> Value:
-        """A buffer parameter."""
-        return self._param(Param(name, "buffer", elem.name, access), Pointer(elem, "global"))
+    def buffer(
+        self, name: str, elem: Scalar, access: Literal["read", "write", "readwrite"] = "read", lasting: bool = False
+    ) -> Value:
+        """A buffer parameter; for ``lasting`` see `Param`."""
+        return self._param(Param(name, "buffer", elem.name, access, lasting), Pointer(elem, "global"))
 
     def scalar(self, name: str, type_: Scalar) -> Value:
         """A scalar parameter, the same for every thread."""

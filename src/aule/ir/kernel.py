@@ -178,6 +178,8 @@ class KernelIR:
     cluster : int
         Workgroups, neighbours along the first axis, that run at the same time and may read each other's shared memory;
         the grid's first axis is a multiple of it.
+    fused_rounding : bool
+        Where a language has to round to bf16 itself, it takes one fused operation less. Registers may be more.
     """
 
     name: str
@@ -189,6 +191,7 @@ class KernelIR:
     subgroup_size: int = 0
     max_registers: int = 0
     cluster: int = 1
+    fused_rounding: bool = False
 
     @property
     def shared_bytes(self) -> int:

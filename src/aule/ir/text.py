@@ -36,12 +36,13 @@ def text(kernel: KernelIR) -> str:
     names = _names(kernel)
     lines = [f"kernel {kernel.name}("]
     for param in kernel.params:
-        access = f" {param.access}" if param.kind == "buffer" else ""
+        access = f" {param.access}{' lasting' * param.lasting}" if param.kind == "buffer" else ""
         lines.append(f"{_INDENT}%{param.name}: {param.kind} {param.dtype}{access}")
     subgroup = f" subgroup {kernel.subgroup_size}" if kernel.subgroup_size else ""
     registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""
     cluster = f" cluster {kernel.cluster}" if kernel.cluster > 1 else ""
-    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers}{cluster} {{")
+    rounding = " fused rounding" if kernel.fused_rounding else ""
+    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers}{cluster}{rounding} {{")
     lines += [f"{_INDENT}{names[array]} = {array.type}" for array in kernel.shared]
     lines += _block(kernel.body, names, _INDENT)
     lines.append("}")

@@ -23,11 +23,11 @@ class Parameters:
             self._known[name] = self.b.scalar(name, type_)
         return self._known[name]
 
-    def buffer(self, name: str, elem: Scalar, access: Access = "read") -> Value:
-        """A buffer parameter."""
+    def buffer(self, name: str, elem: Scalar, access: Access = "read", lasting: bool = False) -> Value:
+        """A buffer parameter; for ``lasting`` see `aule.artifact.Param`."""
         key = f"{name}_ptr"
         if key not in self._known:
-            self._known[key] = self.b.buffer(key, elem, access)
+            self._known[key] = self.b.buffer(key, elem, access, lasting)
         return self._known[key]
 
     def strided(self, name: str, *indices: Value) -> Value:

@@ -72,7 +72,7 @@ class SumTuning(RowTuning):
     through : str
         Where to, as in `RowShape`.
     gather : int
-        Workgroups that add up their sums of columns, as in `RowShape`, where they can and all have rows.
+        2 where workgroups add up their sums of columns by two, as in `RowShape`, if they can and all have rows.
     """
 
     parts: int = 2
@@ -117,13 +117,14 @@ _LANDS = 4096
 """Columns of a row that loses its mean and need not land in shared memory. 16384 columns, 64 MiB and 1 GiB: 3.53 and
 4.14, in registers 3.32 and 4.05; 8192 columns, 64 MiB, 3.65 and 3.60; 4096 columns 3.73, 4.09 and 3.68, 4.13. Through
 Vulkan such rows are packed, 16384 columns, 64 and 512 MiB: 2.95 and 3.85, before 2.75 and 3.68."""
-_PACKED_ROWS = 1 << 14
-"""Rows with a residual from which on they are packed. 4096 columns, 64 MiB and 1 GiB: residual_rms_norm 3.75 and
-4.13, before 3.74 and 4.06, residual_layer_norm 3.63 and 4.16, before 3.69 and 4.06."""
+_LARGE_ROWS = 1 << 14
+"""Rows with a residual from which on a thread has one part. 4096 columns, 1 GiB, `lasts`, with one, two and four parts:
+residual_rms_norm 4.29, 4.26, 4.25, residual_layer_norm 4.29, 4.26, 4.25; 16384 columns the same with all."""
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
-rms_norm 3.90, 3.78, residual_rms_norm 3.94, 3.65; at 1024 columns the same. Through CUDA nothing is gained."""
+rms_norm 3.90, 3.78, residual_rms_norm 3.94, 3.65; at 1024 columns the same. Through CUDA nothing is gained. Packed rows
+have room for the first part's: layer_norm of 16384 columns, 64 MiB, 3.03, all late 2.98."""
 _SCRATCH = (1024, 4096, 16384)
 """Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _ROW_BYTES = (6 << 10, 5 << 10)
@@ -133,6 +134,8 @@ _CACHE_BYTES = 32 << 20
 _FRESH_BYTES = 32 << 20
 """An array of so much is fresh memory each time (glibc), which the system has cleared and so brought to the caches:
 past them a result of 40 MiB took 5 to 10% longer."""
+_LASTING_BYTES = 256 << 20
+"""Of all rows that a kernel reads and writes, several times what the second-level cache holds."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
 _ROW_SUMS = 5
@@ -223,7 +226,7 @@ def _can_gather(target: Target, dtype: str, rows: int, shape: RowShape, span: Sp
     room = (shape.ahead + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
     alike = shape.through == "shared" and shape.slots == 1 and not span.ragged and pieces % shape.gather == 0
     groups = shape.resident * (target.compute_units or _UNITS)
-    return size == 4 and shape.gather <= target.max_cluster and alike and room and rows >= shape.block * groups
+    return size == 4 and shape.gather == 2 <= target.max_cluster and alike and room and rows >= shape.block * groups
 
 
 def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: RowTuning, narrow: bool) -> RowTuning:
@@ -233,15 +236,15 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
         tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
     if target.vulkan_on_nvidia:
         packed = length > _LONG and work.centred and work.written == 1
-        return replace(tuning, columns=_COLUMNS, packed=packed)
+        return replace(tuning, columns="first" if packed else _COLUMNS, packed=packed)
     if target.overlap and rows < _MANY_ROWS:
         tuning = replace(tuning, threads=AWAITING)
         if narrow and length <= _SHORT and work.centred and work.written == 1:
             tuning = replace(tuning, registers=64)
     if length > _LANDS and work.centred and work.written == 1 and copies_past_registers(target):
         tuning = replace(tuning, parts=4, columns="late", landed=narrow)
-    elif _LANDS // 2 < length <= _LANDS and work.written > 1 and rows >= _PACKED_ROWS:
-        tuning = replace(tuning, parts=4, packed=True)
+    elif _LANDS // 2 < length <= _LANDS and work.written > 1 and rows >= _LARGE_ROWS:
+        tuning = replace(tuning, parts=1)
     return tuning
 
 
@@ -251,6 +254,14 @@ def has_moments(target: Target, dtype: str, length: int) -> bool:
     through Vulkan, with a residual, 16384 columns 3.03 and 3.14, but 4096 3.36 and 3.31, without 3.19 and 3.14."""
     long = length > _LONG or not target.vulkan_on_nvidia
     return target.backend != "cpu" and SCALARS[dtype].bytes == 2 and long
+
+
+def rounds_fused(target: Target, length: int) -> bool:
+    """Whether a norm's results are rounded by a fused operation (`KernelIR`). H200 through Vulkan, 64 MiB, without and
+    with, 16384 columns: layer_norm 2.93 and 2.98, residual_rms_norm 3.25 and 3.32, rms_norm 3.08 and 3.11; gradients
+    1.76 and 1.83 (residual_layer_norm), 2.28 and 2.32, 2.54 and 2.55, layer_norm at 1 GiB 3.22 and 3.31. 4096 columns:
+    layer_norm 3.19 and 3.14, its gradient 2.72 and 2.68, with a residual 2.36 and 2.34."""
+    return target.vulkan_on_nvidia and length > _LONG
 
 
 def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
@@ -321,7 +332,7 @@ _CARRIED: _Choices = {
         (16384, replace(_AGAIN, parts=8, most=64, widest=256, resident=256, ahead=1, through="parked")),
     ),
     (2, 3): (
-        (1024, replace(_ONE_PART, resident=768)),
+        (1024, replace(_ONE_PART, threads=384, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
         (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
@@ -345,6 +356,9 @@ What was chosen before spills at 16384 columns. Others there: (1, 2) with x park
 (2, 3) has changed since then. 64 MiB and 1 GiB, in parentheses what the table is of: 1024 columns 2.54 and 3.82 (2.32
 and 3.58), with 1024 threads, of which some wait, 2.18 and 3.26; 16384 columns, with 255 registers for each of 256
 threads, 1.59 and 2.95 (1.49 and 2.44). The same for (2, 2): 1.75 and 2.72 (1.86 and 2.95).
+
+Then three rows side by side for (2, 3) of 1024 columns, whose workgroups leave a third of the sums: 64 MiB 2.69 (2.50).
+Four side by side 2.20, in half as many workgroups 2.57; rows of 32 or 64 threads 1.95 to 2.70.
 
 With statistics of rows, 512 MiB, in parentheses without: (2, 2) 1024 columns 3.83 (3.40), 4096 3.76 (3.33); (2, 3) 4096
 3.84 (3.41). 16384 columns: (2, 2) all rows ahead, x parked, by 256 threads 3.11, x alone ahead by 512 3.06 (2.89),
@@ -451,3 +465,17 @@ def streams(views: Mapping[str, TensorView], target: Target) -> bool:
     sizes = [math.prod(view.shape) * view.itemsize for view in views.values()]
     fills = sum(sizes) >= (target.cache_bytes or _CACHE_BYTES) and max(sizes) < _FRESH_BYTES
     return target.backend == "cpu" and fills and all(view.itemsize >= f32.bytes for view in views.values())
+
+
+def lasts(views: Mapping[str, TensorView], target: Target) -> bool:
+    """Whether what a kernel reads is to be the last that the second-level cache gives up: where nothing of what it
+    writes could be there for whoever comes next.
+
+    Why memory is faster so nobody has looked into. H200, bf16, 1 GiB, TB/s without and with: rms_norm of 1024, 4096 and
+    16384 columns 4.23 and 4.29, 4.11 and 4.28, 4.18 and 4.28; layer_norm 4.21 and 4.27, 4.14 and 4.30, 4.17 and 4.27;
+    residual_rms_norm of 4096 and 16384 columns 4.15 and 4.25, 4.14 and 4.25; gradients 4.05 and 4.13 (rms_norm of 4096
+    columns), 4.15 and 4.19 (layer_norm of 1024 columns), others the same. What is read evicted first 3.99 (in
+    residual_rms_norm of 4096 columns, 4.13 as usual), what is written evicted first 4.13, last 4.11.
+    """
+    moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
+    return target.backend == "cuda" and moved >= _LASTING_BYTES

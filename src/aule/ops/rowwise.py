@@ -133,6 +133,10 @@ class RowConfig:
         In the order of the kernel's buffers, by name.
     stream : bool
         Rows that are written go past the caches.
+    lasting : bool
+        Rows that are read are the last that the second-level cache gives up.
+    fused_rounding : bool
+        As in `KernelIR`.
     awaits : bool
         It begins while the launch before ends, waits for that itself, and lets the next launch do so.
     """
@@ -145,6 +149,8 @@ class RowConfig:
     operands: tuple[tuple[str, RowOperand], ...]
     stream: bool = False
     awaits: bool = False
+    lasting: bool = False
+    fused_rounding: bool = False
 
     def has(self, name: str) -> bool:
         return any(name == known for known, _ in self.operands)
@@ -241,7 +247,13 @@ class RowKernel:
         self.config = config
         shape = config.shape
         cluster = max(shape.cluster, shape.gather)
-        self.b = Builder(name, shape.workgroup, max_registers=shape.registers, cluster=cluster)
+        self.b = Builder(
+            name,
+            shape.workgroup,
+            max_registers=shape.registers,
+            cluster=cluster,
+            fused_rounding=config.fused_rounding,
+        )
         self.cpu = target.backend == "cpu"
         if config.awaits:
             self.b.launch_await()
@@ -274,7 +286,7 @@ class RowKernel:
     def array(self, name: str, access: Access = "read") -> RowArray:
         """An operand of rows."""
         told = self._operands[name]
-        buffer = self.p.buffer(name, SCALARS[told.dtype], access)
+        buffer = self.p.buffer(name, SCALARS[told.dtype], access, self.config.lasting and access == "read")
         stride = None if told.unit else self.p.number(f"{name}_col_stride", self.p.index)
         aligned, stream = told.aligned and not self.cpu, self.config.stream and access == "write"
         return RowArray(buffer, lambda row: self.p.strided(name, *self.axes(row)), stride, aligned, stream)

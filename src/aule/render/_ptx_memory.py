@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.types import Pointer, Scalar, element
 from aule.render._ptx_convert import join, split
@@ -18,6 +19,7 @@ from aule.render._ptx_emitter import Emitter, lane_count, refuse, register_class
 STATIC_SHARED_BYTES = 48 * 1024
 """More shared memory than this must be asked for at launch."""
 _MAX_VECTOR_BYTES = 16
+_HINT = ".L2::cache_hint"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Memory:
     offset: int = 0
     load: str = "ld"
     """The load instruction without type."""
+    lasting: bool = False
+    """As in `Param`."""
 
 
 class Addresses:
@@ -47,9 +51,12 @@ class Addresses:
             self._memory[array] = Memory("shared", self.symbol, array.type.elem, offset, "ld.shared")
             offset += -(-array.type.elem.bytes * array.type.length // 16) * 16
 
-    def bind_global(self, value: Value, register: str, read_only: bool) -> None:
-        load = "ld.global.nc" if read_only else "ld.global"
-        self._memory[value] = Memory("global", register, element(value.type), 0, load)
+    def bind_global(self, value: Value, register: str, param: Param) -> None:
+        load = "ld.global.nc" if param.access == "read" else "ld.global"
+        lasting = param.lasting and self._e.arch.number >= 80
+        if lasting:
+            load += _HINT
+        self._memory[value] = Memory("global", register, element(value.type), 0, load, lasting)
 
     def private(self, op: Op) -> None:
         """A thread's own array, in local memory."""
@@ -121,7 +128,7 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
     for i in range(0, lanes, step):
-        out += _load(e, memory, at(base, offset + i * elem.bytes), step)
+        out += _load(e, memory, at(base, offset + i * elem.bytes) + hint(e, memory), step)
     e.bind(op.result, tuple(out))
 
 
@@ -232,7 +239,16 @@ def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
         raise refuse(op, "sm_80 or newer", e.arch.name, "load and store")
     to, to_offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     base, offset = addresses.locate(addresses.memory(op.args[2]), op.args[3])
-    e.line(f"cp.async.cg.shared.global {at(to, to_offset)}, {at(base, offset)}, 16;")
+    source = addresses.memory(op.args[2])
+    kind = f"cp.async.cg.shared.global{_HINT if source.lasting else ''}"
+    e.line(f"{kind} {at(to, to_offset)}, {at(base, offset)}, 16{hint(e, source)};")
+
+
+def hint(e: Emitter, memory: Memory) -> str:
+    """What an access to memory has for a last operand: how the second-level cache is to treat it."""
+    if not memory.lasting:
+        return ""
+    return ", " + e.once("lasting", "createpolicy.fractional.L2::evict_last.b64", "rd", "1.0")
 
 
 def at(base: str, offset: int) -> str:

@@ -93,10 +93,11 @@ def part_types(type_: ValueType) -> list[ValueType]:
 
 
 class Registers:
-    """Emits computations on parts into a module."""
+    """Emits computations on parts into a module; for ``fused_rounding`` see `KernelIR`."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, fused_rounding: bool = False) -> None:
         self.m = module
+        self.fused_rounding = fused_rounding
 
     # -- constants -------------------------------------------------------------------------------------------------
 
@@ -294,8 +295,9 @@ class Registers:
     def _round_to_bfloat(self, part: int, lanes: int) -> int:
         """f32 rounded to nearest even with 8 bits, for an OpFConvert that may truncate, as NVIDIA's does.
 
-        It is the upper part of Veltkamp's splitting, by one product and additions, which are cheaper than integers.
-        From 2**110 on, where the product could overflow, and for NaN, the number stays as it is.
+        It is the upper part of Veltkamp's splitting, by one product and additions, which are cheaper than integers. Or
+        what is left of x - 2**16 x, rounded, when 2**16 x is taken off again: the larger has x's last eight bits at the
+        end of its own. From 2**110 on, where the product could overflow, and for NaN, the number stays as it is.
         """
         floats = shape(f32, lanes)
         single, flag = self.m.type(floats), self.m.type(shape(bool_, lanes))
@@ -306,8 +308,13 @@ class Registers:
             self.m.decorate(result, Decoration.NoContraction)
             return result
 
-        scaled = exact(Op.FMul, part, self.constant(floats, 65537.0))
-        upper = exact(Op.FSub, scaled, exact(Op.FSub, scaled, part))
+        if self.fused_rounding:
+            scaled = exact(Op.FMul, part, self.constant(floats, -65535.0))
+            upper = self.m.extended(Glsl.Fma, single, part, self.constant(floats, 65536.0), scaled)
+            self.m.decorate(upper, Decoration.NoContraction)
+        else:
+            scaled = exact(Op.FMul, part, self.constant(floats, 65537.0))
+            upper = exact(Op.FSub, scaled, exact(Op.FSub, scaled, part))
         magnitude = self.m.extended(Glsl.FAbs, single, part)
         small = self.m.result(Op.FOrdLessThan, flag, magnitude, self.constant(floats, 2.0**110))
         return self.m.result(Op.Select, single, small, upper, part)

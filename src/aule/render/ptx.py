@@ -182,7 +182,7 @@ class _Body:
             value = self.kernel.values[p.name]
             if p.kind == "buffer":
                 address = e.emit("ld.param.u64", "rd", f"[{p.name}]")
-                self.addresses.bind_global(value, e.emit("cvta.to.global.u64", "rd", address), p.access == "read")
+                self.addresses.bind_global(value, e.emit("cvta.to.global.u64", "rd", address), p)
             else:
                 assert isinstance(value.type, Scalar)
                 register = e.new_for(value.type)

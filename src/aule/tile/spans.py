@@ -19,7 +19,7 @@ from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
 if TYPE_CHECKING:
     from aule.tile.column_sums import ColumnSums
 
-ColumnReads = Literal["held", "late", "again"]
+ColumnReads = Literal["held", "first", "late", "again"]
 _LINE = 64
 """Bytes of a cache line."""
 
@@ -44,7 +44,8 @@ class SpanShape:
         Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
     columns : str
         Where it is kept in registers: arrays of one number for each column are ``held`` from the start, as rows are;
-        read ``late``, when a pass first wants them; or ``again`` in each pass that does. Either spares registers.
+        read ``late``, when a pass first wants them, or all but the ``first`` part; or ``again`` in each pass that does.
+        All but the first spare registers.
     packed : bool
         Where it is kept in registers, and its elements are narrower than what is computed in: it is so as they are, and
         each pass makes them wider again. Compilers would else keep the wide ones.
@@ -190,13 +191,13 @@ class Span:
         if self.rows.vectors:
             self._fetched += tuple(x for x in sources if isinstance(x, Source) and x.array.stride is None)
         early = self.early
-        held = self.shape.columns == "held"
-        wanted = [x for x in sources if (held if isinstance(x, Columns) else early is None or not early.holds(x))]
         if self.shape.parts:
             for number in range(self.shape.parts):
-                for source in wanted:
-                    for part in self.held_parts(number):
-                        part.raw(source)
+                held = self.shape.columns == "held" or (self.shape.columns == "first" and number == 0)
+                for source in sources:
+                    if held if isinstance(source, Columns) else early is None or not early.holds(source):
+                        for part in self.held_parts(number):
+                            part.raw(source)
 
     def sum(self, f: Callable[[Part], Term]) -> PerRow:
         """The sum of ``f`` over each row."""

@@ -22,8 +22,9 @@ def dead_code(kernel: KernelIR) -> KernelIR:
         new = _kept(body, read)
         if new is None:
             return KernelIR(
-                kernel.name, kernel.params, kernel.values, kernel.shared, kernel.workgroup, body, kernel.subgroup_size
-            )
+                kernel.name, kernel.params, kernel.values, kernel.shared, kernel.workgroup, body, kernel.subgroup_size,
+                fused_rounding=kernel.fused_rounding,
+            )  # fmt: skip
         body = new
 
 

@@ -9,7 +9,16 @@ from aule.ir import KernelIR
 from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
-from aule.ops.row_shapes import AWAITING, Work, choose_rows, has_moments, row_grid, streams
+from aule.ops.row_shapes import (
+    AWAITING,
+    Work,
+    choose_rows,
+    has_moments,
+    lasts,
+    rounds_fused,
+    row_grid,
+    streams,
+)
 from aule.ops.rowwise import RowOperand, common_width, extent, has_statistics, lay_out, operand, view_numbers
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -76,6 +85,8 @@ def norm_step(
         index64=max(extent(view) for view in rows.values()) + partials * len(sums) * problem.length > 2**31 - 1,
         operands=operands,
         stream=streams(rows, target),
+        lasting=lasts(rows, target),
+        fused_rounding=rounds_fused(target, problem.length),
         awaits=target.overlap and not shape.loops and shape.workgroup >= AWAITING,
         moments=problem.center and has_moments(target, problem.dtype, problem.length),
     )
