@@ -134,8 +134,9 @@ _CACHE_BYTES = 32 << 20
 _FRESH_BYTES = 32 << 20
 """An array of so much is fresh memory each time (glibc), which the system has cleared and so brought to the caches:
 past them a result of 40 MiB took 5 to 10% longer."""
-_LASTING_BYTES = 256 << 20
-"""Of all rows that a kernel reads and writes, several times what the second-level cache holds."""
+_LASTING_BYTES = (256 << 20, 64 << 20)
+"""Of all rows that a kernel reads and writes, and where it writes two arrays of them: more than the second-level cache
+holds."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
 _ROW_SUMS = 5
@@ -467,15 +468,17 @@ def streams(views: Mapping[str, TensorView], target: Target) -> bool:
     return target.backend == "cpu" and fills and all(view.itemsize >= f32.bytes for view in views.values())
 
 
-def lasts(views: Mapping[str, TensorView], target: Target) -> bool:
-    """Whether what a kernel reads is to be the last that the second-level cache gives up: where nothing of what it
-    writes could be there for whoever comes next.
+def lasts(views: Mapping[str, TensorView], target: Target, work: Work) -> bool:
+    """Whether what a kernel reads is to be the last that the second-level cache gives up: where it could not keep what
+    is written for whoever comes next.
 
     Why memory is faster so nobody has looked into. H200, bf16, 1 GiB, TB/s without and with: rms_norm of 1024, 4096 and
     16384 columns 4.23 and 4.29, 4.11 and 4.28, 4.18 and 4.28; layer_norm 4.21 and 4.27, 4.14 and 4.30, 4.17 and 4.27;
     residual_rms_norm of 4096 and 16384 columns 4.15 and 4.25, 4.14 and 4.25; gradients 4.05 and 4.13 (rms_norm of 4096
     columns), 4.15 and 4.19 (layer_norm of 1024 columns), others the same. What is read evicted first 3.99 (in
-    residual_rms_norm of 4096 columns, 4.13 as usual), what is written evicted first 4.13, last 4.11.
+    residual_rms_norm of 4096 columns, 4.13 as usual), what is written evicted first 4.13, last 4.11. 64 MiB, six inputs
+    in turn: residual_rms_norm of 1024 columns 3.77 and 3.92, residual_layer_norm 3.62 and 3.74, of 16384 columns 3.45
+    and 3.61; rms_norm of 4096 columns 3.79 and 3.95, layer_norm 3.61 and 3.67, but of 1024 columns 3.80 and 3.65.
     """
     moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
-    return target.backend == "cuda" and moved >= _LASTING_BYTES
+    return target.backend == "cuda" and moved >= _LASTING_BYTES[work.written > 1]

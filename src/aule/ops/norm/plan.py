@@ -85,7 +85,7 @@ def norm_step(
         index64=max(extent(view) for view in rows.values()) + partials * len(sums) * problem.length > 2**31 - 1,
         operands=operands,
         stream=streams(rows, target),
-        lasting=lasts(rows, target),
+        lasting=lasts(rows, target, work),
         fused_rounding=rounds_fused(target, problem.length),
         awaits=target.overlap and not shape.loops and shape.workgroup >= AWAITING,
         moments=problem.center and has_moments(target, problem.dtype, problem.length),
