@@ -14,7 +14,8 @@ at the same time.
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
 the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where
-sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, and by a cluster;
+sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, by two or eight
+workgroups of each block of rows that wait for them, and by a cluster;
 ``--at-once`` are the parts that a thread of the last workgroup has under way.
 """
 
@@ -280,11 +281,12 @@ class Engine:
         self.memory["o"] = self.device.alloc(2 * int(np.prod(self.problem.out_shape)))
 
     def run(
-        self, shape: Any = None, splits: int | None = None, gather: bool | None = None, cluster: bool | None = None
-    ) -> tuple[float, float, str]:
+        self, shape: Any = None, splits: int | None = None, gather: bool | None = None, cluster: bool | None = None,
+        awaits: int | None = None,
+    ) -> tuple[float, float, str]:  # fmt: skip
         """Median seconds, error, and what was planned."""
         target = self.device.target
-        plan = plan_decode(self.problem, self.views, target, None, shape, splits, gather, cluster)
+        plan = plan_decode(self.problem, self.views, target, None, shape, splits, gather, cluster, awaits)
         ready = load_steps(plan, self.device)
         memory = self.memory | {name: self.device.alloc(4 * n) for name, n in ready.workspace.items()}
         memory |= {name: zeroed(self.device, words) for name, words in ready.zeroed.items()}
@@ -397,10 +399,12 @@ def compile_cases(names: list[str], args: argparse.Namespace) -> None:
 
 PLAIN = ("keys", "subgroups", "registers", "splits", "rows", "run")
 FRAGMENT = ("blocks", "subgroups", "registers", "splits")
-FORMS: dict[str, dict[str, bool]] = {
+FORMS: dict[str, dict[str, Any]] = {
     "as planned": {},
-    "one launch": {"gather": True},
-    "two launches": {"gather": False},
+    "one launch": {"gather": True, "awaits": 0},
+    "two launches": {"gather": False, "awaits": 0},
+    "two that wait": {"gather": True, "awaits": 2},
+    "eight that wait": {"gather": True, "awaits": 8},
     "a cluster": {"cluster": True},
 }
 

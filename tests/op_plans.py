@@ -38,7 +38,7 @@ def run(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], device: Device
 def layouts_of(device: Target) -> dict[str, FragmentLayout]:
     """How the fragments of a device lie, as the interpreter wants it."""
     results = device.matrix_layout
-    left, right = device.matrix_factors or (results, None)
+    left, right = device.matrix_factors or (results, device.matrix_right)
     return {
         use: layout for use, layout in zip(("accumulator", "a", "b"), (results, left, right), strict=True) if layout
     }

@@ -145,6 +145,8 @@ class Target:
     """Rows, columns and depth of the product of fragments of which the layouts tell."""
     matrix_layout: FragmentLayout | None = None
     """How accumulators lie over a subgroup; None when it is not known."""
+    matrix_right: FragmentLayout | None = None
+    """How right factors lie over a subgroup, where a device was asked."""
     matrix_factors: tuple[FragmentLayout | None, FragmentLayout | None] | None = None
     """How left and right factors lie, each None when it is not known; None when left factors lie as accumulators do."""
     language_version: int = 0

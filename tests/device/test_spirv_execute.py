@@ -520,6 +520,42 @@ def test_cooperative_matrices(device: Device, elem: Scalar, place: str) -> None:
         np.testing.assert_array_equal(rounded, out.astype(np.float16) if elem == f16 else even.astype(np.uint16))
 
 
+def test_a_workgroup_waits_for_those_that_have_begun(device: Device) -> None:
+    groups = 40
+
+    def body(b: Builder) -> None:
+        words, out = b.buffer("words", i32, "readwrite"), b.buffer("out", i32, "write")
+        known = b.shared("known", i32, 1)
+        t, group = b.thread_id(), b.group_id()
+        with b.if_(b.eq(t, 0)):
+            b.store(known, 0, b.atomic("add", words, 0, 1))
+        b.barrier()
+        last = b.eq(b.load(known, 0), groups - 1)
+        own = b.vector([group * 1000 + t + i + 1 for i in range(4)])
+        with b.if_(~last):
+            b.post(words, (group * 64 + t + 1) * 4, own)
+        with b.if_(last):
+            total = b.var(own, "total")
+            with b.loop(0, groups) as other, b.if_(b.ne(other, group)):
+                at, found, done = (other * 64 + t + 1) * 4, b.var(own, "found"), b.var(b.const(0, i32), "done")
+                with b.repeat(done):
+                    found.value = b.peek(words, at, 4)
+                    done.value = b.extract(found.value, 3)
+                total.value = total.value + found.value
+                b.post(words, at, b.splat(b.const(0, i32), 4))
+            b.store(out, t * 4, total.value)
+            with b.if_(b.eq(t, 0)):
+                b.atomic("exchange", words, 0, 0)
+
+    words, out = np.zeros((groups * 64 + 1) * 4, np.int32), np.zeros(64 * 4, np.int32)
+    kernel = trace("waits", body)
+    for _ in range(20):
+        words, found = execute(device, kernel, [words, out], groups)
+        assert not words.any()
+        expected = groups * (np.arange(64)[:, None] + np.arange(1, 5)) + 1000 * groups * (groups - 1) // 2
+        np.testing.assert_array_equal(found.reshape(64, 4), expected)
+
+
 def test_global_memory_barrier(device: Device) -> None:
     def body(b: Builder) -> None:
         x = b.buffer("x", i32, "readwrite")

@@ -22,7 +22,8 @@ from aule.ops.decode import last
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.sequences import E4M3, expect_decode
-from aule.target import NVIDIA_LAYOUT, Target
+from aule.ops.step import Step
+from aule.target import NVIDIA_LAYOUT, FragmentLayout, Target
 from aule.tile.quantised import E4M3_HALF, floats, half_pairs
 
 ROW_HALVES = replace(fragments.target(), f16=True)
@@ -32,6 +33,9 @@ VULKAN = replace(
     NVIDIA, backend="vulkan", arch="", matrix_units=("m16n16k16:f16:f32", "m16n16k16:bf16:f32"), bf16=False,
     device_fence=True, max_buffers=16,
 )  # fmt: skip
+RIGHT = FragmentLayout((2, 4, 0, 0, 0), (0, 0, 1, 2, 4), (1, 8, 0), (0, 0, 8))
+"""Of right factors, as NVIDIA's Vulkan driver has them."""
+H200 = replace(VULKAN, vendor="nvidia", compute_units=132, matrix_right=RIGHT)
 
 
 def narrow(case: decode_cases.Case) -> decode_cases.Case:
@@ -81,6 +85,62 @@ def test_as_for_vulkan(cache: str) -> None:
     check(replace(case, rows=1, lens=(140, 0, 70)), VULKAN, 3)
 
 
+def step_of(case: decode_cases.Case, target: Target, splits: int | None = None) -> Step:
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    return plan_decode(problem, decode_views(operands, operands.q), target, splits=splits).steps[0]
+
+
+def config_of(case: decode_cases.Case, target: Target, splits: int | None = None) -> FragmentDecodeConfig:
+    found = step_of(case, target, splits).config
+    assert isinstance(found, FragmentDecodeConfig)
+    return found
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_workgroups_that_wait_for_parts(case: decode_cases.Case, splits: int) -> None:
+    """All of them, or, of many blocks of rows, the last ones."""
+    check(case, H200, splits)
+    blocks = int(step_of(case, H200, splits).scalars["blocks"]) // splits
+    many = replace(H200, compute_units=1 + 2 * blocks)
+    assert config_of(case, many, splits).waiters == 2
+    check(case, many, splits)
+
+
+def test_which_workgroups_wait() -> None:
+    def found(lens: tuple[int, ...], splits: int, target: Target = H200, cache: str = "") -> FragmentDecodeConfig:
+        return config_of(decode_cases.Case("x", lens, 1, (32, 8), (128, 128), "bf16", cache), target, splits)
+
+    one = found((440,), 8)
+    assert (one.waiters, one.everyone, one.at_once, one.at_one_go) == (8, True, 1, True)
+    assert one.brief and not one.gather
+    assert one.direct and not found((512,), 8, VULKAN).direct
+    longer = found((4000,), 16)
+    assert (longer.waiters, longer.everyone, longer.at_once, longer.brief) == (16, True, 1, False)
+    parts = found((1500,), 12)  # columns are dealt out evenly
+    assert (parts.waiters, parts.everyone, parts.at_once, parts.at_one_go) == (8, False, 2, True)
+    # Where not all run at the same time, some are left to those that do not wait.
+    assert [found((1024,) * n, 4).waiters for n in (1, 4, 8, 16)] == [4, 4, 2, 0]
+    assert found((1024,) * 16, 4).gather
+    assert found((512,), 8, replace(H200, vendor="amd")).gather and not found((512,), 8, HOPPER).waiters
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "subgroups", "parts", "waiters"),
+    [(1, 512, 4, 8, 8), (1, 1024, 4, 16, 16), (1, 2048, 4, 16, 16), (1, 4096, 8, 16, 16), (1, 8192, 8, 16, 16),
+     (1, 16384, 4, 32, 0), (2, 4096, 4, 16, 8), (4, 1024, 4, 4, 4), (4, 32768, 4, 8, 4), (32, 4096, 4, 1, 0)],
+)  # fmt: skip
+def test_plans_of_whole_sequences(batch: int, keys: int, subgroups: int, parts: int, waiters: int) -> None:
+    """As they were timed on an H200 through Vulkan, but that of two sequences."""
+    given = compiles.problem(batch, keys, 0, "bf16")
+    plan = plan_decode(given, compiles.views_of(given), replace(H200, max_shared_bytes=49152, max_threads=1024))
+    config = plan.steps[0].config
+    assert isinstance(config, FragmentDecodeConfig)
+    assert (config.shape.blocks, config.shape.subgroups) == (1, subgroups)
+    assert (plan.steps[0].scalars["splits"], config.waiters) == (parts, waiters)
+    assert len(plan.steps) == (2 if keys == 16384 else 1) and config.brief == (keys <= 1024 and batch == 1)
+
+
 @pytest.mark.parametrize(("number", "held"), [("pages", 4), ("pages-of-256", 1), ("tokens", 16), ("ragged", 16)])
 def test_queries_before_the_length(number: str, held: int) -> None:
     """Through Vulkan, unless the length says which rows they are; and only rows that can be there are added up."""
@@ -96,10 +156,7 @@ def test_what_is_known_of_a_single_token() -> None:
     """Which head a row is, how many rows there are to add up, and how many parts of each."""
 
     def config(case: decode_cases.Case, splits: int | None = None) -> FragmentDecodeConfig:
-        problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
-        found = plan_decode(problem, decode_views(operands, operands.q), VULKAN, splits=splits).steps[0].config
-        assert isinstance(found, FragmentDecodeConfig)
-        return found
+        return config_of(case, VULKAN, splits)
 
     case = decode_cases.Case("single", (40, 17), 1, (8, 2), (64, 64), "bf16")
     for splits, at_once in ((3, 4), (8, 8), (20, last.AT_ONCE)):

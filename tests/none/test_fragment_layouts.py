@@ -230,6 +230,7 @@ def test_the_probe_finds_it(way: str) -> None:
     found: Target = device.target
     assert found.matrix_shape == wanted.shape and found.matrix_layout == wanted.layouts[0]
     assert arrange(found) == arrange(wanted.target) or wanted.layouts[1] is None
+    assert wanted.layouts[2] in (found.matrix_right, None)
     assert [kernel.name for kernel in device.launched][-1] == "fragment_check"
     launches = len(device.launched)
     probe.find_layout(device)
@@ -246,6 +247,21 @@ def test_a_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixtur
     def launch_otherwise(kernel: KernelIR, grid: tuple[int, int, int], args: list[Any]) -> None:
         if kernel.name == "fragment_check":
             device.layouts = {"accumulator": NVIDIA_LAYOUT, "a": left}
+        launch(kernel, grid, args)
+
+    device.launch = launch_otherwise
+    probe.find_layout(device)
+    assert device.target.matrix_layout is None and "wrong products" in caplog.text
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_right_layout_that_does_not_hold_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    device: Any = Secret(WAYS["nvidia"])
+    launch = device.launch
+
+    def launch_otherwise(kernel: KernelIR, grid: tuple[int, int, int], args: list[Any]) -> None:
+        if kernel.name == "fragment_check":
+            device.layouts |= {"b": NVIDIA_LAYOUT}
         launch(kernel, grid, args)
 
     device.launch = launch_otherwise

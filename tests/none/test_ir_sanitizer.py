@@ -5,6 +5,7 @@ Reports must name the lines of this file that emitted the operations.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -667,6 +668,55 @@ def test_writing_what_another_workgroup_has_read_before_a_fence() -> None:
 
     passes(kernel(True), arrays(), (3, 1, 1))
     contains(report(kernel(False), arrays(), (3, 1, 1)), "race in global memory on data[")
+
+
+def awaiting(plain: str = "", who: str = "last") -> Builder:
+    """Workgroups leave four words for each thread, and one of them waits for those of all others and adds them up."""
+    b = Builder("awaiting", workgroup=32)
+    words, out = b.buffer("words", i32, "readwrite"), b.buffer("out", i32, "write")
+    known = b.shared("known", i32, 1)
+    t, group, groups = b.thread_id(), b.group_id(), b.group_count()
+    with b.if_(b.eq(t, 0)):
+        b.store(known, 0, b.atomic("add", words, 0, 1))
+    b.barrier()
+    waits = b.eq(b.load(known, 0), groups - 1 if who == "last" else 0)
+    own = b.vector([group + t + i + 1 for i in range(4)])
+    with b.if_(~waits):
+        (b.store if plain == "store" else b.post)(words, (group * 32 + t + 1) * 4, own)
+    with b.if_(waits):
+        total = b.var(own, "total")
+        with b.loop(0, groups) as other, b.if_(b.ne(other, group)):
+            at, found, done = (other * 32 + t + 1) * 4, b.var(own, "found"), b.var(b.const(0, i32), "done")
+            with b.repeat(done):
+                found.value = (b.load if plain == "load" else b.peek)(words, at, 4)
+                done.value = functools.reduce(b.min, b.unpack(found.value))
+            total.value = total.value + found.value
+            b.post(words, at, b.splat(b.const(0, i32), 4))
+        b.store(out, t * 4, total.value)
+        with b.if_(b.eq(t, 0)):
+            b.atomic("exchange", words, 0, 0)
+    return b
+
+
+@pytest.mark.parametrize("groups", [1, 3, 70])
+def test_the_last_workgroup_to_begin_waits_for_the_others(groups: int) -> None:
+    arrays = [np.zeros((groups * 32 + 1) * 4, np.int32), np.zeros(128, np.int32)]
+    for _ in range(2):  # everything is left as it was found
+        passes(awaiting(), arrays, (groups, 1, 1))
+        expected = groups * (np.arange(32)[:, None] + np.arange(1, 5)) + groups * (groups - 1) // 2
+        np.testing.assert_array_equal(arrays[1].reshape(32, 4), expected)
+        assert not arrays[0].any()
+
+
+def test_waiting_in_other_ways() -> None:
+    """Plain accesses race with those of others, and who is not the last may wait for ever."""
+
+    def arrays() -> list[Any]:
+        return [np.zeros((70 * 32 + 1) * 4, np.int32), np.zeros(128, np.int32)]
+
+    for plain in ("store", "load"):
+        contains(report(awaiting(plain), arrays(), (70, 1, 1)), "race in global memory on words[")
+    contains(report(awaiting(who="first"), arrays(), (70, 1, 1)), "wait for what no workgroup that has begun leaves")
 
 
 # -- fragments -----------------------------------------------------------------------------------------------------

@@ -273,6 +273,22 @@ def test_fences_of_the_device_are_refused(language: str) -> None:
 
 
 @pytest.mark.parametrize("language", GOLDEN)
+@pytest.mark.parametrize("what", ["peek", "post", "repeat"])
+def test_waiting_for_workgroups_is_refused(language: str, what: str) -> None:
+    b = Builder("waits", 32)
+    words, done = b.buffer("words", i32, "readwrite"), b.var(b.const(1, i32))
+    if what == "peek":
+        b.store(words, 0, b.peek(words, 0))
+    elif what == "post":
+        b.post(words, 0, 1)
+    else:
+        with b.repeat(done):
+            pass
+    with pytest.raises(KernelError, match="expected workgroups that do not wait for others"):
+        render(language, b.finish())
+
+
+@pytest.mark.parametrize("language", GOLDEN)
 def test_clusters_are_refused_and_launches_need_not_be_told_when_to_start(language: str) -> None:
     for cluster in (1, 2):
         b = Builder("together", 32, cluster=cluster)

@@ -168,6 +168,10 @@ def test_what_llvm_has_not_is_refused() -> None:
     b.intrinsic("ptx", "{0} = clock;", [], i32)
     with pytest.raises(KernelError, match="expected an intrinsic of llvm, got ptx"):
         render(b.finish(), target())
+    b = Builder("waits", 1)
+    b.post(b.buffer("words", i32, "readwrite"), 0, 1)
+    with pytest.raises(KernelError, match="expected workgroups that do not wait for others, got post"):
+        render(b.finish(), target())
     b = Builder("matrix", 1)
     b.fragment_fill(Fragment(f32, 8, 8, "a"), 0.0)
     with pytest.raises(KernelError, match="no matrix fragments"):

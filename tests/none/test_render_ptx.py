@@ -433,6 +433,21 @@ def test_what_lasts_is_given_up_last_by_the_second_level_cache() -> None:
     assert "ld.global.v4.b32" in code
 
 
+def test_what_workgroups_wait_for() -> None:
+    """Accesses that meet others say so, and the loop tests at its end."""
+    b = Builder("waits", 32)
+    at, words = b.thread_id() * 4, b.buffer("words", i32, "readwrite")
+    done = b.var(b.const(0, i32), "done")
+    with b.repeat(done):
+        done.value = b.extract(b.peek(words, at, 4), 3)
+    b.post(words, at, b.splat(b.const(0, i32), 4))
+    load, store = r"ld\.relaxed\.gpu\.global\.v4", r"st\.relaxed\.gpu\.global\.v4"
+    found = re.search(
+        rf"\$(loop_\d+):.*{load}.*setp\.eq\.s32 (\S+),.*@\2 bra \$\1;.*{store}", text(b.finish()), re.DOTALL
+    )
+    assert found
+
+
 def test_unrolling() -> None:
     def looped(unroll: int, stop: int = 8) -> str:
         b = Builder("unrolled", 32)

@@ -21,7 +21,7 @@ from aule.ir import Builder, KernelIR
 from aule.ir.types import Fragment, f16, f32, i32
 from aule.runtime.base import Device
 from aule.target import FragmentLayout, Target
-from aule.tile.arrangement import SIZE, arrange
+from aule.tile.arrangement import SIZE, arrange, uniform, weigh_bits
 from aule.tile.fragment import Fragments, fitted, has_units
 from aule.tile.fragment_shape import FragmentShape
 
@@ -88,7 +88,8 @@ def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
     if results is None:
         log.debug("accumulators of %s lie in a way that is no sum over bits", candidate.name)
         return None
-    found = replace(candidate, matrix_layout=results, matrix_factors=None if left == results else (left, right))
+    factors = None if left == results else (left, right)
+    found = replace(candidate, matrix_layout=results, matrix_factors=factors, matrix_right=right)
     shift = np.roll(np.eye(SIZE), 1, axis=1)
     size = arrange(found).height * SIZE
     check = _run(
@@ -187,7 +188,14 @@ def _check_kernel(target: Target) -> KernelIR:
     for j, variable in enumerate(tile.vars[0]):
         layout = "column" if engine.way.transposed else "row"
         variable.value = b.fragment_load(engine.accumulator, wide, j * width, SIZE, layout)
-    engine.multiply(tile, lambda k: [factor], lambda k, j: engine.load_right(narrow, zero, SIZE, 0, j * width), 1)
+    right = target.matrix_right if uniform(target) else None
+    if right is not None:  # put together, too
+        row, col = weigh_bits(b, b.lane_id(), right.lane_rows), weigh_bits(b, b.lane_id(), right.lane_cols)
+        places = [right.place(0, part) for part in range(right.parts)]
+        other = b.fragment_pack(engine.right, [b.load(narrow, (row + r) * SIZE + (col + c)) for r, c in places])
+        engine.multiply(tile, lambda k: [factor], lambda k, j: other, 1)
+    else:
+        engine.multiply(tile, lambda k: [factor], lambda k, j: engine.load_right(narrow, zero, SIZE, 0, j * width), 1)
     at = b.lane_id()
     for got, wanted in zip(tile.values(), expected, strict=True):
         for x, y in zip(got, wanted, strict=True):

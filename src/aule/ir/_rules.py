@@ -224,6 +224,18 @@ def _load_once(v: Verifier, op: Op) -> None:
     _load(v, op)
 
 
+def _peek(v: Verifier, op: Op) -> None:
+    pointer = v.memory(op, ("global",), reads=True, writes=True)
+    v.require(op, pointer.elem.bits == 32, "elements of 32 bits")
+    _load(v, op)
+
+
+def _post(v: Verifier, op: Op) -> None:
+    pointer = v.memory(op, ("global",), reads=True, writes=True)
+    v.require(op, pointer.elem.bits == 32, "elements of 32 bits")
+    _store(v, op)
+
+
 def _cluster_load(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer, type_ = v.memory(op, ("shared",), reads=True, writes=False), op.result.type
@@ -305,6 +317,10 @@ def _loop(v: Verifier, op: Op) -> None:
         v.fail(op, "start, stop, step and index of one integer type of 32 or 64 bits", f"{got} and index {type_}")
     if step is not None and step <= 0:
         v.fail(op, "a positive step", str(step))
+
+
+def _repeat(v: Verifier, op: Op) -> None:
+    v.require(op, op.args[0].type == Ref(i32), "a variable of i32")
 
 
 def _if(v: Verifier, op: Op) -> None:
@@ -440,10 +456,10 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load_once, "prefetch": _prefetch,
-    "store": _store, "stream": _stream, "atomic": _atomic,
+    "store": _store, "stream": _stream, "post": _post, "peek": _peek, "atomic": _atomic,
     "async_copy": _async_copy, "cluster_load": _cluster_load,
     "var": _var, "get": _get, "set": _set,
-    "loop": _loop, "if": _if,
+    "loop": _loop, "repeat": _repeat, "if": _if,
     "sync": _nothing, "launch_await": _launch_await,
     "workgroup_any": _vote,
     "subgroup": _shuffle, "subgroup_any": _vote, "subgroup_all": _vote,

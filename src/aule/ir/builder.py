@@ -171,6 +171,14 @@ class Builder:
         """Store what nobody will read soon; see ``ops.OPS["stream"]``."""
         self._store("stream", pointer, index, value, align)
 
+    def peek(self, pointer: Value, index: Any, lanes: int = 1) -> Value:
+        """Load what workgroups have left in memory by now; see ``ops.OPS["peek"]``."""
+        return self._load("peek", pointer, index, lanes, None)
+
+    def post(self, pointer: Value, index: Any, value: Any) -> None:
+        """Store for a `peek` of other workgroups; see ``ops.OPS["post"]``."""
+        self._store("post", pointer, index, value, None)
+
     def _store(self, opcode: str, pointer: Value, index: Any, value: Any, align: int | None) -> None:
         value = self.coerce(value, element(pointer.type))
         lanes = value.type.lanes if isinstance(value.type, Vector) else 1
@@ -375,6 +383,14 @@ class Builder:
         self.emit("loop", args, None, (block,), index=index, unroll=unroll)
         with self._into(block):
             yield index
+
+    @contextmanager
+    def repeat(self, done: Var) -> Iterator[None]:
+        """Run the body, and again for as long as it leaves 0 in a variable; see ``ops.OPS["repeat"]``."""
+        block: list[Op] = []
+        self.emit("repeat", (done.ref,), None, (block,))
+        with self._into(block):
+            yield
 
     @contextmanager
     def if_(self, condition: Value) -> Iterator[None]:

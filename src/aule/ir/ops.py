@@ -11,7 +11,7 @@ Beyond the entries below:
 * *Values* are defined once and used only after that, in the same block or in a block inside it. The index of a loop is
   visible in its body only. A pointer is the first operand of a memory or fragment operation (the third of
   ``async_copy`` and of ``warpgroup_mma``, or an operand of an intrinsic) and nothing else; a variable is the first
-  operand of ``get`` and ``set`` or one of the last of ``warpgroup_mma`` and nothing else.
+  operand of ``get``, ``set`` and ``repeat`` or one of the last of ``warpgroup_mma`` and nothing else.
 * *Names* of the kernel, of parameters, of shared and of private arrays are identifiers (ASCII, no leading ``__``);
   those of parameters and shared arrays differ.
 * *Access.* A buffer with access "read" is not stored to, one with access "write" is not loaded from, an atomic needs
@@ -25,7 +25,8 @@ Beyond the entries below:
   *what came before* a fence is what a barrier over global memory had ordered before the thread, and *what comes after*
   one is what such a barrier orders behind it. What came before a fence of one thread, which then changes an element by
   an atomic, comes before all that comes after a fence of another thread, which has found that change, or a later one of
-  the same element, by an atomic. An ``ordered`` atomic is one between two fences.
+  the same element, by an atomic. An ``ordered`` atomic is one between two fences. A ``post`` counts as an atomic that
+  changes an element, a ``peek`` as one that leaves it as it is.
 * *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
   ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
   access "read", indices of loops with uniform bounds, variables that are only ever set to uniform values in uniform
@@ -164,6 +165,21 @@ OPS: dict[str, OpInfo] = {
         ("align",),
         result=False,
     ),
+    "post": OpInfo(
+        "memory",
+        3,
+        "as store, to 32-bit elements of global memory, for a ``peek`` of another workgroup: each element for itself, "
+        "at once or not",
+        ("align",),
+        result=False,
+    ),
+    "peek": OpInfo(
+        "memory",
+        2,
+        "as load, of what is in memory now: each element is what was there at the beginning or what some ``post`` has "
+        "left since, the latest one that comes before",
+        ("align",),
+    ),
     "prefetch": OpInfo(
         "memory",
         2,
@@ -219,6 +235,14 @@ OPS: dict[str, OpInfo] = {
         result=False,
     ),
     "if": OpInfo("control", 1, "bool; then-block and else-block (may be empty)", blocks=2, result=False),
+    "repeat": OpInfo(
+        "control",
+        1,
+        "var of i32: run the block, and again in threads in which it leaves 0 there. What it waits for is to come from "
+        "workgroups that have begun, or for which there is room: others may not begin before this one ends",
+        blocks=1,
+        result=False,
+    ),
     # -- synchronisation ---------------------------------------------------------------------------------------------
     "barrier": OpInfo(
         "sync",

@@ -18,6 +18,10 @@ from aule.ir.types import Scalar
 _PLAIN = ("bool", "i32", "f32")
 """Types of constants that need no suffix: the literal gives them away."""
 _INDENT = "  "
+_AT_INDEX = frozenset(
+    {"load", "load_once", "peek", "store", "post", "atomic", "fragment_load", "fragment_store", "cluster_load"}
+)
+"""Operations whose first two operands are memory and an index into it."""
 
 
 def text(kernel: KernelIR) -> str:
@@ -111,10 +115,9 @@ def _line(op: Op, names: dict[Value, str]) -> str:
         name = names.get(index, "%?") if isinstance(index, Value) else "%?"
         type_ = f"{index.type} " if isinstance(index, Value) else ""
         return f"loop {type_}{name} = {args[0]} to {args[1]} step {args[2]}{_attrs(op, ('index',))} {{"
-    if (
-        op.opcode in ("load", "load_once", "store", "atomic", "fragment_load", "fragment_store", "cluster_load")
-        and len(args) >= 2
-    ):
+    if op.opcode == "repeat":
+        return f"repeat until {', '.join(args)} {{"
+    if op.opcode in _AT_INDEX and len(args) >= 2:
         args[:2] = [f"{args[0]}[{args[1]}]"]
     if op.opcode == "async_copy" and len(args) == 4:
         args = [f"{args[0]}[{args[1]}]", f"{args[2]}[{args[3]}]"]

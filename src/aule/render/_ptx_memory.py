@@ -20,6 +20,8 @@ STATIC_SHARED_BYTES = 48 * 1024
 """More shared memory than this must be asked for at launch."""
 _MAX_VECTOR_BYTES = 16
 _HINT = ".L2::cache_hint"
+_MEETING = ".relaxed.gpu"
+"""What an access says that may meet those of other workgroups."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ def load(e: Emitter, addresses: Addresses, op: Op) -> None:
     base, offset = addresses.locate(memory, op.args[1])
     if op.opcode == "load_once":  # which is evicted first
         memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
+    if op.opcode == "peek":
+        memory = replace(memory, load=f"ld{_MEETING}.global")
     lanes, elem = lane_count(op.result), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
@@ -162,18 +166,19 @@ def store(e: Emitter, addresses: Addresses, op: Op) -> None:
     base, offset = addresses.locate(memory, op.args[1])
     elem, lanes = memory.elem, e.registers(op.args[2])
     step = min(len(lanes), max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
+    how = _MEETING if op.opcode == "post" else ""
     for i in range(0, len(lanes), step):
-        _store(e, memory, at(base, offset + i * elem.bytes), lanes[i : i + step])
+        _store(e, memory, at(base, offset + i * elem.bytes), lanes[i : i + step], how)
 
 
-def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str]) -> None:
+def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str], how: str = "") -> None:
     bits, kind = memory.elem.bits, _memory_type(memory.elem)
     if len(lanes) > 4:  # more 8- or 16-bit numbers than a vector has room for travel as words
         n = 32 // bits
         lanes = [join(e, lanes[i : i + n], bits, 32, "r") for i in range(0, len(lanes), n)]
         kind = "b32"
     source = lanes[0] if len(lanes) == 1 else f"{{{', '.join(lanes)}}}"
-    e.line(f"st.{memory.space}{_count(len(lanes))}.{kind} {address}, {source};")
+    e.line(f"st{how}.{memory.space}{_count(len(lanes))}.{kind} {address}, {source};")
 
 
 def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:

@@ -72,7 +72,8 @@ class KernelRenderer:
         self.subgroups = bool(opcodes & SUBGROUP_OPS)
         self._check(opcodes)
         shared = ("global_memory", "ordered")
-        coherent = "device_fence" in opcodes or any(op.attrs.get(name) for op in kernel.walk() for name in shared)
+        coherent = not opcodes.isdisjoint(("device_fence", "peek", "post"))
+        coherent = coherent or any(op.attrs.get(name) for op in kernel.walk() for name in shared)
         self.memory = Memory(
             self.m, self.r, kernel, self.indices, value=self._scalar, quotient=self._quotient,
             coherent=coherent, vulkan_model=self.fragments, computable=computable,
@@ -95,12 +96,15 @@ class KernelRenderer:
             "extract": self._extract,
             "private": self._private,
             "load": self.memory.load,
+            "peek": self.memory.load,
             "store": self._store,
+            "post": self._store,
             "var": self._var,
             "get": self._get,
             "set": self._set,
             "if": self._if,
             "loop": self._loop,
+            "repeat": self._repeat,
             "dot_pairs": self._dot_pairs,
             "e4m3_halves": self._e4m3_halves,
             "intrinsic": self._intrinsic,
@@ -408,6 +412,22 @@ class KernelRenderer:
         m.label(onward)
         m.emit(Spv.Store, counter, m.result(Spv.IAdd, type_id, current, step))
         m.emit(Spv.Branch, header)
+        m.label(merge)
+
+    def _repeat(self, op: Op) -> None:
+        m, (done,) = self.m, self._parts(op.args[0])
+        header, body, onward, merge = (m.id() for _ in range(4))
+        m.emit(Spv.Branch, header)
+        m.label(header)
+        m.emit(Spv.LoopMerge, merge, onward, LoopControl.DontUnroll)
+        m.emit(Spv.Branch, body)
+        m.label(body)
+        self._block(op.blocks[0])
+        m.emit(Spv.Branch, onward)
+        m.label(onward)
+        found = m.result(Spv.Load, m.type(i32), done)
+        again = m.result(Spv.IEqual, m.type(bool_), found, m.constant(i32, 0))
+        m.emit(Spv.BranchConditional, again, header, merge)
         m.label(merge)
 
     # -- what only one language has --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from aule.render._spirv_ops import (
     CooperativeMatrixLayout,
     Decoration,
     MemoryAccess,
+    Scope,
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
@@ -166,9 +167,9 @@ class Memory:
             # Matrices of vectors tell the driver how they are aligned.
             widest = access_unit(element(op.args[0].type), 8, 8)
             return next(width for width in (8, 4, 2, 1) if width <= widest and self._divisible(op, width))
-        if op.opcode not in ("load", "store"):
+        if op.opcode not in ("load", "peek", "store", "post"):
             return 1
-        type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None
+        type_ = op.args[2].type if op.opcode in ("store", "post") else op.result.type if op.result is not None else None
         assert isinstance(type_, Scalar | Vector)
         unit = access_unit(element(type_), lanes_of(type_), op.attrs["align"])
         return unit if element(type_) in self._computable else min(unit, 4)
@@ -265,7 +266,7 @@ class Memory:
         wide = held(elem, self._computable)
         pieces: list[tuple[int, int]] = []
         for address, type_, lanes in self._addresses(op, access, lanes_of(op.result.type)):
-            loaded = self._m.result(Spv.Load, self._m.type(type_), address, *access.flags)
+            loaded = self._m.result(Spv.Load, self._m.type(type_), address, *self._flags(op, access))
             if access.width > 4:
                 parts = self._r.bitcast(access.unit, Vector(elem, access.width), (loaded,))
                 pieces += [(part, 4) for part in parts]
@@ -288,8 +289,19 @@ class Memory:
                 stored = self._r.cut(wide, parts, start, lanes)
                 if wide != type_:
                     (stored,) = self._r.cast(shape(element(wide), lanes), unit, (stored,), self._half_rounding)
-            self._m.emit(Spv.Store, address, stored, *access.flags)
+            self._m.emit(Spv.Store, address, stored, *self._flags(op, access))
             start += lanes
+
+    def _flags(self, op: Op, access: _Access) -> tuple[int, ...]:
+        """How a load or store accesses memory. What other workgroups are waiting for, or change, is volatile: it must
+        neither be found in a cache nor be moved out of a loop."""
+        if op.opcode not in ("peek", "post"):
+            return access.flags
+        if not self._vulkan_model:
+            return (MemoryAccess.Volatile,)
+        made = MemoryAccess.MakePointerVisible if op.opcode == "peek" else MemoryAccess.MakePointerAvailable
+        scope = self._m.constant(u32, Scope.QueueFamily)
+        return (MemoryAccess.Volatile | MemoryAccess.NonPrivatePointer | made, scope)
 
     def element_address(self, op: Op) -> tuple[int, int]:
         """Where the one element at ``op.args[1]`` is, for atomics and fragments; and the elements of its unit."""

@@ -223,6 +223,7 @@ class _Body:
             "get": self._get,
             "set": self._set,
             "loop": self._loop,
+            **dict.fromkeys(("peek", "post", "repeat"), self._waiting),
             "if": self._if,
             # A workgroup of one thread has nobody to wait for, and exchanges values with itself.
             "sync": lambda op: None,
@@ -263,6 +264,9 @@ class _Body:
     def _bind(self, op: Op, text: str) -> None:
         assert op.result is not None
         self.emitter.bind(op.result, text)
+
+    def _waiting(self, op: Op) -> None:
+        raise refuse(op, "workgroups that do not wait for others", op.opcode, "have another launch")
 
     def _e4m3_halves(self, op: Op) -> None:
         raise refuse(op, "no conversion of e4m3", op.opcode, "shift the bits into place")

@@ -108,7 +108,7 @@ def _parameters(kernel: KernelIR) -> Iterator[str]:
     """Declarations of the parameters. A buffer is promised to be aligned as its widest access needs it, no more."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "load_once", "store", "stream"):
+        if op.opcode in ("load", "load_once", "peek", "store", "stream", "post"):
             bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
     for p in kernel.params:
@@ -150,7 +150,9 @@ class _Body:
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
             "load_once": lambda op: _ptx_memory.load(e, self.addresses, op),
+            "peek": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
+            "post": lambda op: _ptx_memory.store(e, self.addresses, op),
             "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
@@ -160,6 +162,7 @@ class _Body:
             "get": self._get,
             "set": self._set,
             "loop": self._loop,
+            "repeat": self._repeat,
             "if": self._if,
             "dot_pairs": self._dot_pairs,
             "intrinsic": self._intrinsic,
@@ -329,6 +332,13 @@ class _Body:
                 return
         copies = unroll if unroll > 1 and trips is not None and trips % unroll == 0 else 1
         self._counted(op, copies, trips is not None)
+
+    def _repeat(self, op: Op) -> None:
+        e, number = self.emitter, self.emitter.label()
+        e.lines.append(f"$loop_{number}:")
+        with self._scope():
+            self._block(op.blocks[0])
+        e.line(f"@{e.emit('setp.eq.s32', 'p', e.operands(op.args[0])[0], '0')} bra $loop_{number};")
 
     def _counted(self, op: Op, copies: int, entered: bool) -> None:
         """A loop that tests at its end, behind a test of whether to enter it at all (unless that is known)."""

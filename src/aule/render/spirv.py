@@ -125,6 +125,7 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
         int64=target.int64 or not any(t.bits == 64 and t.is_int for t in present),
         float_to_bfloat=_float_to_bfloat if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
         pairs=converts,
+        waits=True,
     )
 
 

@@ -11,14 +11,14 @@ device's own conversion or by moving their bits (`aule.tile.quantised`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from aule.ir import Builder, Value
-from aule.ir.types import Vector, element, u16, u32
-from aule.target import FragmentLayout
-from aule.tile.arrangement import SIZE, weigh_bits
+from aule.ir.types import Fragment, Vector, element, u16, u32
+from aule.target import FragmentLayout, Target
+from aule.tile.arrangement import SIZE, uniform, weigh_bits
 from aule.tile.fragment import Components
 from aule.tile.matrix import Matrix
 from aule.tile.quantised import E4M3_HALF, I8_BITS, half_pairs
@@ -30,6 +30,16 @@ Along = Literal["columns", "rows"]
 def holds_pairs(layout: FragmentLayout) -> bool:
     """Whether a lane's components come in pairs of neighbouring columns, which then are words."""
     return (layout.part_rows[0], layout.part_cols[0]) == (0, 1)
+
+
+def mirrors(target: Target) -> bool:
+    """Whether lanes hold of right factors what they hold of left ones, rows and columns exchanged."""
+    left, right = target.matrix_layout, target.matrix_right
+    if left is None or right is None or not uniform(target) or not holds_pairs(left):
+        return False
+    turned = left.transposed
+    same = (right.lane_rows, right.lane_cols) == (turned.lane_rows, turned.lane_cols)
+    return same and right.part_bits[0] == (1, 0) and sorted(right.part_bits) == sorted(turned.part_bits)
 
 
 class Direct:
@@ -154,6 +164,17 @@ class Direct:
             ],
         )
 
+    def right_factor(self, rows: Mapping[int, Sequence[Value]], number: int) -> Value:
+        """The same as a right factor: the ``number``-th fragment of the transpose of the rows that this lane holds, by
+        their place beside the lane's; those that are missing are zero. Only where `mirrors` says so."""
+        engine, right, zero = self.engine, self.engine.right_layout, self.b.const(0, u32)
+        assert right is not None
+        words = []
+        for part in range(0, right.parts, 2):
+            col, row = right.place(0, part)
+            words.append(rows[row][(number * self._held + engine.part_cols.index(col)) // 2] if row in rows else zero)
+        return _packed(engine, words, engine.right)
+
     def columns_factor(self, pairs: Sequence[Sequence[Value]], number: int) -> Value:
         """The ``number``-th fragment of the transpose of 16 rows, from `pair_words` of those that this lane holds."""
         engine, held = self.engine, self._held
@@ -191,7 +212,7 @@ def _unpack(b: Builder, runs: Sequence[Value]) -> list[Value]:
     return [word for run in runs for word in b.unpack(run)]
 
 
-def _packed(engine: Components, words: list[Value]) -> Value:
+def _packed(engine: Components, words: list[Value], type_: Fragment | None = None) -> Value:
     b = engine.b
     halves = [half for word in words for half in b.unpack(b.bitcast(word, Vector(engine.elem, 2)))]
-    return b.fragment_pack(engine.left, halves)
+    return b.fragment_pack(type_ or engine.left, halves)

@@ -116,6 +116,7 @@ class Components:
         way = self.way = arrange(target)
         self.b, self.elem = b, elem
         self.layout: FragmentLayout = way.results
+        self.right_layout = target.matrix_right
         self.converts, self.e4m3 = target.backend == "cuda", target.e4m3
         rows, cols, _ = target.matrix_shape
         self.accumulator = Fragment(f32, rows, cols, "accumulator")

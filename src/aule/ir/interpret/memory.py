@@ -104,6 +104,19 @@ class Memory:
             self.written[address] = True
         self.data[address] = to_memory(self.elem, value)
 
+    def peek(self, op: Op, address: Array, active: Array | None) -> Array:
+        """Registers of the active lanes, where other workgroups may be writing."""
+        if self.shadow is not None:
+            self.shadow.peek(op, address, active)
+        return from_memory(self.elem, self.data.take(address))
+
+    def post(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
+        """Store registers of the active lanes, where other workgroups may be reading."""
+        if self.shadow is not None:
+            for row in np.atleast_2d(address):
+                self.shadow.update(op, row, active)
+        self.data[address] = to_memory(self.elem, value)
+
     def expect(self, op: Op, address: Array, active: Array | None) -> None:
         """A copy is under way. Of two to one place either might come last."""
         if self.expected is None:

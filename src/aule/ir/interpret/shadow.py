@@ -170,6 +170,10 @@ class Shadow:
             self.fences.atomic(self.name, address)
         self.dirty[self.domain.take(party.team)] = True
 
+    def peek(self, op: Op, address: Array, active: Array | None) -> None:
+        """Check a load that may meet atomics, and only those."""
+        self._ordered(self.writes, op, "peeks at", address, self._party(active, False))
+
     def require_written(self, op: Op, address: Array, active: Array | None) -> None:
         """Shared memory starts undefined."""
         if not self.shared:

@@ -168,6 +168,23 @@ def _load(m: Machine, op: Op) -> Step:
     return step
 
 
+def _peek(m: Machine, op: Op) -> Step:
+    assert op.result is not None
+    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
+    index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
+    count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
+    shape = (lanes.count,) if count == 1 else (count, lanes.count)
+
+    def step() -> None:
+        active = lanes.active
+        address = memory.addresses(op, registers[index], active, count, align)
+        value = np.zeros(shape, register_dtype(memory.elem))
+        value[..., slice(None) if active is None else active] = memory.peek(op, address, active)
+        registers[result] = value
+
+    return step
+
+
 def _cluster_load(m: Machine, op: Op) -> Step:
     assert op.result is not None
     memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
@@ -197,12 +214,13 @@ def _store(m: Machine, op: Op) -> Step:
     index, source, align = m.slot(op.args[1]), m.slot(op.args[2]), op.attrs["align"]
     type_ = op.args[2].type
     count = type_.lanes if isinstance(type_, Vector) else 1
+    write = memory.post if op.opcode == "post" else memory.write
 
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
         value = registers[source] if active is None else registers[source][..., active]
-        memory.write(op, address, value, active)
+        write(op, address, value, active)
 
     return step
 
@@ -374,6 +392,26 @@ def _loop(m: Machine, op: Op) -> Step:
     return step
 
 
+def _repeat(m: Machine, op: Op) -> Step:
+    lanes, registers, done = m.lanes, m.registers, m.slot(op.args[0])
+    body = m.block(op.blocks[0])
+
+    def step() -> None:
+        outer = lanes.mask
+        waiting = np.ones(lanes.count, np.bool_) if outer is None else outer
+        while waiting.any():
+            lanes.enter(waiting)
+            run(body)
+            still = waiting & (registers[done] == 0)
+            # Workgroups run one after the other, so whoever has not left anything by now has not begun.
+            if still.any() and (still == waiting).all():
+                raise lanes.error(op, int(np.flatnonzero(still)[0]), "wait for what no workgroup that has begun leaves")
+            waiting = still
+        lanes.enter(outer)
+
+    return step
+
+
 def _overflow(m: Machine, op: Op, wrapped: Array, outer: Array | None) -> None:
     """The index passed the largest number of its type before it reached the end: on a device, an endless loop."""
     if outer is not None:
@@ -404,9 +442,9 @@ COMPILERS: dict[str, Compiler] = {
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,
-    "stream": _store, "atomic": _atomic,
+    "stream": _store, "post": _store, "peek": _peek, "atomic": _atomic,
     "cluster_load": _cluster_load, "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
-    "var": _var, "get": _get, "set": _set, "loop": _loop, "if": _if,
+    "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
 """By opcode, or else by category."""

@@ -54,12 +54,23 @@ class Legal:
     """The language's own conversion to bf16 bits, for soft bf16."""
     pairs: bool = False
     """Vectors of soft bf16 are read as words of two (`soft_half`)."""
+    waits: bool = False
+    """Workgroups can wait for what others leave."""
+
+
+_WAITING = frozenset({"peek", "post", "repeat"})
 
 
 def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
     if kernel.cluster > 1:
         raise KernelError(f"kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}: PTX alone has them")
+    waiting = None if legal.waits else next((op for op in kernel.walk() if op.opcode in _WAITING), None)
+    if waiting is not None:
+        raise KernelError(
+            f"kernel {kernel.name}: expected workgroups that do not wait for others, got {waiting.opcode} "
+            f"({waiting.where}): PTX and SPIR-V alone have it"
+        )
     # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
     # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
     kernel = votes(hints(kernel))

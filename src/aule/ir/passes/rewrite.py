@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from aule.artifact import Param
 from aule.errors import KernelError
-from aule.ir.builder import Builder
+from aule.ir.builder import Builder, Var
 from aule.ir.kernel import KernelIR, Location, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element
@@ -196,6 +196,10 @@ class Rewriter:
         """Copy an operation over the new values of its operands."""
         if op.opcode == "loop":
             self.clone_loop(op)
+            return None
+        if op.opcode == "repeat":
+            with self.b.repeat(Var(self.b, self.value(op.args[0]))):
+                self.block(op.blocks[0])
             return None
         if op.opcode == "if":
             self.clone_if(op)

@@ -145,6 +145,12 @@ class CacheConfig(ScoreConfig, ABC):
         The keys of a sequence are divided among workgroups, which leave partial results.
     gather : bool
         The last workgroup to finish adds those of its rows up; else another kernel does.
+    waiters : int
+        The last parts, so many of them, wait for those of their rows and add them up (`await_parts.py`).
+    everyone : bool
+        There are no more parts than that.
+    at_one_go : bool
+        A lane of them has no more than ``at_once`` parts to read.
     cluster : int
         Parts of a block of rows, if these are a cluster of workgroups, which add up their parts together; else 1.
     followed : bool
@@ -172,6 +178,9 @@ class CacheConfig(ScoreConfig, ABC):
     cache: str
     split: bool = False
     gather: bool = False
+    waiters: int = 0
+    everyone: bool = False
+    at_one_go: bool = False
     cluster: int = 1
     followed: bool = False
     flat: bool = False
@@ -187,7 +196,12 @@ class CacheConfig(ScoreConfig, ABC):
     @property
     def leaves_parts(self) -> bool:
         """Workgroups leave their results as parts in memory."""
-        return self.split and self.cluster == 1
+        return self.split and self.cluster == 1 and not self.awaits
+
+    @property
+    def awaits(self) -> bool:
+        """Some workgroups wait for the parts of others."""
+        return self.waiters > 0
 
     @property
     def quantised(self) -> bool:
@@ -228,11 +242,17 @@ class FragmentDecodeConfig(CacheConfig):
         up at the end.
     early : bool
         Queries do not wait for the sequence's length, nor do the first values of a quantised cache.
+    brief : bool
+        A part has one step at most, and nothing of it waits for the length.
+    direct : bool
+        Queries are read as they are multiplied, and not by way of shared memory.
     """
 
     shape: FragmentDecodeShape
     held: int
     early: bool = False
+    brief: bool = False
+    direct: bool = False
 
     @property
     def stored(self) -> str:

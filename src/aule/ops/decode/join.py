@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
+from aule.ops.decode.await_parts import AwaitedParts
 from aule.ops.decode.result import Result
 from aule.tile.math import fold
 from aule.tile.matrix import QUAD, divmod_const
@@ -24,11 +25,15 @@ class Join:
         Of the workgroup: subgroups, or teams where there are no subgroups.
     columns : int
         Of a row, padding included.
+    awaited : AwaitedParts, optional
+        The parts of other workgroups, where one of them waits for all.
     """
 
-    def __init__(self, result: Result, parts: int, rows: int, columns: int) -> None:
+    def __init__(
+        self, result: Result, parts: int, rows: int, columns: int, awaited: AwaitedParts | None = None
+    ) -> None:
         self.result, self.b, self.place = result, result.b, result.place
-        self.parts, self.rows, self.columns = parts, rows, columns
+        self.parts, self.rows, self.columns, self.awaited = parts, rows, columns, awaited
         self._sums = self.b.shared("parts", f32, parts * rows * columns)
         self._maxima, self._totals = (self.b.shared(name, f32, parts * rows) for name in ("maxima", "sums"))
 
@@ -48,6 +53,9 @@ class Join:
         """Wait for all, add up, and store the results, ``width`` columns to a thread at a time."""
         if self.place.config.cluster > 1:
             self._finish_together(thread, threads, width)
+            return
+        if self.awaited is not None:
+            self._finish_awaited(self.awaited, thread, threads, width)
             return
         self._add_up(thread, threads, width, self._store)
         if not self.place.config.gather:  # which begins with one
@@ -73,6 +81,18 @@ class Join:
         factor, lse = self.result.normal(r, highest, total)
         self.result.store(r, column, [x * factor for x in values], self.columns)
         self.result.store_lse(r, lse, b.eq(column, 0))
+
+    def _finish_awaited(self, parts: AwaitedParts, thread: Value, threads: int, width: int) -> None:
+        """The same of all parts of these rows, by the workgroups that wait for them."""
+
+        def leave(r: Value, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
+            parts.leave(r * self.columns + column, highest, total, values)
+
+        def store(place: Value, highest: Value, total: Value, values: list[Value]) -> None:
+            self._store(*divmod_const(self.b, place, self.columns), highest, total, values)
+
+        self._add_up(thread, threads, width, leave)
+        parts.add_up(self._places(width) * width, store)
 
     def _finish_together(self, thread: Value, threads: int, width: int) -> None:
         """The same of all workgroups of a cluster, each of which stores its share of the columns."""

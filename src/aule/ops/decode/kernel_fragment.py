@@ -22,9 +22,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Scalar, f16, f32, i32, i64, u32
+from aule.ir.types import SCALARS, Scalar, Vector, f16, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.parameters import Parameters
+from aule.ops.decode.await_parts import AwaitedParts
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.fetch import Fetch, assign, flat, values
 from aule.ops.decode.join import Join
@@ -118,9 +119,19 @@ class _Decode:
         self._early = None
         if config.early:
             self.place.expect_rows()
-            self._early = [self._read_query(row) for row in self._query_rows()]
+            if config.direct:
+                self._query_words = self._read_words()
+            else:
+                self._early = [self._read_query(row) for row in self._query_rows()]
         self._values_come = config.early and not config.left
-        if not config.left:
+        if config.brief:  # of which every part has keys, so that no condition is in the way
+            start, end = self.place.begin, self.p.number("seq_kv")
+            assign(self._here, fetch.pages(start, end))
+            here = values(self._here)
+            self._only = (
+                fetch.load_keys(start, here, end), fetch.scales(start, here, end), fetch.load_values(start, here, end)
+            )  # fmt: skip
+        elif not config.left:
             self._load_first(self.place.begin, self.p.number("seq_kv"), self._values_come)
 
     def _load_first(self, start: Value, end: Value, with_values: bool) -> None:
@@ -137,6 +148,9 @@ class _Decode:
     def run(self) -> None:
         b, shape, place, fetch, config = self.b, self.shape, self.place, self.fetch, self.config
         k, v, here, ahead, scales = self._k, self._v, self._here, fetch.page_variables(), self._scales
+        if config.brief:
+            self._run_once()
+            return
         if config.left:
             self._load_first(place.first, place.end, with_values=False)
         with b.if_(place.first < place.end):
@@ -171,18 +185,30 @@ class _Decode:
         if config.gather:
             add_up(self.result, shape.rows, self.engine.thread, shape.threads)
 
+    def _run_once(self) -> None:
+        """The same where a part has one step at most, which was loaded at the beginning."""
+        b, place, (k, scales, v) = self.b, self.place, self._only
+        q, rows = self._queries()
+        zero = b.fragment_fill(self.engine.accumulator, 0.0)
+        O = [b.var(zero, "o") for _ in range(self.values.fragments)]
+        with b.if_(place.first < place.end):
+            self._step(q, k, [b.var(run, "v") for run in v], scales, rows, O, place.first)
+        self._finish(rows, O)
+
     def _queries(self) -> tuple[list[Value], list[_Row]]:
         """Q as right factors, along columns in the order in which lanes hold those of K; and this lane's rows."""
         b, engine, shape = self.b, self.engine, self.shape
+        if self.config.direct:
+            return self._direct_queries()
         stride = row_stride(self.keys.padded)
         memory = b.shared("queries", engine.elem, SIZE * stride)
         narrow = self.config.quantised and self.config.dtype == "bf16"
         held = self.config.held
         factors = b.shared("factors", f32, held) if narrow else None
         # The others are multiplied, too; while what was loaded is under way there is time for that.
-        self._clear(memory, held * stride, (SIZE - held) * stride)
+        self._clear(memory, held * stride, (SIZE - held) * stride, engine.thread, shape.threads)
         if shape.rows < SIZE:
-            self._clear(self.weights, 0, shape.step * row_stride(SIZE))
+            self._clear(self.weights, 0, shape.step * row_stride(SIZE), engine.thread, shape.threads)
         for i, row in enumerate(self._query_rows()):
             with b.if_(row < held) if shape.subgroups > held else nullcontext():
                 found = self._read_query(row) if self._early is None else self._early[i]
@@ -194,12 +220,32 @@ class _Decode:
         # Those that no lane has are left out.
         return q, [self._row(part, factors) for part in engine.part_cols if part < shape.rows]
 
-    def _clear(self, memory: Value, begin: int, size: int) -> None:
-        """Zeros in shared memory, by all threads."""
-        b, at_once = self.b, self.shape.threads * QUAD
+    def _read_words(self) -> dict[int, list[Value]]:
+        """Of the rows of Q of which this lane holds elements, by their place beside the lane's."""
+        b, place, way = self.b, self.place, self.keys
+        found = {}
+        for part in self.engine.part_rows:
+            if part < self.shape.rows:
+                start = place.row_start("q", place.q, *place.existing(self.engine.lane_row + part))
+                runs = [b.load(place.q.buffer, start + way.column(piece), way.run) for piece in range(way.pieces)]
+                found[part] = way.row_words([b.bitcast(run, Vector(u32, way.words)) for run in runs])
+        return found
+
+    def _direct_queries(self) -> tuple[list[Value], list[_Row]]:
+        """The same without shared memory: lanes read what they hold of right factors, as they do of K."""
+        shape, way = self.shape, self.keys
+        if shape.rows < SIZE:
+            own = shape.stretch * row_stride(SIZE)
+            self._clear(self.weights, self.engine.subgroup * own, own, self.engine.lane, shape.lanes)
+        q = [way.right_factor(self._query_words, number) for number in range(way.fragments)]
+        return q, [self._row(part, None) for part in self.engine.part_cols if part < shape.rows]
+
+    def _clear(self, memory: Value, begin: Value | int, size: int, thread: Value, threads: int) -> None:
+        """Zeros in shared memory, by some threads."""
+        b, at_once = self.b, threads * QUAD
         nothing = b.splat(b.const(0, self.engine.elem), QUAD)
         for first in range(0, size, at_once):
-            at = self.engine.thread * QUAD + first
+            at = thread * QUAD + first
             with b.if_(at < size) if first + at_once > size else nullcontext():
                 b.store(memory, at + begin, nothing)
 
@@ -334,6 +380,12 @@ class _Decode:
                 for a, scores in enumerate(block)
             ]
             highest.append(fold(b, "max", found) - self.room)
+        if self.config.brief:  # nothing was summed up yet
+            for mask in self._down:
+                highest = [b.max(x, b.shuffle_xor(x, mask)) for x in highest]
+            for high, row in zip(highest, rows, strict=True):
+                row.base.value = b.max(row.base.value, high)
+            return
         grown = [high > row.base.value + LAG for high, row in zip(highest, rows, strict=True)]
         with b.if_(b.subgroup_any(fold(b, "or", grown))):
             for mask in self._down:
@@ -442,8 +494,10 @@ class _Decode:
         totals = [row.total.value for row in rows]
         for mask in self._down:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
-        held = self.config.held
-        join = Join(self.result, shape.subgroups, held, way.padded)
+        held, awaited = self.config.held, None
+        if self.config.awaits:
+            awaited = AwaitedParts(self.result, held * way.padded, engine.thread, shape.threads, shape.lanes)
+        join = Join(self.result, shape.subgroups, held, way.padded, awaited)
         unit = 1.0 / way.unit
         fragments = values(O)
         for row, total in zip(rows, totals, strict=True):

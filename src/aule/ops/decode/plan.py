@@ -12,7 +12,15 @@ from aule.ops.attention.config import Paging
 from aule.ops.attention.plan import aligned_rows, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode import last
-from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape, ReduceConfig
+from aule.ops.decode.await_parts import awaited_words
+from aule.ops.decode.config import (
+    WIDEST,
+    DecodeConfig,
+    DecodeShape,
+    FragmentDecodeConfig,
+    FragmentDecodeShape,
+    ReduceConfig,
+)
 from aule.ops.decode.gather import row_quads
 from aule.ops.decode.kernel import build_decode
 from aule.ops.decode.kernel_fragment import build_decode_fragment
@@ -25,16 +33,19 @@ from aule.ops.decode.shapes import (
     choose_decode_fragments,
     choose_decode_shape,
     choose_splits,
+    choose_waiters,
     fragment_runs,
     gathers,
     is_short,
+    reads_queries_direct,
     reads_queries_early,
 )
 from aule.ops.decode.validate import DecodeOperands
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
-from aule.tile.matrix import QUAD
+from aule.tile.fragment_shape import RUN
+from aule.tile.matrix import QUAD, padded
 from aule.view import ITEMSIZE, TensorView
 
 _REDUCE_THREADS = 256
@@ -69,6 +80,7 @@ def plan_decode(
     splits: int | None = None,
     gather: bool | None = None,
     cluster: bool | None = None,
+    awaits: int | None = None,
 ) -> StepPlan:
     """Plan decoding on a GPU.
 
@@ -86,6 +98,9 @@ def plan_decode(
         Whether parts are added up in the launch that makes them; default: where that is possible and quicker.
     cluster : bool, optional
         Whether the parts of a block of rows are a cluster of workgroups, which add them up; default: likewise.
+    awaits : int, optional
+        How many workgroups of a block of rows wait for the parts of all and add them up, if the shape allows it; 0 for
+        none; default: as many as is quickest, where parts are added up in the launch that makes them.
     """
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return StepPlan(())
@@ -101,7 +116,7 @@ def plan_decode(
     many = plan_prefill(problem, views, target, paging, base_ok, index64)
     if many is not None and problem.total_q is None:
         return StepPlan((many,))
-    few = _plan_few(problem, views, target, paging, aligned, shape, splits, gather, cluster, many is not None)
+    few = _plan_few(problem, views, target, paging, aligned, shape, splits, gather, cluster, awaits, many is not None)
     return few if many is None else replace(few, steps=(*few.steps, many))
 
 
@@ -115,6 +130,7 @@ def _plan_few(
     splits: int | None,
     gather: bool | None,
     cluster: bool | None,
+    awaits: int | None,
     shared: bool,
 ) -> StepPlan:
     """The launches of decoding; ``shared`` when another one takes the sequences of many rows."""
@@ -149,12 +165,20 @@ def _plan_few(
         block_rows = min(shape.rows, problem.group * tokens)
         buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
         gather = gathers(shape, block_rows, splits, dims, buffers, target)
+    held = 1 << (min(shape.rows, problem.group * tokens) - 1).bit_length()
+    waiters, each = 0, 1 << (splits - 1).bit_length()
+    if isinstance(shape, FragmentDecodeShape) and splits > 1 and not cluster and (gather or awaits):
+        places = held * padded(problem.value_dim, WIDEST) // QUAD
+        waiters = choose_waiters(blocks, splits, places, shape, target, awaits)
+        if waiters:
+            each = -(-splits // (shape.threads // min(places // waiters, shape.threads)))
+    gather = gather and not waiters
     heads = row_blocks * problem.heads_kv
     single = problem.total_q is None and problem.seq_q == 1
     grid = (splits, heads, problem.batch) if cluster else (heads, splits, problem.batch)
     flat = any(count > most for count, most in zip(grid, target.max_grid, strict=True))
     cluster = bool(cluster) and splits > 1 and not flat
-    followed = splits > 1 and not gather and not cluster and target.overlap
+    followed = splits > 1 and not gather and not waiters and not cluster and target.overlap
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -181,21 +205,29 @@ def _plan_few(
         "tall": row_blocks > 1,
         "single": single,
         "fixed": problem.group * tokens if row_blocks == 1 and problem.total_q is None else 0,
-        "at_once": min(last.AT_ONCE, 1 << (splits - 1).bit_length()) if splits > 1 and gather and not cluster else 1,
+        "at_once": min(last.AT_ONCE, each) if waiters or (splits > 1 and gather and not cluster) else 1,
         # What several blocks of rows read, or the next call will find in the cache, is to stay there.
         "once": row_blocks == 1 and _cache_bytes(problem) > _KEPT_BYTES,
         "gather": splits > 1 and gather and not cluster,
+        "waiters": waiters,
+        "everyone": waiters == splits,
+        "at_one_go": waiters > 0 and each <= last.AT_ONCE,
         "cluster": splits if cluster else 1,
         "index64": largest > 2**31 - 1,
     }
+    brief = False
     config: DecodeConfig | FragmentDecodeConfig
     build: Callable[..., KernelIR]
     if isinstance(shape, FragmentDecodeShape):
         whole = problem.page > 0 and problem.page % SIZE == 0
         rows_ok = (aligned("q", QUAD), True, True, aligned("o", QUAD))
-        held = 1 << (min(shape.rows, problem.group * tokens) - 1).bit_length()
         early = reads_queries_early(problem, target)
-        config = FragmentDecodeConfig(**options, shape=shape, held=held, early=early, whole=whole, aligned=rows_ok)
+        # Without a window a part begins where it would if the sequence were as long as it can be.
+        brief = waiters > 0 and left == UNBOUNDED and 0 < problem.seq_kv <= splits * shape.step
+        direct = early and unit[0] and aligned("q", RUN) and reads_queries_direct(problem, target)
+        config = FragmentDecodeConfig(
+            **options, shape=shape, held=held, early=early, brief=brief, direct=direct, whole=whole, aligned=rows_ok
+        )
         build = build_decode_fragment
     else:
         whole = problem.page > 0 and problem.page % shape.stretch == 0
@@ -207,7 +239,7 @@ def _plan_few(
         "blocks": blocks * splits,
         "row_blocks": row_blocks,
         "splits": splits,
-        "least_shift": 0 if cluster else max(least // shape.step, 1).bit_length() - 1,
+        "least_shift": 0 if cluster or brief else max(least // shape.step, 1).bit_length() - 1,
         "tokens": tokens,
         "total_q": problem.total_q or 0,
     }  # fmt: skip
@@ -216,6 +248,9 @@ def _plan_few(
     first = Step(config, build, grid, scalars)
     if splits == 1 or cluster:
         return StepPlan((first,))
+    if waiters:
+        columns = held * padded(problem.value_dim, WIDEST)
+        return StepPlan((first,), {}, {"tickets": blocks * awaited_words(columns, splits)})
     workspace = {"part": rows * splits * problem.value_dim, "part_lse": rows * splits}
     if gather:
         return StepPlan((first,), workspace, {"tickets": blocks})

@@ -9,8 +9,9 @@ from aule.ops.decode.gather import gather_bytes
 from aule.ops.decode.problem import DecodeProblem
 from aule.target import Target
 from aule.tile.arrangement import SIZE, uniform
-from aule.tile.direct import choose_run, holds_pairs
+from aule.tile.direct import choose_run, holds_pairs, mirrors
 from aule.tile.fragment import multiplies
+from aule.tile.fragment_shape import RUN
 from aule.tile.matrix import QUAD, padded
 from aule.view import ITEMSIZE
 
@@ -35,6 +36,10 @@ LONE_REGISTERS = 168
 UNEVEN_KEYS = 16384
 """The same where there are workgroups enough, and only sequences far longer than others are to be divided."""
 _MAX_UNEVEN = 8
+_WAITERS = 16
+"""Workgroups of a block of rows that wait for parts at most."""
+_SPREAD = (2048, 8192)
+"""Keys beyond which, and up to which, `is_spread`."""
 _GATHERED = 16
 """Vectors of four that a thread of the last workgroup adds up at most: as many as are under way at a time. H200 through
 Vulkan, one sequence, us: 4k keys in 16 parts 8.5, by a second launch 9.7; in 32 parts 32k 38.8; 39.0, in int8 26.7;
@@ -129,6 +134,8 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
         if is_short(problem, target) and rows <= shape.rows < SIZE:
             # One workgroup to a multiprocessor, and everything under way at once.
             shape = replace(shape, blocks=1, subgroups=min(8, target.max_threads // shape.lanes))
+        if not problem.quantised and rows <= shape.rows < SIZE and entry.dim == 128 and is_spread(problem, target):
+            shape = replace(shape, subgroups=8)
         while shape.subgroups > 1 and shape.shared_bytes(*dims) > target.max_shared_bytes:
             shape = replace(shape, subgroups=shape.subgroups // 2)
         fits = shape.threads <= target.max_threads and shape.shared_bytes(*dims) <= target.max_shared_bytes
@@ -142,6 +149,14 @@ def is_short(problem: DecodeProblem, target: Target) -> bool:
     multiprocessor has room for: where more than half of these have one."""
     blocks, units = problem.batch * problem.heads_kv, target.compute_units or _USUAL_UNITS
     return problem.seq_kv <= _SHORT and units < 2 * blocks <= 2 * units
+
+
+def is_spread(problem: DecodeProblem, target: Target) -> bool:
+    """Whether a sequence is best read by one workgroup of eight subgroups for each multiprocessor, all of which wait
+    for the parts of each other. H200 through Vulkan, one sequence, us: 4k keys 7.05, by four subgroups 7.45; 8k in 16
+    parts 9.6, by four subgroups in 32, of which a quarter waits, 9.9 and by two launches 10.8; 2k 5.8 both ways."""
+    blocks, units = problem.batch * problem.heads_kv, target.compute_units or _USUAL_UNITS
+    return can_wait(target) and _SPREAD[0] < problem.seq_kv <= _SPREAD[1] and blocks * _WAITERS <= units
 
 
 def is_lone(problem: DecodeProblem, target: Target) -> bool:
@@ -160,6 +175,61 @@ def reads_queries_early(problem: DecodeProblem, target: Target) -> bool:
     rows are not packed. H200, one sequence, us: through Vulkan 512 keys 6.08 -> 5.95, 1k 6.26 -> 6.18, 4k 9.06 -> 8.92;
     through CUDA 512 keys 3.48 -> 3.63, 4k 6.73 -> 6.89."""
     return target.backend == "vulkan" and problem.total_q is None
+
+
+def reads_queries_direct(problem: DecodeProblem, target: Target) -> bool:
+    """Whether lanes can read the elements of queries that they hold of right factors, in runs as those of keys; bytes
+    are multiplied with queries that are narrowed on their way."""
+    if problem.quantised or not mirrors(target):
+        return False
+    assert target.matrix_layout is not None
+    run = choose_run(target.matrix_layout, problem.head_dim, problem.cache, "columns")
+    lanes = 1 << sum(weight > 0 for weight in target.matrix_layout.lane_cols)
+    return run == RUN and problem.head_dim % (lanes * run) == 0
+
+
+def can_wait(target: Target) -> bool:
+    """Whether workgroups may wait for each other: where those that have begun all go on, which no interface promises,
+    it is known how many there is room for, and it was seen to be quicker than fences."""
+    return target.backend == "vulkan" and target.vendor == "nvidia" and target.device_fence and target.compute_units > 0
+
+
+def choose_waiters(
+    blocks: int, splits: int, places: int, shape: FragmentDecodeShape, target: Target, wanted: int | None = None
+) -> int:
+    """Workgroups of each block of rows that wait for the parts of all and add them up; 0 for none, so that the last one
+    to finish does it.
+
+    H200 through Vulkan, us, by the last one and by those that wait: one sequence of 512 keys 5.4 and 4.5, of 1k 5.75
+    and 5.0, of 2k 6.5 and 5.8, four of 1k 7.9 and 7.15; four of 32k, where four of eight wait, 127.4 and 127.0, in int8
+    75.3 and 74.6. One sequence of 32k keys in int8, where eight of 48 would, takes 27.1 and by two launches 26.0.
+
+    Parameters
+    ----------
+    blocks : int
+        Workgroups when nothing is split.
+    places : int
+        Fours of columns that there is room for.
+    wanted : int, optional
+        As many as that, wherever they can be.
+    """
+    most = min(_WAITERS if wanted is None else wanted, splits, places)
+    if wanted is None:
+        # All run at the same time, or a multiprocessor is left to those that do not wait.
+        if blocks * splits > target.compute_units:
+            most = min(most, (target.compute_units - 1) // blocks)
+        if not can_wait(target) or most < 2:
+            return 0
+    waiters = splits if most == splits else 1 << max(most, 1).bit_length() - 1 if most else 0
+    while waiters and (places % waiters or not _shares(places // waiters, shape)):
+        waiters = 1 << (waiters - 1).bit_length() - 1 if waiters > 1 else 0
+    return waiters
+
+
+def _shares(span: int, shape: FragmentDecodeShape) -> bool:
+    """Whether the threads of a workgroup can be dealt out to so many places, lanes of one subgroup to each."""
+    span = min(span, shape.threads)
+    return shape.threads % span == 0 and shape.threads // span <= shape.lanes and not span & (span - 1)
 
 
 def choose_cluster(shape: FragmentDecodeShape, blocks: int, keys: int, dims: tuple[int, int], target: Target) -> int:

@@ -1,0 +1,185 @@
+"""The end of a split sequence in the launch that made its parts, without fences: some workgroups wait for the others.
+
+The last parts of a block of rows, or all of them, add up the parts of all, each some of the columns. A device need not
+begin a workgroup before another one ends, so there are no more that wait than it has room for beside others
+(`shapes.choose_waiters`).
+
+Parts are left in words that are zero until then, and a word that is not zero is there: a number that is zero is left as
+the negative zero. Each word speaks for itself, so nothing has to be ordered: neither fence nor ticket, and parts are
+read as soon as they have come. Whoever has read a word sets it back to zero, as it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from aule.ir import Builder, Value
+from aule.ir.types import bool_, f32, i32, u32
+from aule.ops.decode.result import Result
+from aule.tile.math import LOWEST, fold
+from aule.tile.matrix import QUAD
+
+PAIR = 2
+Store = Callable[[Value, Value, Value, list[Value]], None]
+"""Takes the first of four columns, counted through all rows, the row's maximum and sum of weights, and the sums."""
+
+
+def awaited_words(columns: int, parts: int) -> int:
+    """Words of one block of rows, for ``columns`` of all of its rows; each four have a maximum and a sum as well."""
+    return parts * (columns + columns // QUAD * PAIR)
+
+
+class AwaitedParts:
+    """The parts of the workgroup's rows.
+
+    Parameters
+    ----------
+    columns : int
+        Of all rows that a workgroup has room for.
+    """
+
+    def __init__(self, result: Result, columns: int, thread: Value, threads: int, lanes: int) -> None:
+        self.b, self.place, self.config, self.thread = result.b, result.place, result.config, thread
+        p = result.p
+        self._columns, self._part_words = columns, columns + columns // QUAD * PAIR
+        self._words = p.buffer("tickets", i32, "readwrite")
+        self._start = self.place.block_of_rows * (p.number("splits") * self._part_words)
+        places = columns // QUAD
+        self._span = min(places // self.config.waiters, threads)
+        """Fours of columns that a workgroup adds up at a time."""
+        self._slots = threads // self._span
+        """Lanes for each of them, which share its parts."""
+        assert self._span * self._slots == threads and self._slots <= lanes, (places, threads, self.config.waiters)
+
+    def leave(self, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
+        """Leave four columns of this workgroup's part."""
+        quad, pair = self._at(self.place.part, column)
+        self.b.post(self._words, quad, self._there(values))
+        self.b.post(self._words, pair, self._there([highest, total]))
+
+    def add_up(self, columns: Value, store: Store) -> None:
+        """In workgroups that wait, add up this one's share of the columns of all parts, and store them.
+
+        Parameters
+        ----------
+        columns : Value
+            Of the rows that there are.
+        """
+        b, parts = self.b, self.place.parts
+        if self.config.everyone:
+            self._add_share(self.place.part, parts, columns, store)
+            return
+        waiters = b.min(parts, self.config.waiters)
+        number = self.place.part - (parts - waiters)
+        with b.if_(number >= 0):
+            self._add_share(number, waiters, columns, store)
+
+    def _add_share(self, number: Value, waiters: Value, columns: Value, store: Store) -> None:
+        """The share of one of those that wait."""
+        b, parts, slots, at_once = self.b, self.place.parts, self._slots, self.config.at_once
+        slot, mine = self.thread & (slots - 1), self.thread >> (slots.bit_length() - 1)
+        with b.loop(number * self._span, self._columns // QUAD, waiters * self._span, name="place") as first:
+            column = (first + mine) * QUAD
+            there = column < columns
+            column = b.min(column, columns - QUAD)
+            if self.config.at_one_go:
+                sums = self._await(slot, there, column)
+            else:
+                kept = [b.var(b.const(x, f32), "sum") for x in (LOWEST, *[0.0] * (1 + QUAD))]
+                with b.loop(0, parts, slots * at_once, name="split") as start:
+                    before = [x.value for x in kept]
+                    for variable, x in zip(kept, self._await(start + slot, there, column, before), strict=True):
+                        variable.value = x
+                sums = [x.value for x in kept]
+            highest, total, *values = self._gathered(sums)
+            with b.if_(there & b.eq(slot, 0)):
+                store(column, highest, total, values)
+
+    def _gathered(self, sums: list[Value]) -> list[Value]:
+        """What the lanes of a place found, together."""
+        b, masks = self.b, [1 << i for i in range(self._slots.bit_length() - 1)]
+        if not masks:
+            return sums
+        highest = sums[0]
+        for mask in masks:
+            highest = b.max(highest, b.shuffle_xor(highest, mask))
+        factor = b.exp2(sums[0] - highest)
+        rest = [x * factor for x in sums[1:]]
+        for mask in masks:
+            rest = [x + b.shuffle_xor(x, mask) for x in rest]
+        return [highest, *rest]
+
+    def _at(self, part: Value, column: Value) -> tuple[Value, Value]:
+        first = self._start + part * self._part_words
+        return first + column, first + ((column >> 1) + self._columns)
+
+    def _there(self, values: list[Value]) -> Value:
+        b = self.b
+        bits = [b.bitcast(x, i32) for x in values]
+        return b.vector([b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in bits])
+
+    def _await(self, start: Value, there: Value, column: Value, before: Sequence[Value] = ()) -> list[Value]:
+        """Wait for some parts of four columns, from ``start`` on in steps of the slots, and add them to what there was
+        before; their maximum, their sum of weights, and their sums."""
+        b, zero = self.b, self.b.const(0, i32)
+        step = self._slots * self._part_words
+        quad, pair = self._at(start, column)
+        items = [
+            _Item(b, there & (start + i * self._slots < self.place.parts), quad + i * step, pair + i * step)
+            for i in range(self.config.at_once)
+        ]
+        for item in items:
+            with b.if_(item.exists):
+                item.read(self._words)
+        done = b.var(zero, "done")
+        with b.repeat(done):
+            # Who waits reads no more than it must: others are still reading their keys.
+            there_all = b.const(True, bool_)
+            for item in items:
+                missing = item.exists & b.eq(item.least(), 0)
+                with b.if_(missing & there_all):
+                    item.read(self._words)
+                there_all = there_all & ~missing
+            done.value = b.select(b.subgroup_all(there_all), b.const(1, i32), zero)
+        for item in items:
+            with b.if_(item.exists):
+                item.clear(self._words)
+        # What does not exist is zero, and its maximum counts for nothing.
+        found = [[b.select(item.exists, item.numbers[0], b.const(LOWEST, f32)), *item.numbers[1:]] for item in items]
+        found = [list(before), *found] if before else found
+        if len(found) == 1:
+            return found[0]
+        highest = fold(b, "max", [x[0] for x in found])
+        sums = [b.const(0.0, f32)] * (1 + QUAD)
+        for maximum, *rest in found:
+            weight = b.exp2(maximum - highest)
+            sums = [b.fma(weight, x, y) for x, y in zip(rest, sums, strict=True)]
+        return [highest, *sums]
+
+
+class _Item:
+    """Four columns of a part, with their row's maximum and sum of weights, on their way."""
+
+    def __init__(self, b: Builder, exists: Value, quad: Value, pair: Value) -> None:
+        self.b, self.exists, self._places = b, exists, ((pair, PAIR), (quad, QUAD))
+        zero = b.const(0, i32)
+        self._found = [b.var(b.splat(zero, width), "found") for _, width in self._places]
+
+    def read(self, words: Value) -> None:
+        for variable, (place, width) in zip(self._found, self._places, strict=True):
+            variable.value = self.b.peek(words, place, width)
+
+    def clear(self, words: Value) -> None:
+        for place, width in self._places:
+            self.b.post(words, place, self.b.splat(self.b.const(0, i32), width))
+
+    def least(self) -> Value:
+        """0 where a word is not there."""
+        found = [self.b.bitcast(x, u32) for variable in self._found for x in self.b.unpack(variable.value)]
+        return fold(self.b, "min", found)
+
+    @cached_property
+    def numbers(self) -> list[Value]:
+        """The maximum, the sum and the columns; asked for when all of it is there."""
+        return [self.b.bitcast(x, f32) for variable in self._found for x in self.b.unpack(variable.value)]
