@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aule
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, prepare_backward
+from aule.engine.memory import zeroed
 from aule.engine.programs import launch_steps
 from aule.errors import AuleError
 from aule.ops.attention.problem import AttentionProblem
@@ -54,13 +55,14 @@ def vulkan_run(tensors: dict[str, torch.Tensor], causal: bool, repeats: int, wan
             device.upload(memory[key], (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy())
         ready = prepare_backward(problem, views, device)
         memory |= {key: device.alloc(4 * count) for key, count in ready.workspace.items()}
-        launch_steps(ready, device, memory)
+        shared = {key: zeroed(device, words) for key, words in ready.zeroed.items()}  # the device's own
+        launch_steps(ready, device, memory | shared)
         found = []
         for key in ("dq", "dk", "dv"):
             host = torch.empty(shape, dtype=q.dtype)
             device.download(memory[key], (host.view(torch.uint16) if name == "bf16" else host).numpy())
             found.append(host.to(q.device))
-        values = {f"{key}_ptr": m for key, m in memory.items()}
+        values = {f"{key}_ptr": m for key, m in (memory | shared).items()}
         total = 0.0
         for step, loaded in ready.steps:  # each several times: what is added up is too large from here on
             arguments = values | dict(step.scalars)

@@ -28,6 +28,7 @@ from tune_forward import warm_up
 
 from aule.backends import registry
 from aule.engine.attention import contiguous_strides, forward_on_host
+from aule.engine.memory import zeroed
 from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError
@@ -83,10 +84,11 @@ class Case:
         try:
             plan = plan_backward(problem, self.views, device.target, shapes=(shape, shape))
             extra = {name: device.alloc(4 * count) for name, count in plan.workspace.items() if name not in self.memory}
+            shared = {name: zeroed(device, words) for name, words in plan.zeroed.items()}  # the device's own
             chosen = [step for step in plan.steps if of == "sums" or getattr(step.config, "of", of) == of]
             for step in chosen:
                 loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
-                values = {f"{n}_ptr": m for n, m in (self.memory | extra).items()} | dict(step.scalars)
+                values = {f"{n}_ptr": m for n, m in (self.memory | extra | shared).items()} | dict(step.scalars)
                 args = [values[p.name] for p in loaded.artifact.params]
                 if getattr(step.config, "of", None):
                     told = device.statistics(loaded) if hasattr(device, "statistics") else {}
@@ -96,7 +98,7 @@ class Case:
             if of == "sums":  # the timing above has added up many times
                 for step in chosen:
                     loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
-                    values = {f"{n}_ptr": m for n, m in (self.memory | extra).items()} | dict(step.scalars)
+                    values = {f"{n}_ptr": m for n, m in (self.memory | extra | shared).items()} | dict(step.scalars)
                     device.launch(loaded, step.grid, [values[p.name] for p in loaded.artifact.params])
                 device.synchronize()
         except AuleError as error:

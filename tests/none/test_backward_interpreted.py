@@ -71,6 +71,7 @@ def run(
         name: np.full(size, np.nan, np.float32) if name in ("delta", "dq_sum") else unwritten(size)
         for name, size in plan.workspace.items()
     }
+    memory |= {name: np.zeros(size, np.int32) for name, size in plan.zeroed.items()}
     for step in plan.steps:
         run_step(replace(step, config=replace(step.config, index64=index64)), memory, target)
     return memory, dout

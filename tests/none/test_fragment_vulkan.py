@@ -13,13 +13,17 @@ from test_forward_interpreted import run
 
 from aule.ops.attention.backward_fragment import build_backward_fragment
 from aule.ops.attention.config import FragmentBackwardConfig, FragmentConfig
+from aule.ops.attention.cut import Cut, cut_blocks
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.plan import plan_backward, plan_forward, problem_scalars
 from aule.ops.attention.problem import AttentionProblem, Rope
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.tiles import choose_fragments
-from aule.ops.attention.tiles_backward import choose_backward_fragments
+from aule.ops.attention.tiles_backward import (
+    choose_backward_fragments,
+    choose_backward_slots,
+)
 from aule.ops.attention.validate import attention_problem
 from aule.target import NVIDIA_LAYOUT, Target
 
@@ -111,15 +115,17 @@ def test_results(dims: tuple[int, int]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("dims", [(128, 128), (40, 128)], ids=str)
-def test_gradients_where_every_key_is_kept(dims: tuple[int, int]) -> None:
-    """Tiles of their own; rows that fill no tile."""
+def test_gradients_where_every_key_is_kept(dims: tuple[int, int], full: bool) -> None:
+    """Rows that fill no tile, and those that do; subgroups that share rows, and those that do not."""
     rng = np.random.default_rng(4)
-    lengths = {"q": (2, 70, dims[0]), "k": (1, 50, dims[0]), "v": (1, 50, dims[1])}
+    rows, keys_ = (96, 128) if full else (70, 50)
+    lengths = {"q": (2, rows, dims[0]), "k": (1, keys_, dims[0]), "v": (1, keys_, dims[1])}
     arrays = {name: rng.standard_normal((1, *shape)).astype(np.float16) for name, shape in lengths.items()}
     problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()})
-    keys = choose_backward_fragments(TARGET, "f16", *dims, "sums", plain=True)
-    assert keys is not None and keys != choose_backward_fragments(TARGET, "f16", *dims, "sums")
+    keys = choose_backward_fragments(TARGET, "f16", *dims, "sums")
+    assert keys is not None and keys.columns == (2 if dims == (128, 128) else 1)
     found, dout = backward(problem, operands, arrays, (keys, keys), True, TARGET)
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
@@ -137,6 +143,72 @@ def test_heads_come_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     out, lse = run(problem, operands, shape, TARGET)
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_heads_in_sections(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of dK and dV, two of three key heads together; with ``deterministic`` of dQ, too."""
+    rng = np.random.default_rng(3)
+    heads = {"q": 6, "k": 3, "v": 3}
+    arrays = {name: rng.standard_normal((1, n, 140, 16)).astype(np.float16) for name, n in heads.items()}
+    monkeypatch.setattr("aule.ops.attention.plan._CACHED", 2 * 2 * 140 * (32 * 2 + 16 * 4))
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True)
+    problem = replace(problem, deterministic=deterministic)
+    assert problem_scalars(problem)["key_heads_together"] == 2 and problem_scalars(problem)["heads_together"] > 1
+    shapes = [choose_backward_fragments(TARGET, "f16", 16, 16, of) for of in ("queries", "keys")]
+    found, dout = backward(problem, operands, arrays, tuple(shapes), True, TARGET)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+LENGTHS = {"full": (128, 128), "more keys": (100, 150), "more rows": (150, 100), "more rows, full": (160, 128)}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("align", ["top-left", "bottom-right"])
+def test_gradients_of_tiles_of_which_nothing_is_dropped(lengths: tuple[int, int], align: str) -> None:
+    """They have a loop of their own under a causal mask, but for keys past the end."""
+    rng = np.random.default_rng(4)
+    shapes = {"q": (2, lengths[0], 128), "k": (1, lengths[1], 128), "v": (1, lengths[1], 128)}
+    arrays = {name: rng.standard_normal((1, *shape)).astype(np.float16) for name, shape in shapes.items()}
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, causal=True, causal_align=align)
+    keys = choose_backward_fragments(TARGET, "f16", 128, 128, "sums")
+    assert keys is not None and keys.apart
+    found, dout = backward(problem, operands, arrays, (keys, keys), True, TARGET)
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("lengths", [(256, 320), (300, 310)], ids=["full", "not full"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_blocks_that_are_cut(lengths: tuple[int, int], dim: int) -> None:
+    """The last of five blocks of keys, or of three, on a device that has two at a time; rows of two heads for it."""
+    small = replace(TARGET, compute_units=1, device_fence=True)
+    rng = np.random.default_rng(4)
+    shapes = {"q": (2, lengths[0], dim), "k": (1, lengths[1], dim), "v": (1, lengths[1], dim)}
+    arrays = {name: rng.standard_normal((1, *shape)).astype(np.float16) for name, shape in shapes.items()}
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views)
+    keys = choose_backward_fragments(small, "f16", dim, dim, "sums")
+    assert keys is not None
+    blocks, tiles = -(-lengths[1] // keys.block_q), -(-lengths[0] // keys.block_kv)
+    cut = cut_blocks(blocks, tiles, choose_backward_slots(small, keys))
+    assert cut is not None and (cut.blocks, cut.pieces) == (1, 2)
+    found, dout = backward(problem, operands, arrays, (keys, keys), True, small)
+    assert found["part"].any() and not found["tickets"].any()
+    wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
+    assert not wrong, wrong
+
+
+def test_when_blocks_are_cut() -> None:
+    assert cut_blocks(4096, 256, 264) == Cut(3960, 136, 7) and cut_blocks(4096, 64, 264) == Cut(3960, 136, 3)
+    assert cut_blocks(3960, 256, 264) is None, "whole waves"
+    assert cut_blocks(256, 128, 264) is None, "hardly any slot is idle"
+    assert cut_blocks(4096, 256, 0) is None, "nobody knows how many there are"
+    assert cut_blocks(64, 128, 264) == Cut(0, 64, 4), "less than a wave"
+    assert cut_blocks(64, 4, 264) is None, "pieces cost more than they save"
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -236,6 +236,7 @@ def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView],
     with Arena(device) as arena:
         memory = {name: view.storage for name, view in views.items()} | {"lse": lse}
         memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
+        memory |= {name: zeroed(device, words) for name, words in ready.zeroed.items()}
         launch_steps(ready, device, memory)
 
 
@@ -302,6 +303,7 @@ def _backward_through_device(
         buffers = {name: view.storage for name, view in views.items()}
         buffers["lse"] = arena.bring(host_view("f32", lse[None])).storage
         buffers |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
+        buffers |= {name: zeroed(device, words) for name, words in ready.zeroed.items()}
         launch_steps(ready, device, buffers)
         for name, array in grads.items():
             device.download(buffers[f"d{name}"], array)

@@ -39,7 +39,8 @@ class FragmentShape:
     columns : int
         Subgroups that share their rows, in the kernel of dK and dV. Each makes some columns of the scores, which then
         pass through shared memory, and some columns of the results: more rows of its own, and fewer reads in all. With
-        ``resident_q`` some rows of the scores instead, so that each matrix is in one subgroup's registers.
+        ``resident_q`` some rows of the scores instead, so that each matrix is in one subgroup's registers, as are its
+        own rows of P and dS when they are multiplied.
     staged : bool
         Results pass through shared memory to become factors.
     warpgroups : bool
@@ -56,6 +57,8 @@ class FragmentShape:
         fewer fragments under way; 0 for never.
     offset : bool
         Backward: sums of dP begin at -delta, which then is not subtracted.
+    apart : bool
+        Backward: under a causal mask, tiles of which nothing is dropped have a loop of their own.
     """
 
     block_q: int
@@ -72,6 +75,7 @@ class FragmentShape:
     ahead: bool = False
     paced: int = 0
     offset: bool = False
+    apart: bool = False
 
     @property
     def threads(self) -> int:

@@ -108,7 +108,12 @@ class RotatedTransfer(Transfer):
 
 
 def turned_back(
-    engine: Fragments, memory: Value, tile: FragmentTile, out: Matrix, place: tuple[Value, Value, Value]
+    engine: Fragments,
+    memory: Value,
+    tile: FragmentTile,
+    out: Matrix,
+    place: tuple[Value, Value, Value],
+    row_of: Callable[[int], Value],
 ) -> list[list[Value]]:
     """The elements of a result, by row and column, rotated back.
 
@@ -119,13 +124,15 @@ def turned_back(
     ----------
     place : tuple of Value
         The workgroup's first row of ``out``, the tile's first row among the workgroup's, and its first column.
+    row_of : callable
+        Which of the tile's rows is this lane's first, second, ...
     """
     b, rotary, run = engine.b, out.rotary, engine.run
     assert rotary is not None
     row0, own_row, own_col = place
     cols = padded(out.cols, SIZE)
     values = tile.values()
-    rows = [own_row + tile.row(r) for r in range(len(values))]
+    rows = [own_row + row_of(r) for r in range(len(values))]
     columns = [own_col + tile.col(c) for c in range(len(values[0]))]
     apart = not rotary.interleaved or run == 1
     if apart:

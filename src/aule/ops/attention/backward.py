@@ -259,10 +259,8 @@ class _Queries(_Kernel):
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        blocks = self.p.number("blocks_each")
-        head_number = self.task // blocks
-        # The last blocks of rows come first: with a causal mask they have the most work.
-        self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
+        head_number, block = self.rows_of(self.task)
+        self.row0 = block * self.shape.block_q
         batch, self.head = head_number // self.heads, head_number % self.heads
         self.scores = Scores(self.p, batch)
         if config.packed:
@@ -341,9 +339,8 @@ class _Keys(_Kernel):
 
     def __init__(self, b: Builder, config: BackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        blocks = self.p.number("blocks_each")
-        head_number = self.task // blocks
-        self.key0 = (self.task % blocks) * self.shape.block_q
+        head_number, block = self.keys_of(self.task)
+        self.key0 = block * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         self.scores = Scores(self.p, batch)
         if config.packed:

@@ -10,7 +10,7 @@ from aule.ir.types import Scalar, f32, i32, i64
 from aule.ops.attention.config import BackwardConfig, FragmentBackwardConfig
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.rotating import rotating
-from aule.ops.attention.scores import Scores
+from aule.ops.attention.scores import Scores, block_of
 from aule.tile.matrix import Matrix
 
 
@@ -31,6 +31,22 @@ class BackwardBlock:
         # Workgroups are counted along x and then y: a driver may allow no more than 65535 along one axis.
         self.task = b.group_id(0) + b.group_id(1) * b.group_count(0)
         self.exists = self.task < number("blocks")
+
+    def rows_of(self, task: Value) -> tuple[Value, Value]:
+        """The head of a workgroup, and which of its blocks of query rows it has."""
+        p, config = self.p, self.p.config
+        together = p.number("heads_together") if config.right and not config.left else None
+        return block_of(self.b, config, task, p.number("blocks_each"), p.number("blocks"), together)
+
+    def keys_of(self, task: Value) -> tuple[Value, Value]:
+        """The head of a workgroup, and which of its blocks of keys it has: with a causal mask the first keys have the
+        most work, as the last rows do."""
+        p, config, blocks = self.p, self.p.config, self.p.number("blocks_each")
+        if not config.right or config.left:
+            return task // blocks, task % blocks
+        together = p.number("key_heads_together")
+        head_number, block = block_of(self.b, config, task, blocks, p.number("blocks"), together)
+        return head_number, blocks - 1 - block
 
     def matrix(self, name: str, head: Value, rows: Value, cols: int, number: int) -> Matrix:
         """An operand of the forward pass, or the gradient of its result."""

@@ -15,6 +15,7 @@ not be so (``config.sums``), the second kernel adds what its keys bring to dQ to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -22,6 +23,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
 from aule.ops.attention.backward_matrix import GradientKernel, KeysKernel
 from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.cut import add_up, share
 from aule.ops.attention.scores import Scores
 from aule.target import Target
 from aule.tile.arrangement import SIZE
@@ -30,6 +32,9 @@ from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.matrix import Matrix, divmod_const
 from aule.tile.rotated_fragment import exchange_bytes, transfer_of
 from aule.tile.transfer import Transfer
+
+Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None]
+"""What is done with a tile (`_Kernel.passage`)."""
 
 
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
@@ -161,16 +166,16 @@ class _Kernel(GradientKernel):
     def passage(
         self,
         transfers: tuple[Transfer, Transfer],
-        first: Value,
-        last: Value,
-        body: Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None],
+        limits: tuple[Value, ...],
+        bodies: tuple[Body, ...],
         arrive: Callable[[Value, tuple[Value, Value]], None],
         start: Callable[[Value], None] | None = None,
     ) -> None:
-        """Call ``body`` with every tile, where it lies, and what it calls when there are registers for the next one's
-        rows and when it has read this one's. ``arrive`` may change what a thread has brought in before others see it,
-        ``start`` fetch more."""
+        """Call a body with every tile, where it lies, and what it calls when there are registers for the next one's
+        rows and when it has read this one's: each of ``bodies`` with those between two ``limits``. ``arrive`` may
+        change what a thread has brought in before others see it, ``start`` fetch more."""
         b, width, ahead = self.b, self.shape.block_kv, self.shape.ahead
+        first, last = limits[0], limits[-1]
 
         def fetch(tile: Value) -> None:
             at = self.stage(tile)
@@ -192,24 +197,28 @@ class _Kernel(GradientKernel):
             fetch(first)
             if ahead:
                 put(first)
-        with b.loop(first, last, name="tile") as tile:
+        for low, high, body in zip(limits, limits[1:], bodies, strict=False):
+            with b.loop(low, high, name="tile") as tile:
 
-            def put_next() -> None:
-                b.barrier()  # everyone has read this one's
-                put(tile)  # the one stage that there is
+                def fetch_next(tile: Value = tile) -> None:
+                    # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
+                    fetch(b.min(tile + 1, last - 1))
 
-            if ahead:
-                b.barrier()
-                # Behind the last tile for nothing: a branch would cost moves of all that waits in registers.
-                body(tile, self.stage(tile), lambda: fetch(b.min(tile + 1, last - 1)), put_next)
-            else:
-                if self.shape.stages == 1:
-                    b.barrier()  # everyone is done with the tile before
-                put(tile)
-                b.barrier()
-                with b.if_(tile + 1 < last):
-                    fetch(tile + 1)
-                body(tile, self.stage(tile), lambda: None, lambda: None)
+                def put_next(tile: Value = tile) -> None:
+                    b.barrier()  # everyone has read this one's
+                    put(tile)  # the one stage that there is
+
+                if ahead:
+                    b.barrier()
+                    body(tile, self.stage(tile), fetch_next, put_next)
+                else:
+                    if self.shape.stages == 1:
+                        b.barrier()  # everyone is done with the tile before
+                    put(tile)
+                    b.barrier()
+                    with b.if_(tile + 1 < last):
+                        fetch(tile + 1)
+                    body(tile, self.stage(tile), lambda: None, lambda: None)
         b.barrier()  # the next passage begins with the same memory
 
 
@@ -218,10 +227,8 @@ class _Queries(_Kernel):
 
     def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
         super().__init__(b, config, target)
-        blocks = self.p.number("blocks_each")
-        head_number = self.task // blocks
-        # The last blocks of rows come first: with a causal mask they have the most work.
-        self.row0 = (blocks - 1 - self.task % blocks) * self.shape.block_q
+        head_number, block = self.rows_of(self.task)
+        self.row0 = block * self.shape.block_q
         batch, self.head = head_number // self.heads, head_number % self.heads
         scores = self.scores = Scores(self.p, batch)
         if config.packed:
@@ -280,7 +287,7 @@ class _Queries(_Kernel):
             self.accumulate(dQ, factors, 0, at[0])
             put_next()
 
-        self.passage((keys, values), first, last, body, arrive)
+        self.passage((keys, values), (first, last), (body,), arrive)
         out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
         self.store(dQ, out, self.p.number("dq_factor", f32), 0)
 
@@ -299,10 +306,15 @@ class _Keys(_Kernel, KeysKernel):
         end = b.min(self.row0 + shape.block_q, scores.seq_kv)
         low, high = scores.rows_reaching(self.row0, end)
         first, last = low // width, (high + (width - 1)) // width
+        if self.piece is not None:
+            first, last = share(self.piece, first, last)
         self.load_own()
         with b.loop(b.const(0, i32), self.group, name="member") as member:
             self._pass(self.kv_head * self.group + member, first, last, end, dK, dV)
-        self.store_results(dK, dV)
+        if self.piece is None:
+            self.store_results(dK, dV)
+        else:
+            add_up(self.p, self.piece, shape.threads, [dK, dV], lambda: self.store_results(dK, dV))
 
     def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
         """What the rows of one query head bring to the block's dK and dV."""
@@ -314,12 +326,12 @@ class _Keys(_Kernel, KeysKernel):
         own_key = self.row0 + self.score_row
 
         def body(
-            tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None]
-        ) -> None:
+            tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None],
+            plain: bool = config.keeps_all, full: bool = False,
+        ) -> None:  # fmt: skip
             row0 = tile * width
             # Where every key is kept, only those past the end must not be added to dQ, and nothing stands between the
             # two products for scores that a compiler could not mix with them.
-            plain = config.keeps_all
             partial = None if plain else self.partial(row0, self.row0, shape.block_q, end)
             b.comment("P^T = exp2(K Q^T - lse)")
             S = self.scores_of(0, at[0])
@@ -341,12 +353,12 @@ class _Keys(_Kernel, KeysKernel):
             p = self.dropped(p, kept)
             shared = shape.columns > 1
             if config.sums or shared:
-                self._keep(ds, self.ds_start, [key < end for key in keys] if plain else None)
+                self._keep(ds, self.ds_start, [key < end for key in keys] if plain and not full else None)
             if shared:
                 self._keep(p, self.p_start)
                 b.barrier()
-            p_factors = self._kept(self.p_start) if shared else self.packed(p)
-            ds_factors = self._kept(self.ds_start) if shared else self.packed(ds)
+            p_factors = self._kept(self.p_start, p) if shared else self.packed(p)
+            ds_factors = self._kept(self.ds_start, ds) if shared else self.packed(ds)
             fetch_next()
             b.comment("dV = dV + P^T dO")
             self.accumulate(dV, p_factors, 1, at[1])
@@ -358,8 +370,18 @@ class _Keys(_Kernel, KeysKernel):
                     b.barrier()
                 self._add_to_sums(head, row0)
 
+        limits: tuple[Value, ...] = (first, last)
+        bodies: tuple[Body, ...] = (body,)
+        if shape.apart and config.drops_later:
+            assert scores.right is not None
+            # From here on rows keep all of the block's keys, if these exist.
+            past = self.row0 + shape.block_q
+            row = b.max(past - 1 - scores.right - scores.shift, 0)
+            middle = b.min(b.max((row + (width - 1)) // width, first), last)
+            limits = (first, b.select(past > scores.seq_kv, last, middle), last)
+            bodies = (body, functools.partial(body, plain=True, full=True))
         self.passage(
-            (queries, results), first, last, body,
+            (queries, results), limits, bodies,
             lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
         )  # fmt: skip
 
@@ -369,11 +391,19 @@ class _Keys(_Kernel, KeysKernel):
         own = start + self.score_row * self.kept_stride + self.score_col
         self.engine.put(self.memory, own, self.kept_stride, values, "enlarged", exist)
 
-    def _kept(self, start: int) -> Callable[[int], list[Value]]:
-        """The subgroup's rows of what `_keep` has kept, as left factors."""
-        own, stride = start + self.subgroup_row * self.kept_stride, self.kept_stride
-        rows = range(0, self.shape.rows, self.engine.way.height)
-        return lambda k: [self.engine.load_left(self.memory, own, stride, row, k * SIZE) for row in rows]
+    def _kept(self, start: int, values: list[list[Value]]) -> Callable[[int], list[Value]]:
+        """The subgroup's rows of what `_keep` has kept, as left factors. Where it has made some of them altogether,
+        those come first, out of registers."""
+        stride, height = self.kept_stride, self.engine.way.height
+        if self.score_rows == self.shape.rows:
+            own, rows = start + self.subgroup_row * stride, range(0, self.shape.rows, height)
+            return lambda k: [self.engine.load_left(self.memory, own, stride, row, k * SIZE) for row in rows]
+        mine, parts = self.packed(values), range(1, self.shape.columns)
+        others = [start + (self.subgroup_row + self.result_block(i)) * stride for i in parts]
+        return lambda k: mine(k) + [
+            self.engine.load_left(self.memory, at, stride, row, k * SIZE)
+            for at in others for row in range(0, self.score_rows, height)
+        ]  # fmt: skip
 
     def _add_to_sums(self, head: Value, row0: Value) -> None:
         """``dS K`` of the block's keys, added to dQ's sums. Subgroups share the tile's rows and its columns, in the way

@@ -13,7 +13,9 @@ from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
 from aule.ops.attention.backward_block import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.cut import piece_of
 from aule.ops.attention.scores import Scores
+from aule.ops.attention.tail import Piece
 from aule.ops.attention.tile_dropout import Place, TileDropout
 from aule.target import Target
 from aule.tile.arrangement import SIZE, added_together, number_in_block
@@ -131,15 +133,28 @@ class GradientKernel(BackwardBlock):
         """Columns of a result that one subgroup makes."""
         return self.depths[which] // self.shape.columns * SIZE
 
+    def result_block(self, i: int) -> Value:
+        """Where the ``i``-th rows of a subgroup's results begin among those that it shares: its own rows of scores come
+        first, since they are factors that it has in registers."""
+        return (self.part ^ i) * self.score_rows
+
+    def result_row(self, r: int) -> Value:
+        """The row of a result, among those of the subgroup, that is this lane's ``r``-th."""
+        if self.score_rows == self.shape.rows:
+            return self.engine.row(r)
+        block, below = divmod(self.engine.below(r), self.score_rows)
+        return self.result_block(block) + self.engine.lane_row + below
+
     def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
         b, run = self.b, self.engine.run
         first = self.part * self.result_width(which)
         if out.rotary is None:
             values = tile.values()
         else:
-            values = turned_back(self.engine, self.memory, tile, out, (self.row0, self.subgroup_row, first))
+            place = (self.row0, self.subgroup_row, first)
+            values = turned_back(self.engine, self.memory, tile, out, place, self.result_row)
         for r, row in enumerate(values):
-            at = self.row0 + self.subgroup_row + tile.row(r)
+            at = self.row0 + self.subgroup_row + self.result_row(r)
             with b.if_(at < out.rows):
                 for c in range(0, len(row), run):
                     strip = [x if factor is None else x * factor for x in row[c : c + run]]
@@ -151,13 +166,16 @@ class KeysKernel(GradientKernel):
 
     kv_head: Value
     block: Value
+    piece: Piece | None
+    """Of the block, where some are cut."""
     numbers: Value
     """Of the query rows of a tile: what is added to scores, and delta."""
 
     def own_keys(self) -> None:
         """Find out which keys are the workgroup's."""
-        b, config, blocks = self.b, self.config, self.p.number("blocks_each")
-        head_number, self.block = self.task // blocks, self.task % blocks
+        b, config = self.b, self.config
+        self.piece = piece_of(self.p, self.task) if config.cut else None
+        head_number, self.block = self.keys_of(self.task if self.piece is None else self.piece.number)
         self.row0 = self.block * self.shape.block_q
         batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
         scores = self.scores = Scores(self.p, batch)

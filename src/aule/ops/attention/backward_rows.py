@@ -60,6 +60,8 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
     row has an odd number of them."""
     if config.quads:
         return _build_round_quads(config, target)
+    if config.octets:
+        return _build_round_octets(config, target)
     b = Builder("attention_round", config.threads)
     index: Scalar = i64 if config.index64 else i32
     elem, dim, run = SCALARS[config.dtype], config.head_dim, config.run
@@ -122,6 +124,44 @@ def _build_round_quads(config: RoundConfig, target: Target) -> KernelIR:
             with b.if_(inside):
                 to = b.cast(head_number * seq_q + first + i * apart, index) * dim + b.cast(col, index)
                 b.store(out, to, b.cast(b.vector(parts[2 * i : 2 * i + 2]), elem))
+    return b.finish()
+
+
+def _build_round_octets(config: RoundConfig, target: Target) -> KernelIR:
+    """The same where eight neighbours of a row are two times four lanes' beside each other, the even ones and the odd
+    ones: they are read and written together, twice by each thread. Eight threads have rows that follow each other."""
+    b = Builder("attention_round", config.threads)
+    index: Scalar = i64 if config.index64 else i32
+    elem, dim = SCALARS[config.dtype], config.head_dim
+    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
+    sums, out = p.buffer("dq_sum", f32), p.buffer("dq", elem, "write")
+    factor, seq_q, tiles, total = (
+        p.number("dq_factor", f32), p.number("seq_q"), p.number("row_tiles"), p.number("round_octets"),
+    )  # fmt: skip
+    way, each = arrange(target), 2
+    odd = way.lanes << way.results.part_cols.index(1)  # so much further lie the odd columns
+    group = (b.group_id(0) + b.group_id(1) * b.group_count(0)) * (config.threads * each)
+    numbers = [group + (i * config.threads) + b.thread_id() for i in range(each)]
+    found = []
+    for number in numbers:
+        eight, within = divmod_const(b, number, dim)
+        octet, low = within >> 3, within & 7
+        row, col = (eight & 1) * 8 + low, octet * 8
+        at = (eight >> 1) * (dim // SIZE) + (octet >> 1)
+        place = b.cast(at, index) * (SIZE * SIZE) + b.cast(place_in_block(b, way, row, col & 15), index)
+        halves = [b.var(b.splat(b.const(0.0, f32), QUAD)) for _ in range(2)]
+        with b.if_(number < total):
+            for half, variable in enumerate(halves):
+                variable.value = b.load(sums, place + half * odd, QUAD)
+        found.append((eight >> 1, row, col, halves))
+    for number, (block, row, col, halves) in zip(numbers, found, strict=True):
+        head_number, tile = block // tiles, block % tiles
+        line = tile * SIZE + row
+        pairs = zip(*(b.unpack(half.value) for half in halves), strict=True)
+        values = [x * factor for pair in pairs for x in pair]
+        with b.if_((line < seq_q) & (number < total)):
+            to = b.cast(head_number * seq_q + line, index) * dim + b.cast(col, index)
+            b.store(out, to, b.cast(b.vector(values), elem))
     return b.finish()
 
 

@@ -80,6 +80,11 @@ class ScoreConfig:
         """Nothing happens to scores on the way to softmax: every row keeps every key that there is."""
         return not (self.left or self.right or self.softcap or self.mask or self.bias or self.alibi)
 
+    @property
+    def drops_later(self) -> bool:
+        """Nothing happens to scores but that rows drop keys to the right."""
+        return self.right and not (self.left or self.softcap or self.mask or self.bias or self.alibi)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig(ScoreConfig):
@@ -181,6 +186,8 @@ class FragmentBackwardConfig(ScoreConfig):
         As in `BackwardConfig`.
     unit, aligned, folded
         As in `FragmentConfig`, for q, k, v and the gradient of o.
+    cut : bool
+        The last blocks of keys are cut (`cut.py`).
     """
 
     of: Literal["queries", "keys"]
@@ -189,6 +196,7 @@ class FragmentBackwardConfig(ScoreConfig):
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
     folded: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,8 @@ class RoundConfig:
     rope_unit: bool = True
     quads: bool = False
     """Sums of whole blocks lie four together, two neighbours in each of two rows."""
+    octets: bool = False
+    """Of eight neighbours of a row, sums of the even columns lie together, and those of the odd ones."""
 
     @property
     def run(self) -> int:

@@ -20,6 +20,7 @@ from aule.ops.attention.config import (
     FragmentConfig,
     RoundConfig,
 )
+from aule.ops.attention.cut import cut_blocks
 from aule.ops.attention.dropout import keep_scale, threshold
 from aule.ops.attention.forward import build_forward
 from aule.ops.attention.forward_whole import MOST_BLOCKS, reciprocals
@@ -38,6 +39,7 @@ from aule.ops.attention.tiles import (
 from aule.ops.attention.tiles_backward import (
     choose_backward_fragments,
     choose_backward_shape,
+    choose_backward_slots,
     choose_backward_warpgroups,
 )
 from aule.ops.attention.turned import TURNED, can_turn, turned
@@ -299,6 +301,7 @@ def plan_backward(
     numbers |= {"row_tiles": row_tiles, "clear": clear}
     steps = [Step(delta, build_delta, grid_of("flash_attention", blocks, target), numbers | row_scalars(problem))]
     workspace = {"delta": rows}
+    zeroed: dict[str, int] = {}
     of: Literal["queries", "keys"]
     for of, heads, length in (
         ("queries", problem.batch * problem.heads_q, problem.seq_q),
@@ -334,30 +337,37 @@ def plan_backward(
             scalars |= found
         if isinstance(shape, FragmentShape):
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
+            if of == "keys" and shape.ahead and config.keeps_all:
+                slots = choose_backward_slots(target, shape)
+                cut = cut_blocks(each * heads, -(-problem.seq_q // shape.block_kv), slots) if sums else None
+                if cut is not None:
+                    config, grid = replace(config, cut=True), grid_of("flash_attention", cut.workgroups, target)
+                    scalars, workspace = scalars | cut.scalars, workspace | cut.workspace(shape, dims)
+                    zeroed["tickets"] = cut.blocks
             build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
             steps.append(Step(config, build, grid, scalars, renamed))
         else:
             plain = BackwardConfig(**common, aligned=aligned(QUAD, names), scores=store_scores, sums=sums)
             steps.append(Step(plain, build_backward, grid, scalars))
     if not sums:
-        return StepPlan(tuple(steps), workspace)
+        return StepPlan(tuple(steps), workspace, zeroed)
     added_by = None if isinstance(keys_shape, FragmentShape) else keys_shape
-    quads = added_by is None and problem.rope is None and problem.head_dim % SIZE == 0 and _in_quads(target)
+    blocks_alone = added_by is None and problem.rope is None and problem.head_dim % SIZE == 0
+    quads, octets = blocks_alone and _in_quads(target), blocks_alone and _in_octets(target)
     finish = RoundConfig(
         problem.dtype, problem.head_dim, _ROUND_THREADS, index64, added_by, problem.rope,
-        rope_options(views)["rope_unit"], quads,
+        rope_options(views)["rope_unit"], quads, octets,
     )  # fmt: skip
-    count = clear // QUAD if quads else rows * problem.head_dim // finish.run
-    grid = grid_of("flash_attention", -(-count // (_ROUND_THREADS * (2 if quads else 1))), target)
-    steps.append(Step(finish, build_round, grid, numbers | {"round_quads": clear // QUAD}))
-    return StepPlan(tuple(steps), workspace | {"dq_sum": clear})
+    count = clear // QUAD if quads else clear // RUN if octets else rows * problem.head_dim // finish.run
+    grid = grid_of("flash_attention", -(-count // (_ROUND_THREADS * (2 if quads or octets else 1))), target)
+    numbers |= {"round_quads": clear // QUAD, "round_octets": clear // RUN}
+    steps.append(Step(finish, build_round, grid, numbers))
+    return StepPlan(tuple(steps), workspace | {"dq_sum": clear}, zeroed)
 
 
 def _backward_fragments(problem: AttentionProblem, target: Target, of: str) -> FragmentShape | None:
     """Tiles of a backward kernel on matrix units; None where there are none, or where they cannot rotate."""
-    options = score_options(problem)
-    plain = problem.modifiers == 0 and not (options["left"] or options["right"])
-    shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of, plain)
+    shape = choose_backward_fragments(target, problem.dtype, problem.head_dim, problem.value_dim, of)
     if shape is None or problem.rope is None:
         return shape
     fits = exchange_bytes(shape.block_q, problem.head_dim) <= target.max_shared_bytes
@@ -379,6 +389,17 @@ def _in_quads(target: Target) -> bool:
         return False
     way = arrange(target)
     return way.results.part_bits[:2] == ((0, 1), (SIZE // 2, 0)) and (way.height, way.width) == (SIZE, SIZE)
+
+
+def _in_octets(target: Target) -> bool:
+    """Whether eight neighbours of a row are components of four lanes that follow each other, two of each, and the next
+    of these components are another subgroup's width away."""
+    if added_together(target) != 1:
+        return False
+    way = arrange(target)
+    lanes, parts = way.results.lane_bits, way.results.part_bits
+    whole = (way.height, way.width) == (SIZE, SIZE)
+    return whole and lanes[:2] == ((0, 2), (0, 4)) and (0, 1) in parts and (0, 8) in parts
 
 
 def _sums_of_head(problem: AttentionProblem, shape: SimtShape | FragmentShape) -> tuple[int, int]:
@@ -490,6 +511,7 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
         "heads_kv": problem.heads_kv,
         "group": problem.group,
         "heads_together": _heads_together(problem),
+        "key_heads_together": _key_heads_together(problem),
         "shift": problem.shift,
         "left": min(left, FAR),
         "right": min(right, FAR),
@@ -506,13 +528,22 @@ def problem_scalars(problem: AttentionProblem) -> dict[str, int | float]:
 
 
 _CACHED = 32 << 20
-"""Bytes of K and V that workgroups which run at the same time may read and still find in a GPU's cache."""
+"""Bytes that workgroups which run at the same time may read and still find in a GPU's cache: K and V, or in the kernel
+of dK and dV Q, dO and dQ's sums. H200, the latter at d128, S 8192 and 2048 causal, fp16 through Vulkan, TFLOPS, heads
+together: 4 and 16 255 and 218; 1 246 and 214, twice as many 256 and 217, all 254 and 182."""
 
 
 def _heads_together(problem: AttentionProblem) -> int:
     """Query heads whose K and V are so many bytes; at most all there are."""
     each = problem.seq_kv * (problem.head_dim + problem.value_dim) * (4 if problem.dtype == "f32" else 2)
     return max(min(_CACHED * problem.group // max(each, 1), problem.batch * problem.heads_q), 1)
+
+
+def _key_heads_together(problem: AttentionProblem) -> int:
+    """Key heads whose query heads have so many bytes of Q, dO and dQ's sums."""
+    row = (problem.head_dim + problem.value_dim) * (4 if problem.dtype == "f32" else 2) + 4 * problem.head_dim
+    each = problem.group * problem.seq_q * row
+    return max(min(_CACHED // max(each, 1), problem.batch * problem.heads_kv), 1)
 
 
 def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:

@@ -168,10 +168,11 @@ class Leavings:
         for i in range(0, len(numbers), QUAD):
             b.store(self.buffer, start + i * self.threads, b.vector(numbers[i : i + QUAD]))
 
-    def load(self, part: Value) -> list[Value]:
-        b, start = self.b, self._start(part)
-        quads = [b.load(self.buffer, start + i * self.threads, QUAD) for i in range(0, self.count, QUAD)]
-        return [x for quad in quads for x in b.unpack(quad)][: self.count]
+    def load(self, part: Value, first: int = 0, count: int | None = None) -> list[Value]:
+        """All numbers of a part, or ``count`` of them from ``first`` on, a multiple of four."""
+        b, start, count = self.b, self._start(part), self.count if count is None else count
+        quads = [b.load(self.buffer, start + i * self.threads, QUAD) for i in range(first, first + count, QUAD)]
+        return [x for quad in quads for x in b.unpack(quad)][:count]
 
 
 class Parts:

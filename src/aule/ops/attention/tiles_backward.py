@@ -18,13 +18,12 @@ from aule.tile.warpgroup import has_warpgroups
 @dataclass(frozen=True)
 class FragmentBackwardEntry:
     """Tiles of the backward kernels on matrix units, for head dimensions up to ``dim``: of dQ, of dK and dV, of the
-    latter where dQ is added up there, and of that where every row keeps every key, if those are something else."""
+    latter where dQ is added up there, if those are something else."""
 
     dim: int
     queries: FragmentShape
     keys: FragmentShape
     sums: FragmentShape | None = None
-    plain_sums: FragmentShape | None = None
 
 
 FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
@@ -46,32 +45,39 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
     ),
     # H200, 48 KiB, S 2048 full / 8192 full / 8192 causal, all launches, five products counted.
     "vulkan": (
-        # Sums, bf16: 286 / 317 / 295, f16 - / 304 / -; 32 columns of K in registers 273 / 299 / 279, all 261 / 281 /
-        # 254; delta subtracted 268 / 301 / 275, and rows stored behind dQ's product 265 / 289 / 267. Before: rows
-        # fetched early 253 of 285, bf16 rounded instead of cut off 261, both 232 / 247 / 232; rows by 48 269, V in
-        # private memory 248. Before accesses were no longer checked: f16 dQ 313; 16 rows a subgroup 254. dK and dV 312;
-        # 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of 64 keys, V in memory, 183 to 195.
+        # Sums, bf16: 296 / 325 / 303, f16 - / 327 / 303; not cut 289 / 316, f16 - / 324; a loop for full tiles - / - /
+        # 299, where head by head had 293. Before, 286 / 317 / 295, f16 - / 304 / -; 32 columns of K in registers 273 /
+        # 299 / 279, all 261 / 281 / 254; delta subtracted 268 / 301 / 275, and rows stored behind dQ's product 265 /
+        # 289 / 267. Before: rows fetched early 253 of 285, bf16 rounded instead of cut off 261, both 232 / 247 / 232;
+        # rows by 48 269, V in private memory 248. Before accesses were no longer checked: f16 dQ 313; 16 rows a
+        # subgroup 254. dK and dV 312; 16 rows a subgroup 256, 64 keys 187. Both together count as 220; sums of 64 keys,
+        # V in memory, 183 to 195.
         FragmentBackwardEntry(
             64,
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, False),
             FragmentShape(128, 32, 4, 1, True, ahead=True, offset=True),
         ),
-        # Sums, bf16: 251 / 271 / 259, f16 247 / 267 / 245; where every key is kept, each subgroup its own rows, 259 /
-        # 274 / 246, f16 255 / 273 / -. None of K in registers 233 / 245 / 249, 32 columns 240 / 253 / 243, 96 249 / 264
-        # / 240, all 228 / 241 / 245. Each its own rows without K 250 / 266 / 252, f16 - / 260 / 245; rows stored behind
-        # dQ's product 232 / 250 / 239, f16 - / 239 / 237.
+        # Sums, f16 263 / 287 / 274, bf16 257 / 280 / 272; not cut f16 259 / 276, bf16 261 / 281. 64 columns of K in
+        # registers, not cut - / 276 / 275, bf16 - / 261 / 264; 32 - / - / 269, bf16 - / - / 253. Each subgroup its own
+        # rows, 64 columns, not cut 259 / 271 / 273, bf16 259 / 277 / 268. One loop, head by head, P and dS from memory,
+        # 64 columns f16 247 / 267 / 246, bf16 251 / 271 / 261; none of K 233 / 245 / 249, 32 240 / 253 / 243, 96 249 /
+        # 264 / 240, all 228 / 241 / 245; rows stored behind dQ's product 232 / 250 / 239, f16 - / 239 / 237.
         # Before: early and rounded 218 / 233 / 223, V in private memory 229 / 247 / 234; both together 179; rows by 16
         # and V in memory 162, of 128 keys over eight subgroups 155, of 96 over six in two stages 117.
         FragmentBackwardEntry(
             128,
             FragmentShape(64, 32, 4, 1, True),
             FragmentShape(64, 32, 4, 1, True, ahead=True),
-            FragmentShape(64, 32, 4, 1, True, columns=2, held=64, ahead=True),
-            FragmentShape(64, 32, 4, 1, True, held=64, ahead=True),
+            FragmentShape(64, 32, 4, 1, True, columns=2, held=48, ahead=True, apart=True),
         ),
         # Where 16 columns do not come in pairs.
-        FragmentBackwardEntry(128, FragmentShape(64, 32, 4, 1, True), FragmentShape(64, 32, 4, 1, True, ahead=True)),
+        FragmentBackwardEntry(
+            128,
+            FragmentShape(64, 32, 4, 1, True),
+            FragmentShape(64, 32, 4, 1, True, ahead=True),
+            FragmentShape(64, 32, 4, 1, True, held=64, ahead=True, apart=True),
+        ),
     ),
     # Not measured, only compiled, as above. None of them spills, with any modifiers.
     "amd": (
@@ -92,16 +98,19 @@ FRAGMENTS_BACKWARD: dict[str, tuple[FragmentBackwardEntry, ...]] = {
 the backward pass."""
 
 
+_RESIDENT = 2
+"""Workgroups that a multiprocessor holds, of 128 threads that have all registers."""
+
+
 def choose_backward_fragments(
-    target: Target, dtype: str, head_dim: int, value_dim: int, of: str, plain: bool = False
+    target: Target, dtype: str, head_dim: int, value_dim: int, of: str
 ) -> FragmentShape | None:
-    """Tiles of a backward kernel on matrix units, of "queries", of "keys", or of the latter with "sums", ``plain`` when
-    every row keeps every key; None where there are none."""
+    """Tiles of a backward kernel on matrix units, of "queries", of "keys", or of the latter with "sums"; None where
+    there are none."""
     if not multiplies(target, dtype):
         return None
     for entry in FRAGMENTS_BACKWARD.get(target.vendor, FRAGMENTS_BACKWARD.get(target.backend, ())):
-        sums = (plain and entry.plain_sums) or entry.sums or entry.keys
-        keys = sums if of == "sums" else entry.keys
+        keys = (of == "sums" and entry.sums) or entry.keys
         shape = fitted(entry.queries if of == "queries" else keys, target)
         # A thread brings in what belongs to a row of the others.
         if max(head_dim, value_dim) > entry.dim or not runs(shape, target) or shape.threads < shape.block_kv:
@@ -111,6 +120,13 @@ def choose_backward_fragments(
         if shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes:
             return shape
     return None
+
+
+def choose_backward_slots(target: Target, shape: FragmentShape) -> int:
+    """Workgroups with sums that a device works on at a time; 0 where nobody has looked, or their parts could not be
+    added up."""
+    known = target.vulkan_on_nvidia and target.device_fence and shape.ahead
+    return _RESIDENT * target.compute_units if known else 0
 
 
 WARPGROUPS_BACKWARD: tuple[tuple[int, FragmentShape], ...] = (
