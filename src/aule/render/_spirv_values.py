@@ -300,8 +300,8 @@ class Registers:
 
         It is the upper part of Veltkamp's splitting, by one product and additions, which are cheaper than integers. Or
         what is left of x - 2**16 x, rounded, when 2**16 x is taken off again: the larger has x's last eight bits at the
-        end of its own. From 2**110 on, where the product could overflow, and for NaN, the number stays as it is; what is
-        known to be ``small`` needs no such choice.
+        end of its own. From 2**110 on, where the product could overflow, and for NaN, the number stays as it is; what
+        is known to be ``small`` needs no such choice.
         """
         floats = shape(f32, lanes)
         single, flag = self.m.type(floats), self.m.type(shape(bool_, lanes))
