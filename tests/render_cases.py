@@ -145,7 +145,7 @@ def cases() -> Iterator[Case]:
 
 
 def floats() -> Iterator[Case]:
-    unary = ["neg", "abs", "exp2", "sqrt", "rsqrt", "rcp", "floor", "log2", "sin", "cos"]
+    unary = ["neg", "abs", "exp2", "sqrt", "rsqrt", "rcp", "floor", "small", "log2", "sin", "cos"]
     for lanes in (1, 4):
         ops = [lambda b, x, y, z, op=op: b.unary(op, b.abs(x) + 0.125 if op in POSITIVE else x) for op in unary]
         ops += [lambda b, x, y, z, op=op: b.binary(op, x, y) for op in ("add", "sub", "mul", "div", "min", "max")]

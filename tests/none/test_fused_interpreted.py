@@ -100,16 +100,17 @@ def test_what_is_kept_for_the_gradient(case: fused_cases.Case, name: str) -> Non
     if name == "avx512":
         target = replace(target, extensions=features, cache_bytes=1)
     spec = CATALOGUE[case.op]
-    assert spec.gradient is not None and spec.kept == ("statistics",)
+    assert spec.gradient is not None and spec.kept[0] == "statistics"
     arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
     plain = fused_cases.bound(spec, arrays, options)
-    call = spec.call(plain.views, options, spec.results)
-    found = run(spec, call, target)
-    fused_cases.judge(plain, found, fused_cases.right(spec, plain), gradient=False)
-    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
-    assert "statistics" in backward.views
-    expected = fused_cases.right(spec.gradient, backward)
-    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+    for kept in (spec.kept[:1], spec.kept) if len(spec.kept) > 1 else (spec.kept,):
+        call = spec.call(plain.views, options, (*spec.outputs, *kept))
+        found = run(spec, call, target)
+        fused_cases.judge(plain, found, fused_cases.right(spec, plain), gradient=False)
+        backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+        assert set(kept) <= set(backward.views)
+        expected = fused_cases.right(spec.gradient, backward)
+        fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
     monkeypatch.setattr(row_shapes, "_PARTS", dict.fromkeys(row_shapes._PARTS, forward.parts))
     monkeypatch.setattr(row_shapes, "AWAITING", forward.threads)
     monkeypatch.setattr(
-        softmax_plan, "_way", lambda problem, backward, *_: softmax_plan._Way(forward, meets=True, early=not backward)
+        softmax_plan, "_way", lambda problem, backward, *_: softmax_plan._Way(forward, meets=True, early="masks")
     )
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: backward)
     target = replace(TARGETS["subgroups"], max_cluster=8, overlap=True, compute_units=16)
@@ -237,7 +238,25 @@ def test_softmax_as_on_hopper(columns: int) -> None:
     call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
     fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
     config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
-    assert (config.early, config.meets, config.fetches) == (columns != 4096, columns > 1024, True)
+    assert (config.early, config.meets, config.fetches, config.narrow) == ("masks", columns > 1024, True, True)
+
+
+@pytest.mark.parametrize("early", ["words", "masks"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("chance", [1e-9, 0.3, 0.75, 1.0])
+def test_weights_that_are_drawn_early(early: str, dtype: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they wait; with heads of which rows are no power of two, and scores that do not count."""
+    monkeypatch.setattr(softmax_plan, "_way", lambda *_: softmax_plan._Way(early=early, small=True))
+    spec, target = CATALOGUE["softmax_dropout"], TARGETS["subgroups"]
+    case = fused_cases.Case("softmax_dropout", (3, 5, 1024), dtype, {"dropout_p": chance, "causal": True})
+    arrays = fused_cases.operands(case)
+    arrays["x"][0][1, 2, 3] = float("nan") if dtype == "f16" else 0x7FC0
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    found, expected = run(spec, call, target), fused_cases.right(spec, call)
+    fused_cases.judge(call, found, expected, gradient=False)
+    np.testing.assert_array_equal(found["y"] == 0, expected["y"] == 0)
+    config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
+    assert config.early == early
 
 
 def test_subgroups_that_meet_once_forward() -> None:

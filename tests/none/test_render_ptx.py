@@ -18,7 +18,7 @@ import pytest
 from aule.errors import KernelError
 from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Value
-from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, bool_, f16, f32, f64, i8, i16, i32, i64, u8, u32
+from aule.ir.types import SCALARS, Fragment, Scalar, Vector, bf16, bool_, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32
 from aule.render.ptx import render
 from aule.target import Target
 
@@ -286,7 +286,7 @@ def all_kernels() -> Iterator[KernelIR]:
 def assemble(path: Path, kernels: list[KernelIR], arch: str, *options: str) -> str:
     """All kernels as one module through ptxas; what it says."""
     texts = [text(k, arch) for k in kernels]
-    header = texts[0].split("\n\n", 1)[0]
+    header = max((t.split("\n\n", 1)[0] for t in texts), key=lambda x: [int(n) for n in re.findall(r"\d+", x)[:2]])
     source, cubin = path / f"{arch}.ptx", path / f"{arch}.cubin"
     source.write_text("\n".join([header, *(t.split("\n\n", 1)[1] for t in texts)]))
     assert PTXAS is not None
@@ -585,3 +585,21 @@ def test_sgemm_becomes_ideal_machine_code(tmp_path: Path, arch: str) -> None:
     assert registers <= 128
     found = instructions(tmp_path / f"{arch}.cubin", "sgemm")
     assert found == {"ffma": 64 * 16, "lds.128": 4 * 16}
+
+
+def test_two_16_bit_numbers_by_one_instruction() -> None:
+    """Extremes of floats from sm_80 on, arithmetic of integers from sm_90 on, for which PTX must be 8.0."""
+
+    def pairs(elem: Scalar, arch: str) -> tuple[str, set[str]]:
+        b = Builder("pairs", 32)
+        x, out = b.load(b.buffer("x", elem), b.thread_id() * 4, 4), b.buffer("out", elem, "write")
+        value = b.max(x, b.splat(b.extract(x, 0), 4))
+        b.store(out, b.thread_id() * 4, value + 1 if elem == u16 else value)
+        made = text(b.finish(), arch)
+        return made.split()[1], set(re.findall(r"\b(?:max|add)\.\w+x2\b", made))
+
+    for elem in (f16, bf16):
+        assert pairs(elem, "sm_75")[1] == set() and pairs(elem, "sm_80")[1] == {f"max.{elem}x2"}
+    assert pairs(u16, "sm_80")[1] == set()
+    assert pairs(u16, "sm_90") == ("8.0", {"max.u16x2", "add.u16x2"})
+    assert pairs(u32, "sm_90")[0] == "7.8"

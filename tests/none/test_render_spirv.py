@@ -366,24 +366,34 @@ def test_bf16_fragments() -> None:
         render(kernel_of("bf16_fragments", body), TARGET)
 
 
-def test_bf16_is_rounded_before_it_is_converted() -> None:
+@pytest.mark.parametrize("small", [False, True])
+def test_bf16_is_rounded_before_it_is_converted(small: bool) -> None:
     """OpFConvert may truncate, and compilers take t - (t - x) for x unless told otherwise."""
-    artifact = render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16))), EXTENDED)
+
+    def body(b: Builder) -> None:
+        value = number(b, f32, 8)
+        keep(b, b.cast(b.small(value) if small else value, bf16))
+
+    artifact = render(kernel_of("narrow", body), EXTENDED)
     assert "shaderBFloat16Type" in artifact.extensions
     assert "shaderBFloat16CooperativeMatrix" not in artifact.extensions
     made = {w[1]: (op, w[2:]) for op, w in instructions(artifact.code) if len(w) > 2}
     exact = {w[0] for op, w in instructions(artifact.code) if op == Op.Decorate and w[1] == Decoration.NoContraction}
     converted = [w[2] for op, w in instructions(artifact.code) if op == Op.FConvert]
     assert len(converted) == 2  # vectors of four
-    for selected in converted:
-        chosen, (_, upper, x) = made[selected]
-        outer, (scaled, rest) = made[upper]
-        assert (chosen, outer, made[rest]) == (Op.Select, Op.FSub, (Op.FSub, (scaled, x)))
+    for found in converted:
+        if small:
+            fused, (_, function, x, _, scaled) = made[found]
+            assert (fused, function) == (Op.ExtInst, Glsl.Fma)
+            parts = {found, scaled}
+        else:
+            chosen, (_, upper, x) = made[found]
+            outer, (scaled, rest) = made[upper]
+            assert (chosen, outer, made[rest]) == (Op.Select, Op.FSub, (Op.FSub, (scaled, x)))
+            parts = {upper, rest, scaled}
         assert made[scaled][0] == Op.FMul and made[scaled][1][0] == x
-        assert {upper, rest, scaled} <= exact
-    assert Op.FConvert not in opcodes(
-        render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16))), TARGET)
-    )
+        assert parts <= exact
+    assert Op.FConvert not in opcodes(render(kernel_of("narrow", body), TARGET))
 
 
 def test_bf16_is_rounded_by_a_fused_operation_where_a_kernel_says_so() -> None:

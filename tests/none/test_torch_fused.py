@@ -146,7 +146,7 @@ def test_what_was_dropped_is_seen_in_the_result_or_drawn_again(dtype: Any, causa
     assert spec.gradient is not None
     x, dy = 4 * made(3, 40, 133, dtype=dtype), made(3, 40, 133, dtype=dtype, seed=1)
     x[0, 1, 7] = 1000.0  # some row's only weight, kept or dropped
-    y, statistics = torch_fused.compute(spec, (x, None, SEED), options, None, spec.results)
+    y, statistics, weights = torch_fused.compute(spec, (x, None, SEED), options, None, spec.results)
     p = torch.softmax(2.0 * x.double(), -1)
     if causal:
         p = torch.softmax((2.0 * x.double()).masked_fill(~torch.ones(40, 133).tril(93).bool(), -torch.inf), -1)
@@ -155,19 +155,55 @@ def test_what_was_dropped_is_seen_in_the_result_or_drawn_again(dtype: Any, causa
     rounded, drops = p.to(dtype), dp.to(dtype)  # the same in the precision of the arrays
     naive = rounded * (drops - (rounded * drops).sum(-1, keepdim=True)) * 2.0
     allowed = 2e-5 * right.abs().max() if dtype == torch.float32 else 2 * (naive.double() - right).abs().max()
-    for given in ((y, statistics), (y, None), (None, None)):
-        found = torch_fused.compute(spec.gradient, (dy, x, None, SEED, *given), options, None, ("dx",))[0]
+    ways = [(x, y, statistics, None), (x, y, None, None), (x, None, None, None)]
+    if dtype == torch.bfloat16:
+        ways.append((weights, None, None, weights))  # which are all that it needs
+    for first, *given in ways:
+        found = torch_fused.compute(spec.gradient, (dy, first, None, SEED, *given), options, None, ("dx",))[0]
         assert (found.double() - right).abs().max() <= allowed
+
+
+def test_weights_that_are_kept_are_negative_where_they_were_dropped() -> None:
+    """Also a row's NaN; and the result is the same as without them."""
+    spec, options = CATALOGUE["softmax_dropout"], (0.5, True, 1.0)
+    x = made(3, 40, 133, dtype=torch.bfloat16)
+    x[1, 2, 3] = torch.nan
+    y, _, weights = torch_fused.compute(spec, (x, None, SEED), options, None, ("y", "weights"))
+    plain = torch_fused.compute(spec, (x, None, SEED), options, None, ("y",))[0]
+    assert torch.equal(y.view(torch.int16), plain.view(torch.int16))
+    band = ~torch.ones(40, 133).tril(93).bool()
+    p = torch.softmax(x.double().masked_fill(band, -torch.inf), -1)
+    torch.testing.assert_close(weights.double().abs(), p, rtol=5e-3, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(weights)[p > 0], (y == 0)[p > 0])
+
+
+def test_weights_are_kept_of_bf16_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of x and of the result, and of nothing else."""
+    asked: list[Any] = []
+    compute = torch_fused.compute
+    monkeypatch.setattr(torch_fused, "compute", lambda *given: (asked.append(given), compute(*given))[1])
+    for dtype, kept in ((torch.bfloat16, "weights"), (torch.float32, "statistics")):
+        asked.clear()
+        x = made(8, 4096, dtype=dtype).requires_grad_()
+        torch.autograd.grad(aule.softmax_dropout(x, dropout_p=0.25, seed=3).sum(), x)
+        (_, _, _, _, wanted), (gradient, tensors, *_) = asked
+        assert wanted == ("y", kept)
+        given = dict(zip((operand.name for operand in gradient.operands), tensors, strict=True))
+        named = {name for name, tensor in given.items() if tensor is not None}
+        if kept == "weights":
+            assert named == {"dy", "x", "seed", "weights"} and given["x"] is given["weights"]
+        else:
+            assert named == {"dy", "x", "seed", "y", "statistics"}
 
 
 def test_a_result_is_kept_for_the_gradient_only_where_it_is_of_use() -> None:
     spec, x = CATALOGUE["softmax_dropout"], made(4, 8)
     numbers = made(2, 4)
-    found = torch_fused.saved(spec, (x, None, SEED), (x, numbers))
-    assert found[-2] is x and found[-1] is numbers
-    assert torch_fused.saved(spec, (x, None, SEED), x)[-2:] == [x, None]
-    assert torch_fused.saved(spec, (x, None, None), x)[-2:] == [None, None]
-    assert torch_fused.saved(spec, (x.to("meta"), None, SEED), x)[-2:] == [None, None]
+    found = torch_fused.saved(spec, (x, None, SEED), (x, numbers), ("statistics",))
+    assert found[-3] is x and found[-2] is numbers and found[-1] is None
+    assert torch_fused.saved(spec, (x, None, SEED), x)[-3:] == [x, None, None]
+    assert torch_fused.saved(spec, (x, None, None), x)[-3:] == [None, None, None]
+    assert torch_fused.saved(spec, (x.to("meta"), None, SEED), x)[-3:] == [None, None, None]
 
 
 def test_statistics_are_kept_for_the_gradient_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

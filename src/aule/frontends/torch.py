@@ -26,6 +26,7 @@ from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
 from aule.frontends.torch_repeated import Repeated
+from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import (
     by_value,
@@ -180,16 +181,6 @@ def _completed(op: str, q: Any, options: AttentionOptions) -> AttentionOptions:
     if p == 0.0:
         return options._replace(dropout_p=p, seed=None, deterministic=exactly)
     return options._replace(dropout_p=p, seed=seed_on(number, q.device), deterministic=exactly)
-
-
-def seed_on(number: int | None, device: Any) -> Any:
-    """The words of a seed on a device, or of one that is drawn there."""
-    if number is None:
-        drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
-    else:
-        signed = number - 2**64 if number >= 2**63 else number
-        drawn = torch.full((1,), signed, dtype=torch.int64, device=device)
-    return drawn.view(torch.int32)
 
 
 def dispatches(x: Any) -> bool:

@@ -18,7 +18,8 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
 from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch import dispatches, last, raw_stream, route_of, seed_on
+from aule.frontends.torch import dispatches, last, raw_stream, route_of
+from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
@@ -119,9 +120,11 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         where = place(spec, ctx.options)
         if where is not None:
             ctx.mark_dirty(tensors[where])
-        if isinstance(output, tuple):
+        kept: tuple[str, ...] = ()
+        if isinstance(output, tuple) and len(output) > len(spec.outputs):
             ctx.mark_non_differentiable(*output[len(spec.outputs) :])
-        ctx.save_for_backward(*saved(spec, tensors, output))
+            kept = _kept(spec, tensors, ctx.backend)
+        ctx.save_for_backward(*saved(spec, tensors, output, kept))
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
@@ -157,12 +160,17 @@ def saved_names(spec: OpSpec) -> tuple[str, ...]:
     return tuple(operand.name for operand in gradient.operands if operand.name not in theirs)
 
 
-def saved(spec: OpSpec, tensors: Sequence[Any], output: Any) -> list[Any]:
-    """Those of a call, in the order of their names; None for what is of no use, or was not made."""
+def saved(spec: OpSpec, tensors: Sequence[Any], output: Any, kept: tuple[str, ...] = ()) -> list[Any]:
+    """Those of a call, in the order of their names; None for what is of no use, or was not made. ``kept`` are the
+    results of it that callers do not see."""
     known = dict(zip((operand.name for operand in spec.operands), tensors, strict=True))
     useless = _useless(spec, tensors)
     known |= dict.fromkeys(spec.kept)
-    known |= dict(zip(spec.results, output if isinstance(output, tuple) else (output,), strict=False))
+    known |= dict(zip((*spec.outputs, *kept), output if isinstance(output, tuple) else (output,), strict=True))
+    for operand in required_gradient(spec).operands:
+        if operand.stands_for is not None and operand.name in kept:
+            useless |= {name for name, _, _ in _spared(spec)} - {operand.name}
+            known[operand.stands_for] = known[operand.name]
     return [None if name in useless else known[name] for name in saved_names(spec)]
 
 
@@ -188,14 +196,25 @@ def _kept(spec: OpSpec, tensors: Sequence[Any], backend: str | None) -> tuple[st
     where = route_of(tensors[0], backend)
     if where not in _KEPT_FROM or tensors[0].numel() < _KEPT_FROM[where]:
         return ()
+    on_cpu = False
     if where == "host":
         device = host_device(backend)
-        if device is None or not (device.target.backend == "cpu" or device.target.vulkan_on_nvidia):
+        on_cpu = device is not None and device.target.backend == "cpu"
+        if device is None or not (on_cpu or device.target.vulkan_on_nvidia):
             return ()
     elif not (backend or settings.backend() or "cuda").startswith("cuda"):
         return ()
     useless = _useless(spec, tensors)
-    return tuple(name for name in spec.kept if name not in useless)
+    wholly = _wholly(spec) - useless
+    if wholly and on_cpu and tensors[0].dtype == torch.bfloat16:
+        return tuple(wholly)
+    return tuple(name for name in spec.kept if name not in useless | _wholly(spec))
+
+
+@cache
+def _wholly(spec: OpSpec) -> frozenset[str]:
+    """Results that stand for all that the gradient would need else."""
+    return frozenset(x.name for x in required_gradient(spec).operands if x.stands_for is not None)
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:

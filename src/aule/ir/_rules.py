@@ -40,7 +40,7 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("not", "and", "or", "xor"), ("bool", "int", "uint")),
     **dict.fromkeys(("rem", "shl", "shr"), ("int", "uint")),
     "mulhi": ("uint",),
-    **dict.fromkeys(("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor", "sin", "cos", "fma"), ("float",)),
+    **dict.fromkeys(("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor", "small", "sin", "cos", "fma"), ("float",)),
 }
 """Kinds of element that an arithmetic operation takes."""
 

@@ -251,6 +251,10 @@ class Builder:
     def max(self, left: Any, right: Any) -> Value:
         return self.binary("max", left, right)
 
+    def small(self, value: Value) -> Value:
+        """A number that is known to be small; see ``ops.OPS["small"]``."""
+        return self.unary("small", value)
+
     def mulhi(self, left: Any, right: Any) -> Value:
         """The high 32 bits of the product of two u32."""
         return self.binary("mulhi", left, right)

@@ -79,6 +79,9 @@ OPS: dict[str, OpInfo] = {
     "rsqrt": OpInfo("unary", 1, "same; floats; a few ulp"),
     "rcp": OpInfo("unary", 1, "same; floats; 1/x within a few ulp"),
     "floor": OpInfo("unary", 1, "same; floats"),
+    "small": OpInfo(
+        "unary", 1, "same; floats; the number itself, below 2**110 for sure or NaN; rounded, zero may lose its sign"
+    ),
     "sin": OpInfo("unary", 1, "same; floats"),
     "cos": OpInfo("unary", 1, "same; floats"),
     "add": OpInfo("binary", 2, "same; ints and floats"),

@@ -27,12 +27,16 @@ class Operand:
         given and memory is the host's; on a device it would cost more to read than to do without.
     small : bool
         It would not: it has some numbers for each row, and is kept for GPUs as well.
+    stands_for : str or None
+        A result that CPUs keep in place of that operand and of all other results, for rows of bf16: those are what
+        takes them time, once they are many.
     """
 
     name: str
     optional: bool = False
     spares: str | None = None
     small: bool = False
+    stands_for: str | None = None
 
 
 @dataclass(frozen=True)

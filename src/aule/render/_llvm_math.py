@@ -95,6 +95,8 @@ def _float(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Pr
     if opcode in _INTRINSICS:
         return _call(e, _INTRINSICS[opcode], type_, args)
     match opcode:
+        case "small":
+            return args[0]
         case "neg":
             return e.emit(f"fneg {t} {args[0]}")
         case "fma":

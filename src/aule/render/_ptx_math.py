@@ -18,6 +18,10 @@ from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, r
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
 _PAIRED = {"add", "sub", "mul", "fma"}
 """What one instruction does to two fp16 numbers."""
+_EXTREMES = {"min", "max"}
+"""What one instruction does to two 16-bit numbers of either kind, from sm_80 on."""
+WORD_PAIRS = {"add", "min", "max"}
+"""What one instruction does to two u16, from sm_90 on."""
 _LOGIC = {"or": "0xEA", "xor": "0x6A"}
 """lop3's table of what these do to a first operand that is masked by a second, and a third."""
 _OVERFLOWING = {"add", "sub", "mul", "div", "neg", "abs", "not", "shl"}
@@ -77,9 +81,18 @@ def lanewise(e: Emitter, op: Op) -> None:
     elem = element(op.args[0].type)
     if elem.is_int and lane_count(op.result) == 1 and _known(e, op, elem):
         return
+    if op.opcode == "small":
+        e.bind(op.result, e.registers(op.args[0]))
+        return
     instruction = _INSTRUCTIONS.get((op.opcode, elem.name))
     if elem.name == "f16" and op.opcode in _PAIRED and lane_count(op.result) > 1:
         e.bind(op.result, _in_pairs(e, f"{op.opcode}.rn.f16x2", [e.registers(x) for x in op.args]))
+        return
+    if elem.name in ("f16", "bf16") and op.opcode in _EXTREMES and lane_count(op.result) > 1 and e.arch.number >= 80:
+        e.bind(op.result, _in_pairs(e, f"{op.opcode}.{elem}x2", [e.registers(x) for x in op.args]))
+        return
+    if elem.name == "u16" and op.opcode in WORD_PAIRS and lane_count(op.result) > 1 and e.arch.number >= 90:
+        e.bind(op.result, _in_pairs(e, f"{op.opcode}.u16x2", [e.registers(x) for x in op.args]))
         return
     if instruction is not None and elem.bits != 8:
         cls = "p" if op.opcode in _COMPARE else register_class(elem)

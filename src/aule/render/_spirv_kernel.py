@@ -328,7 +328,8 @@ class KernelRenderer:
         before, after = register(op.args[0]), register(op.result)
         before = with_element(before, held(element(before), self._computable))
         after = with_element(after, held(element(after), self._computable))
-        return self.r.cast(before, after, source, rounding)
+        made = op.args[0].op
+        return self.r.cast(before, after, source, rounding, made is not None and made.opcode == "small")
 
     def _bitcast(self, op: Op) -> Parts:
         assert op.result is not None

@@ -57,7 +57,7 @@ _EXTENDED: dict[str, dict[str, int]] = {
 _SINGLE_ONLY = {"exp2", "log2", "sin", "cos"}
 """GLSL.std.450 has these for 16 and 32 bits only."""
 
-ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp", "mulhi"}
+ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp", "mulhi", "small"}
 """Operations that `Registers.arithmetic` can do."""
 
 
@@ -115,7 +115,7 @@ class Registers:
             return self._map(result, lambda t, x: self.m.result(Op.FDiv, self.m.type(t), self._one(t), x), operands)
         if opcode == "mulhi":
             return self._map(result, self._high_product, operands)
-        if opcode == "abs" and kind == "uint":
+        if opcode == "small" or (opcode == "abs" and kind == "uint"):
             return operands[0]
         number = _EXTENDED.get(opcode, {}).get(kind)
         if number is not None:
@@ -199,13 +199,16 @@ class Registers:
 
     # -- conversion ------------------------------------------------------------------------------------------------
 
-    def cast(self, source: ValueType, result: ValueType, parts: Parts, rounding: Rounding = "default") -> Parts:
-        """Number to number, lane by lane."""
+    def cast(
+        self, source: ValueType, result: ValueType, parts: Parts, rounding: Rounding = "default", small: bool = False
+    ) -> Parts:
+        """Number to number, lane by lane; ``small`` when that is known."""
         return tuple(
-            self._convert(element(source), t, part, rounding) for t, part in zip(part_types(result), parts, strict=True)
+            self._convert(element(source), t, part, rounding, small)
+            for t, part in zip(part_types(result), parts, strict=True)
         )
 
-    def _convert(self, source: Scalar, type_: ValueType, part: int, rounding: Rounding) -> int:
+    def _convert(self, source: Scalar, type_: ValueType, part: int, rounding: Rounding, small: bool = False) -> int:
         assert isinstance(type_, Scalar | Vector)
         target, lanes = element(type_), lanes_of(type_)
         if source.kind == "bool":
@@ -226,7 +229,7 @@ class Registers:
                 self.m.decorate(part, Decoration.FPRoundingMode, FPRoundingMode.RTE)
             return part
         if target == bf16:
-            return self.m.result(Op.FConvert, self.m.type(type_), self._round_to_bfloat(part, lanes))
+            return self.m.result(Op.FConvert, self.m.type(type_), self._round_to_bfloat(part, lanes, small))
         narrow_source = source.is_int and source.bits < 32
         if (narrow_source and target.bits < 32) or (narrow_source and target.is_float):
             part, source = self._to_word(source, part, lanes, source.is_signed)
@@ -292,12 +295,13 @@ class Registers:
             pieces.append((self.m.result(Op.CompositeExtract, self.m.type(f16), pair, 0), 1))
         return self.join(f16, pieces)[0]
 
-    def _round_to_bfloat(self, part: int, lanes: int) -> int:
+    def _round_to_bfloat(self, part: int, lanes: int, small: bool) -> int:
         """f32 rounded to nearest even with 8 bits, for an OpFConvert that may truncate, as NVIDIA's does.
 
         It is the upper part of Veltkamp's splitting, by one product and additions, which are cheaper than integers. Or
         what is left of x - 2**16 x, rounded, when 2**16 x is taken off again: the larger has x's last eight bits at the
-        end of its own. From 2**110 on, where the product could overflow, and for NaN, the number stays as it is.
+        end of its own. From 2**110 on, where the product could overflow, and for NaN, the number stays as it is; what
+        is known to be ``small`` needs no such choice.
         """
         floats = shape(f32, lanes)
         single, flag = self.m.type(floats), self.m.type(shape(bool_, lanes))
@@ -308,16 +312,18 @@ class Registers:
             self.m.decorate(result, Decoration.NoContraction)
             return result
 
-        if self.fused_rounding:
+        if self.fused_rounding or small:
             scaled = exact(Op.FMul, part, self.constant(floats, -65535.0))
             upper = self.m.extended(Glsl.Fma, single, part, self.constant(floats, 65536.0), scaled)
             self.m.decorate(upper, Decoration.NoContraction)
         else:
             scaled = exact(Op.FMul, part, self.constant(floats, 65537.0))
             upper = exact(Op.FSub, scaled, exact(Op.FSub, scaled, part))
+        if small:
+            return upper
         magnitude = self.m.extended(Glsl.FAbs, single, part)
-        small = self.m.result(Op.FOrdLessThan, flag, magnitude, self.constant(floats, 2.0**110))
-        return self.m.result(Op.Select, single, small, upper, part)
+        limited = self.m.result(Op.FOrdLessThan, flag, magnitude, self.constant(floats, 2.0**110))
+        return self.m.result(Op.Select, single, limited, upper, part)
 
     def bitcast(self, source: ValueType, result: ValueType, parts: Parts) -> Parts:
         """The same bits as another type of the same size."""

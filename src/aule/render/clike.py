@@ -336,6 +336,8 @@ class Printer(ABC):
                 return self.literal(op.attrs["value"], result.type)
             case "get":
                 return self._text[args[0]]
+            case "small":
+                return Expr(self.operand(args[0]))
             case "neg":
                 return self.negative(result.type, self.operand(args[0]))
             case "not":

@@ -15,7 +15,7 @@ from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, element
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, element, u16
 from aule.render import _ptx_fragment, _ptx_math, _ptx_memory, _ptx_subgroup, _ptx_warpgroup
 from aule.render._ptx_convert import bitcast, cast_lanes, e4m3_halves
 from aule.render._ptx_emitter import (
@@ -37,6 +37,10 @@ _SUBGROUP_SIZE = 32
 _UNROLL_LIMIT = 20_000
 """Operations that a fully unrolled loop may become; a longer one stays a loop."""
 _AXES = "xyz"
+
+
+def _paired_words(op: Op) -> bool:
+    return op.opcode in _ptx_math.WORD_PAIRS and element(op.args[0].type) == u16 and lane_count(op.args[0]) > 1
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
@@ -75,6 +79,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
     if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
         version = "8.1"  # the first with atomics of vectors
+    if version == "7.8" and any(_paired_words(op) for op in kernel.walk()):
+        version = "8.0"  # the first with arithmetic of pairs of 16-bit integers
     lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
     if dynamic:  # aligned for the panels of warpgroups' products
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]

@@ -24,7 +24,7 @@ from aule import settings
 from aule.runtime import _cpu_llvm
 from aule.runtime._cpu_pool import JOB_CALL, JOB_LOADS, JOB_PLACES, JOB_STORES, RUN_TYPES, native
 
-_LONG_SECONDS = 0.4e-3
+_LONG_SECONDS = 0.2e-3
 """A launch that has ever taken less is short."""
 _TURNS, _RARE_TURNS, _MUCH = 16, 64, 1.25
 """Of so many launches one looks whether the other threads have become the quicker ones; of the first ones more, and

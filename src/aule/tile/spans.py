@@ -211,6 +211,26 @@ class Span:
         """The largest of ``f`` in each row; of NaN nothing is said."""
         return self.rows.reduce("max", self.partials("max", lambda p: [f(p)], 1))[0]
 
+    def largest_held(self, source: Source | Derived) -> PerRow:
+        """The largest element that each thread has of its rows in registers, found before elements are made wider."""
+        rows, b = self.rows, self.rows.b
+        found: dict[int, Value] = {}
+
+        def compare(parts: list[Part], place: int) -> None:
+            for part in parts:
+                value = part.kept(part.raw(source), NEUTRAL["max"])
+                found[part.row] = b.max(found[part.row], value) if part.row in found else value
+
+        self.walk(compare)
+        ended = []
+        for row in range(rows.shape.batch):
+            lanes = b.unpack(found[row])
+            while len(lanes) > 2:
+                half = len(lanes) // 2
+                lanes = b.unpack(b.max(b.vector(lanes[:half]), b.vector(lanes[half:])))
+            ended.append(fold(b, "max", [b.cast(x, rows.work) for x in lanes]))
+        return PerRow(tuple(ended))
+
     def log_sum(
         self, f: Callable[[Part], Value], *also: Callable[[Part], Value]
     ) -> tuple[PerRow, PerRow, list[PerRow]]:
@@ -245,7 +265,7 @@ class Span:
         first, *rest = rows.reduce("add", ended)
         return most, first, rest
 
-    def dot_of_pairs(self, x: Source, y: Source) -> PerRow:
+    def dot_of_pairs(self, x: Source | Derived, y: Source) -> PerRow:
         """The sum of products of two arrays of bf16, by an instruction for pairs, which need not be made wider."""
         rows, b = self.rows, self.rows.b
         pairs = Vector(u32, self.shape.width // 2)

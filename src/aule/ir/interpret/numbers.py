@@ -88,7 +88,7 @@ _INTEGER: dict[str, Function] = _ANY | {
 # fmin and fmax return the number when the other operand is NaN, as the devices do.
 _FLOAT: dict[str, Function] = _ANY | {
     "div": np.divide, "min": np.fmin, "max": np.fmax, "exp2": np.exp2, "log2": np.log2, "sqrt": np.sqrt,
-    "rsqrt": _rsqrt, "rcp": np.reciprocal, "floor": np.floor, "sin": np.sin, "cos": np.cos,
+    "rsqrt": _rsqrt, "rcp": np.reciprocal, "floor": np.floor, "small": np.positive, "sin": np.sin, "cos": np.cos,
 }  # fmt: skip
 
 

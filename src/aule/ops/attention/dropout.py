@@ -117,6 +117,14 @@ class Dropout:
         """Whether the columns of words are kept, as a vector."""
         return self.b.vector(_upper(words)) >= self.limit
 
+    def masks(self, words: list[Value]) -> Value:
+        """A vector of words with ones in the halves that are kept, by arithmetic of all halves at once."""
+        b = self.b
+        most = (self.limit >> 16) - 1  # that is dropped: what is more becomes 1, and then all ones
+        halves = b.max(b.bitcast(b.vector(words), Vector(u16, 2 * len(words))), b.cast(most, u16))
+        ones = b.min(halves + b.cast(b.const(0, u32) - most, u16), 1)
+        return b.bitcast(ones, Vector(u32, len(words))) * 0xFFFF
+
     def octet(self, head: Value, row: Value, octet: Value) -> list[Value]:
         """Whether those eight columns are kept."""
         return [half >= self.limit for half in _upper(self.words(head, row, octet))]

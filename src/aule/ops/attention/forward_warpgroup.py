@@ -411,7 +411,7 @@ class _Forward(FragmentForward):
                 total.value = total.value * alpha.value
         lows = [low.value for low in base]
         lows = [low + more for low, more in zip(lows, further, strict=True)] if further else lows
-        drawn = self._draw(tile)
+        drawn = self._draw(tile if self.dropout is None else self._behind(tile, highest[0]))
         p: list[list[Value]] = [[] for _ in s]
         for k in range(self.shape.block_kv // SIZE):
             part = self._weigh(s, lows, l, k)
@@ -426,6 +426,12 @@ class _Forward(FragmentForward):
             O.map(lambda x, r, c: x * factors[r])
         for variable, fragment in zip(state.P, engine.pack(p, engine.left, "weights")[0], strict=True):
             variable.value = fragment
+
+    def _behind(self, tile: Value, score: Value) -> Value:
+        """The number of a tile, with a zero of a score added that no compiler knows. Without it ptxas draws between the
+        products for the scores, which then start late: 1.55 in place of 1.46 ms (H200, d128, S 4096)."""
+        b = self.b
+        return tile + (b.bitcast(score, i32) & b.min(self.scores.seq_kv, 0))
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

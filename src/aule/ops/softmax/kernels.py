@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from aule.ir import KernelIR, Value
-from aule.ir.types import SCALARS, Vector, element, u16, u32
+from aule.ir.types import SCALARS, Vector, bf16, element, i16, i32, u16, u32, u64
 from aule.ops.attention.dropout import OCTET, VECTORS, Dropout
 from aule.ops.rowwise import RowConfig, RowKernel
 from aule.ops.softmax.problem import STATISTICS
@@ -14,6 +15,8 @@ from aule.tile.math import NEG_INF
 from aule.tile.rows import PerRow, Source
 from aule.tile.spans import Derived, Part, Product, Term
 from aule.tile.vector import has_pairs
+
+Early = Literal["", "words", "masks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,15 @@ class SoftmaxConfig(RowConfig):
         The scale can wait until the exponent: it keeps the order of scores, and nothing is added to them.
     meets : bool
         Subgroups that share a row take weights about the largest score of their own columns, and meet once.
-    early : bool
-        What is kept is drawn while rows are on their way.
+    early : str
+        What is kept is drawn while rows are on their way, and waits as it is (``words``) or as masks of the result's
+        bits (``masks``), which one instruction makes for two columns where there is arithmetic of 16-bit pairs.
     fetches : bool
         Rows of the workgroups that come next are fetched to the second-level cache.
+    narrow : bool
+        The largest score is looked for among elements as they are in memory.
+    small : bool
+        Whoever rounds weights is told that they are small.
     """
 
     name: str
@@ -42,8 +50,10 @@ class SoftmaxConfig(RowConfig):
     dropout: bool
     folded: bool
     meets: bool = False
-    early: bool = False
+    early: Early = ""
     fetches: bool = False
+    narrow: bool = False
+    small: bool = False
 
 
 def _fuses(target: Target) -> bool:
@@ -70,7 +80,7 @@ class _Kernel:
         """The rows at hand, and their scores."""
         k, b, span = self.k, self.k.b, self.span
         rows = k.rows
-        self.x = rows.source(self.x_array)
+        self.x: Source | Derived = rows.source(self.x_array)
         span.hold(self.x)
         if self.config.fetches:
             self.fetch_later()
@@ -83,14 +93,28 @@ class _Kernel:
             self.y = rows.source(self.y_array)
             span.hold(self.y)
         per_head = k.p.number("seq")
-        self.row = rows.per_row(lambda number: number % per_head)
-        self.head = rows.per_row(lambda number: number // per_head)
+        if k.cpu or self.config.has("dy"):
+            self.row = rows.per_row(lambda number: number % per_head)
+            self.head = rows.per_row(lambda number: number // per_head)
+        else:
+            self.head = rows.per_row(self._head)
+            self.row = self.head.map(lambda head, number: number - head * per_head, PerRow(rows.numbers))
         if self.seed is not None:
             self.dropout = Dropout(b, k.p.number("dropout_limit", u32), self.seed, k.p.number("seed_offset", k.p.index))
         self.scores = Derived(self._scores)
         self.drawn: Derived | None = None
-        if self.config.early and self.seed is not None and span.shape.parts and span.shape.width == OCTET:
+        """What was drawn for a part, as it waits."""
+        if self.config.early:
             self.draw()
+
+    def _head(self, row: Value) -> Value:
+        """The head of a row: a division by one product, since GPUs have no instruction for it, and what is drawn waits
+        for this. (Gradients, which draw later, lose by it: 3.47 -> 3.35 TB/s for 16384 columns on the H200, through
+        Vulkan 3.83 -> 3.48 at 1 GiB.)"""
+        k, b = self.k, self.k.b
+        number = b.cast(row, u32)
+        high = b.mulhi(number, k.p.number("seq_factor", u32))
+        return b.cast((high + number) >> k.p.number("seq_bits", u32), i32)
 
     def fetch_later(self) -> None:
         """Fetch as much of the row that is ``later`` by so many as this thread has of its own, which is less than a
@@ -115,11 +139,15 @@ class _Kernel:
             return [p[weights]] if dp is None else [p[weights], Product(p[weights], p[dp])]
 
         count = 1 if dp is None else 2
+        if self.config.narrow:
+            most = span.largest_held(self.x)
+        else:
+            most = span.partials("max", lambda p: [p[self.scores]], 1)[0]
         if not (self.config.meets and rows.meets):
-            self.largest = span.max(lambda p: p[self.scores]).map(finite)
+            self.largest = rows.reduce("max", [most])[0].map(finite)
             weights = self.exponentials(self.largest, costly=True)
             return weights, rows.reduce("add", span.partials("add", terms, count)), None
-        mine = rows.within("max", span.partials("max", lambda p: [p[self.scores]], 1)[0])
+        mine = rows.within("max", most)
         weights = self.exponentials(mine.map(finite), costly=True)
         (theirs, *sums), combine = rows.meet(mine, span.partials("add", terms, count))
         largest = self.largest = combine("max", theirs)[0].map(finite)
@@ -175,27 +203,59 @@ class _Kernel:
 
     def kept(self, p: Part, value: Value) -> Value:
         """A value where its weight is kept, else zero; the scale is in `inverse`."""
+        keep = self.keeps(p)
+        return value if keep is None else self.k.b.select(keep, value, 0.0)
+
+    def keeps(self, p: Part) -> Value | None:
+        """Which weights are kept; None when all are."""
         b = self.k.b
         if self.y is not None:
             y = p.raw(self.y)  # zero: dropped, or rounded to nothing
             if isinstance(y.type, Vector) and y.type.elem.bits == 16:
                 y = b.bitcast(y, Vector(u16, y.type.lanes))  # whose bits tell, and need not be made wider
-            return b.select(b.ne(y, 0), value, 0.0)
+            return b.ne(y, 0)
         if self.seed is None:
-            return value
+            return None
         if self.drawn is not None:
-            return b.select(self.dropout.kept(b.unpack(p[self.drawn])), value, 0.0)
-        return b.select(_kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width), value, 0.0)
+            return self.dropout.kept(b.unpack(p[self.drawn]))
+        return _kept(self.dropout, p, p[self.head], p[self.row], self.span.shape.width)
 
     def draw(self) -> None:
-        """Draw while rows are on their way."""
-        b, dropout = self.k.b, self.dropout
-        drawn = self.drawn = Derived(lambda p: b.vector(dropout.words(p[self.head], p[self.row], p.col >> 3)))
+        """Draw while rows are on their way.
 
-        def draw(p: Part) -> None:
-            p[drawn]
+        Rows then depend on what was drawn, by a zero that no compiler knows. All of them would draw when it is wanted
+        else: behind the sums, where nobody waits for memory any more.
+        """
+        b, config, dropout, source = self.k.b, self.config, self.dropout, self.x
+        elem, octet = SCALARS[config.dtype], Vector(u32, OCTET // 2)
 
-        self.span.each(draw)
+        def draw(p: Part) -> Value:
+            words = dropout.words(p[self.head], p[self.row], p.col >> 3)
+            return dropout.masks(words) if config.early == "masks" else b.vector(words)
+
+        drawn = self.drawn = Derived(draw)
+        for number in range(self.span.shape.parts):
+            for part in self.span.held_parts(number):
+                part[drawn]
+        zero = b.cast(b.min(self.k.rows.count, 0), u32)
+
+        def tied(p: Part) -> Value:
+            return b.bitcast(b.bitcast(p.raw(source), octet) ^ (p[drawn] & zero), Vector(elem, OCTET))
+
+        self.x = Derived(tied, narrow=True)
+
+    def result(self, p: Part, value: Value) -> Value:
+        """A weight as it is stored: zero where it is dropped."""
+        b = self.k.b
+        if self.drawn is None or self.config.early == "words":
+            return self.small(self.kept(p, value))
+        elem = SCALARS[self.config.dtype]
+        rounded = b.bitcast(b.cast(self.small(value), elem), Vector(u32, OCTET // 2))
+        return b.bitcast(rounded & p[self.drawn], Vector(elem, OCTET))
+
+    def small(self, value: Value) -> Value:
+        """A weight, for whoever rounds it."""
+        return self.k.b.small(value) if self.config.small else value
 
     def inverse(self, total: Value) -> Value:
         """One over a sum of weights; zero where there are none. NaN stays."""
@@ -228,7 +288,10 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
     kernel = _Kernel(config, target)
     k, span, rows = kernel.k, kernel.span, kernel.k.rows
-    y_array = k.array("y", "write")
+    b, y_array = k.b, k.array("y", "write")
+    weights_array = None
+    if config.has("weights"):  # of which nobody reads anything soon
+        weights_array = replace(k.array("weights", "write"), stream=k.cpu)
 
     def body() -> None:
         kernel.take()
@@ -241,7 +304,28 @@ def build_softmax(config: SoftmaxConfig, target: Target) -> KernelIR:
         factor = inverse.map(kernel.scaled)
         if own is not None:
             factor = factor.map(lambda f, c: f * c, own)
-        span.each(lambda p: p.store(y, kernel.kept(p, p[weights] * p[factor])))
+        if weights_array is None:
+            span.each(lambda p: p.store(y, kernel.result(p, p[weights] * p[factor])))
+            return
+        all_weights = rows.source(weights_array)
+        one = inverse if own is None else inverse.map(lambda i, c: i * c, own)
+        elem = SCALARS[config.dtype]
+        bits = {2: u16, 4: u32, 8: u64}[elem.bytes]
+
+        def write(p: Part) -> None:
+            """By bits of what is stored, of which a vector has least."""
+            value, weight = (b.cast(p[weights] * p[by], elem) for by in (factor, one))
+            keep = kernel.keeps(p)
+            if keep is not None:
+                lanes = span.shape.width
+                words, numbers = (Vector(x, lanes) if lanes > 1 else x for x in (bits, elem))
+                value, weight = b.bitcast(value, words), b.bitcast(weight, words)
+                value, weight = b.select(keep, value, 0), b.select(keep, weight, weight | 1 << (elem.bits - 1))
+                value, weight = b.bitcast(value, numbers), b.bitcast(weight, numbers)
+            p.store(y, value)
+            p.store(all_weights, weight)
+
+        span.each(write)
 
     rows.run(body)
     return k.finish()
@@ -294,6 +378,44 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
             factor, mean = (x.map(lambda f, c: f * c, own) for x in (factor, mean))
         less = mean.map(lambda m: -m)
         span.each(lambda p: p.store(dx, p[weights] * b.fma(p[dp], p[factor], p[less])))
+
+    rows.run(body)
+    return k.finish()
+
+
+def build_gradient_of_weights(config: SoftmaxConfig, target: Target) -> KernelIR:
+    """The same from weights that were kept, negative where they were dropped: for CPUs, and rows of bf16."""
+    k = RowKernel(config.name, config, target)
+    b, span, rows = k.b, k.span, k.rows
+    weights_array, dy_array, dx_array = k.array("weights"), k.array("dy"), k.array("dx", "write")
+    scale, keep_scale = k.number("scale"), k.number("keep_scale")
+
+    def body() -> None:
+        weights, dy, dx = (rows.source(array) for array in (weights_array, dy_array, dx_array))
+        span.hold(weights, dy)
+
+        def bits(p: Part) -> Value:
+            return b.bitcast(p.raw(weights), Vector(i16, span.shape.width))
+
+        def gradient(p: Part) -> Value:
+            """Of a weight; whatever comes for one that is nothing is nothing."""
+            return b.select(bits(p) > 0, p[dy], 0.0)
+
+        dp = Derived(gradient)
+        # A column that does not count may have Inf or NaN in dy.
+        paired = has_pairs(target, SCALARS[config.dtype]) and not (config.causal or config.mask)
+        if paired:
+            positive = Derived(lambda p: b.bitcast(b.max(bits(p), 0), Vector(bf16, span.shape.width)), narrow=True)
+            along = span.dot_of_pairs(positive, dy)
+        else:
+            along = span.sum(lambda p: Product(p[weights], p[dp]))
+        less = along.map(lambda s: -s * keep_scale * scale)
+        factor = keep_scale * scale
+
+        def write(p: Part) -> None:
+            p.store(dx, b.abs(p[weights]) * b.fma(p[dp], factor, p[less]))
+
+        span.each(write)
 
     rows.run(body)
     return k.finish()

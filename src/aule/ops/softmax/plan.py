@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aule.ir.types import SCALARS
-from aule.ops.attention.dropout import keep_scale, threshold
-from aule.ops.row_shapes import NO_SUMS, RowTuning, choose_rows, row_grid, streams
+from aule.ops.attention.dropout import OCTET, keep_scale, threshold
+from aule.ops.row_shapes import AWAITING, NO_SUMS, RowTuning, choose_rows, row_grid, streams
 from aule.ops.rowwise import RowOperand, extent, has_statistics, lay_out, operand, view_numbers, view_width
-from aule.ops.softmax.kernels import SoftmaxConfig, build_softmax, build_softmax_gradient
+from aule.ops.softmax.kernels import (
+    Early,
+    SoftmaxConfig,
+    build_gradient_of_weights,
+    build_softmax,
+    build_softmax_gradient,
+)
 from aule.ops.softmax.problem import SoftmaxProblem
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -27,30 +33,40 @@ _RESIDENT = 1024
 """Threads of a unit, with some 64 registers each."""
 
 
+def _compares_pairs(target: Target) -> bool:
+    """Whether one instruction compares two 16-bit floats."""
+    return target.backend == "cuda" and target.arch != "sm_75"
+
+
 @dataclass(frozen=True)
 class _Way:
     """How rows lie over a GPU's threads, None for what is usual, and what `SoftmaxConfig` says."""
 
     tuning: RowTuning | None = None
     meets: bool = False
-    early: bool = False
+    early: Early = ""
     fetches: bool = False
+    awaits: bool = False
+    small: bool = False
 
 
 def _way(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Target) -> _Way:
     """What was fastest on the H200, for rows of 16-bit numbers.
 
-    bf16, dropout, TB/s, 64 MiB and 1 GiB. Forward, 1024 columns: words drawn first and later rows fetched 3.25 and
-    4.17, not fetched 3.19 and 4.07; drawn last 3.00 and 3.99, with eight parts 2.97 and 4.13. 4096 columns: one
-    exchange and later rows fetched 3.24 and 4.17, not fetched 3.11 and 4.06; two exchanges 3.08 and 4.02, drawn first
-    3.06 and 4.09, eight parts 2.94 and 4.06. 16384 columns: drawn first, one exchange, later rows fetched, at most 64
-    registers 2.74 and 3.59, not told how many 2.71 and 3.51, not fetched 2.68 and 3.49; two exchanges 2.56 and 3.32; by
-    a cluster of two 2.57 and 3.14 (2.73 and 3.29 if words wait as bits, for which more fit a unit), of four 2.56 and
-    3.09. Workgroups that stay, with the next row on its way to shared memory, 2.52 and 3.43, with eight parts 2.54 and
-    3.57, to registers 2.53 and 3.21. Without dropout, 16384 columns: one exchange, later rows fetched 3.68 and 4.26,
-    not fetched 3.62 and 4.19, two exchanges 3.40 and 4.09, a cluster of two 3.14 and 3.76. Through Vulkan, 1024
-    columns, eight parts 2.95 and 3.92, four 2.91 and 3.72; 16384 columns, drawn first 2.82 and 3.46, last 2.35 and
-    2.86, with one exchange 1.92 and 2.20, with eight parts 2.50 and 3.06.
+    bf16, dropout, TB/s, 64 MiB and 1 GiB, the seed at hand. Forward, rows that depend on masks, on words, on nothing
+    (so that compilers draw last): 1024 columns 3.80 and 4.26, 3.77 and 4.26, 3.59 and 4.24; 4096 columns 3.79 and 4.26,
+    3.67 and 4.25, 3.60 and 4.25; 16384 columns 3.45 and 4.25, 3.26 and 3.83, 3.09 and 3.72, with masks by comparisons
+    3.55 and 4.19, two exchanges 3.23 and 4.19. Starting while the launch before ends, 64 MiB: 3.84, 3.86, 3.53. 16384
+    columns before that: rows not fetched 3.28 and 3.84, fetched 3.41 and 3.95; exponentials made again for the result,
+    so that four workgroups fit in place of two, 3.13 and 3.77, three (40 registers) 2.89 and 3.51, of rows in shared
+    memory 2.95 and 2.87 at best. Clusters, and workgroups that stay, have lost before. Without dropout, 16384 columns:
+    one exchange, later rows fetched 3.68 and 4.26, not fetched 3.62 and 4.19, two exchanges 3.40 and 4.09, a cluster
+    of two 3.14 and 3.76.
+
+    Through Vulkan, words, masks, drawn last: 1024 columns 3.45 and 4.10, 3.39 and 4.01, 3.15 and 3.99, with eight parts
+    3.13 and 3.95; 4096 columns 3.41 and 4.07, 3.35 and 3.99, 3.17 and 3.97, with one exchange 3.35 and 4.01; 16384
+    columns with one exchange 3.08 and 3.81, two 2.99 and 3.72, masks 2.87 and 3.68, drawn last 2.60 and 3.28. Numbers
+    that are not said to be small: 3.40 and 4.03, 3.34 and 3.99, 2.93 and 3.66.
 
     Backward, 4096 columns: one exchange 3.71 and 4.14, two 3.38 and 3.89; through Vulkan 3.15 and 3.64, 2.95 and 3.45.
     16384 columns: a cluster of four with at most 72 registers 3.02 and 3.71, 64 (which spill) 2.48 and 2.96, 80 3.10
@@ -67,13 +83,14 @@ def _way(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Targ
     if target.max_cluster >= _CLUSTER:
         if backward:
             return _Way(RowTuning(cluster=_CLUSTER, registers=72) if long else None, meets=True)
-        tuning, meets = RowTuning(registers=64) if long and drops else None, problem.length > _SHORT
-        early = long or problem.length <= _SHORT
-        return _Way(tuning, meets, early, fetches=True) if drops or long else _Way()
+        if not (drops or long):
+            return _Way()
+        tuning, meets = RowTuning(registers=64) if drops else None, problem.length > _SHORT
+        return _Way(tuning, meets, "masks", fetches=True, awaits=drops)
     if target.vulkan_on_nvidia:
         if backward:
             return _Way(RowTuning(parts=2) if long else None, meets=True)
-        return _Way(RowTuning(parts=8) if drops and problem.length <= 1024 else None, early=long)
+        return _Way(meets=long and drops, early="words", small=True)
     return _Way(meets=backward)
 
 
@@ -81,16 +98,20 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     """Plan a softmax (``x``, ``y``, and where present ``mask`` and ``seed``) or its gradient (``dy``, ``dx``).
 
     With ``y`` given, a gradient on a CPU sees there what was dropped, and draws nothing again; with ``statistics`` as
-    well, it does not add up weights again.
+    well, it does not add up weights again; with ``weights`` it needs none of these.
     """
     count = math.prod(problem.shape[:-1])
     if count == 0:
         return StepPlan(())
     backward = "dy" in views
-    statistics = has_statistics(views) and ("y" in views or not backward or target.backend != "cpu")
+    cpu = target.backend == "cpu"
+    weights = backward and cpu and "weights" in views and SCALARS[problem.dtype].bytes == 2
+    statistics = has_statistics(views) and not weights and ("y" in views or not backward or not cpu)
     unused = {"statistics"}
-    if backward:
-        unused.add("seed" if "y" in views and target.backend == "cpu" else "y")
+    if weights:
+        unused |= {"x", "y", "mask", "seed"}
+    elif backward:
+        unused |= {"weights", "seed" if "y" in views and cpu else "y"}
     views = {name: view for name, view in views.items() if name not in unused}
     rows = {name: view for name, view in views.items() if name not in ("mask", "seed")}
     along = {name: view for name, view in views.items() if name != "seed"}
@@ -100,6 +121,8 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     way = _way(problem, backward, statistics, target) if narrow else _Way(meets=backward)
     shape, span = choose_rows(target, problem.dtype, problem.length, width, count, NO_SUMS, way.tuning)
     folded = problem.scale > 0 and problem.mask in (None, "bool")
+    plain = folded and problem.mask is None and not problem.causal
+    draws = problem.dropout_p > 0.0 and not backward and "weights" not in views
     operands = tuple((name, operand(view, span.width)) for name, view in along.items())
     if statistics:
         operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
@@ -110,7 +133,10 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         dropout=problem.dropout_p > 0.0,
         folded=folded,
         meets=way.meets or shape.cluster > 1,
-        early=way.early,
+        early=way.early if draws and span.parts > 0 and span.width == OCTET else "",
+        narrow=plain and narrow and not backward and span.parts > 0 and span.width > 1 and _compares_pairs(target),
+        small=way.small and not backward,
+        awaits=way.awaits and target.overlap and shape.workgroup >= AWAITING,
         fetches=way.fetches and span.parts > 0 and dict(operands)["x"].unit and target.compute_units > 0,
         dtype=problem.dtype,
         shape=shape,
@@ -122,12 +148,15 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     )
     scalars = layout.scalars | view_numbers(views) | {"length": problem.length, "seq": problem.rows}
     factor = problem.scale * LOG2E if folded else LOG2E
+    bits = (problem.rows - 1).bit_length()
     scalars |= {
         "scale": problem.scale,
         "factor": factor,
         # Of scores whose product with the factor is a number for sure.
         "reach": -lowest(work_type(SCALARS[problem.dtype])) / max(factor, 2.0) / 2,
         "shift": problem.length - problem.rows,
+        "seq_factor": ((1 << 32) * ((1 << bits) - problem.rows)) // problem.rows + 1,
+        "seq_bits": bits,
         "dropout_limit": threshold(problem.dropout_p),
         "keep_scale": keep_scale(problem.dropout_p),
         # Rows that a device has at a time: others than the next ones would come too late, or be gone when their turn
@@ -135,4 +164,6 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         "later": target.compute_units * (_RESIDENT // shape.threads),
     }
     build = build_softmax_gradient if backward else build_softmax
+    if weights:
+        build = build_gradient_of_weights
     return StepPlan((Step(config, build, row_grid(config.name, shape, count, target), scalars),))

@@ -23,7 +23,10 @@ from aule.ops.spec import Call, Result
 from aule.view import TensorView
 
 STATISTICS = 2
-"""Numbers that are kept of each row for the gradient: its largest score, and one over the sum of exponentials."""
+"""Numbers that are kept of each row for the gradient: its largest score, and one over the sum of exponentials.
+
+CPUs keep all weights of bf16 instead, ``weights``, of which those that are dropped are negative: reading 2 bytes for
+each takes less time than reading x and y and making weights again."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,15 @@ class SoftmaxProblem:
 def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]) -> Call:
     """Check a softmax, or its gradient. The mask is brought to the shape of ``x``, without a copy."""
     mask = views.get("mask")
-    floats = {name: view for name, view in views.items() if name in ("x", "dy", "y")}
+    alike = ("x", "dy", "y", "weights")
+    floats = {name: view for name, view in views.items() if name in alike}
     if mask is not None and mask.dtype != "bool":
         floats["mask"] = mask
-    check_floats(op, "x", floats, ("x", "dy", "y"))
+    check_floats(op, "x", floats, alike)
     check_devices(op, "x", views)
     x = views["x"]
     check_rows(op, "x", x)
-    for name in ("dy", "y"):
+    for name in alike[1:]:
         if name in views:
             check_shape(op, name, views[name], x.shape, "give it the shape of the result")
     check_statistics(op, "x", views, STATISTICS)
@@ -83,6 +87,7 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
         normal.pop("seed", None)
         normal.pop("y", None)
         normal.pop("statistics", None)
+        normal.pop("weights", None)
     else:
         normal["seed"] = checked_seed_words(op, views.get("seed"))
     problem = SoftmaxProblem(

@@ -14,6 +14,7 @@ _REST = (
 _SPARED = (
     Operand("y", optional=True, spares="seed"),
     Operand("statistics", optional=True, spares="seed", small=True),
+    Operand("weights", optional=True, spares="seed", stands_for="x"),
 )
 _OPTIONS = (Option("dropout_p", "float", 0.0), Option("causal", "bool", False), Option("scale", "float", 1.0))
 
@@ -35,5 +36,5 @@ SOFTMAX_DROPOUT = OpSpec(
         compute=softmax_gradient,
     ),
     gradients={"x": "dx"},
-    kept=("statistics",),
+    kept=("statistics", "weights"),
 )
