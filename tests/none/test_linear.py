@@ -133,10 +133,13 @@ def test_lines(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> 
      ((64, 64, 64), {"layer_norm_linear", "linear_backward", "linear_weight_backward"})],
     ids=["rows", "features", "columns", "whole"],
 )  # fmt: skip
-def test_direct(sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The left factor in the order of fragments: tiles that are cut off at the last row and moved back at the last
-    column; ``made`` are the products that are made so."""
-    monkeypatch.setattr(blocks, "DIRECT", replace(blocks.DIRECT, rows=64, cols=64, down=1, along=1))
+@pytest.mark.parametrize("tile", [64, 128])
+def test_direct(sizes: tuple[int, int, int], made: set[str], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The left factor in the order of fragments: tiles of ``tile`` rows that are cut off at the last row and moved back
+    at the last column; ``made`` are the products that are made so. Where lanes hold rows as NVIDIA's do, results leave
+    in whole runs."""
+    device = VULKAN if tile == 64 else replace(VULKAN, matrix_layout=NVIDIA_LAYOUT)
+    monkeypatch.setattr(blocks, "DIRECT", (replace(blocks.DIRECT[0], rows=tile, cols=64, down=tile // 64, along=1),))
     monkeypatch.setattr(blocks, "LINES", replace(blocks.LINES, rows=64, cols=64))
     for name in ("_SHARING", "_DIRECT_SHARING"):
         monkeypatch.setattr(blocks, name, 1)
@@ -145,9 +148,11 @@ def test_direct(sizes: tuple[int, int, int], made: set[str], monkeypatch: pytest
     seen = set()
     for spec, operands in ((SPEC, {n: x for n, x in given.items() if n != "dy"}), (SPEC.gradient, given)):
         call = bound(spec, operands, {})
-        configs = [step.config for step in spec.plan(call.problem, call.views | result_views(call), VULKAN).steps]
-        seen |= {config.name for config in configs if isinstance(getattr(config, "blocks", None), DirectBlocks)}
-        found, right = interpreted(spec, operands, {}, VULKAN), reference(spec, operands, {})
+        configs = [step.config for step in spec.plan(call.problem, call.views | result_views(call), device).steps]
+        direct = [config for config in configs if isinstance(getattr(config, "blocks", None), DirectBlocks)]
+        assert all(config.runs == (config.out.dtype == "f16") for config in direct)
+        seen |= {config.name for config in direct}
+        found, right = interpreted(spec, operands, {}, device), reference(spec, operands, {})
         for name, values in right.items():
             assert error(found[name], values) < 1e-3, name
     assert seen == made
@@ -166,8 +171,9 @@ def test_plain_products_through_vulkan() -> None:
         return replace(config.blocks, lanes=blocks.LINES.lanes)
 
     rows = TensorView("f16", (1024, 64), (64, 1), "d", None)
-    assert chosen(rows, 1024, 64) == blocks.DIRECT
-    assert chosen(rows, 1024, 64, replace(wide, max_grid=(63, 1 << 16, 1))) == blocks.LINES
+    assert chosen(rows, 1024, 64) == blocks.DIRECT[0]
+    assert chosen(rows, 1024, 64, replace(wide, compute_units=64)) == blocks.DIRECT[1]
+    assert chosen(rows, 1024, 64, replace(wide, max_grid=(31, 1 << 16, 1))) == blocks.LINES
     assert chosen(rows, 512, 64) == blocks.LINES
     assert chosen(rows, 256, 64) == blocks.LINES
     assert chosen(replace(rows, shape=(4, 256, 64), strides=(64 * 257, 64, 1)), 512, 64) == blocks.CARRIED[0]
@@ -178,7 +184,7 @@ def test_plain_products_through_vulkan() -> None:
 def test_tiles_fit(dtype: str) -> None:
     """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""
     for left, right in ((False, False), (False, True), (True, True)):
-        for table, target in ((blocks.COPIED, 227 << 10), ((blocks.DIRECT, blocks.LINES, *blocks.CARRIED), 48 << 10)):
+        for table, target in ((blocks.COPIED, 227 << 10), ((*blocks.DIRECT, blocks.LINES, *blocks.CARRIED), 48 << 10)):
             assert all(2 * tile.shared_elements(left, right) <= target for tile in table)
     assert all(tile.shared_bytes <= 227 << 10 for tile, _ in blocks.WARPGROUPS)
     chosen = blocks.choose_blocks(replace(TARGETS["ptx"], compute_units=132), dtype, (4096,) * 3, False, False, True)

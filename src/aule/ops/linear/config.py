@@ -165,6 +165,8 @@ class ProductConfig:
         The summed dimension has whole steps only.
     packed : bool
         On a CPU: the right factor has been packed, panel by panel, by another kernel.
+    runs : bool
+        The result can be stored in whole runs.
     """
 
     name: str
@@ -177,3 +179,4 @@ class ProductConfig:
     whole: bool
     index64: bool
     packed: bool = False
+    runs: bool = False

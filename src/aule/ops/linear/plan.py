@@ -191,6 +191,7 @@ def product_step(
         blocks=blocks,
         whole=k % depth == 0,
         packed=packed,
+        runs=isinstance(blocks, DirectBlocks) and n % RUN == 0 and out[1].itemsize == 2 and view_width(out[1]) >= RUN,
         index64=max(*(extent(view) for view in used), 3 * max(m, k)) + 2 * (tile_rows + tile_cols) > 2**31 - 1,
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, f32, i32, i64
+from aule.ir.types import SCALARS, Scalar, Vector, f32, i32, i64, u32
 from aule.ops.linear.config import FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Factor, Panel, Stored
 from aule.ops.parameters import Parameters
@@ -181,6 +181,17 @@ def store_tile(
         added = column_bias(p, config.bias, cols, p.number("n"), f32)
         values = [[x + y for x, y in zip(row, added, strict=True)] for row in values]
     run = engine.run if config.out.aligned else 1
+    if config.runs and holds_quads(engine):
+        for r, row in enumerate(values):
+            at = first[0] + tile.row(r)
+            found = [quad_run(engine, row[c : c + RUN], out.elem) for c in range(0, len(row), RUN)]
+            with b.if_(keeps_row(at)):
+                start = out.start(at)
+                for i, value in enumerate(found):
+                    col = first[1] + i * 4 * RUN + (engine.lane & 3) * RUN
+                    with b.if_(keeps_col(col)):
+                        b.store(out.buffer, out.index(start, col), value)
+        return
     for r, row in enumerate(values):
         at = first[0] + tile.row(r)
         with b.if_(keeps_row(at)):
@@ -189,6 +200,25 @@ def store_tile(
                 with b.if_(keeps_col(cols[c])):
                     parts = b.vector(row[c : c + run])
                     b.store(out.buffer, out.index(start, cols[c]), b.cast(parts, out.elem))
+
+
+def holds_quads(engine: Fragments) -> bool:
+    """Whether four lanes hold a row of an accumulator in neighbouring pairs, as NVIDIA's do."""
+    return engine.layout.lane_cols[:2] == (2, 4) and engine.part_cols == [0, 1, 8, 9]
+
+
+def quad_run(engine: Fragments, row: list[Value], elem: Scalar) -> Value:
+    """Eight neighbours of a row out of the pairs that four lanes hold of four times eight: the first lane gets the
+    first eight, and so on."""
+    b = engine.b
+    words = [b.bitcast(b.cast(b.vector(row[i : i + 2]), elem), u32) for i in range(0, RUN, 2)]
+    for step in (2, 1):
+        upper = b.ne(engine.lane & step, 0)
+        for low in (i for i in range(4) if not i & step):
+            high = low | step
+            other = b.shuffle_xor(b.select(upper, words[low], words[high]), step)
+            words[low], words[high] = b.select(upper, other, words[low]), b.select(upper, words[high], other)
+    return b.bitcast(b.vector(words), Vector(elem, RUN))
 
 
 def tile_of(b: Builder, m: Value, n: Value, rows: int, cols: int, group: int) -> tuple[Value, Value]:
