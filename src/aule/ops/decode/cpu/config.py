@@ -24,8 +24,8 @@ class CpuDecodeConfig(CpuConfig):
     ways : int
         Runs of keys that are read in turns; 1 where their order matters, or nothing is gained.
     heads : int
-        Key heads of a task, which takes them in turns, block of keys by block of keys: their rows of a key are
-        neighbours. With several, each has as many rows as are multiplied at a time.
+        Key heads of a task, which takes them in turns, a few keys at a time: their rows of a key are neighbours. With
+        several, each has as many rows as are multiplied at a time.
     ragged : bool
         Sequences have their own numbers of query rows, one behind the other.
     """
