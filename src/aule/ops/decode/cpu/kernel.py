@@ -32,8 +32,8 @@ COMBINE_NAME = "decode_combine_cpu"
 _RUN = 8
 """Places that are stored at once: pages of so many keys, or of a larger power of two, are looked up as a whole."""
 _VALUES = 32
-"""Keys whose values one of several heads takes before the next head does. With 16, O is brought and stored so often that
-it costs 3%; 64 gain nothing (Zen 4, bf16)."""
+"""Keys whose values one of several heads takes before the next head does. With 16, O is brought and stored so often
+that it costs 3%; 64 gain nothing (Zen 4, bf16)."""
 
 
 def build_decode(config: CpuDecodeConfig, target: Target) -> KernelIR:
