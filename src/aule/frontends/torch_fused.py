@@ -133,11 +133,13 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         spec: OpSpec = ctx.spec
-        needs = ctx.needs_input_grad[3:]
+        inputs = ctx.saved_tensors
+        known = spec, douts[: len(spec.outputs)], inputs, ctx.options, ctx.backend, ctx.needs_input_grad[3:], _run
+        if not _grad_enabled():  # as always, unless somebody wants second derivatives
+            return (None, None, None, *gradients(*known))
         with torch.no_grad():
-            used = douts[: len(spec.outputs)]
-            found = gradients(spec, used, ctx.saved_tensors, ctx.options, ctx.backend, needs, _run)
-        return (None, None, None, *last(found, *douts, *ctx.saved_tensors, op=spec.name))
+            found = gradients(*known)
+        return (None, None, None, *last(found, *douts, *inputs, op=spec.name))
 
     @staticmethod
     def vmap(info: Any, dims: Any, spec: OpSpec, options: Any, backend: str | None, *tensors: Any) -> Any:
