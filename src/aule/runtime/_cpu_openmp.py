@@ -27,8 +27,8 @@ from aule.runtime._cpu_pool import JOB_CALL, JOB_LOADS, JOB_PLACES, JOB_STORES, 
 _LONG_SECONDS = 0.2e-3
 """A launch that has ever taken less is short."""
 _TURNS, _RARE_TURNS, _MUCH = 16, 64, 1.25
-"""Of so many launches one looks whether the other threads have become the quicker ones; of the first ones after a change
-more, and later fewer where those took so many times as long."""
+"""Of so many launches one looks whether the other threads have become the quicker ones; of the first ones after a
+change more, and later fewer where those took so many times as long."""
 _MOST_SLOWER = 2.0
 """A launch that took longer than so many times what it used to counts as one that took just that: one that waited for a
 core is no reason to leave threads that are the quicker ones, but three in a row are."""
