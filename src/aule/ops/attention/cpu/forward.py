@@ -296,7 +296,7 @@ class Forward:
 
     def multiply_scores(self, row: Value, key0: Value, panels: Operand | None, panel: Value, reach: Reach) -> None:
         """``S = Q K^T`` of a few rows and a panel, and what the modifiers make of it."""
-        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+        engine, shape = self.engine, self.shape
         q = Operand(self.q, engine.index(row) * self.head_cols, self.head_cols, 1)
         key = key0 + panel
         c = engine.accumulators(shape.rows, shape.panel_vectors)
@@ -311,6 +311,11 @@ class Forward:
             steps = self.head_steps
             at = Operand(panels.pointer, panels.base + engine.index(panel) * steps, 0, shape.panel)
             engine.multiply(c, q, at, 0, steps, unroll=4)
+        self.finish_scores(c, row, key0, panel, reach)
+
+    def finish_scores(self, c: list[list[Var]], row: Value, key0: Value, panel: Value, reach: Reach) -> None:
+        """What the modifiers make of the products of a few rows and a panel goes to S."""
+        b, config, engine, shape, key = self.b, self.config, self.engine, self.shape, key0 + panel
         self.scale_scores(c, panel)
         partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
         places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]

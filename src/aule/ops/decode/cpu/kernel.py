@@ -33,7 +33,7 @@ _RUN = 8
 """Places that are stored at once: pages of so many keys, or of a larger power of two, are looked up as a whole."""
 _VALUES = 32
 """Keys whose values one of several heads takes before the next head does. With 16, O is brought and stored so often
-that it costs 3%; 64 gain nothing (Zen 4, bf16)."""
+that in the caches it takes 5% longer, and 64 gain nothing (Zen 4, bf16)."""
 
 
 def build_decode(config: CpuDecodeConfig, target: Target) -> KernelIR:
@@ -117,28 +117,43 @@ class _Decode(Forward):
 
     def take(self, key0: Value, panels: Operand | None, values: Operand, wild: Value | None) -> None:
         """Several heads: all scores of the block, then all of its values, and a few keys of all heads before the next
-        ones, which is the order in which they lie in memory."""
+        ones, which is about the order in which they lie in memory."""
         if self.config.heads == 1:
             super().take(key0, panels, values, wild)
             return
-        b, shape, k = self.b, self.shape, self.k
-        assert k is not None
+        b, shape = self.b, self.shape
         zero, high = b.const(0, i32), b.min(self.split_end - key0, shape.block_kv)
         last = (high + (shape.panel - 1)) // shape.panel * shape.panel
-        reach = self.reach(zero, shape.rows)
-
-        def behind(base: Value, name: str, head: Value) -> Value:
-            return base + self.engine.index(head) * self.p.number(f"{name}_stride1", i64)
-
-        with b.loop(zero, last, shape.panel, name="panel") as panel, b.loop(zero, self.groups, name="head") as head:
-            self.k = replace(k, base=behind(k.base, "k", head))
-            self.multiply_scores(head * shape.rows, key0, panels, panel, reach)
+        with b.loop(zero, last, shape.panel, name="panel") as panel:
+            self._score_heads(key0, panel)
         with b.loop(zero, self.groups, name="head") as head:
             self.softmax(head * shape.rows, zero, last)
         self.scale()
         with b.loop(zero, high, _VALUES, name="key") as low, b.loop(zero, self.groups, name="head") as head:
-            v = replace(values, base=behind(values.base, "v", head))
+            v = replace(values, base=self._of_head(values.base, "v", head))
             self.multiply_values(head * shape.rows, v, low, b.min(low + _VALUES, high), wild, scaled=True)
+
+    def _score_heads(self, key0: Value, panel: Value) -> None:
+        """The scores of all heads with the keys of a panel: as many keys at a time as a vector has room for, beside the
+        rows of a head."""
+        b, engine, shape, k = self.b, self.engine, self.shape, self.k
+        assert k is not None
+        zero, rows, span = b.const(0, i32), shape.rows, shape.lanes // shape.rows
+        parts = b.private("dots_of_heads", self.config.work, shape.block_q * shape.lanes)
+        with b.loop(zero, rows, name="part") as part, b.loop(zero, self.groups, name="head") as head:
+            q = Operand(self.q, engine.index(head * rows) * self.head_cols, self.head_cols, 1)
+            there = replace(k, base=self._of_head(k.base, "k", head))
+            dots = engine.some_dots(q, rows, there, key0 + panel + part * span, self.ahead)
+            b.store(parts, engine.index(head * rows + part) * shape.lanes, dots)
+        reach = self.reach(zero, rows)
+        with b.loop(zero, self.groups, name="head") as head:
+            row = head * rows
+            found = [b.load(parts, engine.index(row + i) * shape.lanes, shape.lanes) for i in range(rows)]
+            self.finish_scores([[b.var(x)] for x in engine.dots_of(found)], row, key0, panel, reach)
+
+    def _of_head(self, base: Value, name: str, head: Value) -> Value:
+        """Where one of several heads has what the first of them has at ``base``."""
+        return base + self.engine.index(head) * self.p.number(f"{name}_stride1", i64)
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         if isinstance(v, PlacedMatrix):
