@@ -40,6 +40,8 @@ CASES = [
     Case("heads-and-tokens", (33, 70, 7, 40), 2, (8, 4), (16, 16), page=32, options={"causal": False}),
     Case("heads-of-a-contiguous-cache", (300, 20, 1, 40), heads=(8, 4), dims=(16, 16)),
     Case("heads-in-parts", (2100, 700), heads=(8, 4), dims=(16, 16), page=16),
+    Case("heads-of-piled-pages", (300, 20, 1, 64), heads=(8, 4), dims=(16, 16), page=16, layout="HND"),
+    Case("heads-of-piled-whole-rows", (150, 33), heads=(32, 8), dims=(128, 32), dtype="bf16", page=8, layout="HND"),
     Case("heads-of-whole-rows", (70, 300), heads=(16, 8), dims=(128, 16), dtype="bf16", page=16),
     Case("whole-rows-that-end-early", (40, 7), heads=(2, 1), dims=(70, 16), page=4),
 ]
@@ -120,8 +122,13 @@ def test_tasks_take_several_heads_where_those_are_neighbours() -> None:
     case = Case("heads", (20,) * 8, heads=(24, 12), dims=(64, 16), page=16)
     assert [heads(case, threads) for threads in (1, 6, 12, 100)] == [4, 4, 2, 1]
     assert heads(replace(case, lens=(2100,) * 8), 12) == 4  # whose tasks have parts of the keys
-    assert heads(replace(case, page=0), 1) == 4
-    for other in ({"layout": "HND"}, {"options": {"window": 7}}, {"cache": "i8"}):
+    assert heads(replace(case, page=0), 1) == heads(replace(case, layout="HND"), 1) == 4
+    others = (
+        {"options": {"window": 7}},
+        {"cache": "i8"},
+        *({"layout": "HND", "page": page} for page in (4, 12, 256)),
+    )
+    for other in others:
         assert heads(replace(case, **other), 1) == 1, other
 
 

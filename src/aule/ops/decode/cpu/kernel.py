@@ -29,11 +29,12 @@ from aule.tile.vector import Operand, Vectors, work_type
 
 KERNEL_NAME = "decode_attention_cpu"
 COMBINE_NAME = "decode_combine_cpu"
-_RUN = 8
+RUN = 8
 """Places that are stored at once: pages of so many keys, or of a larger power of two, are looked up as a whole."""
-_VALUES = 32
-"""Keys whose values one of several heads takes before the next head does. With 16, O is brought and stored so often
-that in the caches it takes 5% longer, and 64 gain nothing (Zen 4, bf16)."""
+_VALUES, _SOME_VALUES = 32, 16
+"""Keys whose values one of several heads takes before the next head does, where heads are neighbours, and those it
+takes at a time: a piece of O is half as wide as a row of V, and the other half is soon to be read
+(docs/performance.md, "Decoding on the CPU")."""
 
 
 def build_decode(config: CpuDecodeConfig, target: Target) -> KernelIR:
@@ -116,7 +117,7 @@ class _Decode(Forward):
         return super().bring(key0)
 
     def take(self, key0: Value, panels: Operand | None, values: Operand, wild: Value | None) -> None:
-        """Several heads: all scores of the block, then all of its values, and a few keys of all heads before the next
+        """Several heads: all scores of the block, then all of its values, and some keys of all heads before the next
         ones, which is about the order in which they lie in memory."""
         if self.config.heads == 1:
             super().take(key0, panels, values, wild)
@@ -124,14 +125,31 @@ class _Decode(Forward):
         b, shape = self.b, self.shape
         zero, high = b.const(0, i32), b.min(self.split_end - key0, shape.block_kv)
         last = (high + (shape.panel - 1)) // shape.panel * shape.panel
-        with b.loop(zero, last, shape.panel, name="panel") as panel:
-            self._score_heads(key0, panel)
+        each = self.ways * self._run if self.config.piled else _VALUES
+        if self.config.piled:  # what several pages have of a head
+            with b.loop(zero, last, each, name="key") as first, b.loop(zero, self.groups, name="head") as head:
+                self._score_head(head, key0, first, b.min(first + each, last))
+        else:
+            with b.loop(zero, last, shape.panel, name="panel") as panel:
+                self._score_heads(key0, panel)
         with b.loop(zero, self.groups, name="head") as head:
             self.softmax(head * shape.rows, zero, last)
         self.scale()
-        with b.loop(zero, high, _VALUES, name="key") as low, b.loop(zero, self.groups, name="head") as head:
+        with b.loop(zero, high, each, name="key") as first, b.loop(zero, self.groups, name="head") as head:
             v = replace(values, base=self._of_head(values.base, "v", head))
-            self.multiply_values(head * shape.rows, v, low, b.min(low + _VALUES, high), wild, scaled=True)
+            with b.loop(first, b.min(first + each, high), _SOME_VALUES, name="some") as low:
+                end = b.min(low + _SOME_VALUES, high)
+                self.multiply_values(head * shape.rows, v, low, end, wild, scaled=True)
+
+    def _score_head(self, head: Value, key0: Value, first: Value, last: Value) -> None:
+        """The scores of one of several heads with some panels of the block."""
+        k = self.k
+        assert k is not None
+        self.k = replace(k, base=self._of_head(k.base, "k", head))
+        with self.b.loop(first, last, self.shape.panel, name="panel") as panel:
+            reach = self.reach(self.b.const(0, i32), self.shape.rows)
+            self.multiply_scores(head * self.shape.rows, key0, None, panel, reach)
+        self.k = k
 
     def _score_heads(self, key0: Value, panel: Value) -> None:
         """The scores of all heads with the keys of a panel: as many keys at a time as a vector has room for, beside the
@@ -170,15 +188,15 @@ class _Decode(Forward):
 
     def _note_keys(self, key0: Value, whole: Value) -> None:
         """Note place and scale of ``whole`` keys, and perhaps of some more."""
-        b, shape, page = self.b, self.shape, self.config.page
+        b, page = self.b, self.config.page
         seq_kv = self.scores.seq_kv
-        if page < _RUN or page & (page - 1):
+        if page < RUN or page & (page - 1):
             with b.loop(b.const(0, i32), whole, name="key") as i:
                 key = b.min(key0 + i, seq_kv - 1)
                 number, slot = divmod_const(b, key, page) if page else (key, key)
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
-        run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
+        run = self._run
         last, ways = (seq_kv - 1) // run * run, self.ways
 
         def found(key: Value) -> tuple[Value, Value]:
@@ -193,6 +211,11 @@ class _Decode(Forward):
             with b.else_() if ways > 1 else nullcontext():
                 for n, (number, slot) in enumerate(runs):
                     self._note(i + n * run, run, number, slot)
+
+    @property
+    def _run(self) -> int:
+        """Keys of a page that are looked up together; a block is a whole number of them."""
+        return min(self.config.page, max(self.shape.panel, RUN))
 
     def _note_in_turns(self, to: Value, count: int, runs: list[tuple[Value, Value]]) -> None:
         """Note the places of several runs of ``count`` keys, all first keys before all second ones: so their pages are
@@ -221,8 +244,8 @@ class _Decode(Forward):
                 if count == 1:
                     b.store(self.places[name], index(to), start)
                 else:
-                    steps = b.vector([b.const(i, i64) for i in range(_RUN)]) * stride
-                    with b.loop(b.const(0, i64), count, _RUN, unroll=2, name="i") as i:
+                    steps = b.vector([b.const(i, i64) for i in range(RUN)]) * stride
+                    with b.loop(b.const(0, i64), count, RUN, unroll=2, name="i") as i:
                         b.store(self.places[name], index(to) + i, steps + (start + i * stride))
             if self.config.quantised:
                 scale, stride = p.buffer(f"{name}_scale", f32), p.number(f"{name}_scale_row_stride", i64)

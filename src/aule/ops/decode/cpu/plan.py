@@ -11,7 +11,7 @@ from aule.ops.attention.cpu.plan import GROUPED_ROWS, block_shape, dotted, group
 from aule.ops.attention.plan import FAR, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
-from aule.ops.decode.cpu.kernel import build_combine, build_decode
+from aule.ops.decode.cpu.kernel import RUN, build_combine, build_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -96,6 +96,7 @@ def _launches(
         lens=problem.lens,
         ragged=problem.total_q is not None,
     )
+    config = replace(config, piled=_piled(config, views))
     together = _heads(config, views, count, heads * _parts(problem.seq_kv, shape) // (4 * threads))
     if together > 1:
         heads, count, shape = heads // together, count * together, replace(shape, block_q=count * together)
@@ -126,13 +127,20 @@ def _ordered(config: CpuDecodeConfig) -> bool:
     return config.left or config.right or config.alibi or config.quantised or config.panels != "none"
 
 
+def _piled(config: CpuDecodeConfig, views: dict[str, TensorView]) -> bool:
+    """Whether a page, a short one, has its heads one behind the other."""
+    dims = {"k": config.head_dim, "v": config.value_dim}
+    piled = all(tuple(views[name].strides[1:3]) == (config.page * dim, dim) for name, dim in dims.items())
+    return piled and RUN <= config.page <= _SHORT_PAGE and config.page & (config.page - 1) == 0
+
+
 def _heads(config: CpuDecodeConfig, views: dict[str, TensorView], rows: int, most: int) -> int:
-    """How many key heads, ``most`` or fewer, one task takes: several where a key's rows of all heads are neighbours, so
-    that memory is read from one end to the other."""
+    """How many key heads, ``most`` or fewer, one task takes: several where a key's rows of all heads are neighbours, or
+    those of a page, so that memory is read from one end to the other."""
     k, v = views["k"], views["v"]
     beside = k.strides[1] == config.head_dim and v.strides[1] == config.value_dim
     same = rows == config.shape.rows and not (config.ragged and rows > config.group)  # in each sequence that is served
-    if _ordered(config) or not beside or not same or config.values != "direct":
+    if _ordered(config) or not (beside or config.piled) or not same or config.values != "direct":
         return 1
     return math.gcd(k.shape[1], 1 << (min(max(most, 1), _MOST_HEADS).bit_length() - 1))
 
