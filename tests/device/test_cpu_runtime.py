@@ -708,6 +708,8 @@ def test_threads_of_pytorch_serve_launches_that_are_long_and_quicker_there() -> 
     habit = _cpu_openmp.Habit()
     served(4e-3, 40e-3, habit, 2)  # a moment's bad luck
     assert served(4e-3, 2e-3, habit) >= 56
+    served(4e-3, 40e-3, habit, 1)  # and another one
+    assert served(4e-3, 2e-3, habit) >= 58
 
 
 def test_launches_of_a_sequence_have_the_same_threads(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:

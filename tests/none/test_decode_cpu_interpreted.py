@@ -21,6 +21,7 @@ from aule.ops.decode.plan import decode_views
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.sequences import expect_decode
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.step import StepPlan
 from aule.target import Target
 from aule.view import TensorView
 
@@ -35,24 +36,37 @@ CASES = [
     Case("whole-rows", (70, 33), heads=(4, 1), dims=(64, 16)),
     Case("whole-rows-in-turns", (81, 3), heads=(4, 1), dims=(128, 32), dtype="bf16", page=16, layout="HND"),
     Case("heads-beside-each-other", (300, 20, 1), heads=(16, 8), dims=(16, 16), page=16, options={"sinks": True}),
-    Case("heads-of-ragged-tokens", (40, 20, 33), (1, 0, 1), heads=(4, 4), dims=(64, 16), page=16),
-    Case("heads-and-tokens", (33, 70), 2, (8, 4), (16, 16), page=32),
+    Case("heads-of-ragged-tokens", (40, 20, 33), (1, 0, 1), heads=(8, 8), dims=(64, 16), page=16),
+    Case("heads-and-tokens", (33, 70, 7, 40), 2, (8, 4), (16, 16), page=32, options={"causal": False}),
+    Case("heads-of-a-contiguous-cache", (300, 20, 1, 40), heads=(8, 4), dims=(16, 16)),
+    Case("heads-in-parts", (2100, 700), heads=(8, 4), dims=(16, 16), page=16),
+    Case("heads-of-piled-pages", (300, 20, 1, 64), heads=(8, 4), dims=(16, 16), page=16, layout="HND"),
+    Case("heads-of-piled-whole-rows", (150, 33), heads=(32, 8), dims=(128, 32), dtype="bf16", page=8, layout="HND"),
+    Case("heads-of-whole-rows", (70, 300), heads=(16, 8), dims=(128, 16), dtype="bf16", page=16),
     Case("whole-rows-that-end-early", (40, 7), heads=(2, 1), dims=(70, 16), page=4),
 ]
 
 
-def run(problem: DecodeProblem, operands: DecodeOperands, target: Target) -> tuple[Any, Any]:
-    """Plan and interpret; result and log-sum-exp."""
+def planned(problem: DecodeProblem, operands: DecodeOperands, target: Target) -> tuple[StepPlan, dict[str, Any]]:
+    """The plan for packed operands, and their memory."""
     result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "host", None)
     views, memory = decode_views(operands, result), {}
     for name, view in views.items():
         if name != "o":
-            packed = np.ascontiguousarray(view.storage)
-            views[name] = replace(view, strides=contiguous_strides(packed.shape), storage=packed)
+            # Packed in the order of its axes in memory: whether heads of a key are neighbours depends on it.
+            order = sorted(range(view.storage.ndim), key=lambda axis: -view.storage.strides[axis])
+            packed = np.ascontiguousarray(view.storage.transpose(order))
+            strides = dict(zip(order, contiguous_strides(packed.shape), strict=True))
+            views[name] = replace(view, strides=tuple(strides[axis] for axis in range(packed.ndim)), storage=packed)
             memory[name] = packed.reshape(-1)
+    return plan_decode(problem, views, target), memory
+
+
+def run(problem: DecodeProblem, operands: DecodeOperands, target: Target) -> tuple[Any, Any]:
+    """Plan and interpret; result and log-sum-exp."""
+    plan, memory = planned(problem, operands, target)
     memory["o"] = np.zeros(problem.out_shape, STORED[problem.dtype]).reshape(-1)
     memory["lse"] = np.zeros(problem.out_shape[:3], np.float32).reshape(-1)
-    plan = plan_decode(problem, views, target)
     memory |= {name: np.full(count, np.nan, np.float32) for name, count in plan.workspace.items()}
     for step in plan.steps:
         kernel = step.build(step.config, target)
@@ -72,6 +86,14 @@ def test_cases(case: Case, target: Target) -> None:
     judged, expected = expect_decode(problem, operands)
     verdict = compare(judged, out, lse, expected)
     assert verdict, verdict.message
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases_have_several_heads_to_a_task_where_they_say_so(case: Case) -> None:
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    plan, _ = planned(problem, operands, TARGETS["avx512"])
+    assert (plan.steps[0].config.heads > 1) == case.id.startswith("heads")
+    assert plan.steps[0].config.split == ("parts" in case.id)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +121,14 @@ def test_tasks_take_several_heads_where_those_are_neighbours() -> None:
 
     case = Case("heads", (20,) * 8, heads=(24, 12), dims=(64, 16), page=16)
     assert [heads(case, threads) for threads in (1, 6, 12, 100)] == [4, 4, 2, 1]
-    for other in ({"layout": "HND"}, {"page": 0}, {"options": {"window": 7}}, {"cache": "i8"}):
+    assert heads(replace(case, lens=(2100,) * 8), 12) == 4  # whose tasks have parts of the keys
+    assert heads(replace(case, page=0), 1) == heads(replace(case, layout="HND"), 1) == 4
+    others = (
+        {"options": {"window": 7}},
+        {"cache": "i8"},
+        *({"layout": "HND", "page": page} for page in (4, 12, 256)),
+    )
+    for other in others:
         assert heads(replace(case, **other), 1) == 1, other
 
 

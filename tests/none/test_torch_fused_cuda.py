@@ -25,6 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     monkeypatch.setattr(torch_fused, "route_of", lambda x, backend: "host" if backend else "cuda")
     monkeypatch.setattr(torch_fused, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch_fused, "_cuda_launches", {})
+    monkeypatch.setattr(torch_fused, "repeated", lambda *call: None)  # which is of CPU tensors
     monkeypatch.setattr(torch_fused.registry, "find", _or_else(made, torch_fused.registry.find))
     return made
 

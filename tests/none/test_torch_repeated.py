@@ -42,7 +42,7 @@ def made(launches: Launches, q: Any, k: Any, v: Any) -> Repeated:
 
 
 def test_pytorch_tells_apart_what_it_has_to() -> None:
-    assert torch_repeated._reliable()
+    assert torch_repeated.reliable()
 
 
 def test_like_calls_are_launched(launches: Launches) -> None:
@@ -103,18 +103,18 @@ def test_another_current_device_takes_the_longer_way(launches: Launches, monkeyp
 def test_without_pytorchs_function_there_is_none(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tensors(1, 1, 8, 16)
     assert Repeated.of(None, *given, (1, 1, 8, 16)) is None  # an empty problem
-    torch_repeated._reliable.cache_clear()
+    torch_repeated.reliable.cache_clear()
     monkeypatch.setattr(torch_repeated, "_guards", None)
     try:
         assert Repeated.of(launches, *given, (1, 1, 8, 16)) is None
     finally:
-        torch_repeated._reliable.cache_clear()
+        torch_repeated.reliable.cache_clear()
 
 
 def test_a_function_that_sees_no_difference_is_not_used(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_repeated._reliable.cache_clear()
-    monkeypatch.setattr(torch_repeated, "_same_as", lambda *tensors: lambda *others: True)
+    torch_repeated.reliable.cache_clear()
+    monkeypatch.setattr(torch_repeated, "same_as", lambda *tensors: lambda *others: True)
     try:
         assert Repeated.of(launches, *tensors(1, 1, 8, 16), (1, 1, 8, 16)) is None
     finally:
-        torch_repeated._reliable.cache_clear()
+        torch_repeated.reliable.cache_clear()

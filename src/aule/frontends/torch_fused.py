@@ -19,6 +19,7 @@ from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
 from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends.torch import dispatches, last, raw_stream, route_of
+from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import one_by_one
@@ -42,6 +43,9 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """An op of the catalogue; ``tensors`` and ``options`` in the order of its spec."""
     spec = CATALOGUE[name]
+    again = repeated(name, spec.outputs, options, backend, tensors)
+    if again is not None:
+        return _seen(spec, again)
     if spec.seed is not None:
         p, number = checked_dropout(name, spec.option("dropout_p", options)), checked_seed(name, tensors[spec.seed])
         words = None if p == 0.0 else seed_on(number, tensors[0].device)
@@ -129,11 +133,13 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         spec: OpSpec = ctx.spec
-        needs = ctx.needs_input_grad[3:]
+        inputs = ctx.saved_tensors
+        known = spec, douts[: len(spec.outputs)], inputs, ctx.options, ctx.backend, ctx.needs_input_grad[3:], _run
+        if not _grad_enabled():  # as always, unless somebody wants second derivatives
+            return (None, None, None, *gradients(*known))
         with torch.no_grad():
-            used = douts[: len(spec.outputs)]
-            found = gradients(spec, used, ctx.saved_tensors, ctx.options, ctx.backend, needs, _run)
-        return (None, None, None, *last(found, *douts, *ctx.saved_tensors, op=spec.name))
+            found = gradients(*known)
+        return (None, None, None, *last(found, *douts, *inputs, op=spec.name))
 
     @staticmethod
     def vmap(info: Any, dims: Any, spec: OpSpec, options: Any, backend: str | None, *tensors: Any) -> Any:
@@ -259,6 +265,9 @@ def _run(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """`compute`, or the operator where a transform is still under way."""
+    again = repeated(spec.name, wanted, options, backend, tensors)
+    if again is not None:
+        return again
     if not traced(tensors):
         return compute(spec, tensors, options, backend, wanted)
     from aule.frontends import torch_fused_ops  # which needs this module
@@ -421,6 +430,10 @@ def _on_host(
     if not ready.launches.buffers:
         for x in results.values():
             x.zero_()
+    if spec.check is None and ready.launches.buffers and all(place is None for *_, place in ready.outputs):
+        names, outputs = [operand.name for operand in spec.operands], [output[:4] for output in ready.outputs]
+        made = names, ready.launches, device, outputs, spec.results
+        remember(spec.name, wanted, options, backend, tensors, *made)
     addresses = {name: x.data_ptr() for name, x in memory.items()}
     addresses |= {name: x.data_ptr() for name, x in results.items()}
     cpu.run(ready.launches, device, addresses)

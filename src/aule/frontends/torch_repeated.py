@@ -26,7 +26,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _forward_ad = torch.autograd.forward_ad
 
 
-def _same_as(*tensors: Any) -> Callable[..., bool]:
+def same_as(*tensors: Any) -> Callable[..., bool]:
     """Whether further tensors, and the state PyTorch is in, are like these and the present one."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -34,13 +34,13 @@ def _same_as(*tensors: Any) -> Callable[..., bool]:
 
 
 @functools.cache
-def _reliable() -> bool:
+def reliable() -> bool:
     """Whether PyTorch tells apart what it has to."""
     x, y = torch.empty(2, 3), torch.empty(2, 3)
     others = [x[:1], x[None], torch.empty(3, 2).T, x.double(), x.to("meta"), x.numpy(), None]
     others += [torch.empty(2, 3, requires_grad=True), torch.nn.Parameter(x, requires_grad=False)]
     try:
-        same = _same_as(x, y)
+        same = same_as(x, y)
         told = same(x, y) and same(y, x) and not any(same(x, other) or same(other, y) for other in others)
         with torch.inference_mode():
             told = told and not same(x.clone(), y)
@@ -58,7 +58,7 @@ class Repeated:
 
     def __init__(self, launch: Any, q: Any, k: Any, v: Any, shape: tuple[int, ...]) -> None:
         self._launch = launch
-        self._same = _same_as(q, k, v)
+        self._same = same_as(q, k, v)
         self._shape, self._strides, self._dtype = shape, contiguous_strides(shape), q.dtype
         self._index = q.get_device()
         self._alone = torch.cuda.device_count() == 1
@@ -67,7 +67,7 @@ class Repeated:
     def of(cls, launch: Any, q: Any, k: Any, v: Any, shape: tuple[int, ...]) -> Repeated | None:
         """For calls like this one, whose result has a shape; None where that cannot be."""
         there = launch is not None and _empty is not None and _current_device is not None and _raw_stream is not None
-        return cls(launch, q, k, v, shape) if there and _reliable() else None
+        return cls(launch, q, k, v, shape) if there and reliable() else None
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         """The result, or None if this is another call: nothing has been done then."""

@@ -27,8 +27,11 @@ from aule.runtime._cpu_pool import JOB_CALL, JOB_LOADS, JOB_PLACES, JOB_STORES, 
 _LONG_SECONDS = 0.2e-3
 """A launch that has ever taken less is short."""
 _TURNS, _RARE_TURNS, _MUCH = 16, 64, 1.25
-"""Of so many launches one looks whether the other threads have become the quicker ones; of the first ones more, and
-later fewer where those took so many times as long."""
+"""Of so many launches one looks whether the other threads have become the quicker ones; of the first ones after a
+change more, and later fewer where those took so many times as long."""
+_MOST_SLOWER = 2.0
+"""A launch that took longer than so many times what it used to counts as one that took just that: one that waited for a
+core is no reason to leave threads that are the quicker ones, but three in a row are."""
 
 # Every thread of the team takes workgroups until there are none; the region ends when all of them have come back. A
 # second launch at the same time runs in its own thread alone: a team for each would be too many threads.
@@ -82,9 +85,10 @@ class Team:
 class Habit:
     """Whose threads serve a launch: PyTorch's if they took less time of late, and ours if it is short."""
 
-    __slots__ = ("_count", "_least", "_times")
+    __slots__ = ("_chosen", "_count", "_least", "_times")
 
     def __init__(self) -> None:
+        self._chosen: bool | None = None
         self._count = 0
         self._least = 0.0
         self._times: list[float | None] = [None, None]
@@ -94,19 +98,23 @@ class Habit:
         ours, theirs = self._times
         if ours is None or self._least < _LONG_SECONDS:
             return False
-        self._count += 1
         if theirs is None:
             return True
+        if self._chosen != (theirs <= ours):
+            self._chosen, self._count = theirs <= ours, 0
+        self._count += 1
         turns = _RARE_TURNS if max(ours, theirs) > _MUCH * min(ours, theirs) else _TURNS
         looks = self._count % turns == 0 or self._count in (4, 8)
         return (theirs <= ours) != looks
 
     def note(self, theirs: bool, seconds: float) -> None:
-        """How long it took. Less than before counts at once: that others had the cores for a moment is to be forgotten
-        at the next look, which comes seldom to the slower threads."""
+        """How long it took. Less than before counts at once, and more only by and by: that others had the cores for a
+        moment is to be forgotten at the next look, which comes seldom to the slower threads."""
         before = self._times[theirs]
         self._least = seconds if self._times == [None, None] else min(self._least, seconds)
-        self._times[theirs] = seconds if before is None or seconds < before else before + (seconds - before) / 4
+        if before is not None and seconds > before:
+            seconds = before + (min(seconds, _MOST_SLOWER * before) - before) / 4
+        self._times[theirs] = seconds
 
 
 _team: Team | None = None

@@ -313,39 +313,47 @@ class Vectors:
         """
         if whole:
             return self._dots_of_whole_rows(left, rows, source, first, ahead, whole)
+        span = self.lanes // rows
+        return self.dots_of([self.some_dots(left, rows, source, first + group * span, ahead) for group in range(rows)])
+
+    def some_dots(self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int = 0) -> Value:
+        """The part of `dots` that fills one vector: all rows of A with as many rows of the matrix as that has room
+        for."""
         b, lanes = self.b, self.lanes
         span = lanes // rows
         pairs = element(left.pointer.type) == u32
         step_cols = 2 * lanes if pairs else lanes
         together = max(_CACHE_LINE // source.elem.bytes // step_cols, 1) if ahead else 1
-        parts = []
-        for group in range(rows):
-            starts = [source.row_start(b, first + (group * span + i)) for i in range(span)]
-            later = [source.row_start(b, first + (group * span + i + ahead)) for i in range(span if ahead else 0)]
-            c = self.accumulators(rows, span)
+        starts = [source.row_start(b, first + i) for i in range(span)]
+        later = [source.row_start(b, first + (i + ahead)) for i in range(span if ahead else 0)]
+        c = self.accumulators(rows, span)
 
-            def step(col: Value, count: int, c: list[list[Var]] = c, starts: list[Value] = starts) -> None:
-                read = self._read_pairs if pairs else self.read
-                theirs = [read(source, start, col, count) for start in starts]
-                for i, row in enumerate(c):
-                    mine = self._factor(left.pointer, left.base + left.row * i + (col >> 1 if pairs else col), lanes)
-                    for variable, x in zip(row, theirs, strict=True):
-                        variable.value = self._accumulate(mine, x, variable.value)
+        def step(col: Value, count: int) -> None:
+            read = self._read_pairs if pairs else self.read
+            theirs = [read(source, start, col, count) for start in starts]
+            for i, row in enumerate(c):
+                mine = self._factor(left.pointer, left.base + left.row * i + (col >> 1 if pairs else col), lanes)
+                for variable, x in zip(row, theirs, strict=True):
+                    variable.value = self._accumulate(mine, x, variable.value)
 
-            width = together * step_cols
-            end = source.cols // width * width
-            if end:
-                with b.loop(b.const(0, i64), end, width, unroll=max(2 // together, 1), name="col") as col:
-                    for start in later:
-                        b.prefetch(source.buffer, start + col)
-                    for i in range(together):
-                        step(col + i * step_cols, step_cols)
-            for start in later if source.cols > end else ():
-                b.prefetch(source.buffer, start + end)
-            for at in range(end, source.cols, step_cols):
-                step(b.const(at, i64), min(step_cols, source.cols - at))
-            parts.append(self._sums([variable.value for row in c for variable in row]))
-        return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
+        width = together * step_cols
+        end = source.cols // width * width
+        if end:
+            with b.loop(b.const(0, i64), end, width, unroll=max(2 // together, 1), name="col") as col:
+                for start in later:
+                    b.prefetch(source.buffer, start + col)
+                for i in range(together):
+                    step(col + i * step_cols, step_cols)
+        for start in later if source.cols > end else ():
+            b.prefetch(source.buffer, start + end)
+        for at in range(end, source.cols, step_cols):
+            step(b.const(at, i64), min(step_cols, source.cols - at))
+        return self._sums([variable.value for row in c for variable in row])
+
+    def dots_of(self, parts: list[Value]) -> list[Value]:
+        """The result of `dots` from all of its parts."""
+        span = self.lanes // len(parts)
+        return [self._gather([(part, r * span) for part in parts], span) for r in range(len(parts))]
 
     def _dots_of_whole_rows(
         self, left: Operand, rows: int, source: Matrix, first: Value, ahead: int, unroll: int
@@ -379,8 +387,7 @@ class Vectors:
             order = [(row, r) for r in range(rows) for row in range(group * span, (group + 1) * span)]
             return self._sums([b.load(partial, (row * rows + r) * lanes, lanes) for row, r in order])
 
-        parts = [sums(group) for group in range(rows)]
-        return [self._gather([(part, r * span) for part in parts], span) for r in range(rows)]
+        return self.dots_of([sums(group) for group in range(rows)])
 
     def _sums(self, vectors: list[Value]) -> Value:
         """The sum over the lanes of each of as many vectors as there are lanes, as one vector."""

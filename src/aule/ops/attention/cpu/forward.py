@@ -55,7 +55,7 @@ def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) ->
 
 class Forward:
     """The kernel as it is traced. Decoding has another place for its keys and its own order of rows, and is a subclass:
-    `find_place`, `place`, `reach`, `bring`, `of_rows`, `values_in_place`, `scale_scores` and `weigh` are what it may
+    `find_place`, `place`, `reach`, `bring`, `take`, `values_in_place`, `scale_scores` and `weigh` are what it may
     replace."""
 
     def __init__(self, b: Builder, config: CpuConfig) -> None:
@@ -65,6 +65,7 @@ class Forward:
         # So few rows read K and V faster than these come by themselves.
         self.ahead = AHEAD if config.panels == "none" else 0
         self.ways = 1
+        self.all_rows = False  # whether S, P and alpha are those of all rows, or of a few
         self.find_place()
         shape, work = self.shape, config.work
         self.padded = shape.padded(config.value_dim)
@@ -75,13 +76,14 @@ class Forward:
             self.head_cols = shape.padded(self.head_cols)
         self.head_steps = -(-config.head_dim // config.step)
         self.q = b.private("q", u32 if self.q_pairs else work, shape.block_q * self.head_cols)
-        self.s = b.private("s", work, shape.rows * shape.block_kv)
+        kept = shape.block_q if self.all_rows else shape.rows
+        self.s = b.private("s", work, kept * shape.block_kv)
         # P replaces S, except where it is rounded to pairs.
-        self.weights = b.private("p", u32, shape.rows * shape.block_kv // 2) if config.pairs else self.s
+        self.weights = b.private("p", u32, kept * shape.block_kv // 2) if config.pairs else self.s
         self.o = b.private("o", work, shape.block_q * self.padded)
         self.m = b.private("m", work, shape.block_q)
         self.l = b.private("l", work, shape.block_q)
-        self.alpha = b.private("alpha", work, shape.rows)
+        self.alpha = b.private("alpha", work, kept)
         self.keep: Keep | None = None
         dropout = self.scores.dropout()
         if dropout is not None:
@@ -171,22 +173,26 @@ class Forward:
         with b.loop(first // shape.block_kv, (end + (shape.block_kv - 1)) // shape.block_kv, name="block") as block:
             key0 = block * shape.block_kv
             panels, values = self.bring(key0)
-            wild = self._wild(mine, key0, values)
-            with b.loop(b.const(0, i32), self.groups, name="group") as group:
-                row = group * shape.rows
-                values_here = self.of_rows(group, values)
-                reach = self.reach(row, shape.rows)
-                low = b.max(b.max(reach.first, self.split_first) - key0, 0)
-                high = b.min(b.min(reach.end, self.split_end) - key0, shape.block_kv)
-                with b.if_(low < high):
-                    first_panel = low // shape.panel * shape.panel
-                    last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
-                    self._multiply_scores(row, key0, panels, first_panel, last_panel, reach)
-                    if self.keep is not None:
-                        self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
-                    self._softmax(row, first_panel, last_panel)
-                    self._multiply_values(row, values_here, low, high, wild)
+            self.take(key0, panels, values, self._wild(mine, key0, values))
         self._finish()
+
+    def take(self, key0: Value, panels: Operand | None, values: Operand, wild: Value | None) -> None:
+        """All rows of this task, a few at a time, with a block of keys."""
+        b, shape = self.b, self.shape
+        with b.loop(b.const(0, i32), self.groups, name="group") as group:
+            row = group * shape.rows
+            reach = self.reach(row, shape.rows)
+            low = b.max(b.max(reach.first, self.split_first) - key0, 0)
+            high = b.min(b.min(reach.end, self.split_end) - key0, shape.block_kv)
+            with b.if_(low < high):
+                first_panel = low // shape.panel * shape.panel
+                last_panel = (high + (shape.panel - 1)) // shape.panel * shape.panel
+                with b.loop(first_panel, last_panel, shape.panel, name="panel") as panel:
+                    self.multiply_scores(row, key0, panels, panel, reach)
+                if self.keep is not None:
+                    self.keep.fill(functools.partial(self._numbered, row), key0, first_panel, last_panel)
+                self.softmax(row, first_panel, last_panel)
+                self.multiply_values(row, values, low, high, wild, scaled=False)
 
     def _start(self) -> None:
         """Q, scaled; O = 0, l = 0, and m as low as can be, or both from the sink, which is a key without a value."""
@@ -262,10 +268,6 @@ class Forward:
         bring(self.v, key0, count, scratch, zero, self.padded)
         return panels, Operand(scratch, zero, 0, self.padded)
 
-    def of_rows(self, group: Value, values: Operand) -> Operand:
-        """The rows of V for one of the groups of rows."""
-        return values
-
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         """The rows of V from a key on, where they are."""
         start = v.base + self.engine.index(key0) * v.row_stride
@@ -292,34 +294,41 @@ class Forward:
         step = self.config.step
         return self.engine.index(keys if step == 1 else (keys + (step - 1)) // step)
 
-    def _multiply_scores(
-        self, row: Value, key0: Value, panels: Operand | None, first: Value, last: Value, reach: Reach
-    ) -> None:
-        """``S = Q K^T`` of a few rows, panel by panel, and what the modifiers make of it."""
-        b, config, engine, shape = self.b, self.config, self.engine, self.shape
+    def multiply_scores(self, row: Value, key0: Value, panels: Operand | None, panel: Value, reach: Reach) -> None:
+        """``S = Q K^T`` of a few rows and a panel, and what the modifiers make of it."""
+        engine, shape = self.engine, self.shape
         q = Operand(self.q, engine.index(row) * self.head_cols, self.head_cols, 1)
-        with b.loop(first, last, shape.panel, name="panel") as panel:
-            key = key0 + panel
-            c = engine.accumulators(shape.rows, shape.panel_vectors)
-            if panels is None:
-                assert self.k is not None
-                whole = self._whole_rows(self.k)
-                for j in range(shape.panel_vectors):
-                    dots = engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead, whole)
-                    for variables, x in zip(c, dots, strict=True):
-                        variables[j].value = x
-            else:
-                steps = self.head_steps
-                at = Operand(panels.pointer, panels.base + engine.index(panel) * steps, 0, shape.panel)
-                engine.multiply(c, q, at, 0, steps, unroll=4)
-            self.scale_scores(c, panel)
-            partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
-            places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
-            kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
-            modify(self.scores, engine, c, places, key, partial, kinds)
-            for r, variables in enumerate(c):
-                for j, variable in enumerate(variables):
-                    b.store(self.s, engine.index(panel) + (r * shape.block_kv + j * shape.lanes), variable.value)
+        key = key0 + panel
+        c = engine.accumulators(shape.rows, shape.panel_vectors)
+        if panels is None:
+            assert self.k is not None
+            whole = self._whole_rows(self.k)
+            for j in range(shape.panel_vectors):
+                dots = engine.dots(q, shape.rows, self.k, key + j * shape.lanes, self.ahead, whole)
+                for variables, x in zip(c, dots, strict=True):
+                    variables[j].value = x
+        else:
+            steps = self.head_steps
+            at = Operand(panels.pointer, panels.base + engine.index(panel) * steps, 0, shape.panel)
+            engine.multiply(c, q, at, 0, steps, unroll=4)
+        self.finish_scores(c, row, key0, panel, reach)
+
+    def finish_scores(self, c: list[list[Var]], row: Value, key0: Value, panel: Value, reach: Reach) -> None:
+        """What the modifiers make of the products of a few rows and a panel goes to S."""
+        b, config, engine, shape, key = self.b, self.config, self.engine, self.shape, key0 + panel
+        self.scale_scores(c, panel)
+        partial = (key < reach.full_first) | (key + shape.panel > reach.full_end)
+        places = [self.place(b.min(row + r, self.count - 1)) for r in range(shape.rows)]
+        kinds = {"mask": config.mask_columns, "bias": config.bias_columns}
+        modify(self.scores, engine, c, places, key, partial, kinds)
+        first = self._kept(row) * shape.block_kv + engine.index(panel)
+        for r, variables in enumerate(c):
+            for j, variable in enumerate(variables):
+                b.store(self.s, first + (r * shape.block_kv + j * shape.lanes), variable.value)
+
+    def _kept(self, row: Value) -> Value:
+        """Which row of S, P and alpha belongs to a row."""
+        return self.engine.index(row) if self.all_rows else self.b.const(0, i64)
 
     def _whole_rows(self, k: Matrix) -> int:
         """Whether K is read row by row: how many rows are to have instructions of their own, which hardware tells
@@ -340,13 +349,13 @@ class Forward:
         """What a row's vector of P from a key of the block on is for V, once it is summed."""
         return p if self.keep is None else p * self.keep.load(row, key)
 
-    def _softmax(self, row: Value, first: Value, last: Value) -> None:
+    def softmax(self, row: Value, first: Value, last: Value) -> None:
         """P = exp2(S - m) in place of S, l = l * alpha + sum P; alpha is what O is still to be multiplied with."""
         b, engine, shape = self.b, self.engine, self.shape
         begin, end = engine.index(first), engine.index(last)
         together = next(n for n in TOGETHER if shape.rows % n == 0)
         with b.loop(b.const(0, i64), shape.rows, together, name="r") as r:
-            bases = [(r + i) * shape.block_kv for i in range(together)]
+            bases = [(self._kept(row) + r + i) * shape.block_kv for i in range(together)]
             offsets = range(0, shape.panel, shape.lanes)
             highest = [[b.var(engine.const(NEG_INF)) for _ in offsets] for _ in bases]
             with b.loop(begin, end, shape.panel, name="panel") as panel:
@@ -360,7 +369,7 @@ class Forward:
                 m_old = b.load(self.m, at)
                 m = b.max(m_old, engine.reduce("max", top))
                 b.store(self.m, at, m)
-                b.store(self.alpha, r + i, b.exp2(m_old - m))
+                b.store(self.alpha, self._kept(row) + r + i, b.exp2(m_old - m))
                 maxima.append(m)
             sums = [[b.var(engine.const(0.0)) for _ in offsets] for _ in bases]
             with b.loop(begin, end, shape.panel, name="panel") as panel:
@@ -377,10 +386,12 @@ class Forward:
             for i, variables in enumerate(sums):
                 total = engine.reduce("add", functools.reduce(operator.add, [x.value for x in variables]))
                 at = engine.index(row) + r + i
-                b.store(self.l, at, b.fma(b.load(self.l, at), b.load(self.alpha, r + i), total))
+                b.store(self.l, at, b.fma(b.load(self.l, at), b.load(self.alpha, self._kept(row) + r + i), total))
 
-    def _multiply_values(self, row: Value, values: Operand, low: Value, high: Value, wild: Value | None) -> None:
-        """``O = O * alpha + P V``, in pieces that stay in registers."""
+    def multiply_values(
+        self, row: Value, values: Operand, low: Value, high: Value, wild: Value | None, scaled: bool
+    ) -> None:
+        """``O = O * alpha + P V``, or, where O is scaled already, ``O = O + P V``: in pieces that stay in registers."""
         b, engine, shape = self.b, self.engine, self.shape
         rows, pieces = engine.pieces(shape.unit, shape.rows, self.config.value_dim, self.config.pairs)
         step = self.config.step
@@ -390,16 +401,27 @@ class Forward:
                 at = (engine.index(row) + r) * self.padded + first * shape.lanes
                 c = []
                 for i in range(rows):
-                    alpha = b.load(self.alpha, r + i)
                     places = [at + (i * self.padded + j * shape.lanes) for j in range(len(widths))]
                     olds = [b.load(self.o, place, width) for place, width in zip(places, widths, strict=True)]
-                    c.append([b.var(old * alpha) for old in olds])
-                p = Operand(self.weights, r * (shape.block_kv // step), shape.block_kv // step, 1)
+                    if not scaled:
+                        alpha = b.load(self.alpha, self._kept(row) + r + i)
+                        olds = [old * alpha for old in olds]
+                    c.append([b.var(old) for old in olds])
+                kept = (self._kept(row) + r) * (shape.block_kv // step)
                 v = replace(values, base=values.base + first * shape.lanes)
-                engine.multiply_guarding(c, p, v, begin, end, wild)
+                engine.multiply_guarding(c, Operand(self.weights, kept, shape.block_kv // step, 1), v, begin, end, wild)
                 for i, variables in enumerate(c):
                     for j, variable in enumerate(variables):
                         b.store(self.o, at + (i * self.padded + j * shape.lanes), variable.value)
+
+    def scale(self) -> None:
+        """``O = O * alpha`` for all rows."""
+        b, engine = self.b, self.engine
+        with b.loop(b.const(0, i32), self.count, name="row") as row:
+            alpha = b.load(self.alpha, engine.index(row))
+            for col, _ in engine.columns(self.config.value_dim):
+                at = engine.index(row) * self.padded + col
+                b.store(self.o, at, b.load(self.o, at, engine.lanes) * alpha)
 
     def _finish(self) -> None:
         with self.b.loop(self.b.const(0, i32), self.count, name="row") as row:

@@ -24,8 +24,11 @@ class CpuDecodeConfig(CpuConfig):
     ways : int
         Runs of keys that are read in turns; 1 where their order matters, or nothing is gained.
     heads : int
-        Key heads of a task, which takes them in turns, block of keys by block of keys: their rows of a key are
-        neighbours. With several, each has as many rows as are multiplied at a time.
+        Key heads of a task, which takes them in turns, a few keys at a time. With several, each has as many rows as are
+        multiplied at a time.
+    piled : bool
+        What a page has of one of several heads is in one piece, and the next head's behind it; else their rows of a key
+        are neighbours.
     ragged : bool
         Sequences have their own numbers of query rows, one behind the other.
     """
@@ -35,6 +38,7 @@ class CpuDecodeConfig(CpuConfig):
     page: int = 0
     ways: int = 1
     heads: int = 1
+    piled: bool = False
     ragged: bool = False
 
     @property

@@ -1,10 +1,10 @@
 """The decoding kernel for CPUs: the forward kernel over keys that are found in pages, and may be quantised.
 
-One task has a block of the rows that share a key head of a sequence, or those of several key heads, and a part of the
-keys. Before it works on a block
-of keys it looks up where each of them lies; from there on pages are no different from a contiguous cache, and pages of
-any size cost about the same. Up to eight rows multiply K as it lies there, more of them pack it. Either way a key is
-brought once for all rows of a block, so that gathering pages beforehand would save nothing.
+One task has a block of the rows that share a key head of a sequence, or those of several key heads whose rows of a key
+lie side by side, and a part of the keys. Before it works on a block of keys it looks up where each of them lies; from
+there on pages are no different from a contiguous cache, and pages of any size cost about the same. Up to eight rows
+multiply K as it lies there, more of them pack it. Either way a key is brought once for all rows of a block, so that
+gathering pages beforehand would save nothing.
 
 The scales of a quantised cache never meet its elements: those of K are multiplied with the scores, those of V with P.
 """
@@ -29,8 +29,12 @@ from aule.tile.vector import Operand, Vectors, work_type
 
 KERNEL_NAME = "decode_attention_cpu"
 COMBINE_NAME = "decode_combine_cpu"
-_RUN = 8
+RUN = 8
 """Places that are stored at once: pages of so many keys, or of a larger power of two, are looked up as a whole."""
+_VALUES, _SOME_VALUES = 32, 16
+"""Keys whose values one of several heads takes before the next head does, where heads are neighbours, and those it
+takes at a time: a piece of O is half as wide as a row of V, and the other half is soon to be read
+(docs/performance.md, "Decoding on the CPU")."""
 
 
 def build_decode(config: CpuDecodeConfig, target: Target) -> KernelIR:
@@ -71,6 +75,7 @@ class _Decode(Forward):
             self.split_first = (first + self.split * each) * shape.block_kv
             self.split_end = b.min(seq_kv, self.split_first + each * shape.block_kv)
         self.ways = config.ways
+        self.all_rows = config.heads > 1
         self.k = self.v = None
         self.found = shape.block_kv + -(-self.ahead // shape.panel) * shape.panel
         if config.page:
@@ -111,13 +116,62 @@ class _Decode(Forward):
             self.k, self.v = self._matrix("k", key0), self._matrix("v", key0)
         return super().bring(key0)
 
-    def of_rows(self, group: Value, values: Operand) -> Operand:
+    def take(self, key0: Value, panels: Operand | None, values: Operand, wild: Value | None) -> None:
+        """Several heads: all scores of the block, then all of its values, and some keys of all heads before the next
+        ones, which is about the order in which they lie in memory."""
         if self.config.heads == 1:
-            return values
-        assert self.k is not None
-        bases = [self.engine.index(group) * self.p.number(f"{name}_stride1", i64) for name in "kv"]
-        self.k = replace(self.k, base=bases[0])
-        return replace(values, base=bases[1])
+            super().take(key0, panels, values, wild)
+            return
+        b, shape = self.b, self.shape
+        zero, high = b.const(0, i32), b.min(self.split_end - key0, shape.block_kv)
+        last = (high + (shape.panel - 1)) // shape.panel * shape.panel
+        each = self.ways * self._run if self.config.piled else _VALUES
+        if self.config.piled:  # what several pages have of a head
+            with b.loop(zero, last, each, name="key") as first, b.loop(zero, self.groups, name="head") as head:
+                self._score_head(head, key0, first, b.min(first + each, last))
+        else:
+            with b.loop(zero, last, shape.panel, name="panel") as panel:
+                self._score_heads(key0, panel)
+        with b.loop(zero, self.groups, name="head") as head:
+            self.softmax(head * shape.rows, zero, last)
+        self.scale()
+        with b.loop(zero, high, each, name="key") as first, b.loop(zero, self.groups, name="head") as head:
+            v = replace(values, base=self._of_head(values.base, "v", head))
+            with b.loop(first, b.min(first + each, high), _SOME_VALUES, name="some") as low:
+                end = b.min(low + _SOME_VALUES, high)
+                self.multiply_values(head * shape.rows, v, low, end, wild, scaled=True)
+
+    def _score_head(self, head: Value, key0: Value, first: Value, last: Value) -> None:
+        """The scores of one of several heads with some panels of the block."""
+        k = self.k
+        assert k is not None
+        self.k = replace(k, base=self._of_head(k.base, "k", head))
+        with self.b.loop(first, last, self.shape.panel, name="panel") as panel:
+            reach = self.reach(self.b.const(0, i32), self.shape.rows)
+            self.multiply_scores(head * self.shape.rows, key0, None, panel, reach)
+        self.k = k
+
+    def _score_heads(self, key0: Value, panel: Value) -> None:
+        """The scores of all heads with the keys of a panel: as many keys at a time as a vector has room for, beside the
+        rows of a head."""
+        b, engine, shape, k = self.b, self.engine, self.shape, self.k
+        assert k is not None
+        zero, rows, span = b.const(0, i32), shape.rows, shape.lanes // shape.rows
+        parts = b.private("dots_of_heads", self.config.work, shape.block_q * shape.lanes)
+        with b.loop(zero, rows, name="part") as part, b.loop(zero, self.groups, name="head") as head:
+            q = Operand(self.q, engine.index(head * rows) * self.head_cols, self.head_cols, 1)
+            there = replace(k, base=self._of_head(k.base, "k", head))
+            dots = engine.some_dots(q, rows, there, key0 + panel + part * span, self.ahead)
+            b.store(parts, engine.index(head * rows + part) * shape.lanes, dots)
+        reach = self.reach(zero, rows)
+        with b.loop(zero, self.groups, name="head") as head:
+            row = head * rows
+            found = [b.load(parts, engine.index(row + i) * shape.lanes, shape.lanes) for i in range(rows)]
+            self.finish_scores([[b.var(x)] for x in engine.dots_of(found)], row, key0, panel, reach)
+
+    def _of_head(self, base: Value, name: str, head: Value) -> Value:
+        """Where one of several heads has what the first of them has at ``base``."""
+        return base + self.engine.index(head) * self.p.number(f"{name}_stride1", i64)
 
     def values_in_place(self, v: Matrix, key0: Value) -> Operand:
         if isinstance(v, PlacedMatrix):
@@ -126,27 +180,23 @@ class _Decode(Forward):
 
     def _find_keys(self, key0: Value) -> None:
         """Where the keys of a block lie, and their scales, up to a whole panel and what is fetched ahead; those past
-        the end are others. Of several heads they are the first one's, and behind a block comes the next head's."""
-        b, shape, heads = self.b, self.shape, self.config.heads
+        the end are others. Of several heads they are the first one's."""
+        b, shape = self.b, self.shape
         count = b.min(shape.block_kv, self.scores.seq_kv - key0)
         whole = (count + (shape.panel - 1)) // shape.panel * shape.panel
-        self._note_keys(key0, whole + (self.found - shape.block_kv if heads == 1 else 0))
-        for name in "kv" if heads > 1 else "":
-            places, stride = self.places[name], self.p.number(f"{name}_stride1", i64)
-            with b.loop(b.const(0, i64), self.ahead, _RUN, name="key") as i:
-                b.store(places, self.engine.index(whole) + i, b.load(places, i, _RUN, align=1) + stride, align=1)
+        self._note_keys(key0, whole + (self.found - shape.block_kv))
 
     def _note_keys(self, key0: Value, whole: Value) -> None:
         """Note place and scale of ``whole`` keys, and perhaps of some more."""
-        b, shape, page = self.b, self.shape, self.config.page
+        b, page = self.b, self.config.page
         seq_kv = self.scores.seq_kv
-        if page < _RUN or page & (page - 1):
+        if page < RUN or page & (page - 1):
             with b.loop(b.const(0, i32), whole, name="key") as i:
                 key = b.min(key0 + i, seq_kv - 1)
                 number, slot = divmod_const(b, key, page) if page else (key, key)
                 self._note(i, 1, self._page(number) if page else self.batch, slot)
             return
-        run = min(page, max(shape.panel, _RUN))  # a block is a whole number of them
+        run = self._run
         last, ways = (seq_kv - 1) // run * run, self.ways
 
         def found(key: Value) -> tuple[Value, Value]:
@@ -161,6 +211,11 @@ class _Decode(Forward):
             with b.else_() if ways > 1 else nullcontext():
                 for n, (number, slot) in enumerate(runs):
                     self._note(i + n * run, run, number, slot)
+
+    @property
+    def _run(self) -> int:
+        """Keys of a page that are looked up together; a block is a whole number of them."""
+        return min(self.config.page, max(self.shape.panel, RUN))
 
     def _note_in_turns(self, to: Value, count: int, runs: list[tuple[Value, Value]]) -> None:
         """Note the places of several runs of ``count`` keys, all first keys before all second ones: so their pages are
@@ -189,8 +244,8 @@ class _Decode(Forward):
                 if count == 1:
                     b.store(self.places[name], index(to), start)
                 else:
-                    steps = b.vector([b.const(i, i64) for i in range(_RUN)]) * stride
-                    with b.loop(b.const(0, i64), count, _RUN, unroll=2, name="i") as i:
+                    steps = b.vector([b.const(i, i64) for i in range(RUN)]) * stride
+                    with b.loop(b.const(0, i64), count, RUN, unroll=2, name="i") as i:
                         b.store(self.places[name], index(to) + i, steps + (start + i * stride))
             if self.config.quantised:
                 scale, stride = p.buffer(f"{name}_scale", f32), p.number(f"{name}_scale_row_stride", i64)

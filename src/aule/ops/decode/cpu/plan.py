@@ -11,7 +11,7 @@ from aule.ops.attention.cpu.plan import GROUPED_ROWS, block_shape, dotted, group
 from aule.ops.attention.plan import FAR, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
-from aule.ops.decode.cpu.kernel import build_combine, build_decode
+from aule.ops.decode.cpu.kernel import RUN, build_combine, build_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -96,13 +96,14 @@ def _launches(
         lens=problem.lens,
         ragged=problem.total_q is not None,
     )
-    config = replace(config, ways=_ways(config, views))
-    together = _heads(config, views, count, heads // (4 * threads))
+    config = replace(config, piled=_piled(config, views))
+    together = _heads(config, views, count, heads * _parts(problem.seq_kv, shape) // (4 * threads))
     if together > 1:
         heads, count, shape = heads // together, count * together, replace(shape, block_q=count * together)
+    config = replace(config, heads=together, ways=_ways(config, views, together))
     blocks_q = -(-count // shape.block_q)
     splits = _splits(problem.seq_kv, heads * blocks_q, shape, threads)
-    config = replace(config, shape=shape, heads=together, split=splits > 1)
+    config = replace(config, shape=shape, split=splits > 1)
     blocks, numbers = heads * blocks_q, numbers | {"splits": splits, "blocks_q": blocks_q}
     steps = [Step(config, build_decode, (blocks * splits, 1, 1), numbers)]
     if splits == 1:
@@ -121,31 +122,47 @@ def _launches(
     return steps, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes)
 
 
-def _ways(config: CpuDecodeConfig, views: dict[str, TensorView]) -> int:
-    """How many runs of keys are read in turns: several where neither a mask nor a scale goes by the number of a key,
-    rows are few, and pages so short that hardware does not fetch ahead. Four of a head's in one piece, two if apart."""
-    ordered = config.left or config.right or config.alibi or config.quantised
-    if not config.page or config.page > _SHORT_PAGE or ordered or config.panels != "none":
-        return 1
-    return 4 if views["k"].strides[2] == config.head_dim else 2
+def _ordered(config: CpuDecodeConfig) -> bool:
+    """Whether keys are to come one after the other: rows are many, or a mask or a scale goes by the number of a key."""
+    return config.left or config.right or config.alibi or config.quantised or config.panels != "none"
+
+
+def _piled(config: CpuDecodeConfig, views: dict[str, TensorView]) -> bool:
+    """Whether a page, a short one, has its heads one behind the other."""
+    dims = {"k": config.head_dim, "v": config.value_dim}
+    piled = all(tuple(views[name].strides[1:3]) == (config.page * dim, dim) for name, dim in dims.items())
+    return piled and RUN <= config.page <= _SHORT_PAGE and config.page & (config.page - 1) == 0
 
 
 def _heads(config: CpuDecodeConfig, views: dict[str, TensorView], rows: int, most: int) -> int:
-    """How many key heads, ``most`` or fewer, one task takes: several where pages are read in turns and a key's rows of
-    all heads are neighbours there, so that what comes from memory with one of them is the next one's."""
+    """How many key heads, ``most`` or fewer, one task takes: several where a key's rows of all heads are neighbours, or
+    those of a page, so that memory is read from one end to the other."""
     k, v = views["k"], views["v"]
     beside = k.strides[1] == config.head_dim and v.strides[1] == config.value_dim
     same = rows == config.shape.rows and not (config.ragged and rows > config.group)  # in each sequence that is served
-    if config.ways == 1 or not beside or not same or config.values != "direct":
+    if _ordered(config) or not (beside or config.piled) or not same or config.values != "direct":
         return 1
     return math.gcd(k.shape[1], 1 << (min(max(most, 1), _MOST_HEADS).bit_length() - 1))
+
+
+def _ways(config: CpuDecodeConfig, views: dict[str, TensorView], heads: int) -> int:
+    """How many runs of keys are read in turns: several where their order does not matter and pages are so short that
+    hardware does not fetch ahead. Four of what a task has in one piece of memory, two of rows that lie apart."""
+    if not config.page or config.page > _SHORT_PAGE or _ordered(config):
+        return 1
+    return 4 if heads > 1 or views["k"].strides[2] == config.head_dim else 2
 
 
 def _splits(seq_kv: int, blocks: int, shape: CpuShape, threads: int) -> int:
     """Into how many parts the keys of each sequence go: so many that every thread has work, and that the last to finish
     has little left, if there are keys enough for it."""
     wanted = 1 if blocks >= 4 * threads or threads == 1 else -(-4 * threads // blocks)
-    return min(wanted, max(1, seq_kv // shape.block_kv // 4))
+    return min(wanted, _parts(seq_kv, shape))
+
+
+def _parts(seq_kv: int, shape: CpuShape) -> int:
+    """Into how many parts the keys of a sequence may go at most."""
+    return max(1, seq_kv // shape.block_kv // 4)
 
 
 def _scalars(problem: DecodeProblem) -> dict[str, int | float]:
