@@ -7,6 +7,7 @@ from. Without such a GPU a few of the problems are run at a fraction of their le
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,14 @@ def problems(count: int, seed: int) -> list[Problem]:
 
 
 CASES = [*(("cuda", p) for p in problems(EACH, 1)), *(("vulkan", p) for p in problems(EACH, 2))]
+
+
+@pytest.fixture(autouse=True)
+def _memory_given_back() -> Iterator[None]:
+    """What PyTorch keeps of a reference, gigabytes, others may need: many processes test on one GPU."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize(("name", "problem"), CASES, ids=lambda value: str(value))
