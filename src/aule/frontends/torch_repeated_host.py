@@ -101,7 +101,10 @@ def repeated(
     """The results of a call that is like a remembered one, and None for any other."""
     if _dispatch_modes():  # where sizes may be unknown
         return None
-    found = _calls.get(_key(name, wanted, options, backend, tensors[0]))
+    try:
+        found = _calls.get(_key(name, wanted, options, backend, tensors[0]))
+    except (TypeError, ValueError, RuntimeError):  # no key; the longer way says what is wrong
+        return None
     return None if found is None else found(tensors)
 
 
