@@ -99,7 +99,8 @@ def repeated(
     name: str, wanted: tuple[str, ...], options: Sequence[Any], backend: str | None, tensors: Sequence[Any]
 ) -> tuple[Any, ...] | None:
     """The results of a call that is like a remembered one, and None for any other."""
-    if _dispatch_modes():  # where sizes may be unknown
+    # Others have their own ways, and are not to pay for a look-up that finds nothing; with modes sizes may be unknown.
+    if not tensors[0].is_cpu or _dispatch_modes():
         return None
     try:
         found = _calls.get(_key(name, wanted, options, backend, tensors[0]))

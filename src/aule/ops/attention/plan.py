@@ -337,9 +337,9 @@ def plan_backward(
             scalars |= found
         if isinstance(shape, FragmentShape):
             config = FragmentBackwardConfig(**common, aligned=wide, folded=folded(problem), sums=sums)
-            if of == "keys" and shape.ahead and config.keeps_all:
+            if of == "keys" and sums and config.keeps_all:
                 slots = choose_backward_slots(target, shape)
-                cut = cut_blocks(each * heads, -(-problem.seq_q // shape.block_kv), slots) if sums else None
+                cut = cut_blocks(each * heads, -(-problem.seq_q // shape.block_kv), slots)
                 if cut is not None:
                     config, grid = replace(config, cut=True), grid_of("flash_attention", cut.workgroups, target)
                     scalars, workspace = scalars | cut.scalars, workspace | cut.workspace(shape, dims)
