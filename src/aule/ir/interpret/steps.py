@@ -154,32 +154,16 @@ def _load(m: Machine, op: Op) -> Step:
     count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
     shape = (lanes.count,) if count == 1 else (count, lanes.count)
     dtype = register_dtype(memory.elem)
+    read = memory.peek if op.opcode == "peek" else memory.read
 
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
-        value = memory.read(op, address, active)
+        value = read(op, address, active)
         if active is not None:
             whole = np.zeros(shape, dtype)
             whole[..., active] = value
             value = whole
-        registers[result] = value
-
-    return step
-
-
-def _peek(m: Machine, op: Op) -> Step:
-    assert op.result is not None
-    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
-    index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
-    count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
-    shape = (lanes.count,) if count == 1 else (count, lanes.count)
-
-    def step() -> None:
-        active = lanes.active
-        address = memory.addresses(op, registers[index], active, count, align)
-        value = np.zeros(shape, register_dtype(memory.elem))
-        value[..., slice(None) if active is None else active] = memory.peek(op, address, active)
         registers[result] = value
 
     return step
@@ -442,7 +426,7 @@ COMPILERS: dict[str, Compiler] = {
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,
-    "stream": _store, "post": _store, "peek": _peek, "atomic": _atomic,
+    "stream": _store, "post": _store, "peek": _load, "atomic": _atomic,
     "cluster_load": _cluster_load, "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,
