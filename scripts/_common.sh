@@ -56,7 +56,7 @@ install_once() {
     local venv=$1 stamp wanted
     shift
     stamp=$venv/.installed-$(printf '%s' "$*" | cksum | cut -d ' ' -f 1)
-    wanted=$(cksum <pyproject.toml)
+    wanted="$(cksum <pyproject.toml) $PWD" # another clone's environment would test that clone
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
     say "pip install $*"
     "$python" -m pip install --quiet --disable-pip-version-check "$@" || return

@@ -173,7 +173,7 @@ def test_weights_that_are_kept_are_negative_where_they_were_dropped() -> None:
     assert torch.equal(y.view(torch.int16), plain.view(torch.int16))
     band = ~torch.ones(40, 133).tril(93).bool()
     p = torch.softmax(x.double().masked_fill(band, -torch.inf), -1)
-    torch.testing.assert_close(weights.double().abs(), p, rtol=5e-3, atol=0, equal_nan=True)
+    torch.testing.assert_close(weights.double().abs(), p, rtol=2**-8, atol=0, equal_nan=True)
     assert torch.equal(torch.signbit(weights)[p > 0], (y == 0)[p > 0])
 
 
