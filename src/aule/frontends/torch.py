@@ -32,13 +32,13 @@ from aule.frontends.torch_views import (
     by_value,
     checked_out,
     dtype_name,
+    keyed,
     refuse_tracing,
     require_plain,
     require_tensor,
 )
 from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
-from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView, contiguous_strides
 
@@ -280,21 +280,10 @@ def check_gradients(q: Any, k: Any, v: Any, options: AttentionOptions) -> None:
 def _with_gradient(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention whose result can be differentiated with respect to q, k, v, additive masks, bias and sinks."""
     check_gradients(q, k, v, options)
-    options = keyed(options)
+    options = keyed("flash_attention", options)
     # As arguments of their own, so that autograd sees them.
     out, lse = _Attention.apply(q, k, v, options.mask, options.bias, options.sinks, options)
     return (out, lse) if options.return_lse else out
-
-
-def keyed(options: AttentionOptions) -> AttentionOptions:
-    """The options with flags, numbers and a window that are keys by value, not by identity."""
-    changed = by_value("flash_attention", options)
-    causal: Any = options.causal
-    shown: Any = options.return_lse
-    if type(causal) is not bool or type(shown) is not bool:
-        flags = {"causal": causal, "return_lse": shown}
-        changed = changed | {name: checked_flag("flash_attention", name, flag) for name, flag in flags.items()}
-    return options._replace(**changed) if changed else options
 
 
 def with_lse(q: Any, k: Any, v: Any, options: AttentionOptions, *, training: bool) -> tuple[Any, Any]:
@@ -435,8 +424,9 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         causal, scale, window, softcap, mask, bias, alibi, sinks, cos, sin, interleaved, dropout_p, _, align, want_lse,
         _, out, backend, precision,
     ) = options  # fmt: skip
-    if scale is not None and isinstance(scale, torch.Tensor):
-        return _on_cuda(q, k, v, keyed(options))
+    changed = by_value("flash_attention", options)
+    if changed:
+        return _on_cuda(q, k, v, options._replace(**changed))
     try:
         qp, kp, vp, index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         key: Any = (
@@ -453,12 +443,9 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         for name, x in (("q", q), ("k", k), ("v", v)):
             require_plain(x, name)
         raise
-    except TypeError:  # a window given as a list, a number as an array of NumPy
-        again = keyed(options)
-        if again is options:
-            _prepare(q, k, v, options)  # which says what is wrong
-            raise
-        return _on_cuda(q, k, v, again)
+    except TypeError:  # an option that is no key
+        _prepare(q, k, v, options)  # which says what is wrong
+        raise
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):

@@ -85,8 +85,9 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         lens, tables, cu_q, max_q, k_scale, v_scale, layout, causal, scale, window, softcap, alibi, sinks, want_lse,
         out, backend,
     ) = options  # fmt: skip
-    if scale is not None and isinstance(scale, torch.Tensor):
-        return _on_cuda(q, k, v, options._replace(**by_value(options.op, options)))  # not by identity
+    changed = by_value(options.op, options)
+    if changed:
+        return _on_cuda(q, k, v, options._replace(**changed))
     if cu_q is not None and max_q is None and isinstance(cu_q, torch.Tensor) and len(cu_q) > 1:
         max_q = int(cu_q.diff().max())
         options = options._replace(max_seqlen_q=max_q)
@@ -114,9 +115,6 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         found = _known.get(key)
     except (AttributeError, TypeError):
         _explain(q, k, v, options)
-        changed = by_value(options.op, options)
-        if changed:
-            return _on_cuda(q, k, v, options._replace(**changed))
         raise
     if found is None:
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):

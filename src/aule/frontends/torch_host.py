@@ -189,9 +189,7 @@ def _gradients_on_cpu(
 def _key(q: Any, k: Any, v: Any, options: AttentionOptions, arrays: dict[str, Any]) -> Any:
     for name, x in (("k", k), ("v", v)):
         require_tensor(x, name)
-    plain = options.plain()
-    if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
-        plain |= by_value("flash_attention", options)
+    plain = options.plain() | by_value("flash_attention", options)
     key = (layout(q), layout(k), layout(v), *plain.values())
     return (key, *((name, layout(x)) for name, x in arrays.items())) if arrays else key
 

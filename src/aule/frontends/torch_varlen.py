@@ -36,11 +36,10 @@ from aule.frontends.torch import (
 )
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
-from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_plain
+from aule.frontends.torch_views import checked_out, integers, keyed, refuse_tracing, require_plain
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
-from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
 
@@ -50,9 +49,7 @@ def flash_attention_varlen(
 ) -> Any:
     """As `aule.flash_attention_varlen`; a seed is a tensor on the device of ``q`` already."""
     _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
-    shown: Any = options.return_lse
-    if type(shown) is not bool:
-        options = options._replace(return_lse=checked_flag(OP, "return_lse", shown))
+    options = keyed(OP, options)
     q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
         require_plain(tensor, name, OP)
@@ -201,7 +198,7 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     else:
         checked_out(out, (rows, heads, dim), q, OP)
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
-    numbers = (*(plain | by_value(OP, options)).values(), max_q, max_k, options.backend)
+    numbers = (*plain.values(), max_q, max_k, options.backend)
     key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
     ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
     memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
