@@ -220,10 +220,19 @@ def _work(q: Any) -> Any:
 
 
 def shares_memory(out: Any, inputs: Iterable[Any]) -> bool:
-    """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way."""
-    tensors = [x for x in (out, *inputs) if isinstance(x, torch.Tensor) and x.is_cpu]
-    first, *others = (x.untyped_storage().data_ptr() for x in tensors)
-    return first in others
+    """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way. Two
+    storages may be of the same memory, as those are that PyTorch makes of views of a NumPy array."""
+    if not (isinstance(out, torch.Tensor) and out.is_cpu):
+        return False  # which is refused later
+    first, end = _extent(out)
+    others = (_extent(x) for x in inputs if isinstance(x, torch.Tensor) and x.is_cpu)
+    return any(start < end and first < stop for start, stop in others)
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """Where the memory of a tensor's storage begins and ends."""
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 # -- by views, on any device -------------------------------------------------------------------------------------------
