@@ -298,6 +298,8 @@ def compute(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """All results of an op in order, None for those that are not wanted."""
+    if True in [x is not None and x.is_neg() for x in tensors]:
+        return _of_negated(spec, tensors, options, backend, wanted)
     where = route_of(tensors[0], backend)
     if where == "cuda":
         return _on_cuda(spec, tensors, options, backend, wanted)
@@ -313,6 +315,16 @@ def compute(
             raise _elsewhere(spec, operand.name, x, home)
     found = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, backend, wanted)
     return tuple(None if x is None else x.to(home) for x in found)
+
+
+def _of_negated(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """`compute` of tensors some of which PyTorch negates when they are read: what lies in memory is something else."""
+    plain = [None if x is None else x.resolve_neg() for x in tensors]
+    found = compute(spec, plain, options, backend, wanted)
+    where = place(spec, options)
+    return found if where is None else (tensors[where].copy_(found[0]),)
 
 
 def _elsewhere(spec: OpSpec, name: str, x: Any, home: Any) -> DeviceMismatchError:
@@ -418,11 +430,7 @@ def _on_host(
         given = zip(spec.operands, tensors, strict=True)
         plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
         spec.check(spec.name, ready.problem, plain)
-    memory = {
-        operand.name: x.resolve_neg() if x.is_neg() else x
-        for operand, x in zip(spec.operands, tensors, strict=True)
-        if x is not None
-    }
+    memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
         name: fresh(shape, strides, dtype=dtype) if place is None else memory[place]
         for name, dtype, shape, strides, place in ready.outputs
@@ -483,7 +491,7 @@ def view_of(spec: OpSpec, name: str, x: Any, arrays: bool = False) -> TensorView
     if arrays:
         if not x.is_cpu:
             raise _elsewhere(spec, name, x, "the CPU")
-        plain = x.detach().resolve_neg()
+        plain = x.detach()
         storage = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
         return TensorView(dtype, tuple(plain.shape), plain.stride(), "host", storage)
     at = x.data_ptr()
