@@ -69,6 +69,24 @@ def test_on_the_way_of_cuda_tensors(device: Interpreted, name: str) -> None:  # 
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def norm(eps: Any) -> Any:
+    return aule.rms_norm(normal(3, 16), eps=eps)
+
+
+def rotated(interleaved: Any) -> Any:
+    angles = torch.linspace(0, 3, 72).view(9, 8)
+    return aule.rope(normal(1, 2, 9, 16), angles.cos(), angles.sin(), interleaved=interleaved)
+
+
+@pytest.mark.parametrize(("call", "before", "after"), [(norm, 1e-6, 3.0), (rotated, True, False)])
+def test_ops_of_the_catalogue(call: Any, before: Any, after: Any) -> None:
+    option = torch.tensor(before)
+    for _ in range(3):  # the second is remembered, and the third is like it
+        call(option)
+    option.fill_(after)
+    torch.testing.assert_close(call(option), call(after), rtol=0, atol=0)
+
+
 def test_no_option_is_a_key_by_identity() -> None:
     numbers = {name: torch.tensor(before) for name, (before, _) in CHANGES.items()}
     plain = {name: before for name, (before, _) in CHANGES.items()}

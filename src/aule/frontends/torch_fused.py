@@ -17,7 +17,7 @@ from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
-from aule.errors import AuleError, DeviceMismatchError
+from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError
 from aule.frontends.torch import dispatches, last, raw_stream, route_of
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_seeds import seed_on
@@ -25,8 +25,8 @@ from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, requir
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.checked import not_plain
-from aule.ops.spec import Call, OpSpec, Result
+from aule.ops.checked import checked_flag, checked_integer, checked_number, not_plain
+from aule.ops.spec import Call, OpSpec, Option, Result
 from aule.view import TensorView
 
 _Tensor = torch.Tensor
@@ -35,6 +35,8 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _MAX_SIGNATURES = 4096
+_PLAIN = frozenset((float, int, bool, str, type(None)))
+"""Types of options that are keys by value."""
 _KEPT_FROM = {"host": 1 << 14, "cuda": 1 << 22}
 """Elements from which on something is kept for a gradient: one more result takes PyTorch 10 us."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -43,6 +45,8 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """An op of the catalogue; ``tensors`` and ``options`` in the order of its spec."""
     spec = CATALOGUE[name]
+    if not _PLAIN.issuperset(map(type, options)):
+        options = tuple(_by_value(name, *given) for given in zip(spec.options, options, strict=True))
     again = repeated(name, spec.outputs, options, backend, tensors)
     if again is not None:
         return _seen(spec, again)
@@ -63,6 +67,22 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     if _grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _apply(spec, tensors, options, backend)
     return _seen(spec, compute(spec, tensors, options, backend, spec.outputs))
+
+
+def _by_value(op: str, option: Option, value: Any) -> Any:
+    """A tensor or an array in the place of a number or a flag as what it holds now: calls are known by their options.
+    What has no such value stays as it is, for the check of the op to refuse."""
+    check = {"float": checked_number, "bool": checked_flag, "int": _whole, "int?": _whole}.get(option.kind)
+    if type(value) in _PLAIN or check is None:
+        return value
+    try:
+        return check(op, option.name, value)
+    except InvalidArgumentError:
+        return value
+
+
+def _whole(op: str, name: str, value: Any) -> int:
+    return checked_integer(op, name, value, "pass a Python int")
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
