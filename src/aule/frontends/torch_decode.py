@@ -19,6 +19,7 @@ from aule.frontends.numpy import states_message
 from aule.frontends.torch import device_view, raw_stream, signature
 from aule.frontends.torch_decode_host import on_host, staged
 from aule.frontends.torch_host import host_view_of
+from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_views import by_value, checked_out, integers, require_tensor
 from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
@@ -191,14 +192,9 @@ def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
         name: x.data_ptr() % 16 == 0 for name, x in (("q", q), ("k", k), ("v", v), ("o", options.out)) if x is not None
     }
     ready = prepare_decode(op, problem, views, device, aligned)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     parts, workspace = ready.workspace.get("part", 0), sum(ready.workspace.values())
-    return _Ready(operands, device, tuple(launches), parts, workspace, ready.zeroed.get("tickets", 0), like_q)
+    return _Ready(operands, device, prepared_steps(ready, device), parts, workspace, ready.zeroed.get("tickets", 0), like_q)
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

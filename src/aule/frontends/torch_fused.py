@@ -19,6 +19,7 @@ from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError
 from aule.frontends.torch import dispatches, last, raw_stream, route_of
+from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
@@ -397,12 +398,7 @@ def prepare_on(
     refuse_tracing(spec.name)
     call = _bound(spec, tensors, options, wanted)
     ready = prepare(spec, call, dict(call.views) | result_views(call), device)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return Prepared(call.problem, launches, dict(ready.workspace), _described(call))
+    return Prepared(call.problem, prepared_steps(ready, device), dict(ready.workspace), _described(call))
 
 
 def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -> tuple[Any, ...]:
