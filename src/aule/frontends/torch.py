@@ -315,6 +315,7 @@ def gradients(
     if not options.deterministic and torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
     scores = any(wanted[:2])
+    dout = dout.resolve_neg()  # nobody can be told to hand over another
     lse = lse.contiguous()  # kernels take it so; a mapped call may have expanded it
     where = route(q, options)
     if where == "cuda":
@@ -431,8 +432,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         qp, kp, vp, index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         key: Any = (
             q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
-            v.dtype, v.get_device(), (qp | kp | vp) & 15, causal, scale, window, softcap, align, want_lse, backend,
-            dropout_p, precision,
+            v.dtype, v.get_device(), (qp | kp | vp) & 15, q.is_neg() or k.is_neg() or v.is_neg(), causal, scale, window,
+            softcap, align, want_lse, backend, dropout_p, precision,
         )  # fmt: skip
         if mask is not None or bias is not None or alibi is not None or sinks is not None or out is not None:
             key += tuple(signature(x) for x in (mask, bias, alibi, sinks, out))
@@ -488,9 +489,10 @@ raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
 
 
 def signature(tensor: Any) -> Any:
+    """All that a plan, and the check before it, have to know of a tensor."""
     if tensor is None or not isinstance(tensor, torch.Tensor):
         return type(tensor)
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15, tensor.is_neg())
 
 
 def _prepare(q: Any, k: Any, v: Any, options: AttentionOptions) -> PreparedLaunch:

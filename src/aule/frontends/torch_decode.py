@@ -97,8 +97,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
         key: Any = (
             q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
-            v.dtype, v.get_device(), (pointers["q"] | pointers["k"] | pointers["v"]) & 15, layout, causal, scale,
-            window, softcap, want_lse, backend, max_q,
+            v.dtype, v.get_device(), (pointers["q"] | pointers["k"] | pointers["v"]) & 15,
+            q.is_neg() or k.is_neg() or v.is_neg(), layout, causal, scale, window, softcap, want_lse, backend, max_q,
         )  # fmt: skip
         for name, x in (("lens", lens), ("tables", tables), ("cu_q", cu_q)):
             if x is not None:
@@ -106,7 +106,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
                     return _on_cuda(q, k, v, _brought(q, k, v, options))
                 pointers[name] = x.data_ptr()
                 key += (x.shape, x.stride())
-        if not (k_scale is None and alibi is None and sinks is None and out is None):
+        if not (k_scale is None and v_scale is None and alibi is None and sinks is None and out is None):
             for name, x in (
                 ("k_scale", k_scale), ("v_scale", v_scale), ("alibi", alibi), ("sinks", sinks), ("o", out),
             ):  # fmt: skip
