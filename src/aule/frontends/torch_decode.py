@@ -16,10 +16,11 @@ from aule.backends import registry
 from aule.engine.decode import prepare_decode
 from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
 from aule.frontends.numpy import states_message
-from aule.frontends.torch import device_view, raw_stream, signature
+from aule.frontends.torch_cuda import device_view, raw_stream, signature
 from aule.frontends.torch_decode_host import on_host, staged
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_launches import prepared_steps
+from aule.frontends.torch_routes import CUDA_BUILD
 from aule.frontends.torch_views import by_value, checked_out, integers, require_tensor
 from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
@@ -27,7 +28,6 @@ from aule.ops.decode.validate import DecodeOperands, check_contents, decode_prob
 from aule.options import DecodeOptions
 from aule.view import TensorView
 
-_CUDA_BUILD = torch.version.cuda is not None
 _grad_enabled = torch.is_grad_enabled
 _empty_like = torch.empty_like
 _MAX_SIGNATURES = 4096
@@ -55,7 +55,7 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
 
 def _driven(q: Any, backend: str | None) -> bool:
     """Whether a tensor is computed on in place by the CUDA driver."""
-    return q.is_cuda and _CUDA_BUILD and (backend is None or backend.startswith("cuda"))
+    return q.is_cuda and CUDA_BUILD and (backend is None or backend.startswith("cuda"))
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,8 @@ def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
     ready = prepare_decode(op, problem, views, device, aligned)
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     parts, workspace = ready.workspace.get("part", 0), sum(ready.workspace.values())
-    return _Ready(operands, device, prepared_steps(ready, device), parts, workspace, ready.zeroed.get("tickets", 0), like_q)
+    launches, tickets = prepared_steps(ready, device), ready.zeroed.get("tickets", 0)
+    return _Ready(operands, device, launches, parts, workspace, tickets, like_q)
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

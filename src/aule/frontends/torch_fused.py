@@ -18,9 +18,11 @@ from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError
-from aule.frontends.torch import dispatches, last, raw_stream, route_of
+from aule.frontends.torch_cuda import raw_stream
+from aule.frontends.torch_gradients import last
 from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
+from aule.frontends.torch_routes import dispatches, mps, route
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import one_by_one
@@ -220,7 +222,7 @@ def _kept(spec: OpSpec, tensors: Sequence[Any], backend: str | None) -> tuple[st
     """What a call is to make for its gradient."""
     if not spec.kept:
         return ()
-    where = route_of(tensors[0], backend)
+    where = route(tensors[0], backend)
     if where not in _KEPT_FROM or tensors[0].numel() < _KEPT_FROM[where]:
         return ()
     on_cpu = False
@@ -321,13 +323,12 @@ def compute(
     """All results of an op in order, None for those that are not wanted."""
     if True in [x is not None and x.is_neg() for x in tensors]:
         return _of_negated(spec, tensors, options, backend, wanted)
-    where = route_of(tensors[0], backend)
+    where = route(tensors[0], backend)
     if where == "cuda":
         return _on_cuda(spec, tensors, options, backend, wanted)
     if where == "mps":
-        from aule.frontends import torch_mps  # which needs `aule.frontends.torch`
-
-        return torch_mps.fused_on_mps(spec, tensors, options, backend, wanted)
+        found: tuple[Any, ...] = mps().fused_on_mps(spec, tensors, options, backend, wanted)
+        return found
     if where == "host":
         return _on_host(spec, tensors, options, backend, wanted)
     home = tensors[0].device

@@ -13,12 +13,12 @@ import torch
 from aule.backends import registry
 from aule.engine.kvcache import Launches, append_on_host, copy_on_host, prepare, words, writer
 from aule.errors import AuleError, BackendUnavailableError, OutOfMemoryError
-from aule.frontends.torch import device_view, raw_stream, route, signature
+from aule.frontends.torch_cuda import device_view, raw_stream, signature
 from aule.frontends.torch_host import host_view_of
+from aule.frontends.torch_routes import mps, route
 from aule.frontends.torch_views import require_tensor
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import append_problem
-from aule.options import AttentionOptions
 
 _DTYPES = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "e4m3": torch.float8_e4m3fn,
@@ -104,7 +104,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 def _served(op: str, tensor: Any) -> str:
     """Where a cache is written to: ``"cuda"``, ``"host"`` or ``"mps"``."""
-    where = route(tensor, AttentionOptions())
+    where = route(tensor, None)
     if where == "staged":
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED",
@@ -117,9 +117,7 @@ def _served(op: str, tensor: Any) -> str:
 def _device(tensor: Any) -> Any:
     if tensor.is_cuda:
         return registry.find(f"cuda:{tensor.device.index}")
-    from aule.frontends import torch_mps  # which only Apple's devices need
-
-    return torch_mps.device_of(tensor)
+    return mps().device_of(tensor)
 
 
 def _alignment(arrays: Mapping[str, Any]) -> dict[str, int]:

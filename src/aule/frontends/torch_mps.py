@@ -19,7 +19,7 @@ import torch
 
 from aule.artifact import Artifact
 from aule.errors import ShaderCompileError
-from aule.frontends.torch import PreparedLaunch, device_gradients, prepare_launch, signature
+from aule.frontends.torch_cuda import PreparedLaunch, device_gradients, prepare_launch, signature
 from aule.frontends.torch_fused import Prepared, launch_on, prepare_on
 from aule.frontends.torch_views import keyed
 from aule.ops.spec import OpSpec

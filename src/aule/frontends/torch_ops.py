@@ -18,8 +18,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from aule.errors import AuleError
-from aule.frontends.torch import CONSTANT, autocast, check_gradients, gradients, no_second_derivative, with_lse
+from aule.frontends.torch_gradients import CONSTANT, check_gradients, gradients, no_second_derivative, with_lse
 from aule.frontends.torch_host import no_gradient
+from aule.frontends.torch_routes import autocast
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import Mapped, one_by_one
 from aule.ops.attention.validate import Operands, attention_problem, window_sides

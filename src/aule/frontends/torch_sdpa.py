@@ -21,6 +21,7 @@ from aule._version import __version__
 from aule.backends import registry
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import torch as front_end
+from aule.frontends.torch_routes import autocast, dispatches, in_place
 from aule.ops.attention.validate import MAX_HEAD_DIM
 from aule.ops.checked import checked_number
 from aule.options import AttentionOptions
@@ -276,7 +277,7 @@ def prepare(
     _check_transforms(installed, compiled, query, key, value, attn_mask)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_kinds(query, key, value, attn_mask)
-    if installed and backend is None and query.device.type != "meta" and not front_end.in_place(query):
+    if installed and backend is None and query.device.type != "meta" and not in_place(query):
         expected = "expected tensors that aule computes on in place"
         _refuse(f"device {query.device.type}", DeviceMismatchError, expected, query.device)
     _check_numbers(dropout_p, scale)
@@ -350,7 +351,7 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:
         got = "a functorch transform"
     elif installed and not compiled and torch._C._len_torch_dispatch_stack() > 0:
         got = "a torch dispatch mode"
-    elif installed and not compiled and any(map(front_end.dispatches, tensors)):
+    elif installed and not compiled and any(map(dispatches, tensors)):
         got = "a tensor subclass with __torch_dispatch__"
     if got is not None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
@@ -359,7 +360,7 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:
 def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, ...]:
     """What autocast does to the arguments of PyTorch's function."""
     resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in (query, key, value, mask))
-    return front_end.autocast(*resolved)
+    return autocast(*resolved)
 
 
 def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:

@@ -23,19 +23,12 @@ from aule.engine.attention import (
 )
 from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch import (
-    CONSTANT,
-    autocast,
-    device_view,
-    dispatches,
-    last,
-    needs_gradient,
-    raw_stream,
-    route,
-    signature,
-)
+from aule.frontends import torch_routes
+from aule.frontends.torch_cuda import device_view, raw_stream, signature
+from aule.frontends.torch_gradients import CONSTANT, last, needs_gradient
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
+from aule.frontends.torch_routes import autocast, dispatches
 from aule.frontends.torch_views import checked_out, integers, keyed, refuse_tracing, require_plain
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -63,7 +56,7 @@ def flash_attention_varlen(
         for name in (*CONSTANT, "out"):
             if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
                 raise _no_gradient(f"{name}=", f"detach {name}, or leave it away")
-    drives = route(q, options) == "cuda" and not _elsewhere(options)
+    drives = torch_routes.route(q, options.backend) == "cuda" and not _elsewhere(options)
     if not drives and q.device.type != "cpu":
         if wants_gradient:
             where = f"tensors on {q.device}" + (f" and backend {options.backend}" if options.backend else "")

@@ -17,7 +17,7 @@ import torch
 
 from aule.api import flash_attention, flash_attention_paged, flash_attention_varlen
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.frontends.torch import autocast
+from aule.frontends.torch_routes import autocast
 from aule.frontends.torch_sdpa import host_backend
 from aule.integrations._flash_attn_cache import CacheCall, split_pages, with_kvcache
 
