@@ -708,7 +708,7 @@ class TestLife:
         inside, leave = threading.Event(), threading.Event()
 
         def wait() -> None:
-            with device._entered():
+            with device._context.entered():
                 inside.set()
                 leave.wait()
 
@@ -735,7 +735,7 @@ class TestLife:
         held, release = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with device._lock:
+            with device._context.lock:
                 held.set()
                 release.wait()
 
