@@ -104,15 +104,12 @@ class PreparedLaunch:
         if driver.launch_kernel_ex is not None:
             self._stream, self._call = kernel.extended_call(grid, self._arguments)
             self._launch = driver.launch_kernel_ex
-        self._write_scalars(scalars)
-
-    def _write_scalars(self, scalars: Sequence[object]) -> None:
         try:
             self._arguments.pack_scalars(self._storage, self._arguments.scalars_at, *scalars)
         except (struct.error, OverflowError, TypeError) as error:
-            raise refuse_arguments(self._program.artifact, error) from None
+            raise refuse_arguments(program.artifact, error) from None
 
-    def launch(self, pointers: Sequence[int], stream: int, scalars: Sequence[float] | None = None) -> None:
+    def launch(self, pointers: Sequence[int], stream: int) -> None:
         """Launch with new pointers.
 
         Parameters
@@ -121,8 +118,6 @@ class PreparedLaunch:
             One device address for each buffer, in the order of the kernel's buffers.
         stream : int
             Native stream handle; 0 is the legacy default stream.
-        scalars : sequence of int or float, optional
-            New values of all scalars, which stay until changed again.
         """
         context = self._context
         with context.lock:
@@ -132,8 +127,6 @@ class PreparedLaunch:
                 self._pack_pointers(self._storage, 0, *pointers)
             except (struct.error, TypeError) as error:
                 raise refuse_arguments(self._program.artifact, error) from None
-            if scalars is not None:
-                self._write_scalars(scalars)
             self._stream.value = stream
             # Frameworks have the context current as a rule; where it is not, the driver refuses, and asking it on every
             # call would take half a microsecond.
