@@ -15,7 +15,8 @@ from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.types import Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32, f64, i32
 from aule.ir.verify import verify
-from aule.render.clike import CPrinter, Expr
+from aule.render.clike import Expr
+from aule.render.clike_c import CPrinter
 from aule.target import Target
 
 _SPACES = {"global": "__global", "shared": "__local", "private": "__private"}
