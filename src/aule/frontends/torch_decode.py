@@ -20,8 +20,8 @@ from aule.frontends.torch_cuda import device_view, raw_stream, signature
 from aule.frontends.torch_decode_host import on_host, staged
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_launches import prepared_steps
-from aule.frontends.torch_routes import CUDA_BUILD
-from aule.frontends.torch_views import by_value, checked_out, integers, require_tensor
+from aule.frontends.torch_routes import CUDA_BUILD, refuse_transforms
+from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_tensor
 from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
@@ -46,11 +46,16 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
             f"[{options.op}] expected tensors that need no gradient, got requires_grad=True; call it under "
             "torch.no_grad(), or use aule.flash_attention, which has gradients",
         )
-    if _driven(q, options.backend):
-        return _on_cuda(q, k, v, options)
-    if q.is_cpu:
-        return on_host(q, k, v, options)
-    return staged(q, k, v, options)
+    try:
+        if _driven(q, options.backend):
+            return _on_cuda(q, k, v, options)
+        if q.is_cpu:
+            return on_host(q, k, v, options)
+        return staged(q, k, v, options)
+    except RuntimeError:  # asked when it matters: it would be asked for nothing on every call
+        given = (q, k, v, *options.arrays().values(), *options.indices().values())
+        refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
+        raise
 
 
 def _driven(q: Any, backend: str | None) -> bool:
@@ -169,6 +174,7 @@ def _brought(q: Any, k: Any, v: Any, options: DecodeOptions) -> DecodeOptions:
 
 
 def _views(q: Any, k: Any, v: Any, options: DecodeOptions) -> dict[str, Any]:
+    refuse_tracing(options.op)
     tensors = {"q": q, "k": k, "v": v, **options.arrays(), **options.indices()}
     return {name: device_view(tensor, name, options.op) for name, tensor in tensors.items()}
 

@@ -16,7 +16,7 @@ from aule.engine.decode import decode_on_host
 from aule.engine.memory import host_view
 from aule.errors import DeviceMismatchError
 from aule.frontends.torch_host import host_view_of, layout, remember, shares_memory
-from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, require_tensor
+from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, refuse_tracing, require_tensor
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
@@ -48,6 +48,7 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
 
 
 def _problem(q: Any, k: Any, v: Any, options: DecodeOptions) -> tuple[DecodeProblem, DecodeOperands]:
+    refuse_tracing(options.op)
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
     tensors |= {name: integers(options.op, name, array) for name, array in options.indices().items()}
     views: dict[str, Any] = {name: host_view_of(tensor, name, options.op) for name, tensor in tensors.items()}

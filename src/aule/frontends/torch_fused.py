@@ -396,7 +396,6 @@ def prepare_on(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...], device: Any
 ) -> Prepared:
     """Validate, plan and build for a device that has the tensors; what a signature needs once."""
-    refuse_tracing(spec.name)
     call = _bound(spec, tensors, options, wanted)
     ready = prepare(spec, call, dict(call.views) | result_views(call), device)
     return Prepared(call.problem, prepared_steps(ready, device), dict(ready.workspace), _described(call))
@@ -489,6 +488,8 @@ def _described(call: Call) -> tuple[Output, ...]:
 def _bound(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...], arrays: bool = False
 ) -> Call:
+    """A call that was found to be valid; asked where a signature is new."""
+    refuse_tracing(spec.name)
     views = {
         operand.name: view_of(spec, operand.name, x, arrays)
         for operand, x in zip(spec.operands, tensors, strict=True)

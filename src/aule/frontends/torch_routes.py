@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from aule import settings
+from aule.errors import AuleError
 
 CUDA_BUILD = torch.version.cuda is not None
 """Whether tensors that PyTorch calls cuda are NVIDIA's; ROCm calls its own so, too."""
@@ -42,6 +44,21 @@ def mps() -> Any:
 def dispatches(x: Any) -> bool:
     """Whether it is a tensor that handles operators itself."""
     return isinstance(x, torch.Tensor) and type(x).__torch_dispatch__ is not _PLAIN_DISPATCH
+
+
+def refuse_transforms(op: str, tensors: Iterable[Any], remedy: str) -> None:
+    """Refuse tensors whose elements are not simply in memory, for what has no operator."""
+    got = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        got = "a functorch transform"
+    elif torch.autograd.forward_ad._current_level >= 0:
+        got = "forward-mode differentiation"
+    else:
+        got = next((type(x).__name__ for x in tensors if dispatches(x)), None)
+    if got is not None:
+        raise AuleError(
+            "AULE_ERROR_UNSUPPORTED", f"[{op}] expected plain tensors outside of transforms, got {got}; {remedy}"
+        )
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

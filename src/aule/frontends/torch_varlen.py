@@ -28,7 +28,7 @@ from aule.frontends.torch_cuda import device_view, raw_stream, signature
 from aule.frontends.torch_gradients import CONSTANT, last, needs_gradient
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
-from aule.frontends.torch_routes import autocast, dispatches
+from aule.frontends.torch_routes import autocast, refuse_transforms
 from aule.frontends.torch_views import checked_out, integers, keyed, refuse_tracing, require_plain
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
@@ -41,7 +41,8 @@ def flash_attention_varlen(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:
     """As `aule.flash_attention_varlen`; a seed is a tensor on the device of ``q`` already."""
-    _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
+    refuse_tracing(OP)
+    refuse_transforms(OP, (q, k, v, cu_q, cu_k, *options.arrays().values()), "call flash_attention on each sequence")
     options = keyed(OP, options)
     q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
@@ -271,23 +272,6 @@ def _as_asked(problem: AttentionProblem) -> AttentionProblem:
     """The problem of gradients, when these are computed: PyTorch may be told then to be deterministic."""
     exactly = problem.deterministic or torch.are_deterministic_algorithms_enabled()
     return replace(problem, deterministic=exactly)
-
-
-def _refuse_transforms(*tensors: Any) -> None:
-    """Refuse tensors whose elements are not simply in memory: there is no operator for packed batches."""
-    refuse_tracing()
-    got = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        got = "a functorch transform"
-    elif torch.autograd.forward_ad._current_level >= 0:
-        got = "forward-mode differentiation"
-    else:
-        got = next((type(x).__name__ for x in tensors if dispatches(x)), None)
-    if got is not None:
-        raise AuleError(
-            "AULE_ERROR_UNSUPPORTED",
-            f"[{OP}] expected plain tensors outside of transforms, got {got}; call flash_attention on each sequence",
-        )
 
 
 def _elsewhere(options: AttentionOptions) -> bool:
