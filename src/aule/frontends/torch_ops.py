@@ -1,8 +1,8 @@
 """Attention as operators of PyTorch, ``torch.ops.aule.attention`` and ``attention_backward``, for all that traces.
 
 A graph, an exported program or a transform holds these; when they run they are `with_lse` and `gradients` of
-`aule.frontends.torch`, so a compiled call computes what an eager one does. Importing this module registers them, which
-a process that loads an exported program must do first.
+`aule.frontends.torch_gradients`, so a compiled call computes what an eager one does. Importing this module registers
+them, which a process that loads an exported program must do first.
 
 An operator has a fixed list of arguments. ``return_lse`` and ``out`` are dealt with around it, a window is always two
 sides, and what has no gradient is an empty tensor.
