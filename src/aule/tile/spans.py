@@ -39,7 +39,7 @@ class SpanShape:
     tail : int
         Where it is not: columns behind the last whole part.
     unroll : int
-        Where it is not: parts that are under way together.
+        Parts that a pass takes together: where the row is not kept, they are under way together.
     scratch : int
         Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
     columns : str
@@ -338,7 +338,7 @@ class Span:
     def _fetch_next(self, parts: list[Part], place: int) -> None:
         """Fetch what the thread's next rows have at a place into the cache, by whole lines."""
         rows, b = self.rows, self.rows.b
-        for part in parts if self._fetched else ():
+        for part in parts:
             for source in self._fetched:
                 line = max(_LINE // element(source.array.buffer.type).bytes // self.shape.width, 1)
                 if place % line == 0:
