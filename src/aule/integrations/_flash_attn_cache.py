@@ -100,7 +100,7 @@ def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> t
             rows = rows * 0  # flash-attn turns all of them by the angles of the first
         at = (seqlens[:, None] + rows).flatten()
         places = torch.stack([torch.arange(at.numel(), dtype=torch.int32, device=q.device), at])
-        turned = rotate(q.transpose(1, 2), places, rope, call.rotary_interleaved, options["backend"])
+        turned = rotate(call.op, q.transpose(1, 2), places, rope, call.rotary_interleaved, options["backend"])
         q = turned.transpose(1, 2)
     return q, seqlens + new
 
