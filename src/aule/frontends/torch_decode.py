@@ -17,7 +17,7 @@ from aule.engine.decode import prepare_decode
 from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch_cuda import device_view, raw_stream, signature
-from aule.frontends.torch_decode_host import on_host, staged
+from aule.frontends.torch_decode_host import host_problem, on_host, staged
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_routes import CUDA_BUILD
@@ -51,6 +51,14 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     if q.is_cpu:
         return on_host(q, k, v, options)
     return staged(q, k, v, options)
+
+
+def check_decode(op: str, q: Any, k: Any, v: Any, options: DecodeOptions) -> None:
+    """Raise what is wrong with a call, in the name of ``op``, without making it."""
+    if q.is_cpu:
+        host_problem(op, q, k, v, options)
+    else:
+        decode_problem(op, **_views(q, k, v, options), **options.plain())
 
 
 def _driven(q: Any, backend: str | None) -> bool:
