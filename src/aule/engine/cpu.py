@@ -34,6 +34,8 @@ class Ready:
     buffers: tuple[tuple[str, ...], ...]
     workspace: dict[str, int]
     """Bytes of each workspace."""
+    zeroed: dict[str, int]
+    """32-bit words of each of those that launches find zero."""
 
 
 Memory = Array | Allocation
@@ -114,6 +116,10 @@ def run(ready: Ready, device: Device, addresses: dict[str, int]) -> None:
             for name, size in ready.workspace.items():
                 addresses[name] = at
                 at += size
+        # Not kept from call to call: two threads may compute the same at the same time.
+        fresh = {name: np.zeros(words, np.int32) for name, words in ready.zeroed.items()}
+        for name, zeros in fresh.items():
+            addresses[name] = address(zeros)
         ready.sequence.launch([addresses[name] for name in names] for names in ready.buffers)
     finally:
         if block is not None:
@@ -126,7 +132,8 @@ def prepare(plan: StepPlan, work: Any, device: Any) -> Ready:
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}
     launches = [_launch(step, device) for step in plan.steps]
-    return Ready(device.prepare_sequence([launch for launch, _ in launches]), tuple(x for _, x in launches), workspace)
+    sequence = device.prepare_sequence([launch for launch, _ in launches])
+    return Ready(sequence, tuple(x for _, x in launches), workspace, dict(plan.zeroed))
 
 
 def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:

@@ -8,7 +8,7 @@ some twenty. `aule.frontends.torch_repeated` says how PyTorch is asked whether a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,14 @@ class RepeatedOnHost:
         Name, dtype, shape and strides of each result, which goes to fresh memory.
     results : sequence of str
         Names of all that is returned; what is not among the outputs is None.
+    check : callable, optional
+        Called with the operands of every call: raises where they hold what they must not.
     """
 
-    __slots__ = ("_absent", "_device", "_differentiable", "_names", "_outputs", "_ready", "_results", "_same", "others")
+    __slots__ = (
+        "_absent", "_check", "_device", "_differentiable", "_names", "_outputs", "_ready", "_results", "_same",
+        "others",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -59,8 +64,9 @@ class RepeatedOnHost:
         device: Any,
         outputs: Sequence[tuple[str, Any, tuple[int, ...], tuple[int, ...] | None]],
         results: Sequence[str],
+        check: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
-        self._ready, self._device, self.others = ready, device, 0
+        self._ready, self._device, self._check, self.others = ready, device, check, 0
         self._absent = [x is None for x in tensors]
         self._differentiable = any(x is not None and x.requires_grad for x in tensors)
         given = [name for name, x in zip(names, tensors, strict=True) if x is not None]
@@ -87,6 +93,8 @@ class RepeatedOnHost:
             or self.closed
         ):
             return None
+        if self._check is not None:
+            self._check(tensors)
         self.others = 0
         for output in self._outputs:
             memory.append(_empty(*output))
