@@ -124,9 +124,8 @@ def test_tasks_take_several_heads_where_those_are_neighbours() -> None:
     assert [heads(case, threads) for threads in (1, 6, 12, 100)] == [4, 4, 2, 1]
     assert heads(replace(case, lens=(2100,) * 8), 12) == 4  # whose tasks have parts of the keys
     assert heads(replace(case, page=0), 1) == heads(replace(case, layout="HND"), 1) == 4
-    # Heads of a page that are in one piece each: parts of the keys are for two heads at least.
-    piled = replace(case, lens=(4200, *(20,) * 7), layout="HND")
-    assert [heads(piled, threads) for threads in (6, 12, 13)] == [4, 2, 4]
+    # Heads of a page that are in one piece each are not worth it.
+    assert [heads(replace(case, lens=(2100,) * 8, layout="HND"), threads) for threads in (6, 12, 25)] == [4, 2, 1]
     others = (
         {"options": {"window": 7}},
         {"cache": "i8"},

@@ -98,8 +98,9 @@ def _launch(
         ragged=problem.total_q is not None,
     )
     config = replace(config, piled=_piled(config, views))
-    # Tasks that take several heads of a page are to be as many as before, if keys need not be divided for two of them.
-    parts = 1 if config.piled and heads >= 8 * threads else _parts(problem.seq_kv, shape)
+    # Heads of a page are taken together where that leaves enough tasks: dividing keys for it would cost 3 to 5% of keys
+    # that are in the cache. Where rows of heads are neighbours it is worth that (docs/performance.md).
+    parts = 1 if config.piled else _parts(problem.seq_kv, shape)
     together = _heads(config, views, count, heads * parts // (4 * threads))
     if together > 1:
         heads, count, shape = heads // together, count * together, replace(shape, block_q=count * together)
