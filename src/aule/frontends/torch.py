@@ -10,6 +10,8 @@ becomes the operator of `torch_ops`, which comes back to `with_lse` and `gradien
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,9 +149,7 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.fused(name, tensors, options, backend)
-    from aule.frontends import torch_fused  # which needs this module
-
-    return torch_fused.fused(name, tensors, options, backend)
+    return _later("torch_fused").fused(name, tensors, options, backend)
 
 
 def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
@@ -158,9 +158,13 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.decode(q, k, v, options)
-    from aule.frontends import torch_decode  # which needs this module
+    return _later("torch_decode").decode(q, k, v, options)
 
-    return torch_decode.decode(q, k, v, options)
+
+@functools.cache
+def _later(name: str) -> Any:
+    """A front end that needs this module. An import inside of a function takes longer than that of who asks again."""
+    return importlib.import_module(f"aule.frontends.{name}")
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
