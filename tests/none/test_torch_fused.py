@@ -16,8 +16,8 @@ pytest.importorskip("llvmlite", reason="these run on the CPU engine")
 
 from aule.backends import registry  # noqa: E402
 from aule.frontends import torch_fused, torch_fused_ops, torch_repeated_host  # noqa: E402
-from aule.ops.rope import plan as rope_plan  # noqa: E402
 from aule.ops.catalogue import CATALOGUE  # noqa: E402
+from aule.ops.rope import plan as rope_plan  # noqa: E402
 
 F = torch.nn.functional
 ANGLES = torch.linspace(0, 3, 20).reshape(5, 4)
