@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from aule.errors import InvalidDtypeError
-from aule.frontends import torch_routes
+from aule.frontends import torch_decode, torch_fused, torch_routes
 from aule.frontends.torch_cuda import on_cuda, repeated
 from aule.frontends.torch_gradients import needs_gradient, with_gradient
 from aule.frontends.torch_host import on_host
@@ -127,8 +127,6 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.fused(name, tensors, options, backend)
-    from aule.frontends import torch_fused
-
     return torch_fused.fused(name, tensors, options, backend)
 
 
@@ -138,15 +136,11 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.decode(q, k, v, options)
-    from aule.frontends import torch_decode
-
     return torch_decode.decode(q, k, v, options)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Results over disjoint keys put together, of torch tensors."""
-    from aule.frontends import torch_decode
-
     return torch_decode.merge_states(o_a, lse_a, o_b, lse_b)
 
 

@@ -209,19 +209,22 @@ def decode_problem(
 
 def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tables: TensorView | None) -> None:
     """Check what lengths and block tables hold, where they can be read: those in host memory."""
-    if lens is None or not lens.is_host:
-        return
-    lengths: npt.NDArray[np.int32] = lens.storage
-    if lengths.size and (lengths.min() < 0 or lengths.max() > problem.seq_kv):
+    if lens is not None and lens.is_host:
+        check_numbers(op, problem, lens.storage, tables.storage if tables is not None and tables.is_host else None)
+
+
+def check_numbers(
+    op: str, problem: DecodeProblem, lengths: npt.NDArray[np.int32], table: npt.NDArray[np.int32] | None
+) -> None:
+    """The same, of arrays."""
+    # Without its sign a negative number is a large one: one look at each array.
+    if lengths.size and lengths.view(np.uint32).max() > problem.seq_kv:
         wrong = int(np.flatnonzero((lengths < 0) | (lengths > problem.seq_kv))[0])
         raise InvalidShapeError(
             f"[{op}] expected context_lens in 0..{problem.seq_kv}, the keys there is room for, got {lengths[wrong]} "
             f"for sequence {wrong}; give the cache more room, or the lengths that it has"
         )
-    if tables is None or not tables.is_host:
-        return
-    table: npt.NDArray[np.int32] = tables.storage
-    if not table.size or (table.min() >= 0 and table.max() < problem.pages):  # the unused ones, too
+    if table is None or not table.size or table.view(np.uint32).max() < problem.pages:  # the unused ones, too
         return
     used = np.arange(table.shape[1])[None] < -(-lengths.astype(np.int64) // max(problem.page, 1))[:, None]
     outside = used & ((table < 0) | (table >= problem.pages))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from aule.ops.column_sum import column_sum_step
 from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
 from aule.ops.rope.problem import RopeProblem
-from aule.ops.row_shapes import Work, choose_rows, row_grid
+from aule.ops.row_shapes import Work, choose_rows, row_grid, streams
 from aule.ops.rowwise import RowLayout, extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -72,6 +72,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         axes=len(layout.sizes),
         index64=max(extent(view) for view in views.values()) + partials * problem.length > 2**31 - 1,
         operands=tuple((n, operand(view, span.width)) for n, view in views.items() if n != "position_ids"),
+        stream=streams(rows, target) and not problem.inplace,  # what was just read is in the cache
     )
     scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
     scalars |= {"inverse_length": 1.0 / problem.length, "eps": problem.eps or 0.0}
