@@ -22,13 +22,14 @@ from aule.engine.attention import (
     prepare_backward,
     prepare_forward,
 )
-from aule.errors import AuleError, DeviceMismatchError, InvalidDtypeError
+from aule.errors import AuleError, BackendUnavailableError, DeviceMismatchError, InvalidDtypeError
 from aule.frontends.torch_host import host_gradients, host_with_lse, no_gradient, on_host
 from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
 from aule.frontends.torch_repeated import Repeated
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_stage import staged, staged_gradients, staged_with_lse
 from aule.frontends.torch_views import (
+    NAMES,
     by_value,
     checked_out,
     dtype_name,
@@ -37,7 +38,13 @@ from aule.frontends.torch_views import (
     require_tensor,
 )
 from aule.ops.attention.precision import checked_precision
-from aule.ops.attention.validate import attention_problem, checked_deterministic, checked_dropout, checked_seed
+from aule.ops.attention.validate import (
+    FLOAT_DTYPES,
+    attention_problem,
+    checked_deterministic,
+    checked_dropout,
+    checked_seed,
+)
 from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView, contiguous_strides
@@ -243,9 +250,18 @@ def to_precision(tensor: Any, precision: str) -> Any:
     return tensor.to(_PRECISIONS[precision])
 
 
-def make(array: Any, device: Any, dtype: Any) -> Any:
+def make(array: Any, device: Any, dtype: Any, op: str) -> Any:
     """A NumPy array of float64 as a tensor on a device, by default the CPU, in a dtype, by default float32."""
-    return torch.from_numpy(array).to(dtype or torch.float32).to(device or "cpu")
+    kind = torch.float32 if dtype is None else dtype
+    if not isinstance(kind, torch.dtype) or NAMES.get(kind) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of torch, got {dtype!r}; such as torch.float32")
+    made = torch.from_numpy(array).to(kind)
+    try:
+        return made if device is None else made.to(device=device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise BackendUnavailableError(
+            "torch", f"[{op}] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu'"
+        ) from error
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

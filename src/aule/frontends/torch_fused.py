@@ -21,7 +21,7 @@ from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends.torch import dispatches, last, raw_stream, route_of
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_seeds import seed_on
-from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
+from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
@@ -479,6 +479,7 @@ def named_options(spec: OpSpec, options: Sequence[Any]) -> dict[str, Any]:
 
 def view_of(spec: OpSpec, name: str, x: Any, arrays: bool = False) -> TensorView:
     """A view of a tensor; with ``arrays`` one of host memory, whose storage is a NumPy array."""
+    require_dense(x, name, spec.name)
     dtype = dtype_name(x, name, spec.name)
     if arrays:
         if not x.is_cpu:

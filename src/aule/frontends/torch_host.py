@@ -223,7 +223,7 @@ def _work(q: Any) -> Any:
 
 def shares_memory(out: Any, inputs: Iterable[Any]) -> bool:
     """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way."""
-    tensors = [x for x in (out, *inputs) if isinstance(x, torch.Tensor) and x.is_cpu]
+    tensors = [x for x in (out, *inputs) if isinstance(x, torch.Tensor) and x.is_cpu and x.layout is torch.strided]
     first, *others = (x.untyped_storage().data_ptr() for x in tensors)
     return first in others
 
