@@ -34,6 +34,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _MAX_SIGNATURES = 4096
 _KEPT_FROM = {"host": 1 << 14, "cuda": 1 << 22}
 """Elements from which on something is kept for a gradient: one more result takes PyTorch 10 us."""
@@ -53,6 +54,8 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)
+    if spec.products and _any_autocast():
+        tensors = _autocast(spec, tensors)
     if traced(tensors):
         where = place(spec, options)
         if where is None:
@@ -63,6 +66,17 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     if _grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _apply(spec, tensors, options, backend)
     return _seen(spec, compute(spec, tensors, options, backend, spec.outputs))
+
+
+def _autocast(spec: OpSpec, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Under autocast what rows of its type are multiplied by takes that type. Rows of float32 stay what they are:
+    rounded before they are normalised, they would lose what a large mean leaves of them."""
+    x = tensors[0]
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
+        return tensors
+    given = zip(spec.operands, tensors, strict=True)
+    return tuple(y.to(x.dtype) if operand.name == "weight" and y.dtype == torch.float32 else y for operand, y in given)
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
