@@ -47,11 +47,11 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
     k, v, table, lens = _keys(call, room, lens)
     q = call.q
     if call.k is not None:
-        _check_new(call, options)
         given = DecodeOptions(
             lens, table, return_lse=True, **options | ({} if table is not None else {"layout": "HND"})
         )
         check_decode(call.op, q.transpose(1, 2), k, v, given)
+        _check_new(call, options)
         q = _append(call, q, seqlens, options)
     out = q.new_empty(batch, rows, heads, call.v_cache.shape[3])
     options = options | {"out": out.transpose(1, 2), "return_lse": True}
