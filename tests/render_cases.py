@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aule.ir.builder import Builder
-from aule.ir.kernel import KernelIR, Value
+from aule.ir.kernel import KernelIR, Rounding, Value
 from aule.ir.types import (
     SCALARS,
     Fragment,
@@ -94,11 +94,13 @@ def zeros(elem: Scalar, count: int) -> Array:
     return np.zeros(count, DTYPES[elem.name])
 
 
-def trace(name: str, workgroup: int = 64, subgroup_size: int = 0) -> Callable[[Callable[[Builder], None]], KernelIR]:
+def trace(
+    name: str, workgroup: int = 64, subgroup_size: int = 0, rounding: Rounding = "exact"
+) -> Callable[[Callable[[Builder], None]], KernelIR]:
     """Build a kernel from the function it decorates."""
 
     def make(body: Callable[[Builder], None]) -> KernelIR:
-        b = Builder(name, workgroup, subgroup_size)
+        b = Builder(name, workgroup, subgroup_size, rounding=rounding)
         body(b)
         return b.finish()
 
@@ -314,9 +316,11 @@ def casts() -> Iterator[Case]:
     # Numbers below f32's own subnormals are flushed by many devices; they round to zero in fp16 only.
     tiny = np.abs(everything) < 1.2e-38
     everything[tiny] = 0
-    for target, lanes in itertools.product((f16, bf16), (1, 4)):
+    kinds: list[tuple[Scalar, Rounding]] = [(f16, "exact"), (bf16, "exact"), (bf16, "quick"), (bf16, "fused")]
+    for (target, kind), lanes in itertools.product(kinds, (1, 4)):
+        name = f"round_to_{target}_{lanes}" if kind == "exact" else f"round_to_{target}_{kind}_{lanes}"
 
-        @trace(f"round_to_{target}_{lanes}")
+        @trace(name, rounding=kind)
         def rounding(b: Builder, target: Scalar = target, lanes: int = lanes) -> None:
             x, out = b.buffer("x", f32), b.buffer("result", target, "write")
             back = b.buffer("back", f32, "write")
@@ -326,8 +330,13 @@ def casts() -> Iterator[Case]:
                 b.store(out, i, small)
                 b.store(back, i, b.cast(small, f32))
 
-        args = [everything.copy(), zeros(target, 1024), zeros(f32, 1024)]
-        yield Case(f"round_to_{target}_{lanes}", rounding, args, (1024 // 64 // lanes, 1, 1))
+        given = everything.copy()
+        if kind != "exact":  # what else it rounds is not said
+            other = ~(np.abs(given) < 2.0**110)
+            given[other] = np.resize(np.float32([np.inf, -np.inf, np.nan, 2.0**109]), other.sum())
+        yield Case(name, rounding, [given, zeros(target, 1024), zeros(f32, 1024)], (1024 // 64 // lanes, 1, 1))
+
+    yield from returns(everything)
 
     for elem in (f16, bf16):
 
@@ -358,6 +367,36 @@ def casts() -> Iterator[Case]:
         if source in (i32, i64, u16):
             data = (data % 2000).astype(DTYPES[source.name])
         yield Case(kernel.name, kernel, [data, zeros(target, size)])
+
+
+def returns(data: Array) -> Iterator[Case]:
+    """Numbers that are rounded and widened again without having been in memory: a compiler must not leave that out."""
+    data = np.where(np.abs(data) < 1e-33, np.float32(0), data)  # no subnormal f32 on the way, which devices may flush
+    for target in (f16, bf16):
+
+        @trace(f"through_{target}")
+        def through(b: Builder, target: Scalar = target) -> None:
+            source, result = b.buffer("x", f32), b.buffer("result", f32, "write")
+            i = thread(b)
+            x = b.load(source, i)
+            narrow = b.cast(x, target)
+            held = b.var(narrow, "held")
+            with b.if_(i > 5):
+                held.value = b.cast(x * 0.75, target)
+            again = b.var(narrow, "again")
+            with b.loop(0, 3):
+                again.value = b.cast(b.cast(again.value, f32) * 0.75, target)
+            wide = b.cast(b.vector([narrow, b.cast(x * 1.25, target), -narrow, narrow]), f32)
+            ways = [
+                b.cast(narrow, f32), b.cast(held.value, f32), b.cast(again.value, f32), *b.unpack(wide),
+                b.cast(b.select(i > 7, narrow, b.const(1.5, target)), f32),
+                b.cast(b.cast(b.cast(narrow, f32) * 1.0009765625, target), f32),
+                b.select(b.abs(x) < 60000.0, x - b.cast(narrow, f32), b.const(0.0, f32)),
+            ]  # fmt: skip
+            for k, way in enumerate(ways):
+                b.store(result, i + k * 1024, way)
+
+        yield Case(f"through_{target}", through, [data.copy(), zeros(f32, 10 * 1024)], (16, 1, 1))
 
 
 def bitcasts() -> Iterator[Case]:

@@ -360,6 +360,17 @@ def test_wgsl_has_no_constant_infinities() -> None:
     assert "result[1] = minus_infinity;" in text and "result[2] = not_a_number;" in text
 
 
+def test_wgsl_makes_signed_remainders_of_quotients() -> None:
+    """Of its own operator naga makes an instruction that Vulkan leaves undefined for negative numbers."""
+    b = Builder("rest", 64)
+    out = b.buffer("result", i32, "write")
+    i = b.thread_id()
+    b.store(out, i, (i - 9) % -7)
+    b.store(out, i, b.cast(b.cast(i, u32) % 7, i32))
+    text = render("wgsl", b.finish()).text
+    assert "= v1 - v1 / (-7) * (-7);" in text and "% 7u" in text and text.count("%") == 1
+
+
 def test_values_that_are_moved_past_nothing_are_inlined() -> None:
     b = Builder("inline", 64)
     x, out = b.buffer("x", i32), b.buffer("result", i32, "write")

@@ -29,6 +29,7 @@ from aule.artifact import Artifact
 from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
+from aule.ir.passes.soft_half import float_to_bfloat
 from aule.ir.types import Fragment, Pointer, Scalar, Vector, bf16, element, f16, f32, i8, i16, u8, u16
 from aule.render._spirv_kernel import RTE_HALF, KernelRenderer
 from aule.render._spirv_memory import access_unit
@@ -118,21 +119,29 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
     if packed:
         present |= {u16, u8}
     converts = u16 in computable and target.storage16
+    narrow = _exact_bfloat if kernel.rounding == "exact" else _quick_bfloat
     return Legal(
         soft=frozenset(soft),
         packed=frozenset(packed),
         widened=frozenset({i8, u8, i16, u16} & present - computable),
         int64=target.int64 or not any(t.bits == 64 and t.is_int for t in present),
-        float_to_bfloat=_float_to_bfloat if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
+        float_to_bfloat=narrow if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
         pairs=converts,
         waits=True,
     )
 
 
-def _float_to_bfloat(b: Builder, value: Value) -> Value:
-    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16."""
+def _quick_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16, rounded before; not for every number (`KernelIR`)."""
     lanes = lanes_of(value.type)
     return b.bitcast(b.cast(value, bf16), u16 if lanes == 1 else Vector(u16, lanes))
+
+
+def _exact_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits: in integers what is not known to be small."""
+    if value.op is not None and value.op.opcode == "small":
+        return _quick_bfloat(b, value)
+    return b.cast(float_to_bfloat(b, value), u16)
 
 
 def _half_stays_in_memory(kernel: KernelIR) -> bool:

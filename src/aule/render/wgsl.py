@@ -188,6 +188,15 @@ class _Wgsl(Printer):
     def select(self, condition: Value, yes: Value, no: Value) -> Expr:
         return Expr(f"select({self.bare(no)}, {self.bare(yes)}, {self.bare(condition)})")
 
+    def infix(self, op: Op) -> Expr:
+        if op.opcode != "rem" or not element(op.args[0].type).is_signed:
+            return super().infix(op)
+        # By the quotient: naga makes the operator into an instruction that Vulkan leaves undefined for negative numbers.
+        for value in op.args:
+            self.named(value)
+        left, right = (self.operand(value) for value in op.args)
+        return Expr(f"{left} - {left} / {right} * {right}", atom=False)
+
     def shift_count(self, count: Value) -> str:
         if count.constant is not None:
             return f"{int(count.constant)}u"
