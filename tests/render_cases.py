@@ -55,7 +55,8 @@ class Case:
     grid: tuple[int, int, int] = (2, 1, 1)
     tolerance: float = 0.0
     needs: frozenset[str] = frozenset()
-    """``subgroups``, ``fragments``, ``float_atomics``, ``subgroup_barrier``: what a device may lack."""
+    """``subgroups``, ``fragments`` and the unit that multiplies them, ``float_atomics``, ``subgroup_barrier``: what a
+    device may lack."""
     elems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -879,7 +880,8 @@ def fragments() -> Iterator[Case]:
             zeros(elem, 2 * area),
         ]
         tolerance = {f32: 1e-4, f16: 1e-2, bf16: 2e-2}[elem]
-        yield Case(product.name, product, args, (1, 1, 1), tolerance, frozenset({"fragments", "subgroups"}))
+        needs = frozenset({"fragments", "subgroups", f"m{side}n{side}k{side}:{elem}:f32"})
+        yield Case(product.name, product, args, (1, 1, 1), tolerance, needs)
 
 
 def differences(case: Case, expected: list[Any], got: list[Any], tolerance: float | None = None) -> str:

@@ -368,8 +368,8 @@ def test_bf16_fragments() -> None:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_bf16_is_rounded_before_it_is_converted(small: bool) -> None:
-    """OpFConvert may truncate, and compilers take t - (t - x) for x unless told otherwise. What is not known to be small
-    is rounded so where a kernel says that this will do."""
+    """OpFConvert may truncate, and compilers take t - (t - x) for x unless told otherwise. What is not known to be
+    small is rounded so where a kernel says that this will do."""
 
     def body(b: Builder) -> None:
         value = number(b, f32, 8)
@@ -395,6 +395,21 @@ def test_bf16_is_rounded_before_it_is_converted(small: bool) -> None:
         assert made[scaled][0] == Op.FMul and made[scaled][1][0] == x
         assert parts <= exact
     assert Op.FConvert not in opcodes(render(kernel_of("narrow", body), TARGET))
+
+
+def test_nvidia_leaves_no_way_to_f16_and_back_out() -> None:
+    """The conversion would be a pair that its compiler drops, so that the numbers kept all their bits."""
+
+    def body(b: Builder) -> None:
+        half = b.cast(number(b, f32, 4), f16)
+        keep(b, half)
+        keep(b, b.cast(half, f32))
+        keep(b, b.cast(number(b, f32, 4, at=1), f16))  # to a buffer alone
+
+    nvidia = dataclasses.replace(EXTENDED, vendor="nvidia")
+    pieces = {(EXTENDED, "exact"): 3, (nvidia, "quick"): 3, (nvidia, "exact"): 2}
+    for (target, rounding), count in pieces.items():
+        assert opcodes(render(kernel_of("halves", body, rounding), target)).count(Op.FConvert) == count  # type: ignore[arg-type]
 
 
 def test_bf16_is_rounded_in_integers_where_nothing_else_is_said() -> None:

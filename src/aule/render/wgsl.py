@@ -59,16 +59,23 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         The kernel breaks a rule of the IR, or needs what WGSL cannot say.
     """
     verify(kernel)
-    legal = legalise(kernel, legal_for(target))
+    legal = legalise(kernel, _legal(kernel, target))
     verify(legal)
     return _Wgsl(legal, target).artifact(kernel.params)
 
 
-def legal_for(target: Target) -> Legal:
+def _legal(kernel: KernelIR, target: Target) -> Legal:
     """What WGSL can say on a device."""
-    soft = frozenset({bf16}) if target.f16 else frozenset({bf16, f16})
-    packed = _SMALL if target.storage16 else _SMALL | {f16}
-    return Legal(soft, packed, _SMALL, int64=False, mulhi=False, max_lanes=4, half_to_float=_half_to_float)
+    return Legal(
+        soft=frozenset({bf16}) if target.f16 else frozenset({bf16, f16}),
+        packed=_SMALL if target.storage16 else _SMALL | {f16},
+        widened=_SMALL,
+        int64=False,
+        mulhi=False,
+        max_lanes=4,
+        half_to_float=_half_to_float,
+        rounded=kernel.rounding == "exact" and target.vendor == "nvidia",
+    )
 
 
 def _half_to_float(b: Builder, bits: Value) -> Value:
@@ -191,7 +198,7 @@ class _Wgsl(Printer):
     def infix(self, op: Op) -> Expr:
         if op.opcode != "rem" or not element(op.args[0].type).is_signed:
             return super().infix(op)
-        # By the quotient: naga makes the operator into an instruction that Vulkan leaves undefined for negative numbers.
+        # By the quotient: of the operator naga makes what Vulkan leaves undefined for negative numbers.
         for value in op.args:
             self.named(value)
         left, right = (self.operand(value) for value in op.args)
