@@ -397,7 +397,8 @@ def test_subgroups_of_intel() -> None:
 
 @pytest.mark.skipif(shutil.which("ocloc") is None, reason="Intel's offline compiler ocloc is not installed")
 @pytest.mark.parametrize(
-    "name", ["f16_near_4", "bf16_exact_8", "masks_f16x4", "atomic_floats", "subgroup_f32", "scalars"]
+    "name",
+    ["f16_near_4", "bf16_exact_8", "masks_f16x4", "atomic_floats", "shared_atomic_floats", "subgroup_f32", "scalars"],
 )
 def test_intels_offline_compiler_takes_it(name: str, tmp_path: Path) -> None:
     from aule.render import opencl

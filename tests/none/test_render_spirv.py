@@ -306,6 +306,14 @@ def test_control_sync_and_subgroups(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match=r"atomic add on global<f32>.*\n.*at .*test_render_spirv.py"):
         render(kernel_of("atomic_float", atomic_float), TARGET)
 
+    def shared_float(b: Builder) -> None:
+        b.atomic("add", b.shared("sums", f32, 64), b.thread_id(), 1.0)
+
+    shared = dataclasses.replace(EXTENDED, extensions=(*EXTENDED.extensions, "shaderSharedFloat32AtomicAdd"))
+    assert Op.AtomicFAddEXT in opcodes(render(kernel_of("shared_float", shared_float), shared))
+    with pytest.raises(KernelError, match="atomic add on shared<f32"):
+        render(kernel_of("shared_float", shared_float), EXTENDED)
+
 
 def _fragments(b: Builder) -> None:
     source, out = b.buffer("source", f16), b.buffer("out", f32, "write")
