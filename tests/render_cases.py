@@ -178,6 +178,29 @@ def floats() -> Iterator[Case]:
     x[:4], y[:4] = [np.inf, -np.inf, 1, -np.inf], [np.inf, np.inf, -np.inf, -np.inf]
     yield Case("compare_floats", compare, [x, y, zeros(u32, N)])
 
+    for elem in (f32, f16):
+
+        @trace(f"not_numbers_{elem}")
+        def not_numbers(b: Builder, elem: Scalar = elem) -> None:
+            x, y, out = b.buffer("x", elem), b.buffer("y", elem), b.buffer("result", u32, "write")
+            i = thread(b)
+            a, c = b.load(x, i), b.load(y, i)
+            pair = b.vector([a, c])
+            kinds = ("lt", "le", "gt", "ge", "eq", "ne")
+            found = [b.binary(op, a, c) for op in kinds] + [~b.binary(op, a, c) for op in kinds]
+            found += [b.ne(a, a), b.eq(c, c), b.ne(c, 0.0), ~b.eq(a, a)]
+            bits = b.const(0, u32)
+            for k, condition in enumerate(found):
+                bits = bits | b.select(condition, b.const(1 << k, u32), b.const(0, u32))
+            lanes = b.select(b.ne(pair, pair), b.splat(b.const(1 << 20, u32), 2), b.splat(b.const(0, u32), 2))
+            b.store(out, i, bits | b.extract(lanes, 0) | (b.extract(lanes, 1) << 1))
+
+        special = np.array([np.nan, 1, np.inf, -np.inf, 0], DTYPES[elem.name])
+        yield Case(
+            f"not_numbers_{elem}", not_numbers,
+            [np.resize(special.repeat(5), N), np.resize(special, N), zeros(u32, N)],
+        )  # fmt: skip
+
     @trace("special_constants")
     def special(b: Builder) -> None:
         out, bits = b.buffer("result", f32, "write"), b.buffer("bits", u32, "write")

@@ -371,6 +371,19 @@ def test_wgsl_makes_signed_remainders_of_quotients() -> None:
     assert "= v1 - v1 / (-7) * (-7);" in text and "% 7u" in text and text.count("%") == 1
 
 
+def test_wgsl_finds_what_is_not_a_number() -> None:
+    """naga's ``!=`` is false where an operand is NaN, and a compiler may assume that there is none."""
+    b = Builder("nan", 64)
+    x, out = b.buffer("x", f32), b.buffer("result", f32, "write")
+    i = b.thread_id()
+    value = b.load(x, i)
+    b.store(out, i, b.select(b.ne(value, 2.0), value, 1.0))
+    b.store(out, i, b.select(b.ne(value, value), 0.0, value))
+    text = render("wgsl", b.finish()).text
+    assert "!(v1 == 2.0f)" in text and "(bitcast<u32>(v1) & u32(0x7fffffffu)) > u32(0x7f800000u)" in text
+    assert "!=" not in text
+
+
 def test_values_that_are_moved_past_nothing_are_inlined() -> None:
     b = Builder("inline", 64)
     x, out = b.buffer("x", i32), b.buffer("result", i32, "write")

@@ -196,13 +196,29 @@ class _Wgsl(Printer):
         return Expr(f"select({self.bare(no)}, {self.bare(yes)}, {self.bare(condition)})")
 
     def infix(self, op: Op) -> Expr:
-        if op.opcode != "rem" or not element(op.args[0].type).is_signed:
-            return super().infix(op)
-        # By the quotient: of the operator naga makes what Vulkan leaves undefined for negative numbers.
-        for value in op.args:
-            self.named(value)
-        left, right = (self.operand(value) for value in op.args)
-        return Expr(f"{left} - {left} / {right} * {right}", atom=False)
+        left, right = op.args
+        elem = element(left.type)
+        if op.opcode == "rem" and elem.is_signed:
+            # By the quotient: of the operator naga makes what Vulkan leaves undefined for negative numbers.
+            for value in op.args:
+                self.named(value)
+            x, y = self.operand(left), self.operand(right)
+            return Expr(f"{x} - {x} / {y} * {y}", atom=False)
+        if op.opcode in ("eq", "ne") and elem.is_float:
+            if left is right:
+                return self._is_number(left, op.opcode)
+            if op.opcode == "ne":  # naga's own is false where an operand is NaN
+                return Expr(f"!({self.operand(left)} == {self.operand(right)})", atom=False)
+        return super().infix(op)
+
+    def _is_number(self, value: Value, opcode: str) -> Expr:
+        """Whether a number equals itself, by its bits: WGSL lets a compiler assume that every one does."""
+        text = self.bare(value)
+        if element(value.type) == f16:
+            text = f"{self.type_name(_like(value.type, f32))}({text})"
+        words = self.type_name(_like(value.type, u32))
+        compared = "<=" if opcode == "eq" else ">"
+        return Expr(f"(bitcast<{words}>({text}) & {words}(0x7fffffffu)) {compared} {words}(0x7f800000u)", atom=False)
 
     def shift_count(self, count: Value) -> str:
         if count.constant is not None:
