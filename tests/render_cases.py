@@ -268,6 +268,8 @@ def halves() -> Iterator[Case]:
         exact += [lambda b, x, y: -x, lambda b, x, y: b.abs(x), lambda b, x, y: b.select(x < y, x, y)]
         exact += [
             lambda b, x, y: x * 0.5 + 3.0,
+            lambda b, x, y: x * 0.3,
+            lambda b, x, y: x + 0.7,
             lambda b, x, y, elem=elem: b.cast(b.cast(x, f32) * b.cast(y, f32), elem),
         ]
         near: list[Callable[..., Value]] = [
