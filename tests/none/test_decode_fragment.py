@@ -46,11 +46,13 @@ def narrow(case: decode_cases.Case) -> decode_cases.Case:
 CASES = [narrow(case) for case in decode_cases.cases() if case.id not in ("odd", "prefill")]
 
 
-def check(case: decode_cases.Case, target: Target, splits: int | None = None, **given: Any) -> None:
+def check(
+    case: decode_cases.Case, target: Target, splits: int | None = None, trails: bool | None = None, **given: Any
+) -> None:
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case) | given)
     config = plan_decode(problem, decode_views(operands, operands.q), target).steps[0].config
     assert isinstance(config, FragmentDecodeConfig)
-    out, lse = plain.run(problem, operands, target, splits, subgroups=2)
+    out, lse = plain.run(problem, operands, target, splits, trails, subgroups=2)
     judged, expected = expect_decode(problem, operands)
     verdict = compare(judged, out, lse, expected)
     assert verdict, verdict.message
@@ -105,6 +107,12 @@ def test_workgroups_that_wait_for_parts(case: decode_cases.Case, splits: int) ->
     many = replace(H200, compute_units=1 + 2 * blocks)
     assert config_of(case, many, splits).waiters == 2
     check(case, many, splits)
+
+
+@pytest.mark.parametrize("splits", [2, 5, 20])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_launch_that_waits_for_parts(case: decode_cases.Case, splits: int) -> None:
+    check(case, H200, splits, trails=True)
 
 
 def test_which_workgroups_wait() -> None:

@@ -147,6 +147,8 @@ class CacheConfig(ScoreConfig, ABC):
         The last workgroup to finish adds those of its rows up; else another kernel does.
     waiters : int
         The last parts, so many of them, wait for those of their rows and add them up (`await_parts.py`).
+    trailed : bool
+        No parts do, but workgroups of a launch that goes with this one (`trail.py`).
     everyone : bool
         There are no more parts than that.
     at_one_go : bool
@@ -179,6 +181,7 @@ class CacheConfig(ScoreConfig, ABC):
     split: bool = False
     gather: bool = False
     waiters: int = 0
+    trailed: bool = False
     everyone: bool = False
     at_one_go: bool = False
     cluster: int = 1
@@ -201,7 +204,12 @@ class CacheConfig(ScoreConfig, ABC):
     @property
     def awaits(self) -> bool:
         """Some workgroups wait for the parts of others."""
-        return self.waiters > 0
+        return self.waiters > 0 or self.trailed
+
+    @property
+    def makes_parts(self) -> bool:
+        """Workgroups attend to keys, and do not only wait for those that do."""
+        return True
 
     @property
     def quantised(self) -> bool:
@@ -257,6 +265,36 @@ class FragmentDecodeConfig(CacheConfig):
     @property
     def stored(self) -> str:
         return "u32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrailConfig(CacheConfig):
+    """The kernel that waits for the parts that workgroups of the other launch make, and adds them up.
+
+    Attributes
+    ----------
+    shape : FragmentDecodeShape
+        Of those workgroups.
+    held : int
+        Rows that each of them can have.
+    columns : int
+        Of a row, with those that it is padded by.
+    threads : int
+        Of its own workgroups.
+    """
+
+    shape: FragmentDecodeShape
+    held: int
+    columns: int
+    threads: int
+
+    @property
+    def stored(self) -> str:
+        return "u32"
+
+    @property
+    def makes_parts(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from aule.ops.decode.await_parts import span_of
 from aule.ops.decode.config import WIDEST, DecodeShape, FragmentDecodeShape
 from aule.ops.decode.gather import gather_bytes
 from aule.ops.decode.problem import DecodeProblem
@@ -38,6 +39,8 @@ UNEVEN_KEYS = 16384
 _MAX_UNEVEN = 8
 _WAITERS = 16
 """Workgroups of a block of rows that wait for parts at most."""
+_TRAILING, _TRAIL_THREADS = 4, 256
+"""Workgroups of a block of rows that wait in a launch of their own at most, and their threads."""
 _SPREAD = (2048, 8192)
 """Keys beyond which, and up to which, `is_spread`."""
 _GATHERED = 16
@@ -221,15 +224,30 @@ def choose_waiters(
         if not can_wait(target) or most < 2:
             return 0
     waiters = splits if most == splits else 1 << max(most, 1).bit_length() - 1 if most else 0
-    while waiters and (places % waiters or not _shares(places // waiters, shape)):
+    # Lanes that share the parts of a place are in one subgroup.
+    while waiters and (places % waiters or span_of(places, waiters, shape.threads) < shape.subgroups):
         waiters = 1 << (waiters - 1).bit_length() - 1 if waiters > 1 else 0
     return waiters
 
 
-def _shares(span: int, shape: FragmentDecodeShape) -> bool:
-    """Whether the threads of a workgroup can be dealt out to so many places, lanes of one subgroup to each."""
-    span = min(span, shape.threads)
-    return shape.threads % span == 0 and shape.threads // span <= shape.lanes and not span & (span - 1)
+def choose_trail(blocks: int, places: int, target: Target, wanted: bool | None = None) -> tuple[int, int]:
+    """Workgroups for each block of rows of a launch that goes with the one that makes parts and waits for them, and
+    their threads; (0, 0) where a second launch has to come after the first.
+
+    Parameters
+    ----------
+    blocks, places : int
+        As for `choose_waiters`.
+    wanted : bool, optional
+        Wherever it can be.
+    """
+    threads = min(_TRAIL_THREADS, target.max_threads)
+    if not (can_wait(target) or wanted):
+        return 0, 0
+    # Wherever they are, a multiprocessor is left to those that they wait for.
+    room = ((target.compute_units or _USUAL_UNITS) - 1) // blocks
+    waiters = min(_TRAILING, places, 1 << room.bit_length() - 1 if room else 0)
+    return (waiters, threads) if waiters else (0, 0)
 
 
 def choose_cluster(shape: FragmentDecodeShape, blocks: int, keys: int, dims: tuple[int, int], target: Target) -> int:
