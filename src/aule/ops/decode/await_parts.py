@@ -78,7 +78,7 @@ class AwaitedParts(PostedParts):
     """
 
     def __init__(
-        self, result: Result, columns: int, thread: Value, threads: int, lanes: int, across: bool = False
+        self, result: Result, columns: int, thread: Value, threads: int, lanes: int = 0, across: bool = False
     ) -> None:
         super().__init__(result, columns)
         self.thread = thread

@@ -22,13 +22,13 @@ KERNEL_NAME = "decode_trail"
 
 def build_trail(config: TrailConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel: some workgroups for each block of rows, which share its columns."""
-    shape, lanes = config.shape, config.shape.lanes
-    b = Builder(name, config.threads, lanes)
+    shape = config.shape
+    b = Builder(name, config.threads)
     index: Scalar = i64 if config.index64 else i32
     place = Place(Parameters(b, config, index), config, shape.rows, shape.stretch, shape.step)
     result = Result(place)
     with b.if_(place.measure()):
-        parts = AwaitedParts(result, config.held * config.columns, b.thread_id(), config.threads, lanes, across=True)
+        parts = AwaitedParts(result, config.held * config.columns, b.thread_id(), config.threads, across=True)
 
         def store(first: Value, highest: Value, total: Value, values: list[Value]) -> None:
             result.finish(*divmod_const(b, first, config.columns), highest, total, values, config.columns)
