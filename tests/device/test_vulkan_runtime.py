@@ -574,7 +574,8 @@ def test_launches_together(device: VulkanDevice) -> None:
 
 
 def test_launches_together_again(device: VulkanDevice) -> None:
-    """What is recorded once is found again, with new scalars, until one of its slots is another's; and no slot is ever part of two recordings."""
+    """What is recorded once is found again, with new scalars, until one of its slots is another's; no slot is ever part
+    of two recordings."""
     x = np.arange(64, dtype=np.float32)
     program, a = device.load(scale_artifact()), put(device, x)
     results, other = [device.alloc(x.nbytes) for _ in range(3)], device.alloc(x.nbytes)

@@ -21,6 +21,8 @@ from aule.tile.math import LOWEST, fold
 from aule.tile.matrix import QUAD
 
 PAIR = 2
+TRAIL_BYTES = 4 * (QUAD + PAIR)
+"""Shared memory of a thread that puts together what it found with that of others."""
 Store = Callable[[Value, Value, Value, list[Value]], None]
 """Takes the first of four columns, counted through all rows, the row's maximum and sum of weights, and the sums."""
 
@@ -193,11 +195,12 @@ class AwaitedParts(PostedParts):
                 item.read(self._words)
         done = b.var(zero, "done")
         with b.repeat(done):
-            # Who waits reads no more than it must: others are still reading their keys.
             there_all = b.const(True, bool_)
             for item in items:
                 missing = item.exists & b.eq(item.least(), 0)
-                with b.if_(missing & there_all):
+                # Who waits where others are still reading their keys reads no more than it must; who has nothing else
+                # to do would wait for each in turn.
+                with b.if_(missing & there_all if self.config.makes_parts else missing):
                     item.read(self._words)
                 there_all = there_all & ~missing
             done.value = b.select(b.subgroup_all(there_all), b.const(1, i32), zero)

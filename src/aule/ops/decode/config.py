@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
@@ -287,6 +287,17 @@ class TrailConfig(CacheConfig):
     held: int
     columns: int
     threads: int
+
+    @classmethod
+    def beside(
+        cls, first: FragmentDecodeConfig, columns: int, waiters: int, threads: int, at_once: int, at_one_go: bool
+    ) -> TrailConfig:
+        """Of the launch that goes with one that makes parts. What only those need who read keys makes no other
+        kernel."""
+        kept = {field.name: getattr(first, field.name) for field in fields(CacheConfig)}
+        kept |= {"cache": "f16", "paging": "none", "softcap": False, "alibi": False, "once": False, "trailed": False}
+        kept |= {"whole": False, "waiters": waiters, "at_once": at_once, "at_one_go": at_one_go}
+        return cls(**kept, shape=first.shape, held=first.held, columns=columns, threads=threads)
 
     @property
     def stored(self) -> str:

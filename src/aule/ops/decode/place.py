@@ -89,7 +89,7 @@ class Place:
         self.parts = b.const(1, i32)
         """Parts of the keys that these rows may keep."""
         self._reach(b.min(self.row0 + self._block, self.rows) - 1)
-        if config.makes_parts and (config.gather or config.awaits):  # which asks for parts that there are, and for no others
+        if config.makes_parts and (config.gather or config.awaits):  # who adds up asks for parts that there are
             exists.append(self.part < self.parts)
         return fold(b, "and", exists)
 

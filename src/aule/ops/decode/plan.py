@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aule.ir import KernelIR
@@ -123,7 +123,7 @@ def plan_decode(
     many = plan_prefill(problem, views, target, paging, base_ok, index64)
     if many is not None and problem.total_q is None:
         return StepPlan((many,))
-    if trails is None and gather is not None:
+    if trails is None and (gather is not None or awaits is not None):
         trails = False
     few = _plan_few(
         problem, views, target, paging, aligned, shape, splits, gather, cluster, awaits, trails, many is not None
@@ -182,22 +182,22 @@ def _plan_few(
     single = problem.total_q is None and problem.seq_q == 1
     grid = (splits, heads, problem.batch) if cluster else (heads, splits, problem.batch)
     flat = any(count > most for count, most in zip(grid, target.max_grid, strict=True))
-    waiters, threads, columns, each = 0, shape.threads, 0, 1 << (splits - 1).bit_length()
-    trailed = False
+    columns, trail = 0, _NOBODY
+    inside = replace(_NOBODY, each=1 << (splits - 1).bit_length())
     if isinstance(shape, FragmentDecodeShape) and splits > 1 and not cluster:
         assert target.matrix_layout is not None
-        columns = padded_columns(target.matrix_layout, problem.value_dim, problem.cache, "rows")
-        places = held * columns // QUAD
-        if gather or awaits:
+        columns = held * padded_columns(target.matrix_layout, problem.value_dim, problem.cache, "rows")
+        places = columns // QUAD
+        if trails is not False and not flat:
+            trail = _Waiting.of(*choose_trail(blocks, splits, places, shape, target, trails), places, splits)
+        if not trail.workgroups and (gather or awaits):
             waiters = choose_waiters(blocks, splits, places, shape, target, awaits)
-        elif trails is not False and not flat:
-            waiters, threads = choose_trail(blocks, places, target, trails)
-            trailed = waiters > 0
-        if waiters:
-            each = -(-splits // (threads // span_of(places, waiters, threads)))
-    gather = gather and not waiters
+            inside = _Waiting.of(waiters, shape.threads, places, splits) if waiters else inside
+    trailed = trail.workgroups > 0
+    gather = gather and not inside.workgroups and not trailed
     cluster = bool(cluster) and splits > 1 and not flat
-    followed = splits > 1 and not gather and not waiters and not cluster and target.overlap
+    alone = splits > 1 and not inside.workgroups and not trailed and not cluster
+    followed = alone and not gather and target.overlap
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -224,14 +224,14 @@ def _plan_few(
         "tall": row_blocks > 1,
         "single": single,
         "fixed": problem.group * tokens if row_blocks == 1 and problem.total_q is None else 0,
-        "at_once": min(last.AT_ONCE, each) if waiters and not trailed or (splits > 1 and gather and not cluster) else 1,
+        "at_once": inside.at_once if inside.workgroups or (alone and gather) else 1,
         # What several blocks of rows read, or the next call will find in the cache, is to stay there.
         "once": row_blocks == 1 and _cache_bytes(problem) > _KEPT_BYTES,
-        "gather": splits > 1 and gather and not cluster,
-        "waiters": 0 if trailed else waiters,
+        "gather": alone and gather,
+        "waiters": inside.workgroups,
         "trailed": trailed,
-        "everyone": waiters == splits and not trailed,
-        "at_one_go": waiters > 0 and not trailed and each <= last.AT_ONCE,
+        "everyone": inside.workgroups == splits,
+        "at_one_go": inside.workgroups > 0 and inside.at_one_go,
         "cluster": splits if cluster else 1,
         "index64": largest > 2**31 - 1,
     }
@@ -243,7 +243,7 @@ def _plan_few(
         rows_ok = (aligned("q", QUAD), True, True, aligned("o", QUAD))
         early = reads_queries_early(problem, target)
         # Without a window a part begins where it would if the sequence were as long as it can be.
-        brief = waiters > 0 and left == UNBOUNDED and 0 < problem.seq_kv <= splits * shape.step
+        brief = (inside.workgroups > 0 or trailed) and left == UNBOUNDED and 0 < problem.seq_kv <= splits * shape.step
         direct = early and unit[0] and aligned("q", RUN) and reads_queries_direct(problem, target)
         config = FragmentDecodeConfig(
             **options, shape=shape, held=held, early=early, brief=brief, direct=direct, whole=whole, aligned=rows_ok
@@ -268,18 +268,15 @@ def _plan_few(
     first = Step(config, build, grid, scalars)
     if splits == 1 or cluster:
         return StepPlan((first,))
-    if waiters:
-        words = {"tickets": blocks * awaited_words(held * columns, splits)}
+    if trailed or inside.workgroups:
+        words = {"tickets": blocks * awaited_words(columns, splits)}
         if not trailed:
             return StepPlan((first,), {}, words)
-        assert isinstance(shape, FragmentDecodeShape)
-        waiting = {"waiters": waiters, "at_once": min(last.AT_ONCE, each), "at_one_go": each <= last.AT_ONCE}
-        # Nothing that only those need who read keys makes another kernel.
-        other = {"cache": "f16", "paging": "none", "softcap": False, "alibi": False, "once": False, "trailed": False}
-        trail = TrailConfig(
-            **options | other | waiting, aligned=config.aligned, shape=shape, held=held, columns=columns, threads=threads
+        assert isinstance(config, FragmentDecodeConfig)
+        waiting = TrailConfig.beside(
+            config, columns // held, trail.workgroups, trail.threads, trail.at_once, trail.at_one_go
         )
-        second = Step(trail, build_trail, (heads, waiters, problem.batch), scalars, together=True)
+        second = Step(waiting, build_trail, (heads, trail.workgroups, problem.batch), scalars, together=True)
         return StepPlan((first, second), {}, words)
     workspace = {"part": rows * splits * problem.value_dim, "part_lse": rows * splits}
     if gather:
@@ -304,6 +301,34 @@ def _plan_few(
     grid = (problem.heads_q, problem.batch, 1) if by_axes else grid_of("decode_attention", rows, target)
     second = Step(reduce, build_reduce, grid, {**scalars, "blocks": rows})
     return StepPlan((first, second), workspace)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Workgroups that wait for the parts of a block of rows, their threads, and the parts that each of these reads."""
+
+    workgroups: int
+    threads: int
+    each: int
+
+    @classmethod
+    def of(cls, workgroups: int, threads: int, places: int, splits: int) -> _Waiting:
+        """Of so many for so many fours of columns; none wait if there are none."""
+        if not workgroups:
+            return _NOBODY
+        return cls(workgroups, threads, -(-splits // (threads // span_of(places, workgroups, threads))))
+
+    @property
+    def at_once(self) -> int:
+        """Of those parts, how many it asks for at the same time."""
+        return min(last.AT_ONCE, self.each)
+
+    @property
+    def at_one_go(self) -> bool:
+        return self.each <= last.AT_ONCE
+
+
+_NOBODY = _Waiting(0, 0, 0)
 
 
 def _cache_bytes(problem: DecodeProblem) -> int:
