@@ -151,6 +151,8 @@ def test_kernels_know_what_all_calls_have(case: fused_cases.Case) -> None:
         SumTuning(parts=1, resident=128, ahead=3),
         SumTuning(threads=256, batch=2, resident=256, ahead=2),
         SumTuning(resident=128, through="registers"),
+        SumTuning(resident=128, through="parked", again=True),
+        SumTuning(resident=128, ahead=0, columns="again", again=True),
     ],
     ids=str,
 )

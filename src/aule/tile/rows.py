@@ -176,9 +176,10 @@ class Rows:
         self.slot, self.lane = b.const(0, i32), b.thread_id()
         if shape.slots > 1 or shape.threads == 1:
             self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
-        self.group = b.group_id(0) if shape.numbered else b.group_id(0) + b.group_id(1) * b.group_count(0)
-        """Which of the blocks that are worked on at a time is this workgroup's."""
-        self.groups = b.group_count(0) * b.group_count(1)
+        self.group, self.groups = b.group_id(0), b.group_count(0)
+        """Which of the blocks that are worked on at a time is this workgroup's, and how many such there are."""
+        if not (shape.loops or shape.numbered):  # they may lie along two axes
+            self.group, self.groups = self.group + b.group_id(1) * self.groups, self.groups * b.group_count(1)
         if shape.cluster > 1:
             self.group, number = divmod_const(b, self.group, shape.cluster)
             self.groups = self.groups // shape.cluster

@@ -102,9 +102,9 @@ def norm_step(
         operands=operands,
         stream=streams(rows, target),
         lasting=lasts(rows, target, work),
-        fused_rounding=rounds_fused(target, problem.length),
+        fused_rounding=rounds_fused(target, problem.length, work),
         awaits=target.overlap and not shape.loops and shape.workgroup >= AWAITING,
-        moments=problem.center and has_moments(target, problem.dtype, problem.length),
+        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
         fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
     return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials
