@@ -88,9 +88,7 @@ def test_as_for_vulkan(cache: str) -> None:
     check(replace(case, rows=1, lens=(140, 0, 70)), VULKAN, 3)
 
 
-def step_of(
-    case: decode_cases.Case, target: Target, splits: int | None = None, trails: bool | None = None
-) -> Step:
+def step_of(case: decode_cases.Case, target: Target, splits: int | None = None, trails: bool | None = None) -> Step:
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
     return plan_decode(problem, decode_views(operands, operands.q), target, splits=splits, trails=trails).steps[0]
 

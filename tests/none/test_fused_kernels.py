@@ -24,7 +24,7 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, rounds_fused
+from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -172,10 +172,17 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
 
 
 def test_norms_through_vulkan_on_nvidia() -> None:
-    """Long rows are rounded by a fused operation, and LayerNorm's first weights come before the exchange; three short
-    rows with a residual are side by side in its gradient."""
+    """Long rows are rounded by a fused operation, and LayerNorm's first weights come before the exchange; with a
+    residual so are shorter ones, and short ones have many threads; three of these are side by side in its gradient."""
     target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, subgroup_sizes=(32,))
     assert rounds_fused(target, 16384) and not rounds_fused(target, 4096) and not rounds_fused(HOPPER, 16384)
+    residual = Work(columns=True, written=2, centred=True)
+    assert rounds_fused(target, 4096, residual) and has_moments(target, "bf16", 4096, residual)
+    assert not has_moments(target, "bf16", 4096) and not has_moments(target, "bf16", 8192, residual)
+    shape, span = choose_rows(target, "bf16", 4096, 8, 2048, residual)
+    assert (shape.threads, span.parts, span.columns) == (256, 2, "held")
+    shape, span = choose_rows(target, "bf16", 1024, 8, 8192, residual)
+    assert (shape.threads, shape.slots, span.parts) == (128, 1, 1)
     _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True, centred=True))
     assert (span.columns, span.packed) == ("first", True)
     _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True))
@@ -186,11 +193,16 @@ def test_norms_through_vulkan_on_nvidia() -> None:
 
 def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     work = Work(sums=2, columns=True, copied=(2, 2))
-    target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
-    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 13, work)
-    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked", 1, 256, "again")
-    shape, span = choose_rows(replace(target, max_shared_bytes=32 << 10), "bf16", 16384, 8, 1 << 13, work)
-    assert (shape.ahead, span.columns) == (0, "held")
+    spirv = target_for("spirv")
+    target = replace(spirv, vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10, compute_units=132)
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 10, work)
+    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked", 1, 512, "again") and span.again
+    shape, span = choose_rows(replace(target, max_shared_bytes=32 << 10), "bf16", 16384, 8, 1 << 10, work)
+    assert (shape.ahead, span.columns, span.again) == (0, "held", False)
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, work)  # so many that nothing is to come ahead
+    assert (shape.ahead, shape.threads, span.columns) == (0, 512, "again") and span.again
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, replace(work, sums=1))
+    assert (shape.through, shape.ahead) == ("parked", 1) and span.again
 
 
 def assembled(ptxas: str, artifact: Artifact, folder: Path) -> str:

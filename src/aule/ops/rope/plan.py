@@ -9,8 +9,8 @@ from dataclasses import replace
 from aule.ops.column_sum import column_sum_step
 from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
 from aule.ops.rope.problem import RopeProblem
-from aule.ops.row_shapes import Work, choose_rows, row_grid, streams
-from aule.ops.rowwise import RowLayout, extent, lay_out, operand, view_numbers, view_width
+from aule.ops.row_shapes import NO_SUMS, Work, choose_rows, fixes, numbered, row_grid, streams
+from aule.ops.rowwise import RowLayout, extent, fixed_numbers, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.tile.spans import SpanShape
@@ -57,8 +57,12 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         spans.append(_cut(problem.rest, span, shape.threads))
     name = "rms_norm_rope" if norm else "rope"
     grid = row_grid(name, shape, count, target)
+    shape = numbered(shape, grid, target)
     partials = grid[0]
     ids = views.get("position_ids")
+    scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
+    scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
+    known = ids is None and _positions_first(problem, views, layout) and fixes(target, problem.length, NO_SUMS)
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -73,10 +77,9 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         index64=max(extent(view) for view in views.values()) + partials * problem.length > 2**31 - 1,
         operands=tuple((n, operand(view, span.width)) for n, view in views.items() if n != "position_ids"),
         stream=streams(rows, target) and not problem.inplace,  # what was just read is in the cache
+        fixed=fixed_numbers(scalars) if known else (),
     )
-    scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
-    scalars |= {"inverse_length": 1.0 / problem.length, "eps": problem.eps or 0.0}
-    scalars |= {"partials": partials, "sums": problem.length, "positions": problem.positions}
+    scalars |= {"eps": problem.eps or 0.0, "partials": partials, "positions": problem.positions}
     if ids is not None:
         scalars |= {f"{n}_position_stride": views[n].strides[0] for n in ("cos", "sin")}
     build = build_norm_rope_gradient if norm and problem.inverse else build_rope
@@ -87,6 +90,15 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     pairs = problem.pairs if problem.interleaved else 0
     finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs)
     return StepPlan((step, finish), {"partial": partials * problem.length})
+
+
+def _positions_first(problem: RopeProblem, views: Mapping[str, TensorView], layout: RowLayout) -> bool:
+    """Whether strides are the same however many positions there are: those are the first axis, and behind it come heads
+    alone, without gaps."""
+    alone = all(not any(layout.strides[name][1:]) for name in ("cos", "sin"))
+    heads = math.prod(layout.sizes[1:])
+    dense = all(layout.strides[name][0] == heads * problem.length for name in _ROWS if name in layout.strides)
+    return alone and dense and all(view.offset == 0 for view in views.values())
 
 
 def _cut(columns: int, span: SpanShape, threads: int) -> SpanShape:
