@@ -163,6 +163,29 @@ def test_long_arrays_of_rows_are_given_up_last() -> None:
     assert list(found.values()) == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_gated_units_and_rotations_begin_early_and_long_arrays_last() -> None:
+    """On a Hopper, while the launch before ends; gradients that stay for their sums of columns do not. Arrays that are
+    several times as large as the cache are given up last, and then rows of norms and rotations have small workgroups,
+    which wait."""
+    target = replace(HOPPER, max_shared_bytes=232448, overlap=True)
+    found = {}
+    for op, last in (("swiglu", "up"), ("rope", None), ("rms_norm_rope", "weight")):
+        spec = CATALOGUE[op]
+        for rows in (1 << 11, 1 << 17):
+            shapes: dict[str, tuple[int, ...]] = {"gate": (rows, 4096), "up": (rows, 4096)}
+            if op != "swiglu":
+                shapes = {"x": (1, 8, rows, 128), "cos": (rows, 64), "sin": (rows, 64)}
+                shapes |= {"weight": (128,)} if last else {}
+            views = {n: TensorView("bf16", x, contiguous_strides(x), "cuda", None) for n, x in shapes.items()}
+            call = spec.call(views, {o.name: o.default for o in spec.options})
+            step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+            artifact = generate(step.build(step.config, target), target)
+            found[op, rows] = artifact.awaits, "L2::cache_hint" in artifact.text
+    small, large = ([found[op, rows] for op in ("swiglu", "rope", "rms_norm_rope")] for rows in (1 << 11, 1 << 17))
+    assert small == [(True, False)] * 3
+    assert large == [(True, True), (True, True), (False, True)]
+
+
 def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
     work = Work(sums=2, columns=True, copied=(2, 2))
     for language in ("spirv", "opencl", "wgsl", "msl"):

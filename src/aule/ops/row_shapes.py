@@ -113,7 +113,8 @@ AWAITING = 128
 not. 64 MiB: rms_norm of 1024 columns 3.76 -> 3.85, residual_layer_norm 3.70 -> 3.85, layer_norm 3.61 -> 3.74, and with
 at most 64 registers in place of 72 3.79; with 32 threads each that all begin early it has 3.19. 256 MiB: layer_norm
 with 128 threads 4.04, with 32 4.06. Longer rows, without and with that: rms_norm of 4096 columns 3.81, 3.86, of 16384
-3.44, 3.65."""
+3.44, 3.65. With a residual, 1024 columns, and each of four arrays of memory, a row for 64 threads and for 128:
+residual_rms_norm 3.86 to 3.93 and 4.09 to 4.12, residual_layer_norm 3.76 to 3.87 and 4.04 to 4.08."""
 _MANY_ROWS = 1 << 16
 _SHORT = 1024
 _LANDS = 4096
@@ -242,7 +243,9 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
         return _vulkan_tuning(length, work, tuning)
     if target.overlap and rows < _MANY_ROWS:
         tuning = replace(tuning, threads=AWAITING)
-        if narrow and length <= _SHORT and work.centred and work.written == 1:
+        if length <= _SHORT and work.written > 1:
+            tuning = replace(tuning, parts=1)
+        elif narrow and length <= _SHORT and work.centred:
             tuning = replace(tuning, registers=64)
     if length > _LANDS and work.centred and work.written == 1 and copies_past_registers(target):
         tuning = replace(tuning, parts=4, columns="late", landed=narrow)
@@ -515,6 +518,11 @@ def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> Row
     return replace(shape, numbered=target.vulkan_on_nvidia and alike)
 
 
+def begins_early(target: Target, shape: RowShape) -> bool:
+    """Whether a kernel begins while the launch before ends: where workgroups are large, and do not stay."""
+    return target.overlap and not shape.loops and shape.workgroup >= AWAITING
+
+
 def streams(views: Mapping[str, TensorView], target: Target) -> bool:
     """Whether what a kernel writes is to go past the caches: on CPUs, where all that it reads and writes fills them, so
     that whoever comes next would not find it there anyway.
@@ -538,7 +546,9 @@ def lasts(views: Mapping[str, TensorView], target: Target, work: Work) -> bool:
     columns), 4.15 and 4.19 (layer_norm of 1024 columns), others the same. What is read evicted first 3.99 (in
     residual_rms_norm of 4096 columns, 4.13 as usual), what is written evicted first 4.13, last 4.11. 64 MiB, six inputs
     in turn: residual_rms_norm of 1024 columns 3.77 and 3.92, residual_layer_norm 3.62 and 3.74, of 16384 columns 3.45
-    and 3.61; rms_norm of 4096 columns 3.79 and 3.95, layer_norm 3.61 and 3.67, but of 1024 columns 3.80 and 3.65.
+    and 3.61; rms_norm of 4096 columns 3.79 and 3.95, layer_norm 3.61 and 3.67, but of 1024 columns 3.80 and 3.65. Rope
+    of 4096 columns, 1 GiB, 4.11 and 4.20, 64 MiB 4.02 to 4.07 and 3.94 to 3.99; swiglu 4.37 and 4.40, its gradient 4.29
+    and 4.35.
     """
     moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
     return target.backend == "cuda" and moved >= _LASTING_BYTES[work.written > 1]

@@ -10,8 +10,8 @@ from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
 from aule.ops.row_shapes import (
-    AWAITING,
     Work,
+    begins_early,
     choose_rows,
     fixes,
     has_moments,
@@ -103,7 +103,7 @@ def norm_step(
         stream=streams(rows, target),
         lasting=lasts(rows, target, work),
         fused_rounding=rounds_fused(target, problem.length, work),
-        awaits=target.overlap and not shape.loops and shape.workgroup >= AWAITING,
+        awaits=begins_early(target, shape),
         moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
         fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
