@@ -8,11 +8,22 @@ from pathlib import Path
 
 from aule.errors import InvalidArgumentError
 
+_BACKEND, _NUM_THREADS = (
+    os.fsencode(name) if os.name == "posix" else name for name in ("AULE_BACKEND", "AULE_NUM_THREADS")
+)
+
+
+def _missing(key: bytes | str) -> bool:
+    """Whether a variable is known not to be set, by the dictionary inside of `os.environ`: `os.environ.get` calls four
+    functions and catches an exception to say so, which calls on CPU tensors wait for."""
+    found = getattr(os.environ, "_data", None)
+    return found is not None and key not in found
+
 
 def backend() -> str | None:
     """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``). With CUDA tensors it is read when a
     call's signature is first seen."""
-    return os.environ.get("AULE_BACKEND") or None
+    return None if _missing(_BACKEND) else os.environ.get("AULE_BACKEND") or None
 
 
 def cache_dir() -> Path:
@@ -51,7 +62,7 @@ def cpu_features() -> str:
 def num_threads() -> int | None:
     """``AULE_NUM_THREADS``: threads that share a launch on the CPU; None leaves it to PyTorch's number where PyTorch is
     loaded, else to ``OMP_NUM_THREADS``, else to the processors of this process."""
-    chosen = os.environ.get("AULE_NUM_THREADS")
+    chosen = None if _missing(_NUM_THREADS) else os.environ.get("AULE_NUM_THREADS")
     if not chosen:
         return None
     if not (chosen.isascii() and chosen.isdigit()) or int(chosen) < 1:

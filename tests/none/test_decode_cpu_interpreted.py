@@ -68,6 +68,7 @@ def run(problem: DecodeProblem, operands: DecodeOperands, target: Target) -> tup
     memory["o"] = np.zeros(problem.out_shape, STORED[problem.dtype]).reshape(-1)
     memory["lse"] = np.zeros(problem.out_shape[:3], np.float32).reshape(-1)
     memory |= {name: np.full(count, np.nan, np.float32) for name, count in plan.workspace.items()}
+    memory |= {name: np.zeros(words, np.int32) for name, words in plan.zeroed.items()}
     for step in plan.steps:
         kernel = step.build(step.config, target)
         verify(kernel)
@@ -123,6 +124,8 @@ def test_tasks_take_several_heads_where_those_are_neighbours() -> None:
     assert [heads(case, threads) for threads in (1, 6, 12, 100)] == [4, 4, 2, 1]
     assert heads(replace(case, lens=(2100,) * 8), 12) == 4  # whose tasks have parts of the keys
     assert heads(replace(case, page=0), 1) == heads(replace(case, layout="HND"), 1) == 4
+    # Heads of a page that are in one piece each are not worth it.
+    assert [heads(replace(case, lens=(2100,) * 8, layout="HND"), threads) for threads in (6, 12, 25)] == [4, 2, 1]
     others = (
         {"options": {"window": 7}},
         {"cache": "i8"},

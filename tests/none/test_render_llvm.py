@@ -362,7 +362,7 @@ def alone() -> Iterator[Case]:
         b.barrier()
         b.subgroup_barrier()
         first = b.subgroup_reduce("add", b.shuffle(b.load(tile, 5), b.lane_id()))
-        whole = b.subgroup_all(b.subgroup_any(first > 0.0))
+        whole = b.subgroup_all(b.subgroup_any(first > 0.0)) & b.workgroup_any(first > 0.0)
         before = b.atomic("max", count, 0, 7)
         value = b.select(whole, first, -first) + b.cast(before + b.subgroup_id() + b.thread_id(), f32)
         with b.loop(0, 32, 16, unroll=-1, name="k") as k:

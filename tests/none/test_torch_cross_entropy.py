@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import aule
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
+
+from aule.backends import registry  # noqa: E402
+from aule.frontends import torch_repeated_host  # noqa: E402
+from aule.ops.cross_entropy import plan as cross_entropy_plan  # noqa: E402
 
 
 def both(logits: Any, target: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -37,6 +42,31 @@ def test_as_pytorch(shape: tuple[int, ...], reduction: str) -> None:
     assert loss.dtype == torch.float32 and loss.shape == right.shape
     torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(grad.double(), gradient, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [33, 1600])
+def test_gradient_past_the_caches(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, wherever rows begin."""
+    logits = torch.randn(7, length, generator=torch.Generator().manual_seed(1))
+    target, options = torch.arange(7), {"label_smoothing": 0.1, "ignore_index": 2}
+    want = both(logits, target, **options)[1]
+    device: Any = registry.find("cpu")
+    monkeypatch.setattr(device, "target", replace(device.target, cache_bytes=1))
+    for known in ("_torch_fused", "_ready_fused"):
+        monkeypatch.delattr(device, known, raising=False)
+    torch_repeated_host.forget()
+    streamed, config = {}, cross_entropy_plan.CrossEntropyConfig
+
+    def noted(**given: Any) -> Any:
+        streamed[given["name"]] = given.get("stream", False)
+        return config(**given)
+
+    monkeypatch.setattr(cross_entropy_plan, "CrossEntropyConfig", noted)
+    assert torch.equal(both(logits, target, **options)[1], want)
+    assert streamed == {
+        "cross_entropy": False, "cross_entropy_reduction": False, "cross_entropy_backward": True,
+    }  # fmt: skip
+    torch_repeated_host.forget()
 
 
 def test_every_row_ignored() -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("llvmlite", reason="these run on the CPU engine")
 from aule.backends import registry  # noqa: E402
 from aule.frontends import torch_fused, torch_fused_ops, torch_repeated_host  # noqa: E402
 from aule.ops.catalogue import CATALOGUE  # noqa: E402
+from aule.ops.rope import plan as rope_plan  # noqa: E402
 
 F = torch.nn.functional
 ANGLES = torch.linspace(0, 3, 20).reshape(5, 4)
@@ -245,6 +246,32 @@ def test_results_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         given = memory[shift : 37 * 1100 + shift].reshape(37, 1100)
         given[...] = x.numpy()
         np.testing.assert_array_equal(aule.layer_norm(given, w.numpy()), want.numpy())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_past_the_caches(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, also of gradients and of columns that are not turned; in place they do not go there."""
+    x, weight = made(2, 3, 9, 40).requires_grad_(), made(40, seed=1).requires_grad_()
+    cos, sin = aule.precompute_rope_frequencies(9, 32, device="cpu")
+
+    def results() -> list[Any]:
+        turned = aule.rope(x, cos, sin, interleaved=interleaved)
+        normal = aule.rms_norm_rope(x, weight, cos, sin, interleaved=interleaved)
+        first, second = torch.autograd.grad(turned, x, x.detach()), torch.autograd.grad(normal, (x, weight), x.detach())
+        return [turned, normal, *first, *second, aule.rope(x.detach().clone(), cos, sin, inplace=True)]
+
+    want = results()
+    device = registry.find("cpu")
+    assert device is not None
+    monkeypatch.setattr(device, "target", replace(device.target, cache_bytes=1))
+    monkeypatch.delattr(device, "_torch_fused")
+    monkeypatch.delattr(device, "_ready_fused")
+    torch_repeated_host.forget()
+    streamed, config = [], rope_plan.RopeConfig
+    monkeypatch.setattr(rope_plan, "RopeConfig", lambda **given: (streamed.append(given["stream"]), config(**given))[1])
+    assert all(torch.equal(got, right) for got, right in zip(results(), want, strict=True))
+    assert streamed == [True, True, True, True, False]
+    torch_repeated_host.forget()
 
 
 @pytest.mark.parametrize("backend", [None, "numpy"])

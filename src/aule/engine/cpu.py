@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +34,10 @@ class Ready:
     buffers: tuple[tuple[str, ...], ...]
     workspace: dict[str, int]
     """Bytes of each workspace."""
+    zeroed: dict[str, int]
+    """32-bit words of each of those that launches find zero."""
+    orders: dict[tuple[str, ...], Ordered] = field(default_factory=dict)
+    """For addresses in orders that were asked for."""
 
 
 Memory = Array | Allocation
@@ -106,18 +110,53 @@ def _compute(ready: Ready, views: dict[str, TensorView], device: Device, extra: 
 
 def run(ready: Ready, device: Device, addresses: dict[str, int]) -> None:
     """Compute, with the address of each buffer by name; whoever calls keeps the memory alive."""
-    total = sum(ready.workspace.values())
-    block = _take(device, total) if total else None
-    try:
-        if block is not None:
-            at = block.address
-            for name, size in ready.workspace.items():
-                addresses[name] = at
-                at += size
-        ready.sequence.launch([addresses[name] for name in names] for names in ready.buffers)
-    finally:
-        if block is not None:
-            _give(device, block)
+    names = tuple(addresses)
+    ordered = ready.orders.get(names)
+    if ordered is None:
+        ordered = ready.orders[names] = Ordered(ready, device, names)
+    ordered.run(list(addresses.values()))
+
+
+class Ordered:
+    """A plan that is ready, for addresses in a fixed order.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of the buffers, workspaces aside, in the order in which `run` takes their addresses.
+    """
+
+    __slots__ = ("_device", "_launches", "_sequence", "_total", "_workspace", "_zeroed")
+
+    def __init__(self, ready: Ready, device: Device, names: Sequence[str]) -> None:
+        places = {name: i for i, name in enumerate((*names, *ready.workspace, *ready.zeroed))}
+        self._device, self._sequence = device, ready.sequence
+        self._workspace, self._zeroed = tuple(ready.workspace.values()), tuple(ready.zeroed.values())
+        self._total = sum(self._workspace)
+        self._launches = [[places[name] for name in names] for names in ready.buffers]
+
+    def run(self, addresses: list[int]) -> None:
+        """Compute; addresses of workspaces are appended. Whoever calls keeps the memory alive."""
+        if not self._total and not self._zeroed:
+            self._launch(addresses)
+            return
+        # Not kept from call to call: two threads may compute the same at the same time.
+        zeros = [np.zeros(words, np.int32) for words in self._zeroed]
+        block = _take(self._device, self._total) if self._total else None
+        try:
+            if block is not None:
+                at = block.address
+                for size in self._workspace:
+                    addresses.append(at)
+                    at += size
+            addresses += map(address, zeros)
+            self._launch(addresses)
+        finally:
+            if block is not None:
+                _give(self._device, block)
+
+    def _launch(self, addresses: list[int]) -> None:
+        self._sequence.launch([[addresses[i] for i in places] for places in self._launches])
 
 
 def prepare(plan: StepPlan, work: Any, device: Any) -> Ready:
@@ -126,7 +165,8 @@ def prepare(plan: StepPlan, work: Any, device: Any) -> Ready:
     # Never empty, so that every buffer has an address: without keys there is nothing to pack.
     workspace = {name: -(-max(count, 1) * size // 64) * 64 for name, count in plan.workspace.items()}
     launches = [_launch(step, device) for step in plan.steps]
-    return Ready(device.prepare_sequence([launch for launch, _ in launches]), tuple(x for _, x in launches), workspace)
+    sequence = device.prepare_sequence([launch for launch, _ in launches])
+    return Ready(sequence, tuple(x for _, x in launches), workspace, dict(plan.zeroed))
 
 
 def _launch(step: Step, device: Any) -> tuple[Any, tuple[str, ...]]:

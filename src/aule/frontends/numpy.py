@@ -97,9 +97,15 @@ def to_precision(array: Array, precision: str) -> Array:
         return array.astype(dtype, copy=False)
 
 
-def make(array: Array, device: None, dtype: Any) -> Array:
+def make(array: Array, device: None, dtype: Any, op: str) -> Array:
     """A result of float64 in a dtype, by default float32."""
-    return array.astype(dtype or np.float32)
+    try:
+        kind = np.dtype(np.float32 if dtype is None else dtype)
+    except (TypeError, ValueError):
+        kind = None
+    if kind is None or _NAMES.get(kind.name) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of NumPy, got {dtype!r}; such as numpy.float32")
+    return array.astype(kind)
 
 
 def seeded(options: AttentionOptions) -> AttentionOptions:

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from aule.errors import InvalidDtypeError
-from aule.frontends import torch_routes
+from aule.errors import BackendUnavailableError, InvalidDtypeError
+from aule.frontends import torch_decode, torch_fused, torch_routes
 from aule.frontends.torch_cuda import on_cuda, repeated
 from aule.frontends.torch_gradients import needs_gradient, with_gradient
 from aule.frontends.torch_host import on_host
 from aule.frontends.torch_routes import autocast, dispatches
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_stage import staged
+from aule.frontends.torch_views import NAMES
 from aule.ops.attention.precision import checked_precision
-from aule.ops.attention.validate import checked_deterministic, checked_dropout, checked_seed
+from aule.ops.attention.validate import FLOAT_DTYPES, checked_deterministic, checked_dropout, checked_seed
 from aule.options import AttentionOptions, DecodeOptions
 
 _Tensor = torch.Tensor
@@ -127,8 +128,6 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.fused(name, tensors, options, backend)
-    from aule.frontends import torch_fused
-
     return torch_fused.fused(name, tensors, options, backend)
 
 
@@ -138,15 +137,11 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.decode(q, k, v, options)
-    from aule.frontends import torch_decode
-
     return torch_decode.decode(q, k, v, options)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Results over disjoint keys put together, of torch tensors."""
-    from aule.frontends import torch_decode
-
     return torch_decode.merge_states(o_a, lse_a, o_b, lse_b)
 
 
@@ -176,6 +171,15 @@ def to_precision(tensor: Any, precision: str) -> Any:
     return tensor.to(_PRECISIONS[precision])
 
 
-def make(array: Any, device: Any, dtype: Any) -> Any:
+def make(array: Any, device: Any, dtype: Any, op: str) -> Any:
     """A NumPy array of float64 as a tensor on a device, by default the CPU, in a dtype, by default float32."""
-    return torch.from_numpy(array).to(dtype or torch.float32).to(device or "cpu")
+    kind = torch.float32 if dtype is None else dtype
+    if not isinstance(kind, torch.dtype) or NAMES.get(kind) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of torch, got {dtype!r}; such as torch.float32")
+    made = torch.from_numpy(array).to(kind)
+    try:
+        return made if device is None else made.to(device=device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise BackendUnavailableError(
+            "torch", f"[{op}] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu'"
+        ) from error

@@ -17,7 +17,7 @@ from aule.engine.decode import prepare_decode
 from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
 from aule.frontends.numpy import states_message
 from aule.frontends.torch_cuda import device_view, raw_stream, signature
-from aule.frontends.torch_decode_host import on_host, staged
+from aule.frontends.torch_decode_host import host_problem, on_host, staged
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_routes import CUDA_BUILD, refuse_transforms
@@ -56,6 +56,14 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         given = (q, k, v, *options.arrays().values(), *options.indices().values())
         refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
         raise
+
+
+def check_decode(op: str, q: Any, k: Any, v: Any, options: DecodeOptions) -> None:
+    """Raise what is wrong with a call, in the name of ``op``, without making it."""
+    if q.is_cpu:
+        host_problem(op, q, k, v, options)
+    else:
+        decode_problem(op, **_views(q, k, v, options), **options.plain())
 
 
 def _driven(q: Any, backend: str | None) -> bool:

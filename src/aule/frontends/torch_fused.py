@@ -24,7 +24,7 @@ from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_routes import dispatches, mps, route
 from aule.frontends.torch_seeds import seed_on
-from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
+from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
@@ -37,6 +37,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _MAX_SIGNATURES = 4096
 _PLAIN = frozenset((float, int, bool, str, type(None)))
 """Types of options that are keys by value."""
@@ -60,6 +61,8 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)
+    if spec.products and _any_autocast():
+        tensors = _autocast(spec, tensors)
     if traced(tensors):
         where = place(spec, options)
         if where is None:
@@ -86,6 +89,17 @@ def _by_value(op: str, option: Option, value: Any) -> Any:
 
 def _whole(op: str, name: str, value: Any) -> int:
     return checked_integer(op, name, value, "pass a Python int")
+
+
+def _autocast(spec: OpSpec, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Under autocast what rows of its type are multiplied by takes that type. Rows of float32 stay what they are:
+    rounded before they are normalised, they would lose what a large mean leaves of them."""
+    x = tensors[0]
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
+        return tensors
+    given = zip(spec.operands, tensors, strict=True)
+    return tuple(y.to(x.dtype) if operand.name == "weight" and y.dtype == torch.float32 else y for operand, y in given)
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
@@ -505,6 +519,7 @@ def named_options(spec: OpSpec, options: Sequence[Any]) -> dict[str, Any]:
 
 def view_of(spec: OpSpec, name: str, x: Any, arrays: bool = False) -> TensorView:
     """A view of a tensor; with ``arrays`` one of host memory, whose storage is a NumPy array."""
+    require_dense(x, name, spec.name)
     dtype = dtype_name(x, name, spec.name)
     if arrays:
         if not x.is_cpu:

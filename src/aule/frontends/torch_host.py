@@ -222,11 +222,15 @@ def _work(q: Any) -> Any:
 def shares_memory(out: Any, inputs: Iterable[Any]) -> bool:
     """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way. Two
     storages may be of the same memory, as those are that PyTorch makes of views of a NumPy array."""
-    if not (isinstance(out, torch.Tensor) and out.is_cpu):
+    if not _has_storage(out):
         return False  # which is refused later
     first, end = _extent(out)
-    others = (_extent(x) for x in inputs if isinstance(x, torch.Tensor) and x.is_cpu)
+    others = (_extent(x) for x in inputs if _has_storage(x))
     return any(start < end and first < stop for start, stop in others)
+
+
+def _has_storage(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_cpu and x.layout is torch.strided
 
 
 def _extent(x: Any) -> tuple[int, int]:

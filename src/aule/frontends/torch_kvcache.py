@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from aule.backends import registry
-from aule.engine.kvcache import Launches, append_on_host, copy_on_host, prepare, words, writer
-from aule.errors import AuleError, BackendUnavailableError, OutOfMemoryError
+from aule.engine.kvcache import Launches, append_on_host, copy_on_host, no_memory, prepare, words, writer
+from aule.errors import AuleError, BackendUnavailableError
 from aule.frontends.torch_cuda import device_view, raw_stream, signature
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_routes import mps, route
@@ -34,18 +34,17 @@ def accepts(array: object) -> bool:
 def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     """A tensor of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3."""
     try:
-        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
-    except torch.OutOfMemoryError as error:
-        size = math.prod(shape) * _DTYPES[dtype].itemsize
-        raise OutOfMemoryError(
-            f"[KVCache] expected {size} bytes on {device}, got none ({error}); take fewer pages, or quantize", size
-        ) from error
+        torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # PyTorch has none such
         raise BackendUnavailableError(
             str(device),
             f"[KVCache] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu', or None for "
             "NumPy arrays",
         ) from error
+    try:
+        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+    except RuntimeError as error:  # as torch.OutOfMemoryError is; on the CPU it is no more than that
+        raise no_memory(math.prod(shape) * _DTYPES[dtype].itemsize, str(device), error) from error
     _served("KVCache", made)
     return made
 
@@ -64,6 +63,11 @@ def write(op: str, arrays: Mapping[str, Any], *, interleaved: bool = False, back
     """Write new rows into caches, on the current stream. ``arrays`` as for `append_problem`."""
     for name, tensor in arrays.items():
         require_tensor(tensor, name, op, "k")
+    if torch.is_grad_enabled() and any(arrays[name].requires_grad for name in "kv" if name in arrays):
+        raise AuleError(
+            "AULE_ERROR_NO_GRADIENT",
+            f"[{op}] expected tensors that need no gradient, got requires_grad=True; call it under torch.no_grad()",
+        )
     k = arrays["k"]
     if _served(op, k) == "host":
         views = {name: host_view_of(tensor, name, op) for name, tensor in arrays.items()}

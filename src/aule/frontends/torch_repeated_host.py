@@ -8,7 +8,7 @@ some twenty. `aule.frontends.torch_repeated` says how PyTorch is asked whether a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,13 @@ class RepeatedOnHost:
         Name, dtype, shape and strides of each result, which goes to fresh memory.
     results : sequence of str
         Names of all that is returned; what is not among the outputs is None.
+    check : callable, optional
+        Called with the operands of every call: raises where they hold what they must not.
     """
 
-    __slots__ = ("_absent", "_device", "_differentiable", "_names", "_outputs", "_ready", "_results", "_same", "others")
+    __slots__ = (
+        "_absent", "_check", "_device", "_differentiable", "_outputs", "_ready", "_results", "_same", "others",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -59,12 +63,13 @@ class RepeatedOnHost:
         device: Any,
         outputs: Sequence[tuple[str, Any, tuple[int, ...], tuple[int, ...] | None]],
         results: Sequence[str],
+        check: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
-        self._ready, self._device, self.others = ready, device, 0
+        self._device, self._check, self.others = device, check, 0
         self._absent = [x is None for x in tensors]
         self._differentiable = any(x is not None and x.requires_grad for x in tensors)
         given = [name for name, x in zip(names, tensors, strict=True) if x is not None]
-        self._names = (*given, *(name for name, *_ in outputs))
+        self._ready = cpu.Ordered(ready, device, (*given, *(name for name, *_ in outputs)))
         self._same = same_as(*(x for x in tensors if x is not None))
         self._outputs = [(shape, strides or contiguous_strides(shape), dtype) for _, dtype, shape, strides in outputs]
         places = {name: len(given) + i for i, (name, *_) in enumerate(outputs)}
@@ -76,22 +81,22 @@ class RepeatedOnHost:
         return bool(self._device.closed)
 
     def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The results, or None if this is another call: nothing has been done then."""
+        """The results, or None if this is another call: nothing has been done then. There are no modes (`repeated`)."""
         memory = [x for x in tensors if x is not None]
         if (
             [x is None for x in tensors] != self._absent
             or not self._same(*memory)
-            or _dispatch_modes()
             or _forward_ad._current_level >= 0
             or (self._differentiable and _grad_enabled())
-            or self.closed
+            or self._device.closed
         ):
             return None
+        if self._check is not None:
+            self._check(tensors)
         self.others = 0
         for output in self._outputs:
             memory.append(_empty(*output))
-        addresses = {name: x.data_ptr() for name, x in zip(self._names, memory, strict=True)}
-        cpu.run(self._ready, self._device, addresses)
+        self._ready.run([x.data_ptr() for x in memory])
         return tuple([None if i is None else memory[i] for i in self._results])
 
 

@@ -33,9 +33,8 @@ def require_tensor(tensor: Any, name: str, op: str = "flash_attention", like: st
         )
 
 
-def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
-    """Refuse what is no tensor, and tensors whose elements are not simply in memory."""
-    require_tensor(tensor, name, op, like)
+def require_dense(tensor: Any, name: str, op: str) -> None:
+    """Refuse tensors that have no element for each index, one step apart or some."""
     if tensor.is_nested:
         raise InvalidDtypeError(
             f"[{op}] expected {name} as a plain tensor, got a nested one; pass its values and offsets to "
@@ -43,6 +42,12 @@ def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str
         )
     if tensor.layout is not torch.strided:
         raise InvalidDtypeError(f"[{op}] expected {name} as a dense tensor, got {tensor.layout}; use .to_dense()")
+
+
+def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
+    """Refuse what is no tensor, and tensors whose elements are not simply in memory."""
+    require_tensor(tensor, name, op, like)
+    require_dense(tensor, name, op)
     if tensor.is_neg():
         raise InvalidDtypeError(
             f"[{op}] expected {name} as it lies in memory, got a view that PyTorch negates when it is read; use "

@@ -34,6 +34,8 @@ SUBGROUP_OPS = frozenset(
     {"lane_id", "subgroup_id", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any", "subgroup_all",
      "subgroup_barrier"}
 )  # fmt: skip
+
+
 class Expr(NamedTuple):
     """The text of an expression; ``atom`` when it can be an operand without parentheses."""
 

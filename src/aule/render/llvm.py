@@ -227,6 +227,7 @@ class _Body:
             "if": self._if,
             # A workgroup of one thread has nobody to wait for, and exchanges values with itself.
             "sync": lambda op: None,
+            "workgroup_any": lambda op: self._bind(op, e.operand(op.args[0])),
             "device_fence": lambda op: e.line("fence acq_rel"),
             "subgroup": lambda op: self._bind(op, e.operand(op.args[0])),
             "fragment": self._fragment,

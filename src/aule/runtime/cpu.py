@@ -108,13 +108,10 @@ class PreparedLaunch:
         self._values: list[Any] = [0] * len(program.artifact.params)
         for i, value in zip(kernel.scalars, scalars, strict=True):
             self._values[i] = value
-        self._cells(self._values)
-
-    def _cells(self, values: Sequence[Any]) -> bytes:
         try:
-            return self._pack(*values)
+            self._pack(*self._values)  # scalars that do not fit are refused here
         except (struct.error, OverflowError, TypeError) as error:
-            raise _refuse_arguments(self._program.artifact, error) from None
+            raise _refuse_arguments(program.artifact, error) from None
 
     def launch(self, pointers: Sequence[int]) -> None:
         """Launch with new pointers, and wait for the end.
@@ -132,7 +129,8 @@ class PreparedLaunch:
     def launch_on(self, theirs: bool, pointers: Sequence[int]) -> None:
         """The same, on PyTorch's threads or on ours."""
         device = self._device
-        device._check()
+        if device._closed:
+            device._check()
         if len(pointers) != len(self._buffers):
             raise _refuse_arguments(
                 self._program.artifact, TypeError(f"{len(pointers)} pointers for {len(self._buffers)} buffers")
@@ -140,7 +138,11 @@ class PreparedLaunch:
         values = self._values.copy()
         for i, pointer in zip(self._buffers, pointers, strict=True):
             values[i] = pointer
-        device._run(self._kernel.address, self._cells(values), self._grid, self._total, self._most, theirs)
+        try:
+            cells = self._pack(*values)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise _refuse_arguments(self._program.artifact, error) from None
+        device._run(self._kernel.address, cells, self._grid, self._total, self._most, theirs)
 
 
 class PreparedSequence:

@@ -12,7 +12,7 @@ from aule.ops.cross_entropy.kernels import (
     build_reduction,
 )
 from aule.ops.cross_entropy.problem import CrossEntropyProblem
-from aule.ops.row_shapes import choose_rows, row_grid
+from aule.ops.row_shapes import choose_rows, row_grid, streams
 from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -69,6 +69,7 @@ def _over_rows(problem: CrossEntropyProblem, views: Mapping[str, TensorView], ta
         axes=len(layout.sizes),
         index64=max(extent(view) for view in numbers.values()) > 2**31 - 1,
         operands=tuple((n, operand(view, span.width)) for n, view in numbers.items()),
+        stream=backward and streams({n: views[n] for n in ("logits", "dlogits")}, target),
     )
     scalars = layout.scalars | view_numbers(numbers)
     scalars |= {"length": problem.length, "ignore_index": problem.ignore_index}

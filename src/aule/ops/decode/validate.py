@@ -1,6 +1,6 @@
 """From the arrays of a call to a valid `DecodeProblem` and its operands in one normal form.
 
-It runs on the first call of a signature only, so it favours clear messages over speed.
+It runs on the first call of a signature only, so it favours clear messages over speed; but for `check_numbers`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from aule.view import TensorView
 
 MAX_PAGE = 256
 """Largest number of keys of a page."""
+
+_UNSIGNED = np.dtype(np.uint32)
 
 LAYOUTS = {"NHD": "[pages, page, heads_kv, dim]", "HND": "[pages, heads_kv, page, dim]"}
 
@@ -209,19 +211,21 @@ def decode_problem(
 
 def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tables: TensorView | None) -> None:
     """Check what lengths and block tables hold, where they can be read: those in host memory."""
-    if lens is None or not lens.is_host:
-        return
-    lengths: npt.NDArray[np.int32] = lens.storage
-    if lengths.size and (lengths.min() < 0 or lengths.max() > problem.seq_kv):
+    if lens is not None and lens.is_host:
+        check_numbers(op, problem, lens.storage, tables.storage if tables is not None and tables.is_host else None)
+
+
+def check_numbers(
+    op: str, problem: DecodeProblem, lengths: npt.NDArray[np.int32], table: npt.NDArray[np.int32] | None
+) -> None:
+    """The same, of arrays."""
+    if lengths.size and _largest(lengths) > problem.seq_kv:
         wrong = int(np.flatnonzero((lengths < 0) | (lengths > problem.seq_kv))[0])
         raise InvalidShapeError(
             f"[{op}] expected context_lens in 0..{problem.seq_kv}, the keys there is room for, got {lengths[wrong]} "
             f"for sequence {wrong}; give the cache more room, or the lengths that it has"
         )
-    if tables is None or not tables.is_host:
-        return
-    table: npt.NDArray[np.int32] = tables.storage
-    if not table.size or (table.min() >= 0 and table.max() < problem.pages):  # the unused ones, too
+    if table is None or not table.size or _largest(table) < problem.pages:  # the unused ones, too
         return
     used = np.arange(table.shape[1])[None] < -(-lengths.astype(np.int64) // max(problem.page, 1))[:, None]
     outside = used & ((table < 0) | (table >= problem.pages))
@@ -231,6 +235,12 @@ def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tab
             f"[{op}] expected block_tables of pages 0..{problem.pages - 1}, got {table[sequence, place]} as page "
             f"{place} of sequence {sequence}, which has {lengths[sequence]} keys; give each used page its number"
         )
+
+
+def _largest(numbers: npt.NDArray[np.int32]) -> int:
+    """The largest number of an array, where a negative one is very large: without its sign. Behind an operator that has
+    used the caches, where each function counts, this takes half as long as ``view(np.uint32).max()``."""
+    return int(np.maximum.reduce(numbers.view(_UNSIGNED), axis=None))
 
 
 def _check_devices(op: str, arrays: dict[str, TensorView | None]) -> None:

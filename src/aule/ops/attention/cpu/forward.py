@@ -55,8 +55,8 @@ def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) ->
 
 class Forward:
     """The kernel as it is traced. Decoding has another place for its keys and its own order of rows, and is a subclass:
-    `find_place`, `place`, `reach`, `bring`, `take`, `values_in_place`, `scale_scores` and `weigh` are what it may
-    replace."""
+    `find_place`, `place`, `reach`, `bring`, `take`, `values_in_place`, `scale_scores`, `weigh` and `finish` are what it
+    may replace."""
 
     def __init__(self, b: Builder, config: CpuConfig) -> None:
         self.b, self.config, self.shape = b, config, config.shape
@@ -174,7 +174,7 @@ class Forward:
             key0 = block * shape.block_kv
             panels, values = self.bring(key0)
             self.take(key0, panels, values, self._wild(mine, key0, values))
-        self._finish()
+        self.finish()
 
     def take(self, key0: Value, panels: Operand | None, values: Operand, wild: Value | None) -> None:
         """All rows of this task, a few at a time, with a block of keys."""
@@ -423,7 +423,8 @@ class Forward:
                 at = engine.index(row) * self.padded + col
                 b.store(self.o, at, b.load(self.o, at, engine.lanes) * alpha)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Store what was found for the rows."""
         with self.b.loop(self.b.const(0, i32), self.count, name="row") as row:
             if self.config.split:
                 self._leave_partial(row)
@@ -431,9 +432,9 @@ class Forward:
                 self._store(row)
 
     def _leave_partial(self, row: Value) -> None:
-        """O, m and l as they are, for `build_combine`."""
+        """O, m and l as they are, for `combine_parts`."""
         b, config, engine, shape = self.b, self.config, self.engine, self.shape
-        partial = self.p.buffer("partial", config.work, "write")
+        partial = self.p.buffer("partial", config.work, "readwrite")  # decoding combines them in the same launch
         number = engine.index(self.task) * engine.index(self.part_rows) + engine.index(row)
         to = number * (self.padded + shape.lanes)
         for col, _ in engine.columns(config.value_dim):
@@ -443,16 +444,20 @@ class Forward:
         b.store(partial, to + (self.padded + 1), b.load(self.l, row))
 
     def _store(self, row: Value) -> None:
-        """O / l and the log-sum-exp."""
+        b, engine = self.b, self.engine
+        columns = [
+            (col, width, b.load(self.o, engine.index(row) * self.padded + col, engine.lanes))
+            for col, width in engine.columns(self.config.value_dim)
+        ]
+        self.store_row(row, columns, b.load(self.m, row), b.load(self.l, row))
+
+    def store_row(self, row: Value, columns: list[tuple[int, int, Value]], m: Value, l: Value) -> None:
+        """O / l and the log-sum-exp of a row of this task; ``columns`` as in the function `store_row`."""
         b, config, engine = self.b, self.config, self.engine
         head, at = self.place(row)
         seq_q, unit, first = self.scores.seq_q, config.unit[3], self.scores.extent.first_q
         o = self.p.matrix("o", self.batch, head, seq_q, config.value_dim, unit, access="write", first=first)
-        columns = [
-            (col, width, b.load(self.o, engine.index(row) * self.padded + col, engine.lanes))
-            for col, width in engine.columns(config.value_dim)
-        ]
-        lse = store_row(b, engine, o, at, columns, b.load(self.m, row), b.load(self.l, row))
+        lse = store_row(b, engine, o, at, columns, m, l)
         if config.lse:
             base = self.scores.extent.row_base(self.p, self.batch * self.heads + head, head)
             to = base + engine.index(at)

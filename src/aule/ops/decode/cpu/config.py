@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir.types import SCALARS, Scalar, u8
-from aule.ops.attention.cpu.config import CpuConfig, CpuShape
+from aule.ops.attention.cpu.config import CpuConfig
 from aule.ops.decode.problem import QUANTISED
 
 
@@ -49,25 +49,3 @@ class CpuDecodeConfig(CpuConfig):
     def stored(self) -> Scalar:
         """The type of a cache's elements in memory; fp8 is bytes."""
         return u8 if self.cache == "e4m3" else SCALARS[self.cache]
-
-
-@dataclass(frozen=True)
-class CpuDecodeCombineConfig:
-    """The kernel that puts the parts of a sequence's keys together.
-
-    Attributes
-    ----------
-    heads : int
-        As in `CpuDecodeConfig`.
-    unit : bool
-        The head dimension of o has stride 1.
-    """
-
-    dtype: str
-    value_dim: int
-    shape: CpuShape
-    group: int
-    heads: int
-    ragged: bool
-    lse: bool
-    unit: bool

@@ -4,7 +4,8 @@ One task has a block of the rows that share a key head of a sequence, or those o
 lie side by side, and a part of the keys. Before it works on a block of keys it looks up where each of them lies; from
 there on pages are no different from a contiguous cache, and pages of any size cost about the same. Up to eight rows
 multiply K as it lies there, more of them pack it. Either way a key is brought once for all rows of a block, so that
-gathering pages beforehand would save nothing.
+gathering pages beforehand would save nothing. Where keys are divided among tasks, the last one of a block of rows puts
+their parts together.
 
 The scales of a quantised cache never meet its elements: those of K are multiplied with the scores, those of V with P.
 """
@@ -15,20 +16,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, f32, i32, i64
-from aule.ops.attention.config import ScoreConfig
+from aule.ir.types import f32, i32, i64
 from aule.ops.attention.cpu.combine import combine_parts
-from aule.ops.attention.cpu.forward import Forward, store_row
-from aule.ops.attention.parameters import Parameters
+from aule.ops.attention.cpu.forward import Forward
 from aule.ops.attention.scores import Reach, Scores
-from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
+from aule.ops.decode.cpu.config import CpuDecodeConfig
 from aule.ops.decode.cpu.rows import Rows
+from aule.ops.tickets import when_last
 from aule.target import Target
 from aule.tile.matrix import Matrix, PlacedMatrix, divmod_const
-from aule.tile.vector import Operand, Vectors, work_type
+from aule.tile.vector import Operand
 
 KERNEL_NAME = "decode_attention_cpu"
-COMBINE_NAME = "decode_combine_cpu"
 RUN = 8
 """Places that are stored at once: pages of so many keys, or of a larger power of two, are looked up as a whole."""
 _VALUES, _SOME_VALUES = 32, 16
@@ -55,9 +54,9 @@ class _Decode(Forward):
         b, config, p, shape = self.b, self.config, self.p, self.shape
         self.heads = p.number("heads_q")
         self.task = b.group_id(0)
-        splits = p.number("splits")
-        self.split = self.task % splits
-        self.rows = Rows.of(p, self.task // splits, config.group, shape.block_q, config.heads, config.ragged)
+        self.splits = splits = p.number("splits")
+        self.split, self.block = self.task % splits, self.task // splits
+        self.rows = Rows.of(p, self.block, config.group, shape.block_q, config.heads, config.ragged)
         self.batch, self.kv_head, self.count = self.rows.batch, self.rows.kv_head, self.rows.count
         seq_kv = p.number("seq_kv")
         if config.lens:
@@ -273,23 +272,19 @@ class _Decode(Forward):
         # A dropped key weighs nothing, whatever its scale is.
         return self.b.select(self.b.eq(p, 0.0), p, p * scale)
 
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
-def build_combine(config: CpuDecodeCombineConfig, target: Target) -> KernelIR:
-    """Trace the kernel that puts parts together: one task for each block of rows that shares a key head."""
-    b = Builder(COMBINE_NAME, workgroup=1)
-    p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim))
-    engine = Vectors(b, work_type(SCALARS[config.dtype]), config.shape.lanes)
-    heads, splits, number, block_q = p.number("heads_q"), p.number("splits"), b.group_id(0), config.shape.block_q
-    rows = Rows.of(p, number, config.group, block_q, config.heads, config.ragged)
-    with b.loop(b.const(0, i32), rows.count, name="row") as row:
-        first = engine.index(number * splits) * block_q + engine.index(row)
-        columns, m, l = combine_parts(p, engine, first, b.const(block_q, i64), splits, config.value_dim)
-        head, token = rows.place(row)
-        o = p.matrix(
-            "o", rows.batch, head, rows.seq_q, config.value_dim, config.unit, access="write", first=rows.first_q
-        )
-        lse = store_row(b, engine, o, token, columns, m, l)
-        if config.lse:
-            base = rows.extent(b.const(0, i32)).row_base(p, rows.batch * heads + head, head)
-            b.store(p.buffer("lse", engine.work, "write"), base + engine.index(token), lse)
-    return b.finish()
+    def finish(self) -> None:
+        super().finish()
+        if self.config.split:
+            when_last(self.p, self.block, self.splits, self.b.const(0, i32), self._put_together)
+
+    def _put_together(self) -> None:
+        """The rows from the parts that all tasks of the block have left, in the order of their keys, so that the result
+        does not depend on who was the last."""
+        b, engine, block_q = self.b, self.engine, self.shape.block_q
+        with b.loop(b.const(0, i32), self.count, name="row") as row:
+            first = engine.index(self.block * self.splits) * block_q + engine.index(row)
+            step, value_dim = b.const(block_q, i64), self.config.value_dim
+            columns, m, l = combine_parts(self.p, engine, first, step, self.splits, value_dim)
+            self.store_row(row, columns, m, l)

@@ -10,8 +10,8 @@ from aule.ops.attention.cpu.config import CpuShape
 from aule.ops.attention.cpu.plan import GROUPED_ROWS, block_shape, dotted, grouped_shape, most_dotted
 from aule.ops.attention.plan import FAR, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
-from aule.ops.decode.cpu.config import CpuDecodeCombineConfig, CpuDecodeConfig
-from aule.ops.decode.cpu.kernel import RUN, build_combine, build_decode
+from aule.ops.decode.cpu.config import CpuDecodeConfig
+from aule.ops.decode.cpu.kernel import RUN, build_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -40,12 +40,12 @@ def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Ta
     unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
     numbers = _scalars(problem) | view_scalars(views)
     steps: list[Step] = []
-    partial = 0
+    partial = tickets = 0
     for least, most in _served(problem, unit):
-        launches, parts = _launches(problem, views, target, most, numbers | {"least": least, "most": most})
-        steps += launches
-        partial = max(partial, parts)
-    return StepPlan(tuple(steps), {"partial": partial} if partial else {})
+        step, parts, blocks = _launch(problem, views, target, most, numbers | {"least": least, "most": most})
+        steps.append(step)
+        partial, tickets = max(partial, parts), max(tickets, blocks)
+    return StepPlan(tuple(steps), *({"partial": partial}, {"tickets": tickets}) if partial else ())
 
 
 def _served(problem: DecodeProblem, unit: VectorUnit) -> list[tuple[int, int]]:
@@ -55,14 +55,15 @@ def _served(problem: DecodeProblem, unit: VectorUnit) -> list[tuple[int, int]]:
     return [(1, 1), (2, problem.seq_q)] if mixed else [(1, problem.seq_q)]
 
 
-def _launches(
+def _launch(
     problem: DecodeProblem,
     views: dict[str, TensorView],
     target: Target,
     tokens: int,
     numbers: dict[str, int | float],
-) -> tuple[list[Step], int]:
-    """The launches for sequences of up to so many tokens, and the elements of their partial results."""
+) -> tuple[Step, int, int]:
+    """The launch for sequences of up to so many tokens, the elements of its partial results, and the blocks of rows
+    that have such."""
     unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
     count, threads = problem.group * tokens, max(target.compute_units, 1)
     heads = problem.batch * problem.heads_kv
@@ -97,7 +98,10 @@ def _launches(
         ragged=problem.total_q is not None,
     )
     config = replace(config, piled=_piled(config, views))
-    together = _heads(config, views, count, heads * _parts(problem.seq_kv, shape) // (4 * threads))
+    # Heads of a page are taken together where that leaves enough tasks: dividing keys for it would cost 3 to 5% of keys
+    # that are in the cache. Where rows of heads are neighbours it is worth that (docs/performance.md).
+    parts = 1 if config.piled else _parts(problem.seq_kv, shape)
+    together = _heads(config, views, count, heads * parts // (4 * threads))
     if together > 1:
         heads, count, shape = heads // together, count * together, replace(shape, block_q=count * together)
     config = replace(config, heads=together, ways=_ways(config, views, together))
@@ -105,21 +109,10 @@ def _launches(
     splits = _splits(problem.seq_kv, heads * blocks_q, shape, threads)
     config = replace(config, shape=shape, split=splits > 1)
     blocks, numbers = heads * blocks_q, numbers | {"splits": splits, "blocks_q": blocks_q}
-    steps = [Step(config, build_decode, (blocks * splits, 1, 1), numbers)]
+    step = Step(config, build_decode, (blocks * splits, 1, 1), numbers)
     if splits == 1:
-        return steps, 0
-    combine = CpuDecodeCombineConfig(
-        problem.dtype,
-        problem.value_dim,
-        shape,
-        problem.group,
-        together,
-        config.ragged,
-        problem.return_lse,
-        unit_strides[3],
-    )
-    steps.append(Step(combine, build_combine, (blocks, 1, 1), numbers))
-    return steps, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes)
+        return step, 0, 0
+    return step, blocks * splits * shape.block_q * (shape.padded(problem.value_dim) + shape.lanes), blocks
 
 
 def _ordered(config: CpuDecodeConfig) -> bool:
