@@ -176,7 +176,7 @@ def compile_all(name: str, length: int, sizes: list[int], compiled: Callable[...
         torch.cuda.empty_cache()
 
 
-def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | None) -> dict[str, Any]:
+def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | None, rounds: int) -> dict[str, Any]:
     case = CASES[name]
     tensors = rows_of(name, length, mib)
     size = tensors[0].numel() * tensors[0].element_size()
@@ -202,12 +202,12 @@ def compare(name: str, length: int, mib: int, compiled: Callable[..., Any] | Non
         except AuleError as failed:
             print(f"vulkan: {failed}", flush=True)
         warm_up(_WARM)
-        for key, seconds in in_turns(runs).items():
+        for key, seconds in in_turns(runs, rounds).items():
             row[key] = moved["backward" if key.endswith("_backward") else "forward"] / seconds / 1e12
     return row | {"error": error}
 
 
-def worker(name: str, length: int, sizes: list[int], compiles: bool) -> None:
+def worker(name: str, length: int, sizes: list[int], compiles: bool, rounds: int) -> None:
     """Compile, wait for a line, and print a row for each size."""
     with torch.cuda.stream(torch.cuda.Stream()):
         compiled = torch.compile(CASES[name].peer, dynamic=False) if compiles else None
@@ -215,17 +215,18 @@ def worker(name: str, length: int, sizes: list[int], compiles: bool) -> None:
         print(READY, flush=True)
         sys.stdin.readline()
         for mib in sizes:
-            print(json.dumps(compare(name, length, mib, compiled)), flush=True)
+            print(json.dumps(compare(name, length, mib, compiled, rounds)), flush=True)
             torch.cuda.empty_cache()
 
 
-def compare_all(names: list[str], lengths: list[int], sizes: list[int], compiles: bool) -> None:
+def compare_all(names: list[str], lengths: list[int], sizes: list[int], compiles: bool, rounds: int) -> None:
     """Workers for every op and length; rows come as they are done."""
     environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
     running = []
     for name, length in itertools.product(names, lengths):
         command = [sys.executable, "-W", "ignore", __file__, "--ops", name, "--lengths", str(length), "--worker"]
-        command += ["--mib", ",".join(map(str, sizes)), *([] if compiles else ["--no-compile"])]
+        command += ["--mib", ",".join(map(str, sizes)), "--rounds", str(rounds)]
+        command += [] if compiles else ["--no-compile"]
         pipe = subprocess.PIPE
         running.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
     try:
@@ -376,7 +377,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = [int(x) for x in args.lengths.split(",")]
     if args.worker:
-        worker(args.ops, lengths[0], [int(x) for x in args.mib.split(",")], not args.no_compile)
+        worker(args.ops, lengths[0], [int(x) for x in args.mib.split(",")], not args.no_compile, args.rounds)
         return
     if args.cpu:
         device = platform.processor() or platform.machine()
@@ -397,7 +398,7 @@ def main() -> None:
                     sweep(name, lengths, mib, grid_of_ways(args.ways), args.direction)
         else:
             with written(args.csv, ROWS, device):
-                compare_all(args.ops.split(","), lengths, sizes, not args.no_compile)
+                compare_all(args.ops.split(","), lengths, sizes, not args.no_compile, args.rounds)
 
 
 if __name__ == "__main__":
