@@ -152,14 +152,14 @@ def test_which_launches_wait() -> None:
     assert not crowded[0].config.trailed and not crowded[1].together
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 4), (3, 1), (1, 1)])
-@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (80, 80), (96, 96), (128, 64), (128, 96)])
+@pytest.mark.parametrize("heads", [(4, 4), (3, 1)])
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (80, 80), (128, 96)])
 def test_rows_of_any_width_are_waited_for(dims: tuple[int, int], heads: tuple[int, int]) -> None:
     """Columns are dealt out to those that wait, and to their threads, however many there are."""
     target = replace(H200, max_shared_bytes=49152, max_threads=1024)
-    for keys in (512, 4096):
-        step = step_of(decode_cases.Case("x", (keys,), 1, heads, dims, "bf16"), target)
-        assert step.config.waiters or step.config.gather or step.scalars["splits"] == 1
+    for keys, trails in ((512, False), (4096, False), (4096, None)):
+        step = step_of(decode_cases.Case("x", (keys,), 1, heads, dims, "bf16"), target, trails=trails)
+        assert step.config.awaits or step.config.gather
         verify(step.build(step.config, target))
     case = decode_cases.Case("x", (90, 3), 1, heads, dims, "bf16")
     check(case, target, 4)

@@ -24,7 +24,8 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused
+from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused, row_grid
+from aule.tile.rows import RowShape
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -226,6 +227,16 @@ def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     assert (shape.ahead, shape.threads, span.columns) == (0, 512, "again") and span.again
     shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, replace(work, sums=1))
     assert (shape.through, shape.ahead) == ("parked", 1) and span.again
+
+
+@pytest.mark.parametrize(
+    ("rows", "gather", "groups"),
+    [(1024, 1, 128), (1056, 1, 132), (645, 1, 129), (645, 2, 130), (140, 1, 132), (7, 1, 7)],
+)
+def test_workgroups_that_stay_share_rows_evenly(rows: int, gather: int, groups: int) -> None:
+    """As many as are done with their rows no later than all would be that there is room for; at most a tenth fewer."""
+    shape = RowShape(512, loops=True, resident=1, gather=gather)
+    assert row_grid("layer_norm_backward", shape, rows, HOPPER) == (groups, 1, 1)
 
 
 def assembled(ptxas: str, artifact: Artifact, folder: Path) -> str:

@@ -496,6 +496,10 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
     groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
     groups -= groups % shape.gather
+    even = -(-blocks // -(-blocks // groups))  # which are done no later, and leave fewer sums
+    even += even % shape.gather
+    if 10 * even >= 9 * groups:
+        groups = even
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 

@@ -1,8 +1,8 @@
-"""The end of a split sequence in the launch that made its parts, without fences: some workgroups wait for the others.
+"""The end of a split sequence without fences: some workgroups wait for the parts of others and add them up.
 
-The last parts of a block of rows, or all of them, add up the parts of all, each some of the columns. A device need not
-begin a workgroup before another one ends, so there are no more that wait than it has room for beside others
-(`shapes.choose_waiters`).
+These are the last of those that make the parts of a block of rows, or all of them, or workgroups of a launch of their
+own (`trail.py`); each has some of the columns. A device need not begin a workgroup before another one ends, so there
+are no more that wait than it has room for beside others (`shapes.choose_waiters`, `shapes.choose_trail`).
 
 Parts are left in words that are zero until then, and a word that is not zero is there: a number that is zero is left as
 the negative zero. Each word speaks for itself, so nothing has to be ordered: neither fence nor ticket, and parts are
