@@ -96,7 +96,7 @@ def flash_attention(
         tf32, with as many digits as fp16 and the range of float32, is for CUDA from sm_80 on. Gradients are computed
         in float32. A device without such units is refused; without this option float32 is never rounded.
     out : array, optional
-        Write the result here.
+        Write the result here; it may lie over q, k or v.
     backend : str, optional
         ``"cuda"``, ``"vulkan:1"``, ``"numpy"`` ...; default: where the arrays live, else the best device.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -237,6 +238,16 @@ def test_a_device_without_doubles_refuses_them() -> None:
         render("opencl", b.finish())
     artifact = render("opencl", b.finish(), f64=True)
     assert "cl_khr_fp64" in artifact.extensions and "= 0.1;" in artifact.text
+
+
+def test_lanes_of_a_wide_vector_in_an_intrinsic() -> None:
+    """Vectors of more than four have no .x before OpenCL C 3.0."""
+    b = Builder("wide", 1)
+    x, out = b.buffer("x", f32), b.buffer("out", f32, "write")
+    value = b.intrinsic("opencl", "{0} = {1[1]} + {1[5]};", [b.load(x, 0, 8)], f32)
+    assert value is not None
+    b.store(out, 0, value)
+    assert re.search(r"= (\w+)\.s1 \+ \1\.s5;", render("opencl", b.finish()).text)
 
 
 @pytest.mark.parametrize("language", GOLDEN)

@@ -144,3 +144,39 @@ def test_dropout_of_one_batch(device: Interpreted, monkeypatch: pytest.MonkeyPat
         seen.append(device.prepared)
     # Planned for each chance to drop, forward and three kernels for the gradients, and not again for another seed.
     assert seen == [4, 8, 8, 12]
+
+
+@pytest.mark.parametrize("target", ["q", "k", "v"])
+def test_out_may_be_an_input(target: str, device: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write rows while others read K and V, so they are never given the same memory for both."""
+    monkeypatch.setattr(torch_cuda, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch_cuda, "_launches", {})
+    given: list[list[int]] = []
+    prepare = device.prepare
+
+    def recorded(*args: Any) -> Any:
+        prepared = prepare(*args)
+        launch = prepared.launch
+        prepared.launch = lambda pointers, stream: (given.append(pointers), launch(pointers, stream))
+        return prepared
+
+    monkeypatch.setattr(device, "prepare", recorded)
+    generator = torch.Generator().manual_seed(0)
+    arrays = {name: torch.randn((1, 2, 40, 16), generator=generator) for name in "qkv"}
+    expected = aule.flash_attention(**arrays, return_lse=True, backend="cpu")
+    for _ in range(2):
+        inputs = {name: x.clone() for name, x in arrays.items()}
+        out, lse = aule.flash_attention(**inputs, out=inputs[target], return_lse=True)
+        assert out is inputs[target]
+        torch.testing.assert_close((out, lse), expected, rtol=1e-4, atol=1e-5)
+        q, k, v, o, _ = given[-1]
+        assert o not in (k, v) and (o == q) == (target == "q")
+
+
+def test_out_of_a_packed_batch_may_be_an_input(device: Interpreted) -> None:
+    at = torch.tensor([0, 5, 20], dtype=torch.int32)
+    q, k, v = torch.randn(3, 20, 2, 16, generator=torch.Generator().manual_seed(0))  # in one piece of memory
+    expected = aule.flash_attention_varlen(q, k, v, at, at, 15, 15, return_lse=True, backend="cpu")
+    found = aule.flash_attention_varlen(q, k, v, at, at, 15, 15, return_lse=True, out=v)
+    assert found[0] is v
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -19,7 +19,14 @@ import torch
 
 from aule.artifact import Artifact
 from aule.errors import ShaderCompileError
-from aule.frontends.torch_cuda import PreparedLaunch, device_gradients, prepare_launch, signature
+from aule.frontends.torch_cuda import (
+    PreparedLaunch,
+    copied,
+    device_gradients,
+    lies_over,
+    prepare_launch,
+    signature,
+)
 from aule.frontends.torch_fused import Prepared, launch_on, prepare_on
 from aule.frontends.torch_views import keyed
 from aule.ops.spec import OpSpec
@@ -51,6 +58,8 @@ def on_mps(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
         found = _launches[key] = prepare_launch(q, k, v, options, device_of(q))
+    if options.out is not None and lies_over(options.out, q, k, v):
+        return copied(options.out, on_mps(q, k, v, options._replace(out=None)))
     out = q.new_empty(found.out_shape) if options.out is None else options.out
     lse = q.new_empty(found.lse_shape, dtype=torch.float32) if options.return_lse else None
     if found.launch is not None:

@@ -24,7 +24,7 @@ from aule.engine.attention import (
 from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError
 from aule.frontends import torch_routes
-from aule.frontends.torch_cuda import device_view, raw_stream, signature
+from aule.frontends.torch_cuda import device_view, lies_over, raw_stream, signature
 from aule.frontends.torch_gradients import CONSTANT, last, needs_gradient
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
@@ -189,8 +189,9 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     out = options.out
     if out is None:  # rows that no sequence has are zero
         out = q.new_zeros((rows, heads, dim))
-    else:
-        checked_out(out, (rows, heads, dim), q, OP)
+    elif lies_over(checked_out(out, (rows, heads, dim), q, OP), q, k, v):
+        made, lse, gradients_of = _on_cuda(q, k, v, replace(call, options=options._replace(out=None)), wants_gradient)
+        return out.copy_(made), lse, gradients_of
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
     numbers = (*plain.values(), max_q, max_k, options.backend)
     key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)

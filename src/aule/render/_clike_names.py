@@ -41,7 +41,7 @@ class Names:
             hint = f"v{self._count - 1}"
         base = re.sub(r"\W", "_", hint, flags=re.ASCII)
         if base in _RESERVED or not base[0].isalpha() or "__" in base:
-            base = f"{base.strip('_').replace('__', '_')}_" if base[0].isalpha() else f"v{base.strip('_')}"
+            base = f"{re.sub('__+', '_', base.strip('_'))}_" if base[0].isalpha() else f"v{base.strip('_')}"
         unique, count = base, 1
         while unique in self._taken:
             count += 1
