@@ -157,8 +157,8 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         "scale": problem.scale,
         "factor": factor,
         "power": 2.0 ** math.floor(math.log2(factor)) if factor > 0.0 else 1.0,
-        # Of scores whose product with the factor is rounded by less than exponents have room for, and of those for which
-        # it is a number for sure.
+        # Of scores whose product with the factor is rounded by less than exponents have room for, and of those whose
+        # product is a number for sure.
         "near": min(_ROUNDED * 2.0 ** (53 if work.bits == 64 else 24) / factor, reach) if factor > 0.0 else reach,
         "reach": reach,
         "shift": problem.length - problem.rows,
