@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from aule.artifact import Artifact
 from aule.backends import registry
+from aule.errors import InvalidArgumentError
 from aule.ir import KernelIR
 from aule.target import APPLE_LAYOUT, NVIDIA_LAYOUT, Target
 
@@ -76,5 +77,10 @@ def generate(kernel: KernelIR, target: str | Target) -> Artifact:
     KernelError
         The kernel breaks a rule of the language or asks for what the target cannot do.
     """
-    resolved = target_for(target) if isinstance(target, str) else target
+    resolved = target if isinstance(target, Target) else target_for(target)
+    if not isinstance(kernel, KernelIR):
+        raise InvalidArgumentError(
+            f"[codegen] expected a KernelIR, got {type(kernel).__name__}; pass what Builder.finish() or a kernel's "
+            "build() returns"
+        )
     return registry.backend(resolved.backend).render(kernel, resolved)

@@ -92,13 +92,18 @@ def test_a_large_common_offset_costs_no_digits(device: Device, op: str) -> None:
     np.testing.assert_allclose(found, normalised(device, op, x), atol=2e-6)
 
 
-def test_the_lowest_number_in_the_place_of_infinity(device: Device) -> None:
-    """Masks add it: a row that has nothing else weighs all its columns alike, others none of these."""
-    x = np.zeros((3, 1536), np.float32)
-    x[1], x[2, 5:] = np.finfo(np.float32).min, np.finfo(np.float32).min
+@pytest.mark.parametrize("lowest", [np.finfo(np.float32).min, -1e9, -1.3e9, -1e10, -1e12, -1e30])
+def test_a_large_number_in_the_place_of_infinity(device: Device, lowest: float) -> None:
+    """Masks add it: a row that has nothing else weighs all its columns alike, others none of these. The same above."""
+    x = np.zeros((6, 1536), np.float32)
+    x[1], x[2, 5:], x[3], x[3, 3], x[4, 700:705] = lowest, lowest, 2 * (lowest / 4), lowest, -lowest
+    x[5, ::2], x[5, 1::2] = lowest, lowest * 0.9
     found = normalised(device, "softmax_dropout", x)
     np.testing.assert_allclose(found[:2], 1 / 1536, rtol=1e-5)
     np.testing.assert_allclose(found[2], np.repeat([0.2, 0.0], [5, 1531]), rtol=1e-5)
+    np.testing.assert_allclose(found[3], np.where(np.arange(1536) == 3, 0.0, 1 / 1535), rtol=1e-5)
+    np.testing.assert_allclose(found[4], np.repeat([0.0, 0.2, 0.0], [700, 5, 831]), rtol=1e-5)
+    np.testing.assert_allclose(found[5], np.tile([0.0, 1 / 768], 768), rtol=1e-5)
 
 
 def test_equal_rows_and_wild_rows_keep_to_themselves(device: Device) -> None:
@@ -119,3 +124,12 @@ def test_rows_as_long_as_there_are(device: Device) -> None:
     if device.target.backend == "metal" and device.target.software:
         pytest.skip("the shim takes half a minute for it")
     check(fused_cases.Case("layer_norm", (3, 262144)), device)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "softmax_dropout"])
+@pytest.mark.parametrize("rest", [3393, 2])
+def test_long_rows_of_which_threads_have_different_numbers(device: Device, op: str, rest: int) -> None:
+    """Some threads have a place more than others, and some of these four at a time where others have three."""
+    if device.target.backend == "metal" and device.target.software:
+        pytest.skip("the shim takes half a minute for it")
+    check(fused_cases.Case(op, (2, 20 * 4096 + rest)), device)

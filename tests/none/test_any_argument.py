@@ -176,3 +176,30 @@ def check(call: Callable[..., Any], given: dict[str, Any], options: str) -> None
                 wrong.append(f"{name}={what}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
     call(**given)
+
+
+KERNELS: dict[str, tuple[dict[str, Any], str]] = {
+    "AttentionKernel": ({"seq_len": 256, "head_dim": 64}, "num_heads num_kv_heads scale causal dtype tiles"),
+    "IncrementalAttentionKernel": (
+        {"max_seq_len": 256, "head_dim": 64},
+        "num_heads num_kv_heads batch_size scale dtype",
+    ),
+    "FlashDecodingReduceKernel": ({"head_dim": 64}, "num_heads batch_size num_chunks dtype"),
+    "SoftmaxDropoutKernel": ({"rows": 8, "length": 64}, "dtype dropout_p causal"),
+    "SwiGLUKernel": ({"rows": 8, "length": 64}, "dtype"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_any_argument_of_a_kernel(name: str) -> None:
+    good, options = KERNELS[name]
+    kind = getattr(aule.kernels, name)
+    check(lambda **given: kind(**given).build(), good, options)
+    kernel = kind(**good)
+    check(kernel.emit, {"language": "ptx"}, "")
+    check(lambda **given: aule.codegen.generate(**given), {"kernel": kernel.build("ptx"), "target": "ptx"}, "")
+
+
+def test_any_argument_of_shared_memory() -> None:
+    given = {"config": aule.kernels.AttentionKernel(256, 64), "limit": 1 << 20}
+    check(aule.kernels.validate_config, given, "")

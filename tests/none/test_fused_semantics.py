@@ -146,7 +146,27 @@ REFUSED = {
         "expected up of gate's dtype",
     ),
     "odd halves": (lambda: aule.swiglu(made(2, 5)), aule.InvalidShapeError, "expected gate with an even last axis"),
-    "eps": (lambda: aule.rms_norm(made(2, 4), eps=-1.0), aule.InvalidArgumentError, "expected eps >= 0"),
+    "eps": (
+        lambda: aule.rms_norm(made(2, 4), eps=-1.0),
+        aule.InvalidArgumentError,
+        "expected eps from 0 to 1e+38, got -1.0",
+    ),
+    "eps as text": (lambda: aule.layer_norm(made(2, 4), eps="1"), aule.InvalidArgumentError, "expected eps"),
+    "eps beyond float32": (
+        lambda: aule.layer_norm_linear(made(2, 4), None, None, made(3, 4), eps=1e60),
+        aule.InvalidArgumentError,
+        "[layer_norm_linear] expected eps from 0 to 1e+38, got 1e+60",
+    ),
+    "scale beyond float32": (
+        lambda: aule.softmax_dropout(made(2, 4), scale=-1e60),
+        aule.InvalidArgumentError,
+        "expected a finite scale of at most 1e+38, got -1e+60",
+    ),
+    "mask of integers": (
+        lambda: aule.softmax_dropout(made(2, 3), mask=np.ones((2, 3), np.int32)),
+        aule.InvalidDtypeError,
+        "expected mask of bool or floats, got i32",
+    ),
     "approximate": (
         lambda: aule.geglu(made(2, 4), approximate="erf"),
         aule.InvalidArgumentError,

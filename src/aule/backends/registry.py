@@ -75,7 +75,7 @@ def backend(name: str) -> Backend:
 def by_language(language: str) -> Backend:
     """The backend that a kernel language belongs to."""
     for candidate in BACKENDS:
-        if language in (candidate.language, candidate.name):
+        if isinstance(language, str) and language in (candidate.language, candidate.name):
             return candidate
     known = ", ".join(b.language for b in BACKENDS)
     raise _unknown(str(language), f"[codegen] expected a kernel language of {known}, got {language!r}; choose one")

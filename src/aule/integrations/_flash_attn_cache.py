@@ -236,7 +236,8 @@ def _check(call: CacheCall) -> None:
                 "a row"
             )
     elif call.k_cache.shape[1] == 0 and not (call.cache_batch_idx is None and call.cache_leftpad is None):
-        raise InvalidShapeError(f"[{op}] expected k_cache with room for keys, got {list(call.k_cache.shape)}")
+        got = list(call.k_cache.shape)
+        raise InvalidShapeError(f"[{op}] expected k_cache with room for keys, got {got}; make it longer")
 
 
 def _check_new(call: CacheCall, options: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from aule.ops.attention.cpu.plan import plan_alone
 from aule.ops.attention.forward import KERNEL_NAME, build_forward
 from aule.ops.attention.plan import ForwardPlan, plan_forward
 from aule.ops.attention.problem import AttentionProblem
+from aule.ops.checked import checked_flag, checked_integer
 from aule.ops.step import Step
 from aule.target import Target
 from aule.view import TensorView
@@ -86,10 +87,10 @@ class AttentionKernel(EmittedKernel):
             "num_heads": num_heads,
             "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
             "batch_size": batch_size,
-            "causal": bool(causal),
+            "causal": checked_flag("AttentionKernel", "causal", causal),
             "dtype": dtype,
-            "tiles": None if tiles is None else (int(tiles[0]), int(tiles[1])),
-            "use_tensor_cores": bool(use_tensor_cores),
+            "tiles": None if tiles is None else _pair(tiles),
+            "use_tensor_cores": checked_flag("AttentionKernel", "use_tensor_cores", use_tensor_cores),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -248,3 +249,12 @@ class AttentionKernel(EmittedKernel):
         step = self.seq_len * self.head_dim
         shape = (self.batch_size, heads, self.seq_len, self.head_dim)
         return TensorView(self.dtype, shape, (heads * step, step, self.head_dim, 1), "device", None)
+
+
+def _pair(tiles: Any) -> tuple[int, int]:
+    if not isinstance(tiles, (tuple, list)) or len(tiles) != 2:
+        raise InvalidArgumentError(
+            f"[AttentionKernel] expected tiles as (q, kv), got {tiles!r}; leave them out for those of the target"
+        )
+    q, kv = (checked_integer("with_tiles", name, x, "take 8") for name, x in zip(("q", "kv"), tiles, strict=True))
+    return q, kv

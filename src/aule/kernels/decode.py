@@ -62,7 +62,7 @@ class IncrementalAttentionKernel(EmittedKernel):
     """Entry point of the emitted code."""
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads in (0, None):
+        if self.num_kv_heads is None or (isinstance(self.num_kv_heads, int) and self.num_kv_heads == 0):
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         names = ("max_seq_len", "num_heads", "num_kv_heads", "batch_size")
         self._check_sizes(self.dtype, **{name: getattr(self, name) for name in names})

@@ -27,8 +27,8 @@ class EmittedKernel(ABC):
         """Refuse sizes that are no positive integers, and other types than kernels are made for."""
         kind = type(self).__name__
         for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise InvalidShapeError(f"[{kind}] expected {name} >= 1, got {value!r}; pass a positive int")
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 63:
+                raise InvalidShapeError(f"[{kind}] expected {name} >= 1, got {value!r}; pass a positive int of 64 bits")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {dtype!r}; choose one")
 

@@ -17,6 +17,7 @@ from aule.codegen import target_for
 from aule.engine.fused import result_views
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
+from aule.ops.attention.validate import checked_dropout
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.step import Step
 from aule.target import Target
@@ -205,6 +206,7 @@ class SoftmaxDropoutKernel(FusedKernel):
 
     def __post_init__(self) -> None:
         self._check_sizes(self.dtype, rows=self.rows, length=self.length)
+        object.__setattr__(self, "dropout_p", checked_dropout("SoftmaxDropoutKernel", self.dropout_p))
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         found: dict[str, tuple[str, tuple[int, ...]]] = {"x": (self.dtype, (self.rows, self.length))}

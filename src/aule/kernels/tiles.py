@@ -11,6 +11,7 @@ from typing import Protocol
 from aule.codegen import TARGETS
 from aule.errors import InvalidArgumentError
 from aule.ops.attention.tiles import ENTRIES, choose_fragments, choose_shape
+from aule.ops.checked import checked_integer
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import fitted, multiplies
@@ -143,7 +144,13 @@ def required_shared_memory(config: NeedsSharedMemory) -> int:
     ----------
     config : TileConfig or AttentionKernel
     """
-    return config.shared_memory_bytes
+    need = getattr(config, "shared_memory_bytes", None)
+    if not isinstance(need, int):
+        raise InvalidArgumentError(
+            f"[required_shared_memory] expected a configuration or a kernel, got {type(config).__name__}; take one of "
+            "tuned_configs, or an AttentionKernel"
+        )
+    return need
 
 
 def validate_config(config: NeedsSharedMemory, limit: int | Target) -> None:
@@ -160,7 +167,11 @@ def validate_config(config: NeedsSharedMemory, limit: int | Target) -> None:
     InvalidArgumentError
         Naming the need, the limit and the remedy.
     """
-    allowed = limit.max_shared_bytes if isinstance(limit, Target) else limit
+    allowed = (
+        limit.max_shared_bytes
+        if isinstance(limit, Target)
+        else checked_integer("validate_config", "limit", limit, "pass bytes, or a Target")
+    )
     need = required_shared_memory(config)
     if need > allowed:
         raise InvalidArgumentError(

@@ -371,17 +371,18 @@ class Span:
         start = self.lane * shape.width
         whole = self.length - shape.tail if shape.tail else self.length
         if shape.unroll > 1:
-            far = step * (shape.unroll - 1)
-            with b.loop(start, whole - far, step * shape.unroll, name="col") as col:
+            # As often for all threads, and not once more for those whose places are all there: PoCL 3.1 would take the
+            # end of one thread's loop for that of all.
+            far = step * shape.unroll
+            rounds = whole // far * far
+            with b.loop(start, rounds, far, name="col") as col:
                 groups = [Group(col, shape.unroll) for _ in range(self.rows.shape.batch)]
                 places = [self._parts(col + i * step, None, None, shape.width) for i in range(shape.unroll)]
                 for i, parts in enumerate(places):
                     for part, group in zip(parts, groups, strict=True):
                         part.group = (group, i) if self.rows.shape.threads == 1 else None
                 visit(places)
-            # Where those ended: each thread has had as many whole steps as fit before its last.
-            done = b.max(whole - far - start + (step * shape.unroll - 1), 0) // (step * shape.unroll)
-            start = start + done * (step * shape.unroll)
+            start = start + rounds
         with b.loop(start, whole, step, name="col") as col:
             visit([self._parts(col, None, None, shape.width)])
         if shape.tail:

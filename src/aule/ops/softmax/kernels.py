@@ -156,11 +156,12 @@ class _Kernel:
 
     def exponentials(self, largest: PerRow, costly: bool) -> Derived:
         """Weights but for one over their sum."""
-        b, factor = self.k.b, self.k.number("factor")
+        b = self.k.b
         if not self.fuses:
+            factor = self.k.number("factor")
             return Derived(lambda p: b.exp2((p[self.scores] - p[largest]) * factor), costly)
-        factors = largest.map(lambda m: b.select(self._reaches(m), factor, 1.0))
-        low = largest.map(lambda m: -self._exponent(m))
+        factors = largest.map(self._factor)
+        low = largest.map(lambda m: -(m * self._factor(m)))
         return Derived(lambda p: b.exp2(b.fma(p[self.scores], p[factors], p[low])), costly)
 
     def share(self, m: Value, most: Value) -> Value:
@@ -168,15 +169,21 @@ class _Kernel:
         b = self.k.b
         if not self.fuses:
             return b.exp2((m - most) * self.k.number("factor"))
-        return b.exp2(self._exponent(m) - self._exponent(most))  # what was subtracted, with its rounding
+        one, other = self._factor(m), self._factor(most)
+        moved = b.exp2(m * one - most * other)  # what was subtracted, with its rounding
+        return b.select(b.eq(one, other), moved, 0.0)
 
-    def _exponent(self, m: Value) -> Value:
-        """What a largest score adds to exponents. Where the product would overflow (finfo.min in the place of -inf),
-        other scores than this are too far away to have weights, and the factor may be 1."""
-        return self.k.b.select(self._reaches(m), m * self.k.number("factor"), m)
+    def _factor(self, m: Value) -> Value:
+        """What scores are multiplied by in exponents, where a row's largest is this one.
 
-    def _reaches(self, m: Value) -> Value:
-        return self.k.b.abs(m) < self.k.number("reach")
+        The product with the largest is rounded, by so much for all of a row, which its sum makes good. Of large scores
+        (-1e30 in the place of -inf) it would be more than exponents have room for: they take a power of two, which
+        rounds nothing, and where the product would overflow (finfo.min) 1. Other scores than the largest are too far
+        away there to have weights.
+        """
+        b, number = self.k.b, self.k.number
+        far = b.select(b.abs(m) < number("reach"), number("power"), 1.0)
+        return b.select(b.abs(m) < number("near"), number("factor"), far)
 
     def _scores(self, p: Part) -> Value:
         """What the exponential is taken of; -inf where a column does not count."""

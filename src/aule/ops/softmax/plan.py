@@ -31,6 +31,8 @@ _SHORT = 2048
 _CLUSTER = 4
 _RESIDENT = 1024
 """Threads of a unit, with some 64 registers each."""
+_ROUNDED = 96
+"""What an exponent may be off, for all of a row: a million weights of 2**96 still have a sum."""
 
 
 def _compares_pairs(target: Target) -> bool:
@@ -148,12 +150,17 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     )
     scalars = layout.scalars | view_numbers(views) | {"length": problem.length, "seq": problem.rows}
     factor = problem.scale * LOG2E if folded else LOG2E
+    work = work_type(SCALARS[problem.dtype])
+    reach = -lowest(work) / max(factor, 2.0) / 2
     bits = (problem.rows - 1).bit_length()
     scalars |= {
         "scale": problem.scale,
         "factor": factor,
-        # Of scores whose product with the factor is a number for sure.
-        "reach": -lowest(work_type(SCALARS[problem.dtype])) / max(factor, 2.0) / 2,
+        "power": 2.0 ** math.floor(math.log2(factor)) if factor > 0.0 else 1.0,
+        # Of scores whose product with the factor is rounded by less than exponents have room for, and of those whose
+        # product is a number for sure.
+        "near": min(_ROUNDED * 2.0 ** (53 if work.bits == 64 else 24) / factor, reach) if factor > 0.0 else reach,
+        "reach": reach,
         "shift": problem.length - problem.rows,
         "seq_factor": ((1 << 32) * ((1 << bits) - problem.rows)) // problem.rows + 1,
         "seq_bits": bits,
