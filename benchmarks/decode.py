@@ -14,8 +14,8 @@ at the same time.
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
 the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where
-sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, by two or eight
-workgroups of each block of rows that wait for them, and by a cluster;
+sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, behind the first
+or beside it, by two or eight workgroups of each block of rows that wait for them, and by a cluster;
 ``--at-once`` are the parts that a thread of the last workgroup has under way.
 """
 
@@ -282,11 +282,11 @@ class Engine:
 
     def run(
         self, shape: Any = None, splits: int | None = None, gather: bool | None = None, cluster: bool | None = None,
-        awaits: int | None = None,
+        awaits: int | None = None, trails: bool | None = None,
     ) -> tuple[float, float, str]:  # fmt: skip
         """Median seconds, error, and what was planned."""
         target = self.device.target
-        plan = plan_decode(self.problem, self.views, target, None, shape, splits, gather, cluster, awaits)
+        plan = plan_decode(self.problem, self.views, target, None, shape, splits, gather, cluster, awaits, trails)
         ready = load_steps(plan, self.device)
         memory = self.memory | {name: self.device.alloc(4 * n) for name, n in ready.workspace.items()}
         memory |= {name: zeroed(self.device, words) for name, words in ready.zeroed.items()}
@@ -296,13 +296,14 @@ class Engine:
             arguments = values | dict(step.scalars)
             launches.append((loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params]))
         calls = 50 if self.inputs.case.small else 20
+        together = any(step.together for step in plan.steps)  # of which there are two then
         if self.device.target.backend == "cuda":
             seconds = graph_seconds(lambda: self._launch(launches, torch.cuda.current_stream().cuda_stream), calls)
         else:
             start = time.perf_counter()
             while time.perf_counter() - start < WARM:
-                self.device.time_launches(launches, calls)
-            seconds = statistics.median(self.device.time_launches(launches, calls) for _ in range(11))
+                self.device.time_launches(launches, calls, together)
+            seconds = statistics.median(self.device.time_launches(launches, calls, together) for _ in range(11))
         found = np.empty(self.problem.out_shape, np.uint16)
         self.device.download(memory["o"], found)
         error = self.inputs.error(torch.from_numpy(found).view(torch.bfloat16).cuda())
@@ -403,6 +404,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "as planned": {},
     "one launch": {"gather": True, "awaits": 0},
     "two launches": {"gather": False, "awaits": 0},
+    "two launches, one of which waits": {"gather": False, "awaits": 0, "trails": True},
     "two that wait": {"gather": True, "awaits": 2},
     "eight that wait": {"gather": True, "awaits": 8},
     "a cluster": {"cluster": True},

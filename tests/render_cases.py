@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aule.ir.builder import Builder
-from aule.ir.kernel import KernelIR, Value
+from aule.ir.kernel import KernelIR, Rounding, Value
 from aule.ir.types import (
     SCALARS,
     Fragment,
@@ -55,7 +55,8 @@ class Case:
     grid: tuple[int, int, int] = (2, 1, 1)
     tolerance: float = 0.0
     needs: frozenset[str] = frozenset()
-    """``subgroups``, ``fragments``, ``float_atomics``, ``subgroup_barrier``: what a device may lack."""
+    """``subgroups``, ``fragments`` and the unit that multiplies them, ``float_atomics``, ``subgroup_barrier``: what a
+    device may lack."""
     elems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,11 +95,13 @@ def zeros(elem: Scalar, count: int) -> Array:
     return np.zeros(count, DTYPES[elem.name])
 
 
-def trace(name: str, workgroup: int = 64, subgroup_size: int = 0) -> Callable[[Callable[[Builder], None]], KernelIR]:
+def trace(
+    name: str, workgroup: int = 64, subgroup_size: int = 0, rounding: Rounding = "exact"
+) -> Callable[[Callable[[Builder], None]], KernelIR]:
     """Build a kernel from the function it decorates."""
 
     def make(body: Callable[[Builder], None]) -> KernelIR:
-        b = Builder(name, workgroup, subgroup_size)
+        b = Builder(name, workgroup, subgroup_size, rounding=rounding)
         body(b)
         return b.finish()
 
@@ -175,6 +178,29 @@ def floats() -> Iterator[Case]:
     x[:4], y[:4] = [np.inf, -np.inf, 1, -np.inf], [np.inf, np.inf, -np.inf, -np.inf]
     yield Case("compare_floats", compare, [x, y, zeros(u32, N)])
 
+    for elem in (f32, f16):
+
+        @trace(f"not_numbers_{elem}")
+        def not_numbers(b: Builder, elem: Scalar = elem) -> None:
+            x, y, out = b.buffer("x", elem), b.buffer("y", elem), b.buffer("result", u32, "write")
+            i = thread(b)
+            a, c = b.load(x, i), b.load(y, i)
+            pair = b.vector([a, c])
+            kinds = ("lt", "le", "gt", "ge", "eq", "ne")
+            found = [b.binary(op, a, c) for op in kinds] + [~b.binary(op, a, c) for op in kinds]
+            found += [b.ne(a, a), b.eq(c, c), b.ne(c, 0.0), ~b.eq(a, a)]
+            bits = b.const(0, u32)
+            for k, condition in enumerate(found):
+                bits = bits | b.select(condition, b.const(1 << k, u32), b.const(0, u32))
+            lanes = b.select(b.ne(pair, pair), b.splat(b.const(1 << 20, u32), 2), b.splat(b.const(0, u32), 2))
+            b.store(out, i, bits | b.extract(lanes, 0) | (b.extract(lanes, 1) << 1))
+
+        special = np.array([np.nan, 1, np.inf, -np.inf, 0], DTYPES[elem.name])
+        yield Case(
+            f"not_numbers_{elem}", not_numbers,
+            [np.resize(special.repeat(5), N), np.resize(special, N), zeros(u32, N)],
+        )  # fmt: skip
+
     @trace("special_constants")
     def special(b: Builder) -> None:
         out, bits = b.buffer("result", f32, "write"), b.buffer("bits", u32, "write")
@@ -242,6 +268,8 @@ def halves() -> Iterator[Case]:
         exact += [lambda b, x, y: -x, lambda b, x, y: b.abs(x), lambda b, x, y: b.select(x < y, x, y)]
         exact += [
             lambda b, x, y: x * 0.5 + 3.0,
+            lambda b, x, y: x * 0.3,
+            lambda b, x, y: x + 0.7,
             lambda b, x, y, elem=elem: b.cast(b.cast(x, f32) * b.cast(y, f32), elem),
         ]
         near: list[Callable[..., Value]] = [
@@ -314,9 +342,11 @@ def casts() -> Iterator[Case]:
     # Numbers below f32's own subnormals are flushed by many devices; they round to zero in fp16 only.
     tiny = np.abs(everything) < 1.2e-38
     everything[tiny] = 0
-    for target, lanes in itertools.product((f16, bf16), (1, 4)):
+    kinds: list[tuple[Scalar, Rounding]] = [(f16, "exact"), (bf16, "exact"), (bf16, "quick"), (bf16, "fused")]
+    for (target, kind), lanes in itertools.product(kinds, (1, 4)):
+        name = f"round_to_{target}_{lanes}" if kind == "exact" else f"round_to_{target}_{kind}_{lanes}"
 
-        @trace(f"round_to_{target}_{lanes}")
+        @trace(name, rounding=kind)
         def rounding(b: Builder, target: Scalar = target, lanes: int = lanes) -> None:
             x, out = b.buffer("x", f32), b.buffer("result", target, "write")
             back = b.buffer("back", f32, "write")
@@ -326,8 +356,13 @@ def casts() -> Iterator[Case]:
                 b.store(out, i, small)
                 b.store(back, i, b.cast(small, f32))
 
-        args = [everything.copy(), zeros(target, 1024), zeros(f32, 1024)]
-        yield Case(f"round_to_{target}_{lanes}", rounding, args, (1024 // 64 // lanes, 1, 1))
+        given = everything.copy()
+        if kind != "exact":  # what else it rounds is not said
+            other = ~(np.abs(given) < 2.0**110)
+            given[other] = np.resize(np.float32([np.inf, -np.inf, np.nan, 2.0**109]), other.sum())
+        yield Case(name, rounding, [given, zeros(target, 1024), zeros(f32, 1024)], (1024 // 64 // lanes, 1, 1))
+
+    yield from returns(everything)
 
     for elem in (f16, bf16):
 
@@ -358,6 +393,36 @@ def casts() -> Iterator[Case]:
         if source in (i32, i64, u16):
             data = (data % 2000).astype(DTYPES[source.name])
         yield Case(kernel.name, kernel, [data, zeros(target, size)])
+
+
+def returns(data: Array) -> Iterator[Case]:
+    """Numbers that are rounded and widened again without having been in memory: a compiler must not leave that out."""
+    data = np.where(np.abs(data) < 1e-33, np.float32(0), data)  # no subnormal f32 on the way, which devices may flush
+    for target in (f16, bf16):
+
+        @trace(f"through_{target}")
+        def through(b: Builder, target: Scalar = target) -> None:
+            source, result = b.buffer("x", f32), b.buffer("result", f32, "write")
+            i = thread(b)
+            x = b.load(source, i)
+            narrow = b.cast(x, target)
+            held = b.var(narrow, "held")
+            with b.if_(i > 5):
+                held.value = b.cast(x * 0.75, target)
+            again = b.var(narrow, "again")
+            with b.loop(0, 3):
+                again.value = b.cast(b.cast(again.value, f32) * 0.75, target)
+            wide = b.cast(b.vector([narrow, b.cast(x * 1.25, target), -narrow, narrow]), f32)
+            ways = [
+                b.cast(narrow, f32), b.cast(held.value, f32), b.cast(again.value, f32), *b.unpack(wide),
+                b.cast(b.select(i > 7, narrow, b.const(1.5, target)), f32),
+                b.cast(b.cast(b.cast(narrow, f32) * 1.0009765625, target), f32),
+                b.select(b.abs(x) < 60000.0, x - b.cast(narrow, f32), b.const(0.0, f32)),
+            ]  # fmt: skip
+            for k, way in enumerate(ways):
+                b.store(result, i + k * 1024, way)
+
+        yield Case(f"through_{target}", through, [data.copy(), zeros(f32, 10 * 1024)], (16, 1, 1))
 
 
 def bitcasts() -> Iterator[Case]:
@@ -584,24 +649,29 @@ def memory() -> Iterator[Case]:
         args = [numbers(elem), numbers(elem, 16 + N, seed=3), zeros(elem, N + 1)]
         yield Case(atomics.name, atomics, args)
 
+    # Whole numbers, so that the sums are exact in any order; what was there before is at most what is there after. Two
+    # cases, because a device may have such atomics of buffers alone.
     @trace("atomic_floats")
     def atomic_floats(b: Builder) -> None:
         x, out = b.buffer("x", f32), b.buffer("result", f32, "readwrite")
-        local = b.shared("local", f32, 2)
+        i = thread(b)
+        before = b.atomic("add", out, i & 3, b.load(x, i))
+        b.store(out, 4 + i, b.select(before <= N * 9.0, b.const(1.0, f32), b.const(0.0, f32)))
+
+    @trace("shared_atomic_floats")
+    def shared_atomic_floats(b: Builder) -> None:
+        x, out, local = b.buffer("x", f32), b.buffer("result", f32, "write"), b.shared("local", f32, 2)
         t, i = b.thread_id(), thread(b)
         with b.if_(t < 2):
             b.store(local, t, 0.0)
         b.barrier()
-        b.atomic("add", out, i & 3, b.load(x, i))
         before = b.atomic("add", local, t & 1, b.load(x, i))
         b.barrier()
-        with b.if_(t < 2):
-            b.atomic("add", out, 4 + t, b.load(local, t))
-        # Whole numbers, so that the sums are exact in any order; what was there before is at most what is there after.
-        b.store(out, 8 + i, b.select(before <= 64 * 9.0, b.const(1.0, f32), b.const(0.0, f32)))
+        b.store(out, i, b.load(local, t & 1) + b.select(before <= 64 * 9.0, b.const(0.5, f32), b.const(0.0, f32)))
 
-    x = np.random.default_rng(0).integers(0, 9, N).astype(np.float32)
-    yield Case("atomic_floats", atomic_floats, [x, zeros(f32, 8 + N)], needs=frozenset({"float_atomics"}))
+    x, needs = np.random.default_rng(0).integers(0, 9, N).astype(np.float32), frozenset({"float_atomics"})
+    yield Case("atomic_floats", atomic_floats, [x, zeros(f32, 4 + N)], needs=needs)
+    yield Case("shared_atomic_floats", shared_atomic_floats, [x, zeros(f32, N)], needs=needs)
 
     @trace("reserved_names")
     def reserved(b: Builder) -> None:
@@ -840,7 +910,8 @@ def fragments() -> Iterator[Case]:
             zeros(elem, 2 * area),
         ]
         tolerance = {f32: 1e-4, f16: 1e-2, bf16: 2e-2}[elem]
-        yield Case(product.name, product, args, (1, 1, 1), tolerance, frozenset({"fragments", "subgroups"}))
+        needs = frozenset({"fragments", "subgroups", f"m{side}n{side}k{side}:{elem}:f32"})
+        yield Case(product.name, product, args, (1, 1, 1), tolerance, needs)
 
 
 def differences(case: Case, expected: list[Any], got: list[Any], tolerance: float | None = None) -> str:

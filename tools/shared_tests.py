@@ -27,7 +27,10 @@ GRIDS = {
     "test_backward.py::test_grid": "gradients",
     "test_backward.py::test_grid_deterministic": "deterministic gradients",
 }
-UNNAMED = {"test_decode_streams.py": "cuda", "test_spirv_execute.py": "vulkan", "test_tail_devices.py": "vulkan"}
+UNNAMED = {
+    "test_decode_streams.py": "cuda", "test_decode_trail.py": "vulkan", "test_spirv_execute.py": "vulkan",
+    "test_tail_devices.py": "vulkan",
+}  # fmt: skip
 """Files whose tests are one backend's though they have no parameter that says so."""
 HAND = {"big": 6, "render_execute": 25}
 """How many tests are drawn at a time: those that share kernels, or are so small that drawing is worth as much."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from aule.context import Aule
-from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError, OutOfMemoryError
 from aule.frontends import by_type, front_end, maker
-from aule.ops.attention.rope import frequencies, rope_tables
-from aule.ops.checked import checked_flag, checked_number
+from aule.ops.attention.rope import checked_frequencies, frequencies, rope_tables
+from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions, DecodeOptions
 
 
@@ -262,23 +260,15 @@ def precompute_rope_frequencies(
     cos, sin : array
         ``[seq_len, head_dim // 2]``.
     """
+    op = "precompute_rope_frequencies"
+    seq_len, head_dim, base = checked_frequencies(op, seq_len, head_dim, base, ("seq_len", "head_dim"))
+    end = maker(device, dtype, op)
     try:
-        seq_len, head_dim = operator.index(seq_len), operator.index(head_dim)
-        fits = head_dim >= 2 and head_dim % 2 == 0 and seq_len >= 0
-    except TypeError:
-        fits = False
-    if not fits:
-        raise InvalidArgumentError(
-            f"[precompute_rope_frequencies] expected an even head_dim >= 2 and seq_len >= 0, got {head_dim!r} and "
-            f"{seq_len!r}; pass the number of columns to rotate"
-        )
-    if not 0.0 < checked_number("precompute_rope_frequencies", "base", base) < math.inf:
-        raise InvalidArgumentError(
-            f"[precompute_rope_frequencies] expected a finite base > 0, got {base}; 10000 is the usual one"
-        )
-    cos, sin = frequencies(seq_len, head_dim, base)
-    end = maker(device, dtype, "precompute_rope_frequencies")
-    return end.make(cos, device, dtype), end.make(sin, device, dtype)
+        cos, sin = frequencies(seq_len, head_dim, base)
+    except MemoryError as error:
+        nbytes = 8 * seq_len * (head_dim // 2)
+        raise OutOfMemoryError(f"[{op}] expected {nbytes} bytes, got none ({error}); take less", nbytes) from error
+    return end.make(cos, device, dtype, op), end.make(sin, device, dtype, op)
 
 
 def decode_attention(
@@ -475,8 +465,9 @@ def cascade_attention(
         ("context_lens", context_lens, 1),
     ):  # fmt: skip
         shape = getattr(array, "shape", None)
-        if shape is None or len(shape) < least:
-            got = type(array).__name__ if shape is None else f"shape {list(shape)}"
+        sparse = getattr(array, "is_sparse", False)
+        if shape is None or len(shape) < least or sparse:
+            got = type(array).__name__ if shape is None else f"{'sparse, ' if sparse else ''}shape {list(shape)}"
             raise InvalidShapeError(
                 f"[cascade_attention] expected {name} as an array of {least} axes or more, got {got}; as for "
                 "flash_attention_paged"

@@ -180,7 +180,8 @@ def layer_norm_linear(
     Notes
     -----
     Products of float16 and bfloat16 go through matrix units where a device has them and their layout is known. What
-    they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other.
+    they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other. Under
+    PyTorch's autocast, with ``x`` of its type, a ``weight`` of float32 is converted to it.
     """
     return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
 

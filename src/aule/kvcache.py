@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.api import cascade_attention, flash_attention_paged
+from aule.backends import registry
 from aule.engine.kvcache import writer
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import without_torch
 from aule.ops.attention.rope import rope_tables
-from aule.ops.checked import checked_choice, checked_flag
+from aule.ops.checked import checked_choice, checked_flag, checked_integer
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
 from aule.ops.kvcache.pages import Append, PageTable
 from aule.ops.kvcache.problem import QUANTISED
@@ -25,6 +26,7 @@ from aule.view import ITEMSIZE
 
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _NAMES = ("k_cache", "v_cache", "k_scale", "v_scale")
+_DERIVED = ("_front", "_pools", "_written", "_lock", "_known")
 _MAX_DIM = 256
 
 
@@ -49,7 +51,7 @@ class KVCache:
 
     Any thread may call any method. Each is done as a whole, but for the attention of `attend`, which runs beside other
     calls; what it reads must not be truncated or freed before it is done. On a GPU work goes to the current stream, and
-    whoever uses several orders them.
+    whoever uses several orders them. A copy (`copy.deepcopy`, or pickled) has arrays of its own and the same sequences.
 
     Parameters
     ----------
@@ -132,6 +134,8 @@ class KVCache:
         self.heads_kv, self.head_dim, self.value_dim = heads_kv, head_dim, value_dim
         self.dtype, self.layout, self.quantize, self.device, self.backend = name, layout, quantize, device, backend
         self._front = _front(device)
+        if backend is not None and (device is None or str(device) == "cpu"):
+            registry.find(backend)  # refused now, and not when there is something to attend to
         stored = _DTYPES[name] if quantize is None else QUANTISED[quantize][0]
         order = (page_size, heads_kv) if layout == "NHD" else (heads_kv, page_size)
         rows = (layers, num_pages, *order)
@@ -143,17 +147,30 @@ class KVCache:
             self.device = self._arrays["k_cache"].device  # with its number, whatever device is current later
         if quantize is not None:
             self._arrays |= {f"{x}_scale": self._front.empty(rows, "f32", device) for x in "kv"}
-        self._pools = [
-            Pool(*(self._arrays[name][layer] if name in self._arrays else None for name in _NAMES))
-            for layer in range(layers)
-        ]
-        self._written = [_pages_first(pool, layout) for pool in self._pools]
         scale_bytes = 0 if quantize is None else 8
         token_bytes = layers * heads_kv * ((head_dim + value_dim) * ITEMSIZE[stored] + scale_bytes)
         self.page_bytes = page_size * token_bytes
         self._pages = PageTable(num_pages, page_size, layers, self.page_bytes)
+        self._derive()
+
+    def _derive(self) -> None:
+        """What follows from the rest, and no copy takes along: views, the lock, what layers of a step share."""
+        self._pools = [
+            Pool(*(self._arrays[name][layer] if name in self._arrays else None for name in _NAMES))
+            for layer in range(self.layers)
+        ]
+        self._written = [_pages_first(pool, self.layout) for pool in self._pools]
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Any, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {name: x for name, x in vars(self).items() if name not in _DERIVED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._front = _front(self.device)
+        self._derive()
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -315,9 +332,11 @@ class KVCache:
         """
         wanted, at = _sequences(seqs), self._layer("attend", layer)
         cascade = checked_flag("KVCache.attend", "cascade", cascade)
+        interleaved = checked_flag("KVCache.attend", "interleaved", interleaved)
+        self._check_queries(q, wanted, options)
         options.setdefault("backend", self.backend or self._host_backend())
         with self._lock:
-            lengths = self._pages.lengths(wanted, at)
+            lengths = self._pages.lengths(wanted, at, "attend")
             tables, lens = self.block_tables(wanted), self.context_lens(wanted, at)
             shared = self._pages.shared(wanted, at) if cascade else 0
         # Others may write meanwhile: never to a page that these sequences have.
@@ -335,9 +354,27 @@ class KVCache:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _layer(self, op: str, layer: int) -> int:
-        if not isinstance(layer, int) or not 0 <= layer < self.layers:
+        number = layer if type(layer) is int else checked_integer(f"KVCache.{op}", "layer", layer, "count from 0")
+        if not 0 <= number < self.layers:
             raise InvalidArgumentError(f"[KVCache.{op}] expected a layer from 0 to {self.layers - 1}, got {layer!r}")
-        return layer
+        return number
+
+    def _check_queries(self, q: Any, seqs: tuple[int, ...], options: dict[str, Any]) -> None:
+        for name in ("block_tables", "context_lens", "layout", "k_scale", "v_scale"):
+            if name in options:
+                raise InvalidArgumentError(f"[KVCache.attend] expected no {name}, got one; the cache has its own")
+        if not self._front.accepts(q):
+            raise InvalidDtypeError(
+                f"[KVCache.attend] expected q to be an array like those of the cache, got {type(q).__name__}; convert "
+                "it, or make the cache with another device="
+            )
+        packed = options.get("cu_seqlens_q") is not None
+        if q.ndim not in ((3,) if packed else (3, 4)) or not (packed or q.shape[0] == len(seqs)):
+            form = "[tokens, heads_q, head_dim]" if packed else f"[{len(seqs)}, heads_q, tokens or none, head_dim]"
+            raise InvalidShapeError(
+                f"[KVCache.attend] expected q of {form} for {len(seqs)} sequences, got {list(q.shape)}; give each "
+                "sequence its queries"
+            )
 
     def _rows(
         self, seqs: tuple[int, ...], k: Any, v: Any, lengths: Sequence[int] | None
@@ -363,7 +400,7 @@ class KVCache:
         else:
             k, v = k[None], v[None]
             tokens = k.shape[1]
-            counts = given or ((tokens,) if len(seqs) == 1 else (1,) * len(seqs))
+            counts = given if given is not None else (tokens,) if len(seqs) == 1 else (1,) * len(seqs)
             fits = sum(counts) == tokens and min(counts, default=0) >= 0
         if not fits or len(counts) != len(seqs):
             raise InvalidShapeError(
@@ -408,14 +445,17 @@ class KVCache:
         _check_positions("attend", rope, max(lengths, default=0))
         positions = np.array(lengths, np.int32)[:, None] - rows + np.arange(rows, dtype=np.int32)
         places = np.stack([np.arange(batch * rows, dtype=np.int32), positions.reshape(-1)])
-        return rotate(q, self._front.integers(places, self.device), rope, interleaved, self.backend)
+        return rotate("KVCache.attend", q, self._front.integers(places, self.device), rope, interleaved, self.backend)
 
     def _before_all(self, q: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> int:
         """How many pages are before the first query of every sequence."""
-        if options.get("cu_seqlens_q") is not None:
-            rows = np.diff(options["cu_seqlens_q"].tolist()).tolist()
-        else:
+        offsets = options.get("cu_seqlens_q")
+        if offsets is None:
             rows = [1 if q.ndim == 3 else q.shape[2]] * len(lengths)
+        elif getattr(offsets, "shape", None) == (len(lengths) + 1,):
+            rows = np.diff(offsets.tolist()).tolist()
+        else:
+            return 0  # attention says what is wrong with it
         first = min((length - n for length, n in zip(lengths, rows, strict=True)), default=0)
         return max(first // self.page_size, 0)
 
@@ -426,11 +466,13 @@ class KVCache:
         )
 
 
-def rotate(x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backend: str | None = None) -> Any:
+def rotate(op: str, x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backend: str | None = None) -> Any:
     """Rows ``[batch, heads, tokens, dim]``, or ``[batch, heads, dim]``, turned by the angles of their positions.
 
     Parameters
     ----------
+    op : str
+        Who asks, for messages.
     places : int32 array
         ``[2, batch * tokens]``: the numbers from 0 on, and the position of each token.
     """
@@ -438,7 +480,7 @@ def rotate(x: Any, places: Any, rope: tuple[Any, Any], interleaved: bool, backen
     four = x[:, :, None] if x.ndim == 3 else x
     out = front.new(four)
     arrays = {"k": four.swapaxes(1, 2), "k_cache": out.swapaxes(1, 2), "places": places, **_angles(rope)}
-    front.write("rotate", arrays, interleaved=interleaved, backend=backend)
+    front.write(op, arrays, interleaved=interleaved, backend=backend)
     return out[:, :, 0] if x.ndim == 3 else out
 
 
@@ -469,7 +511,7 @@ def _angles(rope: tuple[Any, Any] | None) -> dict[str, Any]:
 
 
 def _sequences(seqs: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(seqs, int | np.integer):
+    if isinstance(seqs, int | np.integer) and not isinstance(seqs, bool):
         return (int(seqs),)
     return _integers("append, attend ...", "seqs", seqs)
 

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from aule.dispatch import count_op
+from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.fused import geglu, layer_norm, rms_norm, rope, swiglu
+from aule.ops.attention.rope import checked_frequencies
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 
@@ -25,6 +27,19 @@ def count(op: str) -> None:
     """Count a call of an op, where PyTorch's compiler is not reading along."""
     if not torch.compiler.is_compiling():
         count_op(op)
+
+
+def _rows(op: str, x: Any, shape: tuple[int, ...]) -> Any:
+    """Rows of what is normalised together, which must be the last axes of ``x``, as PyTorch's layers demand."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidDtypeError(f"[{op}] expected x to be a torch tensor, got {type(x).__name__}; convert it first")
+    if not x.is_floating_point():
+        raise InvalidDtypeError(f"[{op}] expected x of floats, got {x.dtype}; convert it first")
+    if x.shape[-len(shape) :] != shape:
+        raise InvalidShapeError(
+            f"[{op}] expected x of [..., {', '.join(map(str, shape))}], got {list(x.shape)}; these axes are normalised"
+        )
+    return x if len(shape) == 1 else x.flatten(-len(shape))
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
@@ -61,6 +76,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
                 self.weight -= offset
 
     def forward(self, x: Any) -> Any:
+        rows = _rows("nn.RMSNorm", x, self.normalized_shape)
         count("rms_norm")
         weight = self.weight
         if weight is not None:
@@ -68,7 +84,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
             if self.weight_offset:
                 weight = weight.float() + self.weight_offset
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return rms_norm(x.flatten(-len(self.normalized_shape)), weight, eps=eps).reshape(x.shape)
+        return rms_norm(rows, weight, eps=eps).reshape(x.shape)
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
@@ -79,9 +95,10 @@ class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
     """`torch.nn.LayerNorm` by `aule.layer_norm`."""
 
     def forward(self, x: Any) -> Any:
+        rows = _rows("nn.LayerNorm", x, self.normalized_shape)
         count("layer_norm")
         weight, bias = (None if y is None else y.flatten() for y in (self.weight, self.bias))
-        return layer_norm(x.flatten(-len(self.normalized_shape)), weight, bias, eps=self.eps).reshape(x.shape)
+        return layer_norm(rows, weight, bias, eps=self.eps).reshape(x.shape)
 
 
 class _GatedUnit(torch.nn.Module, ABC):  # type: ignore[misc]
@@ -185,8 +202,11 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         device: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.base, self.interleaved = dim, base, interleaved
-        self._fill(max_positions, device)
+        positions, self.dim, self.base = checked_frequencies(
+            "nn.RotaryEmbedding", max_positions, dim, base, ("max_positions", "dim")
+        )
+        self.interleaved = interleaved
+        self._fill(positions, device)
 
     def _fill(self, positions: int, device: Any) -> None:
         # In float64: a position times a frequency has more digits than float32.

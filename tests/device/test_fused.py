@@ -63,13 +63,16 @@ def test_float64_on_the_cpu(op: str) -> None:
         SumTuning(resident=64, through="registers"),
         SumTuning(resident=64, through="parked"),
         SumTuning(resident=64, through="parked alone", columns="again"),
+        SumTuning(resident=64, through="parked", again=True),
+        SumTuning(resident=64, ahead=0, again=True),
     ],
-    ids=lambda tuning: str(tuning.through),
+    ids=lambda tuning: f"{tuning.through if tuning.ahead else 'nothing'}{' again' * tuning.again}",
 )
 def test_gradients_with_rows_in_registers_ahead(
     device: Device, tuning: SumTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where it has been measured to be faster: blocks that are not whole, and parts that are not."""
+    """As where it has been measured to be faster: blocks that are not whole, and parts that are not; rows that are read
+    again in the last pass."""
     if device.target.backend == "cpu":
         pytest.skip("CPUs have rows of one thread")
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: tuning)

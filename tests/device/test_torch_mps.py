@@ -57,15 +57,14 @@ class Kernel:
 @pytest.fixture
 def shader(monkeypatch: pytest.MonkeyPatch) -> Device:
     """CPU tensors take the route of MPS tensors."""
-    from aule.frontends import torch as front_end
-    from aule.frontends import torch_mps
+    from aule.frontends import torch_cuda, torch_mps, torch_routes
 
     device = devices.need("msl-shim")
-    monkeypatch.setattr(front_end, "route", lambda q, options: "mps")
+    monkeypatch.setattr(torch_routes, "route", lambda q, backend: "mps")
     monkeypatch.setattr(torch.mps, "compile_shader", Library, raising=False)
     monkeypatch.setattr(torch_mps, "_launches", {})
     monkeypatch.setattr(torch_mps, "_devices", {})
-    monkeypatch.setattr(front_end, "_gradient_launches", {})
+    monkeypatch.setattr(torch_cuda, "_gradient_launches", {})
     monkeypatch.setattr(platform, "mac_ver", lambda: ("14.5", ("", "", ""), "arm64"))
     Kernel.launched.clear()
     return device
@@ -115,9 +114,9 @@ def test_layouts_and_options(shader: Device) -> None:
     }
     found = aule.flash_attention(q, k, v, causal=False, scale=torch.tensor(0.3), **given)
     with pytest.MonkeyPatch.context() as plain:
-        from aule.frontends import torch as front_end
+        from aule.frontends import torch_routes
 
-        plain.setattr(front_end, "route", lambda q, options: "host")
+        plain.setattr(torch_routes, "route", lambda q, backend: "host")
         expected = aule.flash_attention(q, k, v, causal=False, scale=0.3, backend="numpy", **given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     odd = made(1, 2, 9, 17)[..., 1:]  # starts 4 bytes into a row
@@ -166,9 +165,9 @@ def test_dropout(shader: Device) -> None:
     for seed in (3, 4):
         found = run(seed)
         with pytest.MonkeyPatch.context() as plain:
-            from aule.frontends import torch as front_end
+            from aule.frontends import torch_routes
 
-            plain.setattr(front_end, "route", lambda q, options: "host")
+            plain.setattr(torch_routes, "route", lambda q, backend: "host")
             expected = run(seed, backend="cpu")
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -205,25 +204,24 @@ def test_refusals(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_tensors_take_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aule.frontends import torch as front_end
-    from aule.options import AttentionOptions
+    from aule.frontends import torch_routes
 
     monkeypatch.delenv("AULE_BACKEND", raising=False)
     mps = SimpleNamespace(is_cuda=False, device=torch.device("mps"))
-    assert front_end.route(mps, AttentionOptions()) == "mps"
-    assert front_end.route(mps, AttentionOptions(backend="metal")) == "mps"
-    assert front_end.route(mps, AttentionOptions(backend="cpu")) == "staged"
+    assert torch_routes.route(mps, None) == "mps"
+    assert torch_routes.route(mps, "metal") == "mps"
+    assert torch_routes.route(mps, "cpu") == "staged"
     monkeypatch.setenv("AULE_BACKEND", "cpu")
-    assert front_end.route(mps, AttentionOptions()) == "staged"
+    assert torch_routes.route(mps, None) == "staged"
     monkeypatch.delenv("AULE_BACKEND")
     monkeypatch.delattr(torch.mps, "compile_shader")  # as before PyTorch 2.7
-    assert front_end.route(mps, AttentionOptions()) == "staged"
+    assert torch_routes.route(mps, None) == "staged"
 
 
 def test_a_cache_is_written_where_it_lies(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     from aule.frontends import torch_kvcache
 
-    monkeypatch.setattr(torch_kvcache, "route", lambda tensor, options: "mps")
+    monkeypatch.setattr(torch_kvcache, "route", lambda tensor, backend: "mps")
     monkeypatch.setattr(torch_kvcache, "_launches", {})
     angles = made(16, 4)
     options = {"page_size": 4, "layers": 2, "quantize": "int8"}
@@ -244,7 +242,7 @@ def test_a_cache_is_written_where_it_lies(shader: Device, monkeypatch: pytest.Mo
 def test_ops_of_the_catalogue(shader: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     from aule.frontends import torch_fused
 
-    monkeypatch.setattr(torch_fused, "route_of", lambda x, backend: "host" if backend else "mps")
+    monkeypatch.setattr(torch_fused, "route", lambda x, backend: "host" if backend else "mps")
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((5, 64), (64,)))
     results = []

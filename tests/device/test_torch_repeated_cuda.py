@@ -14,7 +14,7 @@ import aule
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device for PyTorch")
 
-from aule.frontends import torch as front_end  # noqa: E402
+from aule.frontends import torch_cuda  # noqa: E402
 from aule.frontends.torch_repeated import Repeated  # noqa: E402
 
 
@@ -30,8 +30,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return out
 
     monkeypatch.setattr(Repeated, "__call__", counted)
-    front_end._launches.clear()
-    front_end._repeated.clear()
+    torch_cuda._launches.clear()
+    torch_cuda.repeated.clear()
     return taken
 
 

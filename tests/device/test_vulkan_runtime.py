@@ -35,6 +35,7 @@ from aule.runtime import _vulkan_api as api
 from aule.runtime import _vulkan_loader, _vulkan_target, vulkan
 from aule.runtime._vulkan_memory import Block
 from aule.runtime._vulkan_pipeline import spirv_fault
+from aule.runtime._vulkan_queue import SLOTS, Slot
 from aule.runtime.base import Allocation, Program
 from aule.runtime.vulkan import VulkanDevice
 
@@ -570,6 +571,47 @@ def test_launches_together(device: VulkanDevice) -> None:
     assert np.array_equal(get(device, a), 2 * x)
     assert 0 < device.time_launches(launches, 2, together=True) < 10
     assert np.array_equal(get(device, results[1]), 6 * x)
+
+
+def test_launches_together_again(device: VulkanDevice) -> None:
+    """What is recorded once is found again, with new scalars, until one of its slots is another's; no slot is ever part
+    of two recordings."""
+    x = np.arange(64, dtype=np.float32)
+    program, a = device.load(scale_artifact()), put(device, x)
+    results, other = [device.alloc(x.nbytes) for _ in range(3)], device.alloc(x.nbytes)
+
+    def together(factor: float) -> None:
+        device.launch_together([(program, (1, 1, 1), [a, y, 64, factor + i]) for i, y in enumerate(results)])
+        for i, y in enumerate(results):
+            assert np.array_equal(get(device, y), (factor + i) * x)
+        device.synchronize()
+
+    def recordings() -> list[Slot]:
+        slots = list(device._context().ring._slots.values())
+        found = [slot for slot in slots if slot.helpers]
+        assert all(helper.helped is slot for slot in found for helper in slot.helpers)
+        assert sum(slot.helped is not None for slot in slots) == sum(len(slot.helpers) for slot in found)
+        assert all(slot.key is None for slot in slots if slot.helped is not None)
+        return found
+
+    together(2.0)
+    (first,) = recordings()
+    together(5.0)
+    assert recordings() == [first] and len(first.helpers) == 2
+    # Each time other slots are the oldest: the recording's own come up one by one.
+    for count in range(1, SLOTS + 1):
+        for number in range(count):
+            device.launch(program, (1 + number, 1, 1), [a, other, 64, float(number)])
+        kept = recordings()
+        together(float(count))
+        assert len(recordings()) == 1 and (recordings() == kept or not kept)
+    assert not kept
+    results.pop()
+    together(3.0)
+    assert sorted(len(slot.helpers) for slot in recordings()) == [1, 2]
+    with pytest.raises(LaunchError, match="fit"):
+        device.launch_together([(program, (1, 1, 1), [a, y, 64, n]) for y, n in zip(results, (1.0, "x"), strict=True)])
+    together(4.0)
 
 
 def test_double_free_and_use_after_close(device: VulkanDevice) -> None:

@@ -394,11 +394,34 @@ def test_a_packed_batch_of_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((8.0, 8), "got 8 and 8.0"), ((8, 7), "even head_dim"), ((8, 8, -1), "finite base > 0, got -1")],
-)
+    [
+        ((8.0, 8), "expected seq_len to be an int"), ((8, "8"), "expected head_dim to be an int"),
+        ((8, 7), "even head_dim"), ((2**70, 8), "seq_len from 0 to"), ((8, 8, -1), "finite base > 0, got -1"),
+        ((8, 8, 10**400), "finite base > 0"),
+    ],
+)  # fmt: skip
 def test_bad_rope_frequencies(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         aule.precompute_rope_frequencies(*arguments)
+
+
+@pytest.mark.parametrize("dtype", ["x", -1, np.int32, np.complex64, np.ones(3)])
+def test_rope_frequencies_of_no_float_type(dtype: Any) -> None:
+    with pytest.raises(InvalidDtypeError, match="expected dtype as a float type of NumPy"):
+        aule.precompute_rope_frequencies(4, 8, dtype=dtype)
+
+
+@pytest.mark.skipif(torch is None, reason="needs PyTorch")
+def test_rope_frequencies_where_pytorch_has_nothing() -> None:
+    with pytest.raises(BackendUnavailableError, match="a device that PyTorch has, got 'x'"):
+        aule.precompute_rope_frequencies(4, 8, device="x")
+    with pytest.raises(InvalidDtypeError, match="expected dtype as a float type of torch, got 'float16'"):
+        aule.precompute_rope_frequencies(4, 8, device="cpu", dtype="float16")
+
+
+def test_rope_frequencies_that_memory_has_no_room_for() -> None:
+    with pytest.raises(aule.OutOfMemoryError, match="expected 1152921504069976064 bytes"):
+        aule.precompute_rope_frequencies(2**31 - 1, 2**27)
 
 
 @pytest.mark.parametrize("pages", [-1, 3, 0.5, True, None])

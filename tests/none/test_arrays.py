@@ -135,3 +135,26 @@ def test_foreign_byte_order() -> None:
     q, k, v = inputs()
     with pytest.raises(InvalidDtypeError, match="native byte order"):
         aule.flash_attention(q.astype(q.dtype.newbyteorder()), k, v)
+
+
+FIELDS = {"bytes apart": np.dtype([("pad", "u1"), ("x", "f4")]), "another order": np.dtype([("x", ">f4")])}
+
+
+@pytest.mark.parametrize("kind", FIELDS.values(), ids=FIELDS)
+def test_results_that_no_kernel_can_write_where_they_belong(kind: Any) -> None:
+    """Elements five bytes apart, or of another byte order: a kernel would write over what lies beside them."""
+    q, k, v = inputs()
+    out = np.zeros(q.shape, kind)["x"]
+    for call in (aule.flash_attention, aule.decode_attention):
+        with pytest.raises(InvalidDtypeError, match="native byte order, its elements some whole ones apart"):
+            call(q, k, v, out=out)
+    assert not out.any()
+
+
+def test_a_field_is_rotated_in_place() -> None:
+    field = np.zeros((1, 2, 5, 8), np.dtype([("pad", "u1"), ("x", "f4")]))["x"]
+    field[...] = np.random.default_rng(0).standard_normal(field.shape)
+    angles = np.linspace(0, 3, 20, dtype=np.float32).reshape(5, 4)
+    expected = aule.rope(field.copy(), np.cos(angles), np.sin(angles))
+    assert aule.rope(field, np.cos(angles), np.sin(angles), inplace=True) is field
+    np.testing.assert_array_equal(field, expected)

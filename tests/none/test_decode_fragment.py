@@ -17,9 +17,10 @@ from aule import codegen
 from aule.ir import Builder
 from aule.ir.interpret import interpret
 from aule.ir.types import Vector, f16, f32, u32
+from aule.ir.verify import verify
 from aule.ops.attention.reference import compare
 from aule.ops.decode import last
-from aule.ops.decode.config import FragmentDecodeConfig
+from aule.ops.decode.config import FragmentDecodeConfig, TrailConfig
 from aule.ops.decode.plan import decode_views, plan_decode
 from aule.ops.decode.sequences import E4M3, expect_decode
 from aule.ops.step import Step
@@ -46,11 +47,13 @@ def narrow(case: decode_cases.Case) -> decode_cases.Case:
 CASES = [narrow(case) for case in decode_cases.cases() if case.id not in ("odd", "prefill")]
 
 
-def check(case: decode_cases.Case, target: Target, splits: int | None = None, **given: Any) -> None:
+def check(
+    case: decode_cases.Case, target: Target, splits: int | None = None, trails: bool | None = None, **given: Any
+) -> None:
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case) | given)
     config = plan_decode(problem, decode_views(operands, operands.q), target).steps[0].config
     assert isinstance(config, FragmentDecodeConfig)
-    out, lse = plain.run(problem, operands, target, splits, subgroups=2)
+    out, lse = plain.run(problem, operands, target, splits, trails, subgroups=2)
     judged, expected = expect_decode(problem, operands)
     verdict = compare(judged, out, lse, expected)
     assert verdict, verdict.message
@@ -85,13 +88,15 @@ def test_as_for_vulkan(cache: str) -> None:
     check(replace(case, rows=1, lens=(140, 0, 70)), VULKAN, 3)
 
 
-def step_of(case: decode_cases.Case, target: Target, splits: int | None = None) -> Step:
+def step_of(case: decode_cases.Case, target: Target, splits: int | None = None, trails: bool | None = None) -> Step:
     problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
-    return plan_decode(problem, decode_views(operands, operands.q), target, splits=splits).steps[0]
+    return plan_decode(problem, decode_views(operands, operands.q), target, splits=splits, trails=trails).steps[0]
 
 
-def config_of(case: decode_cases.Case, target: Target, splits: int | None = None) -> FragmentDecodeConfig:
-    found = step_of(case, target, splits).config
+def config_of(
+    case: decode_cases.Case, target: Target, splits: int | None = None, trails: bool | None = None
+) -> FragmentDecodeConfig:
+    found = step_of(case, target, splits, trails).config
     assert isinstance(found, FragmentDecodeConfig)
     return found
 
@@ -107,9 +112,64 @@ def test_workgroups_that_wait_for_parts(case: decode_cases.Case, splits: int) ->
     check(case, many, splits)
 
 
+@pytest.mark.parametrize("splits", [2, 20])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_launch_that_waits_for_parts(case: decode_cases.Case, splits: int) -> None:
+    """It goes with the one that makes them, and is interpreted behind it."""
+    problem, operands = decode_cases.problem_of(case, decode_cases.make(case))
+    views = decode_views(operands, operands.q)
+    first, second = plan_decode(problem, views, H200, splits=splits, gather=False, trails=True).steps
+    assert first.config.trailed and isinstance(second.config, TrailConfig)
+    assert (first.together, second.together) == (False, True)
+    check(case, H200, splits, trails=True)
+
+
+def test_which_launches_wait() -> None:
+    """Through Vulkan on NVIDIA, where a multiprocessor is left to those that make parts whoever begins first."""
+
+    def steps(target: Target, batch: int = 1, **how: Any) -> tuple[Step, ...]:
+        given = compiles.problem(batch, 32768, 16, "i8")
+        return plan_decode(given, compiles.views_of(given), target, **how).steps
+
+    wide = replace(H200, max_shared_bytes=49152, max_threads=1024)
+    first, second = steps(wide)
+    config = second.config
+    assert isinstance(config, TrailConfig) and second.together and first.config.trailed
+    assert second.grid == (8, config.waiters, 1) and 8 * config.waiters < wide.compute_units
+    assert first.scalars["splits"] == 49 and config.at_one_go
+    # Two launches one after the other, where that is said, the device is another, or not known well enough.
+    for other in (steps(wide, gather=False), *(steps(replace(wide, **x)) for x in (
+        {"vendor": "amd"}, {"compute_units": 0}, {"device_fence": False}
+    ))):  # fmt: skip
+        assert not any(step.together or isinstance(step.config, TrailConfig) for step in other)
+    for units in (9, 17, 40):
+        found = plan_decode(
+            (given := compiles.problem(1, 32768, 16, "i8")), compiles.views_of(given),
+            replace(wide, compute_units=units), splits=40, gather=False, trails=True,
+        ).steps[1]  # fmt: skip
+        assert isinstance(found.config, TrailConfig) and 0 < 8 * found.config.waiters < units
+    crowded = steps(replace(wide, compute_units=8), splits=40, gather=False, trails=True)
+    assert not crowded[0].config.trailed and not crowded[1].together
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (3, 1)])
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (80, 80), (128, 96)])
+def test_rows_of_any_width_are_waited_for(dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    """Columns are dealt out to those that wait, and to their threads, however many there are."""
+    target = replace(H200, max_shared_bytes=49152, max_threads=1024)
+    for keys, trails in ((512, False), (4096, False), (4096, None)):
+        step = step_of(decode_cases.Case("x", (keys,), 1, heads, dims, "bf16"), target, trails=trails)
+        assert step.config.awaits or step.config.gather
+        verify(step.build(step.config, target))
+    case = decode_cases.Case("x", (90, 3), 1, heads, dims, "bf16")
+    check(case, target, 4)
+    check(case, target, 4, trails=True)
+
+
 def test_which_workgroups_wait() -> None:
     def found(lens: tuple[int, ...], splits: int, target: Target = H200, cache: str = "") -> FragmentDecodeConfig:
-        return config_of(decode_cases.Case("x", lens, 1, (32, 8), (128, 128), "bf16", cache), target, splits)
+        case = decode_cases.Case("x", lens, 1, (32, 8), (128, 128), "bf16", cache)
+        return config_of(case, target, splits, trails=False)
 
     one = found((440,), 8)
     assert (one.waiters, one.everyone, one.at_once, one.at_one_go) == (8, True, 1, True)
@@ -127,18 +187,26 @@ def test_which_workgroups_wait() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "keys", "subgroups", "parts", "waiters"),
-    [(1, 512, 4, 8, 8), (1, 1024, 4, 16, 16), (1, 2048, 4, 16, 16), (1, 4096, 8, 16, 16), (1, 8192, 8, 16, 16),
-     (1, 16384, 4, 32, 0), (2, 4096, 4, 16, 8), (4, 1024, 4, 4, 4), (4, 32768, 4, 8, 4), (32, 4096, 4, 1, 0)],
+    [(1, 512, 4, 8, 8), (1, 1024, 4, 16, (8, 128)), (1, 2048, 4, 16, (8, 128)), (1, 4096, 8, 16, (8, 256)),
+     (1, 8192, 8, 16, (8, 256)), (1, 16384, 4, 32, (8, 256)), (2, 4096, 4, 16, (8, 128)), (3, 4096, 4, 11, 4),
+     (4, 1024, 4, 4, 4), (4, 32768, 4, 8, 4), (32, 4096, 4, 1, 0)],
 )  # fmt: skip
-def test_plans_of_whole_sequences(batch: int, keys: int, subgroups: int, parts: int, waiters: int) -> None:
-    """As they were timed on an H200 through Vulkan, but that of two sequences."""
+def test_plans_of_whole_sequences(
+    batch: int, keys: int, subgroups: int, parts: int, waiters: int | tuple[int, int]
+) -> None:
+    """Who waits: workgroups that make parts, or of a launch beside theirs, with so many threads."""
     given = compiles.problem(batch, keys, 0, "bf16")
     plan = plan_decode(given, compiles.views_of(given), replace(H200, max_shared_bytes=49152, max_threads=1024))
     config = plan.steps[0].config
     assert isinstance(config, FragmentDecodeConfig)
     assert (config.shape.blocks, config.shape.subgroups) == (1, subgroups)
-    assert (plan.steps[0].scalars["splits"], config.waiters) == (parts, waiters)
-    assert len(plan.steps) == (2 if keys == 16384 else 1) and config.brief == (keys <= 1024 and batch == 1)
+    found: Any = config.waiters
+    if config.trailed:
+        trail = plan.steps[1].config
+        assert isinstance(trail, TrailConfig) and not found
+        found = (trail.waiters, trail.threads)
+    assert (plan.steps[0].scalars["splits"], found) == (parts, waiters)
+    assert len(plan.steps) == 1 + config.trailed and config.brief == (keys <= 1024 and batch == 1)
 
 
 @pytest.mark.parametrize(("number", "held"), [("pages", 4), ("pages-of-256", 1), ("tokens", 16), ("ragged", 16)])

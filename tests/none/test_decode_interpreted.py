@@ -30,9 +30,16 @@ NARROW = replace(PTX, subgroup_size=8, subgroup_sizes=(8,))
 
 
 def run(
-    problem: DecodeProblem, operands: DecodeOperands, target: Target, splits: int | None = None, **shape: int
+    problem: DecodeProblem,
+    operands: DecodeOperands,
+    target: Target,
+    splits: int | None = None,
+    trails: bool | None = None,
+    **shape: int,
 ) -> tuple[Any, Any]:
-    """Plan and interpret; result and log-sum-exp. Parts are added up in one launch where the target has fences."""
+    """Plan and interpret; result and log-sum-exp. Parts are added up in one launch where the target has fences, or, if
+    so said, by a launch that goes with the one that makes them: interpreted behind it, it finds all there."""
+    gather = False if trails else None
     out = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "device", None)
     views = decode_views(operands, out)
     for name, view in views.items():
@@ -42,9 +49,10 @@ def run(
     memory = {name: view.storage for name, view in views.items()}
     memory["o"] = np.zeros(problem.out_shape, STORED[problem.dtype])
     memory["lse"] = np.full(problem.out_shape[:3], -np.inf, np.float32)
-    plan = plan_decode(problem, views, target, splits=splits)
+    plan = plan_decode(problem, views, target, splits=splits, gather=gather, trails=trails)
     if shape:
-        plan = plan_decode(problem, views, target, splits=splits, shape=replace(plan.steps[0].config.shape, **shape))
+        own = replace(plan.steps[0].config.shape, **shape)
+        plan = plan_decode(problem, views, target, splits=splits, shape=own, gather=gather, trails=trails)
     memory |= {name: np.full(count, np.nan, np.float32) for name, count in plan.workspace.items()}
     zeroed = {name: np.zeros(count, np.int32) for name, count in plan.zeroed.items()}
     memory |= zeroed

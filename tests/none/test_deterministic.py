@@ -124,7 +124,7 @@ def test_gradients_of_tensors(switch: Callable[[bool], None], monkeypatch: pytes
     """Asked for by the option, or by PyTorch's switch when the gradients are computed."""
     import torch
 
-    from aule.frontends import torch as front_end
+    from aule.frontends import torch_gradients
 
     seen: list[bool] = []
 
@@ -132,7 +132,7 @@ def test_gradients_of_tensors(switch: Callable[[bool], None], monkeypatch: pytes
         seen.append(rest[3].deterministic)
         return [x.clone() for x in (q, k, v)], None
 
-    monkeypatch.setattr(front_end, "host_gradients", gradients)
+    monkeypatch.setattr(torch_gradients, "host_gradients", gradients)
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
     for option in (False, True):
         aule.flash_attention(q, q, q, deterministic=option).sum().backward()
@@ -149,7 +149,7 @@ def test_gradients_of_tensors(switch: Callable[[bool], None], monkeypatch: pytes
 def test_planned_again_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients on a device are remembered by signature, to which this belongs."""
     torch = pytest.importorskip("torch")
-    from aule.frontends import torch as front_end
+    from aule.frontends import torch_cuda
 
     seen: list[bool] = []
 
@@ -157,12 +157,12 @@ def test_planned_again_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(problem.deterministic)
         return StepLaunches((), {})
 
-    monkeypatch.setattr(front_end, "prepare_backward", prepare)
-    monkeypatch.setattr(front_end, "_gradient_launches", {})
+    monkeypatch.setattr(torch_cuda, "prepare_backward", prepare)
+    monkeypatch.setattr(torch_cuda, "_gradient_launches", {})
     x, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     for option in (False, True, False, True):
         options = AttentionOptions(deterministic=option)
-        front_end.device_gradients(x, x, x, x, lse, x, options, False, lambda: None, lambda *_: None)
+        torch_cuda.device_gradients(x, x, x, x, lse, x, options, False, lambda: None, lambda *_: None)
     assert seen == [False, True]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from aule.ir import Builder
+
 PAGE = Path(__file__).parents[2] / "docs" / "kernel-language.md"
 
 
@@ -31,3 +33,12 @@ def test_the_examples_run_and_print_what_the_page_says() -> None:
             assert printed.strip() == body.strip()
             compared += 1
     assert compared == 5
+
+
+def test_the_page_names_all_that_a_kernel_is_written_with() -> None:
+    if not PAGE.exists():
+        pytest.skip("the documentation is not part of this installation")
+    inside = {"coerce", "emit", "get", "set"}  # what operators and variables are made of
+    methods = {name for name in vars(Builder) if not name.startswith("_")} - inside
+    assert len(methods) > 60
+    assert not {name for name in methods if not re.search(rf"\b{name}\b", PAGE.read_text())}

@@ -24,6 +24,7 @@ from aule.engine import cache, programs
 from aule.errors import BackendUnavailableError, ShaderCompileError
 from aule.ir import Builder, KernelIR
 from aule.ir.types import f32
+from aule.ops.step import Step, StepPlan
 from aule.runtime.base import Allocation, Device, Program
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -321,3 +322,28 @@ def test_a_closed_device_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert first is not None
     first._closed = True
     assert registry.find("vulkan") is made[1] is not first
+
+
+def test_steps_that_go_together() -> None:
+    """A step that waits itself for the one before is given to the device with it; others are launched one by one."""
+    calls: list[list[int]] = []
+
+    class Noting(FakeDevice):
+        def launch(self, program: Program, grid: Any, args: Sequence[Any], stream: int | None = None) -> None:
+            calls.append([grid[0]])
+
+        def launch_together(self, launches: Sequence[Any]) -> None:
+            calls.append([grid[0] for _, grid, _ in launches])
+
+    def build(config: Any, target: Any) -> KernelIR:
+        b = Builder("nothing", 32)
+        b.store(b.buffer("x_ptr", f32, "write"), b.thread_id(), 0.0)
+        return b.finish()
+
+    device = Noting()
+    steps = tuple(
+        Step(("together", i), build, (i, 1, 1), {}, together=together)
+        for i, together in enumerate((False, True, False, False, True, True), 1)
+    )
+    programs.launch_steps(programs.load_steps(StepPlan(steps), device), device, {"x": device.alloc(4)})
+    assert calls == [[1, 2], [3], [4, 5, 6]]

@@ -182,7 +182,7 @@ def test_gradients_of_tiles_of_which_nothing_is_dropped(lengths: tuple[int, int]
 
 
 @pytest.mark.parametrize("lengths", [(256, 320), (300, 310)], ids=["full", "not full"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 72, 128])
 def test_gradients_of_blocks_that_are_cut(lengths: tuple[int, int], dim: int) -> None:
     """The last of five blocks of keys, or of three, on a device that has two at a time; rows of two heads for it."""
     small = replace(TARGET, compute_units=1, device_fence=True)

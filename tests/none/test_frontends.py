@@ -192,6 +192,18 @@ def test_another_device_has_its_own_signatures() -> None:
     assert torch.equal(aule.flash_attention(q, k, v, backend="cpu"), first)
 
 
+def test_out_may_lie_across_inputs() -> None:
+    """Storages that begin elsewhere may be of the same memory."""
+    pytest.importorskip("llvmlite")
+    memory = np.random.default_rng(0).standard_normal(3 * 9 * 16, dtype=np.float32)
+    q, out = (torch.from_numpy(memory[i * 144 : (i + 2) * 144]).view(1, 2, 9, 16) for i in (0, 1))
+    for call in (aule.flash_attention, aule.decode_attention):
+        expected = call(q.clone(), q.clone(), q.clone(), backend="cpu")
+        kept = memory.copy()
+        assert torch.equal(call(q, q, q, backend="cpu", out=out), expected)
+        memory[:] = kept
+
+
 @pytest.mark.parametrize("target", ["q", "k", "v"])
 def test_out_may_be_an_input(target: str) -> None:
     arrays = dict(zip("qkv", inputs(), strict=True))

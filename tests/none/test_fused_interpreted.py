@@ -113,6 +113,35 @@ def test_what_is_kept_for_the_gradient(case: fused_cases.Case, name: str) -> Non
         fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
 
 
+NVIDIA = replace(GENERIC["spirv"], compute_units=2, subgroup_size=32, max_threads=1024, vendor="nvidia")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fused_cases.Case("rms_norm", (5, 512), "bf16"),
+        fused_cases.Case("residual_layer_norm", (3, 2, 2048), "bf16"),
+        fused_cases.Case("rms_norm_rope", (1, 6, 5, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
+        fused_cases.Case("rope", (1, 4, 9, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
+    ],
+    ids=str,
+)
+def test_kernels_know_what_all_calls_have(case: fused_cases.Case) -> None:
+    """Through Vulkan on NVIDIA's GPUs kernels read no lengths and strides of rows without gaps, however many rows there
+    are; of others they do."""
+    more = replace(case, shape=(*case.shape[:-2], 3 * case.shape[-2], case.shape[-1]))
+    gaps = replace(case, layout="rows") if case.layout == "" else replace(case, layout="")
+    configs = []
+    for calls in (judged(case, NVIDIA), judged(more, NVIDIA), judged(gaps, NVIDIA)):
+        spec, call = calls[0]
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, NVIDIA).steps[0]
+        kernel = step.build(step.config, NVIDIA)
+        configs.append((step.config, {p.name for p in kernel.params if p.kind == "scalar"}))
+    (config, scalars), (other, _), (_, read) = configs
+    assert replace(config, shape=other.shape) == other and scalars <= {"rows", "eps"}
+    assert "x_stride0" in read
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -122,6 +151,8 @@ def test_what_is_kept_for_the_gradient(case: fused_cases.Case, name: str) -> Non
         SumTuning(parts=1, resident=128, ahead=3),
         SumTuning(threads=256, batch=2, resident=256, ahead=2),
         SumTuning(resident=128, through="registers"),
+        SumTuning(resident=128, through="parked", again=True),
+        SumTuning(resident=128, ahead=0, columns="again", again=True),
     ],
     ids=str,
 )

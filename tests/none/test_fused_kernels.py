@@ -24,7 +24,8 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, rounds_fused
+from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused, row_grid
+from aule.tile.rows import RowShape
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -163,6 +164,29 @@ def test_long_arrays_of_rows_are_given_up_last() -> None:
     assert list(found.values()) == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_gated_units_and_rotations_begin_early_and_long_arrays_last() -> None:
+    """On a Hopper, while the launch before ends; gradients that stay for their sums of columns do not. Arrays that are
+    several times as large as the cache are given up last, and then rows of norms and rotations have small workgroups,
+    which wait."""
+    target = replace(HOPPER, max_shared_bytes=232448, overlap=True)
+    found = {}
+    for op, last in (("swiglu", "up"), ("rope", None), ("rms_norm_rope", "weight")):
+        spec = CATALOGUE[op]
+        for rows in (1 << 11, 1 << 17):
+            shapes: dict[str, tuple[int, ...]] = {"gate": (rows, 4096), "up": (rows, 4096)}
+            if op != "swiglu":
+                shapes = {"x": (1, 8, rows, 128), "cos": (rows, 64), "sin": (rows, 64)}
+                shapes |= {"weight": (128,)} if last else {}
+            views = {n: TensorView("bf16", x, contiguous_strides(x), "cuda", None) for n, x in shapes.items()}
+            call = spec.call(views, {o.name: o.default for o in spec.options})
+            step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+            artifact = generate(step.build(step.config, target), target)
+            found[op, rows] = artifact.awaits, "L2::cache_hint" in artifact.text
+    small, large = ([found[op, rows] for op in ("swiglu", "rope", "rms_norm_rope")] for rows in (1 << 11, 1 << 17))
+    assert small == [(True, False)] * 3
+    assert large == [(True, True), (True, True), (False, True)]
+
+
 def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
     work = Work(sums=2, columns=True, copied=(2, 2))
     for language in ("spirv", "opencl", "wgsl", "msl"):
@@ -172,10 +196,17 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
 
 
 def test_norms_through_vulkan_on_nvidia() -> None:
-    """Long rows are rounded by a fused operation, and LayerNorm's first weights come before the exchange; three short
-    rows with a residual are side by side in its gradient."""
+    """Long rows are rounded by a fused operation, and LayerNorm's first weights come before the exchange; with a
+    residual so are shorter ones, and short ones have many threads; three of these are side by side in its gradient."""
     target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, subgroup_sizes=(32,))
     assert rounds_fused(target, 16384) and not rounds_fused(target, 4096) and not rounds_fused(HOPPER, 16384)
+    residual = Work(columns=True, written=2, centred=True)
+    assert rounds_fused(target, 4096, residual) and has_moments(target, "bf16", 4096, residual)
+    assert not has_moments(target, "bf16", 4096) and not has_moments(target, "bf16", 8192, residual)
+    shape, span = choose_rows(target, "bf16", 4096, 8, 2048, residual)
+    assert (shape.threads, span.parts, span.columns) == (256, 2, "held")
+    shape, span = choose_rows(target, "bf16", 1024, 8, 8192, residual)
+    assert (shape.threads, shape.slots, span.parts) == (128, 1, 1)
     _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True, centred=True))
     assert (span.columns, span.packed) == ("first", True)
     _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True))
@@ -186,11 +217,26 @@ def test_norms_through_vulkan_on_nvidia() -> None:
 
 def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     work = Work(sums=2, columns=True, copied=(2, 2))
-    target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
-    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 13, work)
-    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked", 1, 256, "again")
-    shape, span = choose_rows(replace(target, max_shared_bytes=32 << 10), "bf16", 16384, 8, 1 << 13, work)
-    assert (shape.ahead, span.columns) == (0, "held")
+    spirv = target_for("spirv")
+    target = replace(spirv, vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10, compute_units=132)
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 10, work)
+    assert (shape.through, shape.ahead, shape.threads, span.columns) == ("parked", 1, 512, "again") and span.again
+    shape, span = choose_rows(replace(target, max_shared_bytes=32 << 10), "bf16", 16384, 8, 1 << 10, work)
+    assert (shape.ahead, span.columns, span.again) == (0, "held", False)
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, work)  # so many that nothing is to come ahead
+    assert (shape.ahead, shape.threads, span.columns) == (0, 512, "again") and span.again
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, replace(work, sums=1))
+    assert (shape.through, shape.ahead) == ("parked", 1) and span.again
+
+
+@pytest.mark.parametrize(
+    ("rows", "gather", "groups"),
+    [(1024, 1, 128), (1056, 1, 132), (645, 1, 129), (645, 2, 130), (140, 1, 132), (7, 1, 7)],
+)
+def test_workgroups_that_stay_share_rows_evenly(rows: int, gather: int, groups: int) -> None:
+    """As many as are done with their rows no later than all would be that there is room for; at most a tenth fewer."""
+    shape = RowShape(512, loops=True, resident=1, gather=gather)
+    assert row_grid("layer_norm_backward", shape, rows, HOPPER) == (groups, 1, 1)
 
 
 def assembled(ptxas: str, artifact: Artifact, folder: Path) -> str:

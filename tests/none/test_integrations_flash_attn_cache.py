@@ -171,3 +171,82 @@ def test_refusals(changed: dict[str, Any], error: type[Exception], words: str) -
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": LENS}
     with pytest.raises(error, match=words):
         flash_attn.flash_attn_with_kvcache(**given | changed)
+
+
+def ints(*numbers: Any) -> Any:
+    return torch.tensor(numbers)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"cache_seqlens": ints(5, -1, 9)}, aule.InvalidArgumentError, r"cache_seqlens from 0 to 12, got \[5, -1, 9\]"),
+        ({"cache_seqlens": ints(5, 2**32, 9)}, aule.InvalidArgumentError, "cache_seqlens from 0 to 12, got"),
+        ({"cache_seqlens": -3}, aule.InvalidArgumentError, r"got \[-3, -3, -3\]"),
+        ({"cache_seqlens": 2**70}, aule.InvalidArgumentError, "cache_seqlens from 0 to 12"),
+        ({"cache_seqlens": 12}, aule.InvalidShapeError, "room for 12 keys and 1 new ones, got 12"),
+        (
+            {"cache_batch_idx": ints(0, 1, 3)},
+            aule.InvalidArgumentError,
+            r"cache_batch_idx from 0 to 2, got \[0, 1, 3\]",
+        ),
+        ({"cache_batch_idx": ints(0, -1, 1)}, aule.InvalidArgumentError, "cache_batch_idx from 0 to 2"),
+        ({"cache_batch_idx": ints(0, 1, 1)}, aule.InvalidArgumentError, "every row of the cache once"),
+        ({"cache_leftpad": ints(0, -2, 1)}, aule.InvalidArgumentError, "cache_leftpad from 0 to 12"),
+        (
+            {"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)},
+            aule.InvalidShapeError,
+            "least 10 positions",
+        ),
+        ({"rotary_cos": "x", "rotary_sin": "x"}, aule.InvalidDtypeError, "rotary_cos to be a torch tensor"),
+        ({"rotary_interleaved": "no"}, aule.InvalidArgumentError, "rotary_interleaved"),
+        ({"softcap": -1.0}, aule.InvalidArgumentError, r"\[flash_attn_with_kvcache\] expected a finite softcap"),
+        ({"alibi_slopes": torch.ones(3)}, aule.InvalidShapeError, "alibi_slopes"),
+        ({"window_size": 3}, aule.InvalidArgumentError, r"window_size as \(left, right\), got 3"),
+        ({"window_size": ("a", 0)}, aule.InvalidArgumentError, "window_size to be an int"),
+        ({"q": torch.zeros(3, 1, 3, 8)}, aule.InvalidShapeError, "multiple of heads_kv"),
+        ({"q": torch.zeros(3, 1, 4, 8).half()}, aule.InvalidDtypeError, "q's dtype"),
+        ({"q": torch.zeros(3, 1, 4, 8, device="meta")}, aule.DeviceMismatchError, "k_cache on meta like q"),
+        ({"k": torch.zeros(2, 1, 2, 8), "v": torch.zeros(2, 1, 2, 8)}, aule.InvalidShapeError, r"k of \[3, 1,"),
+        ({"block_table": "x"}, aule.InvalidDtypeError, "block_table as an int32 tensor"),
+        ({"block_table": ints([0], [1])}, aule.InvalidShapeError, r"block_table of \[3, max_pages\], got \[2, 1\]"),
+        ({"block_table": ints([0], [1], [3])}, aule.InvalidArgumentError, "got 3 as page 0 of sequence 2"),
+        ({"block_table": ints([0], [1], [2**32])}, aule.InvalidArgumentError, "int32's range"),
+    ],
+)
+def test_a_call_that_fails_writes_nothing(changed: dict[str, Any], error: type[Exception], words: str) -> None:
+    q, k, v = tensors((BATCH, 1, HEADS, DIM), (BATCH, 1, HEADS_KV, DIM), (BATCH, 1, HEADS_KV, DIM))
+    caches = tensors((BATCH, ROOM, HEADS_KV, DIM), (BATCH, ROOM, HEADS_KV, DIM))
+    before = [cache.clone() for cache in caches]
+    given = {"q": q, "k": k, "v": v, "cache_seqlens": LENS, "causal": True}
+    with pytest.raises(error, match=words):
+        flash_attn.flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], **given | changed)
+    assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
+
+
+def test_an_expanded_cache_is_not_written_to() -> None:
+    q, k = tensors((2, 1, HEADS, DIM), (2, 1, HEADS_KV, DIM))
+    cache = torch.zeros(1, 4, HEADS_KV, DIM).expand(2, -1, -1, -1)
+    with pytest.raises(aule.InvalidShapeError, match="k_cache with memory for every element"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q": None}, "q to be a torch tensor"),
+        ({"k": [1]}, "k to be a torch tensor"),
+        ({"block_table": [[0]]}, "block_table as an int32 tensor"),
+        ({"cu_seqlens_k": [0, 7]}, "cu_seqlens_k as an int32 tensor"),
+        ({"cu_seqlens_k": ints([0, 7])}, "cu_seqlens_k of"),
+        ({"dropout_p": "x"}, "dropout_p to be a number"),
+        ({"return_attn_probs": torch.ones(2)}, "return_attn_probs to be True or False"),
+    ],
+)
+def test_packed_refusals(changed: dict[str, Any], words: str) -> None:
+    q, k = tensors((4, HEADS, DIM), (5, 4, HEADS_KV, DIM))
+    given = {"q": q, "k": k, "v": k, "cu_seqlens_q": ints(0, 3, 4), "cu_seqlens_k": ints(0, 7, 12), "max_seqlen_q": 3}
+    given |= {"max_seqlen_k": 7, "block_table": ints([4, 1], [0, 2])}
+    flash_attn.flash_attn_varlen_func(**given)
+    with pytest.raises(aule.AuleError, match=words):
+        flash_attn.flash_attn_varlen_func(**given | changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -103,3 +104,51 @@ def test_refusals() -> None:
         ours.generate(IDS, past_key_values=AuleCache(ours.config, 2, page_size=4), **given)
     with pytest.raises(aule.InvalidArgumentError, match="a length for each"):
         AuleCache.over(aule.KVCache(2, 2, 8, layers=2, device="cpu"), [0], [1, 2])
+
+
+def test_a_step_without_room_can_be_made_again() -> None:
+    ours, _ = pair(*DECODERS["llama"])
+    cache = AuleCache(ours.config, 3, page_size=8)
+    with torch.no_grad():
+        ours(IDS[:, :8], past_key_values=cache)
+        with pytest.raises(aule.CacheFullError):
+            ours(IDS[:, 8:9], past_key_values=cache)
+        assert [cache.get_seq_length(layer) for layer in (0, 1)] == [8, 8]
+        cache.batch_select_indices(torch.tensor([0]))
+        found = ours(IDS[:1, 8:9], past_key_values=cache).logits
+        wanted = ours(IDS[:1, :9]).logits[:, -1:]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_refused_mask_leaves_no_padding_behind() -> None:
+    ours, _ = pair(*DECODERS["llama"])
+    cache = AuleCache(ours.config, 32, page_size=8)
+    with torch.no_grad():
+        with pytest.raises(aule.AuleError, match="padding on the left"):
+            ours(IDS, attention_mask=LEFT.flip(1), past_key_values=cache)
+        found, wanted = ours(IDS, past_key_values=cache).logits, ours(IDS).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_do_not_exist_take_no_pages() -> None:
+    ours, _ = pair(*DECODERS["llama"])
+    cache = AuleCache(ours.config, 32, page_size=8)
+    with torch.no_grad():
+        ours(IDS, past_key_values=cache)
+    assert cache.pool is not None
+    with pytest.raises(aule.InvalidArgumentError, match=r"rows from 0 to 1, got \[0, 9\]"):
+        cache.reorder_cache(torch.tensor([0, 9]))
+    assert cache.pool.sequences == tuple(cache.sequences) and len(cache.sequences) == 2
+
+
+def test_a_prompt_is_kept_and_copied() -> None:
+    """transformers' own recipe for a prompt that many texts begin with."""
+    ours, theirs = pair(*DECODERS["llama"])
+    prompt = AuleCache(ours.config, 32, page_size=4)
+    with torch.no_grad():
+        ours(IDS[:1, :5], past_key_values=prompt)
+    for row in range(2):
+        ids = torch.cat([IDS[:1, :5], IDS[row : row + 1, 5:]], 1)
+        found = ours.generate(ids, past_key_values=copy.deepcopy(prompt), max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, theirs.generate(ids, max_new_tokens=4, do_sample=False))
+    assert prompt.get_seq_length() == 5

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
 import threading
 from collections import Counter
 from typing import Any
@@ -15,6 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 import aule
 
 LAYERS, PAGES, PAGE, HEADS, DIM = 2, 7, 3, 2, 4
+SIX = np.array([0, 1, 1, 1, 1, 1], np.int32)  # where five sequences begin
 
 
 class CacheModel(RuleBasedStateMachine):
@@ -196,6 +201,17 @@ def test_a_launch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         (lambda c, s: c.append(s, *two((1, 1, 2)), rope=two((9, 2))), aule.InvalidShapeError, "at most 1"),
         (lambda c, s: c.append(s, *two((1, 1, 2)), rope=two((4, 1))), aule.InvalidShapeError, "at least 5 positions"),
         (lambda c, s: c.attend(two((1, 1, 2))[0], s, rope=two((3, 1))), aule.InvalidShapeError, "at least 4 positions"),
+        (lambda c, s: c.append(s, *two((2, 1, 2)), lengths=[]), aule.InvalidShapeError, "lengths"),
+        (lambda c, s: c.append(s, *two((2, 1, 2)), layer=True), aule.InvalidArgumentError, "expected layer"),
+        (lambda c, s: c.attend(two((2, 1, 2))[0], s, rope=two((9, 1))), aule.InvalidShapeError, "q of .* 1 sequences"),
+        (lambda c, s: c.attend(two((2, 1, 2))[0], s), aule.InvalidShapeError, "q of .* 1 sequences"),
+        (lambda c, s: c.attend([1.0], s, rope=two((9, 1))), aule.InvalidDtypeError, "q to be an array like"),
+        (lambda c, s: c.attend(two((1, 1, 2))[0], s, layout="HND"), aule.InvalidArgumentError, "has its own"),
+        (
+            lambda c, s: c.attend(two((1, 1, 2))[0], s, cascade=True, cu_seqlens_q=SIX),
+            aule.InvalidShapeError,
+            "batch = 5",
+        ),
     ],
 )
 def test_errors(call: Any, error: type[Exception], words: str) -> None:
@@ -214,7 +230,7 @@ def two(shape: tuple[int, ...], dtype: Any = np.float32) -> tuple[Any, Any]:
     "options",
     [
         {"page_size": 257}, {"page_size": 0}, {"layers": 0}, {"dtype": "float64"}, {"layout": "DHN"},
-        {"quantize": "int4"}, {"num_pages": 0}, {"head_dim": 257},
+        {"quantize": "int4"}, {"num_pages": 0}, {"head_dim": 257}, {"backend": "fortran"},
     ],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, Any]) -> None:
@@ -274,3 +290,73 @@ def test_what_is_no_sequence(wrong: Any) -> None:
     ):  # fmt: skip
         with pytest.raises((aule.InvalidArgumentError, aule.InvalidShapeError), match="expected"):
             call()
+
+
+@pytest.mark.parametrize("number", [int, np.int64])
+def test_a_freed_sequence_is_closed_whatever_its_type(number: Any) -> None:
+    cache, seq = filled()
+    cache.free(number(seq))
+    for call in (cache.free, cache.fork, cache.length, cache.block_tables):
+        with pytest.raises(aule.ClosedError, match=r"\[KVCache\..* which was freed"):
+            call(number(seq))
+    with pytest.raises(aule.ClosedError, match=r"\[KVCache.attend\]"):
+        cache.attend(two((1, 1, 2))[0], [number(seq)])
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_pool_that_is_too_large(device: str | None) -> None:
+    if device is not None:
+        pytest.importorskip("torch")
+    with pytest.raises(aule.OutOfMemoryError, match="expected 72057594037927936 bytes on") as caught:
+        aule.KVCache(1 << 30, 1 << 16, 256, page_size=1, device=device)
+    assert caught.value.requested_bytes == 72057594037927936
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_has_its_own_pages(duplicate: Any, device: str | None) -> None:
+    torch = pytest.importorskip("torch") if device is not None else None
+
+    def rows(value: float) -> tuple[Any, Any]:
+        made = np.full((1, 1, 2), value, np.float32)
+        return (made, made) if torch is None else (torch.from_numpy(made), torch.from_numpy(made))
+
+    cache = aule.KVCache(4, 1, 2, page_size=2, device=device)
+    seq = cache.allocate()
+    cache.append(seq, *rows(1.0))
+    other = duplicate(cache)
+    other.append(seq, *rows(3.0))
+    assert (cache.length(seq), other.length(seq)) == (1, 2)
+    cache.append(seq, *rows(5.0))
+    q = rows(0.0)[0]
+    assert [float(c.attend(q, seq)[0, 0, 0]) for c in (cache, other)] == [3.0, 2.0]
+
+
+def test_pages_are_counted_without_assertions() -> None:
+    """Python's -O leaves out assert statements, and with them whatever they do."""
+    code = (
+        "import aule, numpy as np\n"
+        "cache = aule.KVCache(4, 1, 2, page_size=2)\n"
+        "rows = np.ones((3, 1, 2), np.float32)\n"
+        "for _ in range(2): cache.append(cache.allocate(), rows, rows)\n"
+        "print(cache.pages_in_use, cache.block_tables(cache.sequences).tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["4", "[[0, 1], [2, 3]]\n"]
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_gradients_are_refused_and_not_lost(rope: bool) -> None:
+    torch = pytest.importorskip("torch")
+    cache = aule.KVCache(4, 1, 2, page_size=2, device="cpu")
+    seq = cache.allocate()
+    rows = torch.ones(1, 1, 2)
+    angles = (torch.ones(4, 1), torch.zeros(4, 1)) if rope else None
+    wanting = torch.ones(1, 1, 2, requires_grad=True)
+    with pytest.raises(aule.AuleError, match=r"\[KVCache.append\] expected tensors that need no gradient"):
+        cache.append(seq, wanting, rows, rope=angles)
+    assert cache.length(seq) == 0
+    with torch.no_grad():
+        cache.append(seq, wanting, rows, rope=angles)
+    with pytest.raises(aule.AuleError, match="expected tensors that need no gradient"):
+        cache.attend(wanting, seq, rope=angles)

@@ -100,6 +100,14 @@ def test_warpgroups(rows: int, sizes: tuple[int, int, int], made: set[str], monk
     assert seen == made
 
 
+def test_warpgroups_of_a_device_of_unknown_size() -> None:
+    given = arrays(np.float16, 256, 128, 256)
+    call = bound(SPEC, {name: x for name, x in given.items() if name != "dy"}, {})
+    device = replace(fragment_target(), matrix_layout=NVIDIA_LAYOUT, compute_units=0, max_shared_bytes=227 << 10)
+    *_, step = SPEC.plan(call.problem, call.views | result_views(call), device).steps
+    assert isinstance(step.config.blocks, WarpgroupBlocks) and step.grid == (1, 1, 1)
+
+
 @pytest.mark.parametrize("sizes", [(150, 128, 64), (64, 64, 200)], ids=["rows", "columns"])
 def test_lines(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows normalised before, and products through registers in lines, with tiles that are moved back at the ends."""

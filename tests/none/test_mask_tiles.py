@@ -144,7 +144,7 @@ def test_two_workgroups_share_a_multiprocessor() -> None:
 def test_memory_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's route puts several launches together as one, with memory of their own."""
     torch = pytest.importorskip("torch")
-    from aule.frontends import torch as front_end
+    from aule.frontends import torch_cuda
     from aule.options import AttentionOptions
 
     started: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def test_memory_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fields |= {"causal": True, "softcap": 0.0, "dropout_p": 0.0, "causal_align": "bottom-right", "return_lse": True}
     fields |= {"mask": torch.ones(1024, 1024, dtype=torch.bool), "rope_interleaved": False, "deterministic": False}
     fields |= {"rope_cos": torch.zeros(1024, 32), "rope_sin": torch.zeros(1024, 32)}
-    prepared = front_end.prepare_launch(q, q, q, AttentionOptions(**fields), Stub())
+    prepared = torch_cuda.prepare_launch(q, q, q, AttentionOptions(**fields), Stub())
     assert prepared.extra == ("mask", "rope_cos", "rope_sin")
     prepared.launch(["q", "k", "v", "o", "mask", "cos", "sin", "lse"], 0)
     turn_q, turn_k, tiles, order, attention = started

@@ -24,9 +24,12 @@ from aule.ir.passes import (
     multiply_high,
     narrow_vectors,
     pack_memory,
+    round_half,
     soft_half,
     widen_int,
 )
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.passes.round_half import returning
 from aule.ir.types import (
     Scalar,
     Vector,
@@ -52,6 +55,7 @@ PASSES: dict[str, tuple[Callable[[KernelIR], KernelIR], Callable[[KernelIR], boo
     "soft_bf16_pairs": (lambda k: soft_half(k, {bf16}, pairs=True), lambda k: uses(k, bf16)),
     "soft_f16": (lambda k: soft_half(k, {f16}), lambda k: uses(k, f16)),
     "pack": (lambda k: pack_memory(k, SMALL | {f16, bf16}), lambda k: uses(k, *SMALL, f16, bf16)),
+    "round_half": (round_half, lambda k: uses(k, f16)),
     "widen": (lambda k: widen_int(k, SMALL), lambda k: uses(k, *SMALL)),
     "int64": (int64, lambda k: uses(k, i64, u64)),
     "multiply_high": (multiply_high, lambda k: uses(k, u32)),
@@ -267,6 +271,31 @@ def test_atomics_on_elements_below_a_word_are_refused() -> None:
     b.emit("atomic", (x, b.const(0, i32), b.const(1, u16)), u16, kind="add")
     with pytest.raises(KernelError, match="32-bit"):
         pack_memory(b.finish(), SMALL)
+
+
+class _LeavesOut(Rewriter):
+    """What NVIDIA's compiler makes of conversions to f16 and back."""
+
+    def __init__(self, kernel: KernelIR) -> None:
+        super().__init__(kernel)
+        self.hooks["cast"] = self._cast
+
+    def _cast(self, op: Op) -> Lowered | None:
+        made = self.value(op.args[0]).op
+        back = made is not None and made.opcode == "cast" and op.result is not None and element(op.result.type) == f32
+        return made.args[0] if made is not None and back and element(made.args[0].type) == f32 else self.clone(op)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_what_is_rounded_before_may_be_left_unrounded(lanes: int, expected: Callable[[Case], list[Any]]) -> None:
+    case = CASES[f"round_to_f16_{lanes}"]
+    right, exact = expected(case), round_half(case.kernel)
+    assert differences(case, right, run_after(case, _LeavesOut(case.kernel).run()))
+    assert not differences(case, right, run_after(case, _LeavesOut(exact).run()))
+    # What only goes to a buffer is left to the conversion.
+    assert not returning(CASES["f16_exact_4"].kernel) and str(round_half(CASES["f16_near_4"].kernel)) == str(
+        CASES["f16_near_4"].kernel
+    )
 
 
 def test_soft_halves_through_a_languages_own_conversion() -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aule
@@ -199,3 +200,32 @@ def test_rotary_embedding() -> None:
         for x, y in zip(found, right, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rotary(q), rotary(q, k)[0])
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norms_refuse_what_pytorchs_refuse(kind: str) -> None:
+    norm = getattr(aule.nn, kind)((4, 6))
+    for shape in ((2, 6, 4), (24,), (2, 24), (2, 4, 7)):
+        with pytest.raises(aule.InvalidShapeError, match=r"expected x of \[\.\.\., 4, 6\], got"):
+            norm(torch.ones(shape))
+    for wrong in (np.ones((2, 4, 6), np.float32), None, torch.ones(2, 4, 6, dtype=torch.int32)):
+        with pytest.raises(aule.InvalidDtypeError, match="expected x"):
+            norm(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dim": 7}, "an even dim"), ({"dim": 0}, "an even dim"), ({"dim": 8.0}, "dim to be an int"),
+        ({"max_positions": -1}, "max_positions from 0"), ({"base": -5.0}, "finite base > 0, got -5"),
+        ({"base": float("nan")}, "finite base"), ({"base": "x"}, "base to be a number"),
+    ],
+)  # fmt: skip
+def test_a_rotary_embedding_of_nothing(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(aule.InvalidArgumentError, match=rf"\[nn.RotaryEmbedding\] expected .*{words}"):
+        aule.nn.RotaryEmbedding(**{"dim": 8, **arguments})
+
+
+def test_what_is_replaced_is_said_by_bools() -> None:
+    with pytest.raises(aule.InvalidArgumentError, match="rope to be True or False"):
+        aule.patch_model(torch.nn.Linear(2, 2), rope="no")

@@ -360,6 +360,30 @@ def test_wgsl_has_no_constant_infinities() -> None:
     assert "result[1] = minus_infinity;" in text and "result[2] = not_a_number;" in text
 
 
+def test_wgsl_makes_signed_remainders_of_quotients() -> None:
+    """Of its own operator naga makes an instruction that Vulkan leaves undefined for negative numbers."""
+    b = Builder("rest", 64)
+    out = b.buffer("result", i32, "write")
+    i = b.thread_id()
+    b.store(out, i, (i - 9) % -7)
+    b.store(out, i, b.cast(b.cast(i, u32) % 7, i32))
+    text = render("wgsl", b.finish()).text
+    assert "= v1 - v1 / (-7) * (-7);" in text and "% 7u" in text and text.count("%") == 1
+
+
+def test_wgsl_finds_what_is_not_a_number() -> None:
+    """naga's ``!=`` is false where an operand is NaN, and a compiler may assume that there is none."""
+    b = Builder("nan", 64)
+    x, out = b.buffer("x", f32), b.buffer("result", f32, "write")
+    i = b.thread_id()
+    value = b.load(x, i)
+    b.store(out, i, b.select(b.ne(value, 2.0), value, 1.0))
+    b.store(out, i, b.select(b.ne(value, value), 0.0, value))
+    text = render("wgsl", b.finish()).text
+    assert "!(v1 == 2.0f)" in text and "(bitcast<u32>(v1) & u32(0x7fffffffu)) > u32(0x7f800000u)" in text
+    assert "!=" not in text
+
+
 def test_values_that_are_moved_past_nothing_are_inlined() -> None:
     b = Builder("inline", 64)
     x, out = b.buffer("x", i32), b.buffer("result", i32, "write")
@@ -386,7 +410,8 @@ def test_subgroups_of_intel() -> None:
 
 @pytest.mark.skipif(shutil.which("ocloc") is None, reason="Intel's offline compiler ocloc is not installed")
 @pytest.mark.parametrize(
-    "name", ["f16_near_4", "bf16_exact_8", "masks_f16x4", "atomic_floats", "subgroup_f32", "scalars"]
+    "name",
+    ["f16_near_4", "bf16_exact_8", "masks_f16x4", "atomic_floats", "shared_atomic_floats", "subgroup_f32", "scalars"],
 )
 def test_intels_offline_compiler_takes_it(name: str, tmp_path: Path) -> None:
     from aule.render import opencl

@@ -19,7 +19,7 @@ import pytest
 from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.builder import Builder
-from aule.ir.kernel import KernelIR, Value
+from aule.ir.kernel import KernelIR, Rounding, Value
 from aule.ir.types import (
     SCALARS,
     Fragment,
@@ -135,8 +135,8 @@ def opcodes(artifact: Artifact) -> list[int]:
     return [opcode for opcode, _ in instructions(artifact.code)]
 
 
-def kernel_of(name: str, body: Callable[[Builder], None]) -> KernelIR:
-    b = Builder(name, workgroup=64)
+def kernel_of(name: str, body: Callable[[Builder], None], rounding: Rounding = "exact") -> KernelIR:
+    b = Builder(name, workgroup=64, rounding=rounding)
     body(b)
     return b.finish()
 
@@ -306,6 +306,14 @@ def test_control_sync_and_subgroups(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match=r"atomic add on global<f32>.*\n.*at .*test_render_spirv.py"):
         render(kernel_of("atomic_float", atomic_float), TARGET)
 
+    def shared_float(b: Builder) -> None:
+        b.atomic("add", b.shared("sums", f32, 64), b.thread_id(), 1.0)
+
+    shared = dataclasses.replace(EXTENDED, extensions=(*EXTENDED.extensions, "shaderSharedFloat32AtomicAdd"))
+    assert Op.AtomicFAddEXT in opcodes(render(kernel_of("shared_float", shared_float), shared))
+    with pytest.raises(KernelError, match="atomic add on shared<f32"):
+        render(kernel_of("shared_float", shared_float), EXTENDED)
+
 
 def _fragments(b: Builder) -> None:
     source, out = b.buffer("source", f16), b.buffer("out", f32, "write")
@@ -368,13 +376,14 @@ def test_bf16_fragments() -> None:
 
 @pytest.mark.parametrize("small", [False, True])
 def test_bf16_is_rounded_before_it_is_converted(small: bool) -> None:
-    """OpFConvert may truncate, and compilers take t - (t - x) for x unless told otherwise."""
+    """OpFConvert may truncate, and compilers take t - (t - x) for x unless told otherwise. What is not known to be
+    small is rounded so where a kernel says that this will do."""
 
     def body(b: Builder) -> None:
         value = number(b, f32, 8)
         keep(b, b.cast(b.small(value) if small else value, bf16))
 
-    artifact = render(kernel_of("narrow", body), EXTENDED)
+    artifact = render(kernel_of("narrow", body, "exact" if small else "quick"), EXTENDED)
     assert "shaderBFloat16Type" in artifact.extensions
     assert "shaderBFloat16CooperativeMatrix" not in artifact.extensions
     made = {w[1]: (op, w[2:]) for op, w in instructions(artifact.code) if len(w) > 2}
@@ -396,10 +405,40 @@ def test_bf16_is_rounded_before_it_is_converted(small: bool) -> None:
     assert Op.FConvert not in opcodes(render(kernel_of("narrow", body), TARGET))
 
 
+def test_nvidia_leaves_no_way_to_f16_and_back_out() -> None:
+    """The conversion would be a pair that its compiler drops, so that the numbers kept all their bits."""
+
+    def body(b: Builder) -> None:
+        half = b.cast(number(b, f32, 4), f16)
+        keep(b, half)
+        keep(b, b.cast(half, f32))
+        keep(b, b.cast(number(b, f32, 4, at=1), f16))  # to a buffer alone
+
+    nvidia = dataclasses.replace(EXTENDED, vendor="nvidia")
+    pieces = {(EXTENDED, "exact"): 3, (nvidia, "quick"): 3, (nvidia, "exact"): 2}
+    for (target, rounding), count in pieces.items():
+        assert opcodes(render(kernel_of("halves", body, rounding), target)).count(Op.FConvert) == count  # type: ignore[arg-type]
+
+
+def test_bf16_is_rounded_in_integers_where_nothing_else_is_said() -> None:
+    """The quick way is not right from 2**110 on."""
+    found = opcodes(render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16))), EXTENDED))
+    assert not {Op.FConvert, Op.FMul} & set(found) and Op.ShiftRightLogical in found
+
+
+@pytest.mark.parametrize("elem", [i8, i16, i32, i64], ids=str)
+def test_the_remainder_of_signed_numbers_is_made_of_their_quotient(elem: Scalar) -> None:
+    """Vulkan defines OpSRem (138) for numbers that are not negative alone."""
+
+    def body(b: Builder) -> None:
+        keep(b, number(b, elem, 4) % number(b, elem, 4, at=1))
+
+    found = opcodes(render(kernel_of("rest", body), EXTENDED))
+    assert 138 not in found and {Op.SDiv, Op.IMul, Op.ISub} <= set(found)
+
+
 def test_bf16_is_rounded_by_a_fused_operation_where_a_kernel_says_so() -> None:
-    b = Builder("narrow", 32, fused_rounding=True)
-    keep(b, b.cast(number(b, f32, 8), bf16))
-    code = render(b.finish(), EXTENDED).code
+    code = render(kernel_of("narrow", lambda b: keep(b, b.cast(number(b, f32, 8), bf16)), "fused"), EXTENDED).code
     made = {w[1]: (op, w[2:]) for op, w in instructions(code) if len(w) > 2}
     exact = {w[0] for op, w in instructions(code) if op == Op.Decorate and w[1] == Decoration.NoContraction}
     converted = [w[2] for op, w in instructions(code) if op == Op.FConvert]

@@ -48,9 +48,10 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
     cuts: list[Tail | None] = []
     monkeypatch.setattr(plan, "cut_tail", lambda *args: cuts.append(cut_tail(*args)) or cuts[-1])
     rng = np.random.default_rng(2)
+    value_dim = 16 if sinks or engine in FULL else 24  # whole fragments, or not
     arrays: dict[str, Any] = {
-        name: rng.standard_normal((1, heads, rows, 16)).astype(dtype)
-        for name, heads, rows in (("q", 5, queries), ("k", 1, length), ("v", 1, length))
+        name: rng.standard_normal((1, heads, rows, dim)).astype(dtype)
+        for name, heads, rows, dim in (("q", 5, queries, 16), ("k", 1, length, 16), ("v", 1, length, value_dim))
     }
     if sinks:
         arrays["sinks"] = rng.standard_normal(5).astype(np.float32)

@@ -96,6 +96,17 @@ def test_packed_queries_on_quantised_pages(device: Interpreted) -> None:
     torch.testing.assert_close((out[:4], lse[:, :4]), (wanted[0][:4], wanted[1][:, :4]), rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_refused_is_so_behind_a_call_that_is_not(device: Interpreted) -> None:
+    q, k, v = normal(2, 4, 1, 32), normal(2, 2, 40, 32), normal(2, 2, 40, 32)
+    aule.decode_attention(q, k, v)
+    with pytest.raises(aule.InvalidDtypeError, match="resolve_neg"):
+        aule.decode_attention(torch._neg_view(q), k, v)
+    pages, tables, lens = normal(3, 16, 2, 32), integers([0, 1], [2, 0]), integers(20, 9)
+    aule.flash_attention_paged(q[:, :, 0], pages, pages, tables, lens)
+    with pytest.raises(aule.AuleError, match="v_scale"):
+        aule.flash_attention_paged(q[:, :, 0], pages, pages, tables, lens, v_scale=torch.ones(3, 16, 2))
+
+
 def test_other_kinds_of_options(device: Interpreted) -> None:
     q, k, v = normal(2, 4, 1, 32), normal(2, 2, 40, 32), normal(2, 2, 40, 32)
     lens = torch.tensor([40, 7])  # int64, which the kernel does not take

@@ -22,7 +22,7 @@ from aule.frontends import torch_fused  # noqa: E402
 def device(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     made = Interpreted()
     monkeypatch.setattr(programs, "program", lambda device, config, build: Program(build()))
-    monkeypatch.setattr(torch_fused, "route_of", lambda x, backend: "host" if backend else "cuda")
+    monkeypatch.setattr(torch_fused, "route", lambda x, backend: "host" if backend else "cuda")
     monkeypatch.setattr(torch_fused, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch_fused, "_cuda_launches", {})
     monkeypatch.setattr(torch_fused, "repeated", lambda *call: None)  # which is of CPU tensors

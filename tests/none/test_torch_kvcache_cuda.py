@@ -68,7 +68,7 @@ def test_layers_of_a_step_are_planned_once(device: Interpreted) -> None:
 
 
 def test_devices_that_are_not_driven_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_kvcache, "route", lambda tensor, options: "staged")
+    monkeypatch.setattr(torch_kvcache, "route", lambda tensor, backend: "staged")
     with pytest.raises(aule.AuleError, match="keep it on the CPU"):
         aule.KVCache(2, 1, 8, device="cpu")
 

@@ -38,3 +38,31 @@ def test_as_pytorch(shape: tuple[int, ...]) -> None:
     for x, exact in zip(ours, theirs, strict=True):
         if x is not None:
             torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(compiled: bool) -> None:
+    """Activations of autocast's type and parameters of float32, as training has them."""
+    ours, _ = twice(torch.float32, (6, 33), 19)
+    x = ours[0].detach().bfloat16()
+    call = torch.compile(aule.layer_norm_linear, backend="aot_eager", fullgraph=True) if compiled else (
+        aule.layer_norm_linear
+    )  # fmt: skip
+    for _ in range(2):
+        for parameter in ours[1:]:
+            if parameter is not None:
+                parameter.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(x, *ours[1:])
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+        right = aule.layer_norm_linear(x, ours[1], None, ours[3].bfloat16(), ours[4])
+        assert torch.equal(y, right)
+        assert ours[3].grad.dtype == torch.float32
+        torch.testing.assert_close(ours[3].grad, torch.autograd.grad(right.sum(), ours[3])[0], rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        offset = ours[0].detach() + 1e4  # rounded to bfloat16 nothing would be left of it
+        kept = call(offset, *ours[1:])
+    torch.testing.assert_close(
+        kept, torch_s(*(None if y is None else y.detach() for y in (offset, *ours[1:]))), rtol=1e-2, atol=1e-2
+    )

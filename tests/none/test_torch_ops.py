@@ -511,9 +511,25 @@ def test_modes_see_the_operator() -> None:
 
 
 def test_torchscript_tracing_is_refused() -> None:
+    """Also behind a call that was planned: with tensors for lengths kernels would write where nothing is."""
     q, k, v = made(*Q), made(*K), made(*V)
-    with pytest.raises(aule.AuleError, match=r"no torch.jit.trace.*use torch.export"):
-        torch.jit.trace(lambda q: aule.flash_attention(q, k, v), q)
+    at = torch.tensor([0, 3, len(q[0, 0])], dtype=torch.int32)
+    calls = {
+        "flash_attention": lambda q: aule.flash_attention(q, k, v),
+        "flash_attention_varlen": lambda q: aule.flash_attention_varlen(*[q[0].transpose(0, 1)] * 3, at, at),
+        "decode_attention": lambda q: aule.decode_attention(q, k, v),
+        "rms_norm": aule.rms_norm,
+    }
+    for name, call in calls.items():
+        call(q)
+        with pytest.raises(aule.AuleError, match=rf"\[{name}\] expected no torch.jit.trace.*use torch.export"):
+            torch.jit.trace(call, q)
+
+
+def test_transforms_of_what_has_no_operator_are_refused() -> None:
+    q, k, v = made(*Q), made(*K), made(*V)
+    with pytest.raises(aule.AuleError, match=r"\[decode_attention\] expected plain tensors.*got a functorch transform"):
+        torch.vmap(lambda q: aule.decode_attention(q, k, v))(q[None])
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------

@@ -59,6 +59,20 @@ def test_several_results_and_operands_that_are_not_there(longer: list[str]) -> N
     assert longer[2:] == ["layer_norm"]
 
 
+def test_tensors_that_are_negated_when_they_are_read(longer: list[str]) -> None:
+    for seed in range(3):
+        x, weight, bias = tensors(seed)
+        negated = torch.complex(x, x).conj().imag
+        assert negated.is_neg()
+        torch.testing.assert_close(aule.layer_norm(negated, weight, bias), right([-x, weight, bias]))
+        torch.testing.assert_close(aule.layer_norm(x, weight, bias), right([x, weight, bias]))
+    cos, sin = torch.ones(5, 8), torch.zeros(5, 8)
+    x = tensors()[0].view(1, 12, 5, 16)
+    negated = torch.complex(x, x).conj().imag
+    assert aule.rope(negated, cos, sin, inplace=True) is negated
+    torch.testing.assert_close(negated, -x)
+
+
 def test_gradients(longer: list[str]) -> None:
     for seed in range(3):
         mine, theirs = ([x.requires_grad_() for x in tensors(seed)] for _ in range(2))

@@ -18,8 +18,7 @@ from aule.ir.interpret import interpret
 torch = pytest.importorskip("torch")
 pytest.importorskip("llvmlite", reason="what is compared with needs the CPU engine")
 
-from aule.frontends import torch as front_end  # noqa: E402
-from aule.frontends import torch_varlen  # noqa: E402
+from aule.frontends import torch_cuda, torch_routes, torch_varlen  # noqa: E402
 
 NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "u32": np.uint32, "i8": np.int8}
 ROOM = 1 << 15
@@ -80,7 +79,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     made = Interpreted()
     for module in (engine, programs):
         monkeypatch.setattr(module, "program", lambda device, config, build: Program(build()))
-    monkeypatch.setattr(torch_varlen, "route", lambda q, options: "host" if options.backend else "cuda")
+    monkeypatch.setattr(torch_routes, "route", lambda q, backend: "host" if backend else "cuda")
     monkeypatch.setattr(torch_varlen, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch_varlen, "_ready", {})
     monkeypatch.setattr(torch_varlen.registry, "find", _or_else(made, torch_varlen.registry.find))
@@ -92,7 +91,6 @@ def _or_else(device: Any, find: Any) -> Any:
 
 
 def test_forward_and_gradients(device: Interpreted) -> None:
-    assert front_end.registry is torch_varlen.registry
     generator = torch.Generator().manual_seed(0)
     at_q, at_k = torch.tensor([0, 5, 5, 20, 33]), torch.tensor([0, 7, 9, 30, 30], dtype=torch.int32)
 
@@ -124,10 +122,9 @@ def test_rows_of_no_sequence_are_zero(device: Interpreted) -> None:
 
 def test_dropout_of_one_batch(device: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of batches that are not packed, with a seed in the memory of the device."""
-    monkeypatch.setattr(front_end, "route", lambda q, options: "host" if options.backend else "cuda")
-    monkeypatch.setattr(front_end, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch_cuda, "raw_stream", lambda index: 0)
     for known in ("_launches", "_gradient_launches"):
-        monkeypatch.setattr(front_end, known, {})
+        monkeypatch.setattr(torch_cuda, known, {})
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 33, 16), (1, 2, 30, 16), (1, 2, 30, 16), (1, 1, 33, 30))
     q, k, v, bias = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)

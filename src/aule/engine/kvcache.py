@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from aule.backends import registry
 from aule.engine.programs import load_steps
-from aule.errors import AuleError
+from aule.errors import AuleError, OutOfMemoryError
 from aule.ops.kvcache import numpy_append
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import AppendProblem
@@ -35,6 +35,13 @@ def writer(spec: str | None) -> Device | None:
         return registry.find("cpu")
     except AuleError:
         return None
+
+
+def no_memory(nbytes: int, where: str, error: Exception) -> OutOfMemoryError:
+    """What to raise where there is no room for the pool of a cache."""
+    return OutOfMemoryError(
+        f"[KVCache] expected {nbytes} bytes on {where}, got none ({error}); take fewer pages, or quantize", nbytes
+    )
 
 
 def append_on_host(problem: AppendProblem, views: Mapping[str, TensorView], device: Device | None) -> None:

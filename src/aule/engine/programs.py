@@ -72,8 +72,18 @@ def load_steps(plan: StepPlan, device: Device) -> StepLaunches:
 
 def launch_steps(ready: StepLaunches, device: Device, memory: Mapping[str, Any]) -> None:
     """Start launches on memory of the device, by buffer name; asynchronous."""
+    groups: list[list[Launch]] = []
     for step, loaded in ready.steps:
-        device.launch(*launch_of(step, loaded, memory))
+        launch = launch_of(step, loaded, memory)
+        if step.together:
+            groups[-1].append(launch)
+        else:
+            groups.append([launch])
+    for group in groups:
+        if len(group) == 1:
+            device.launch(*group[0])
+        else:
+            device.launch_together(group)
 
 
 def launch_of(step: Step, loaded: Program, memory: Mapping[str, Any]) -> Launch:

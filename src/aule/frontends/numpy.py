@@ -97,9 +97,15 @@ def to_precision(array: Array, precision: str) -> Array:
         return array.astype(dtype, copy=False)
 
 
-def make(array: Array, device: None, dtype: Any) -> Array:
+def make(array: Array, device: None, dtype: Any, op: str) -> Array:
     """A result of float64 in a dtype, by default float32."""
-    return array.astype(dtype or np.float32)
+    try:
+        kind = np.dtype(np.float32 if dtype is None else dtype)
+    except (TypeError, ValueError):
+        kind = None
+    if kind is None or _NAMES.get(kind.name) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of NumPy, got {dtype!r}; such as numpy.float32")
+    return array.astype(kind)
 
 
 def seeded(options: AttentionOptions) -> AttentionOptions:
@@ -177,6 +183,12 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
     call = spec.call(views, {option.name: x for option, x in zip(spec.options, options, strict=True)})
     found = on_host(spec, call, fused_device(backend))
     results = [found[n].view(bfloat16()) if call.outputs[n].dtype == "bf16" else found[n] for n in spec.outputs]
+    given = {operand.name: array for operand, array in zip(spec.operands, arrays, strict=True)}
+    for i, output in enumerate(spec.outputs):
+        place = call.outputs[output].place
+        if place is not None and not np.may_share_memory(results[i], given[place]):  # `view` had to make a copy
+            given[place][...] = results[i]
+            results[i] = given[place]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -239,6 +251,11 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flas
         raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
     if _NAMES.get(out.dtype.name) != dtype:
         raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
+    if not out.dtype.isnative or any(step % out.itemsize for step in out.strides):
+        raise InvalidDtypeError(
+            f"[{op}] expected out in native byte order, its elements some whole ones apart, got {out.dtype} with "
+            f"strides of {out.strides} bytes; leave out away, and copy the result there"
+        )
     spread = out.size and any(step == 0 and n > 1 for n, step in zip(out.shape, out.strides, strict=True))
     if spread or not out.flags.writeable:
         raise InvalidShapeError(

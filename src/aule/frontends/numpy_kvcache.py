@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.kvcache import append_on_host, copy_on_host, writer
+from aule.engine.kvcache import append_on_host, copy_on_host, no_memory, writer
 from aule.engine.memory import STORED
 from aule.errors import InvalidDtypeError
 from aule.frontends.numpy import ml_dtype, view
@@ -31,8 +32,13 @@ def empty(shape: tuple[int, ...], dtype: str, device: None) -> Array:
                 f"[KVCache] expected ml_dtypes for {kind}, which NumPy has not by itself, got no such package; "
                 "pip install ml_dtypes, or use float16 or float32"
             )
-        return np.zeros(shape, found)
-    return np.zeros(shape, {"i8": np.int8}.get(dtype) or STORED[dtype])
+        kind = found
+    else:
+        kind = {"i8": np.int8}.get(dtype) or STORED[dtype]
+    try:
+        return np.zeros(shape, kind)
+    except (MemoryError, ValueError) as error:  # more than there is, or than can be counted
+        raise no_memory(math.prod(shape) * np.dtype(kind).itemsize, "the host", error) from error
 
 
 def new(array: Array) -> Array:

@@ -16,17 +16,18 @@ from aule.backends import registry
 from aule.engine.decode import prepare_decode
 from aule.errors import AuleError, DeviceMismatchError, InvalidShapeError
 from aule.frontends.numpy import states_message
-from aule.frontends.torch import device_view, raw_stream, signature
-from aule.frontends.torch_decode_host import on_host, staged
+from aule.frontends.torch_cuda import device_view, raw_stream, signature
+from aule.frontends.torch_decode_host import host_problem, on_host, staged
 from aule.frontends.torch_host import host_view_of
-from aule.frontends.torch_views import by_value, checked_out, integers, require_tensor
+from aule.frontends.torch_launches import prepared_steps
+from aule.frontends.torch_routes import CUDA_BUILD, refuse_transforms
+from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_tensor
 from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
 from aule.options import DecodeOptions
 from aule.view import TensorView
 
-_CUDA_BUILD = torch.version.cuda is not None
 _grad_enabled = torch.is_grad_enabled
 _empty_like = torch.empty_like
 _MAX_SIGNATURES = 4096
@@ -45,16 +46,29 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
             f"[{options.op}] expected tensors that need no gradient, got requires_grad=True; call it under "
             "torch.no_grad(), or use aule.flash_attention, which has gradients",
         )
-    if _driven(q, options.backend):
-        return _on_cuda(q, k, v, options)
+    try:
+        if _driven(q, options.backend):
+            return _on_cuda(q, k, v, options)
+        if q.is_cpu:
+            return on_host(q, k, v, options)
+        return staged(q, k, v, options)
+    except RuntimeError:  # asked when it matters: it would be asked for nothing on every call
+        given = (q, k, v, *options.arrays().values(), *options.indices().values())
+        refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
+        raise
+
+
+def check_decode(op: str, q: Any, k: Any, v: Any, options: DecodeOptions) -> None:
+    """Raise what is wrong with a call, in the name of ``op``, without making it."""
     if q.is_cpu:
-        return on_host(q, k, v, options)
-    return staged(q, k, v, options)
+        host_problem(op, q, k, v, options)
+    else:
+        decode_problem(op, **_views(q, k, v, options), **options.plain())
 
 
 def _driven(q: Any, backend: str | None) -> bool:
     """Whether a tensor is computed on in place by the CUDA driver."""
-    return q.is_cuda and _CUDA_BUILD and (backend is None or backend.startswith("cuda"))
+    return q.is_cuda and CUDA_BUILD and (backend is None or backend.startswith("cuda"))
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
@@ -85,8 +99,9 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         lens, tables, cu_q, max_q, k_scale, v_scale, layout, causal, scale, window, softcap, alibi, sinks, want_lse,
         out, backend,
     ) = options  # fmt: skip
-    if scale is not None and isinstance(scale, torch.Tensor):
-        return _on_cuda(q, k, v, options._replace(**by_value(options.op, options)))  # not by identity
+    changed = by_value(options.op, options)
+    if changed:
+        return _on_cuda(q, k, v, options._replace(**changed))
     if cu_q is not None and max_q is None and isinstance(cu_q, torch.Tensor) and len(cu_q) > 1:
         max_q = int(cu_q.diff().max())
         options = options._replace(max_seqlen_q=max_q)
@@ -95,8 +110,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
         key: Any = (
             q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(),
-            v.dtype, v.get_device(), (pointers["q"] | pointers["k"] | pointers["v"]) & 15, layout, causal, scale,
-            window, softcap, want_lse, backend, max_q,
+            v.dtype, v.get_device(), (pointers["q"] | pointers["k"] | pointers["v"]) & 15,
+            q.is_neg() or k.is_neg() or v.is_neg(), layout, causal, scale, window, softcap, want_lse, backend, max_q,
         )  # fmt: skip
         for name, x in (("lens", lens), ("tables", tables), ("cu_q", cu_q)):
             if x is not None:
@@ -104,7 +119,7 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
                     return _on_cuda(q, k, v, _brought(q, k, v, options))
                 pointers[name] = x.data_ptr()
                 key += (x.shape, x.stride())
-        if not (k_scale is None and alibi is None and sinks is None and out is None):
+        if not (k_scale is None and v_scale is None and alibi is None and sinks is None and out is None):
             for name, x in (
                 ("k_scale", k_scale), ("v_scale", v_scale), ("alibi", alibi), ("sinks", sinks), ("o", out),
             ):  # fmt: skip
@@ -114,9 +129,6 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         found = _known.get(key)
     except (AttributeError, TypeError):
         _explain(q, k, v, options)
-        changed = by_value(options.op, options)
-        if changed:
-            return _on_cuda(q, k, v, options._replace(**changed))
         raise
     if found is None:
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -170,6 +182,7 @@ def _brought(q: Any, k: Any, v: Any, options: DecodeOptions) -> DecodeOptions:
 
 
 def _views(q: Any, k: Any, v: Any, options: DecodeOptions) -> dict[str, Any]:
+    refuse_tracing(options.op)
     tensors = {"q": q, "k": k, "v": v, **options.arrays(), **options.indices()}
     return {name: device_view(tensor, name, options.op) for name, tensor in tensors.items()}
 
@@ -193,14 +206,10 @@ def _prepare(q: Any, k: Any, v: Any, options: DecodeOptions) -> _Ready:
         name: x.data_ptr() % 16 == 0 for name, x in (("q", q), ("k", k), ("v", v), ("o", options.out)) if x is not None
     }
     ready = prepare_decode(op, problem, views, device, aligned)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(p.name.removesuffix("_ptr") for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
     like_q = tuple(q.shape) == operands.out_shape and q.is_contiguous()
     parts, workspace = ready.workspace.get("part", 0), sum(ready.workspace.values())
-    return _Ready(operands, device, tuple(launches), parts, workspace, ready.zeroed.get("tickets", 0), like_q)
+    launches, tickets = prepared_steps(ready, device), ready.zeroed.get("tickets", 0)
+    return _Ready(operands, device, launches, parts, workspace, tickets, like_q)
 
 
 def _lifted(view: TensorView, form: str) -> TensorView:

@@ -19,7 +19,7 @@ from aule.engine.memory import host_view
 from aule.errors import DeviceMismatchError
 from aule.frontends import torch_repeated_host as again
 from aule.frontends.torch_host import host_view_of, layout, remember, shares_memory
-from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, require_tensor
+from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, refuse_tracing, require_tensor
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands, check_contents, check_numbers, decode_problem
@@ -46,7 +46,7 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
                 return _on_engine(given, options, device, alike)
             except _NoKey:
                 pass
-    problem, operands = _problem(q, k, v, options)
+    problem, operands = host_problem(options.op, q, k, v, options)
     out = options.out
     if out is None:
         out = torch.empty(operands.out_shape, dtype=q.dtype)
@@ -57,11 +57,13 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     return (out, torch.from_numpy(lse).reshape(operands.lse_shape)) if options.return_lse else out
 
 
-def _problem(q: Any, k: Any, v: Any, options: DecodeOptions) -> tuple[DecodeProblem, DecodeOperands]:
+def host_problem(op: str, q: Any, k: Any, v: Any, options: DecodeOptions) -> tuple[DecodeProblem, DecodeOperands]:
+    """`decode_problem` of CPU tensors."""
+    refuse_tracing(op)
     tensors = {"q": q, "k": k, "v": v, **options.arrays()}
-    tensors |= {name: integers(options.op, name, array) for name, array in options.indices().items()}
-    views: dict[str, Any] = {name: host_view_of(tensor, name, options.op) for name, tensor in tensors.items()}
-    return decode_problem(options.op, **views, **options.plain())
+    tensors |= {name: integers(op, name, array) for name, array in options.indices().items()}
+    views: dict[str, Any] = {name: host_view_of(tensor, name, op) for name, tensor in tensors.items()}
+    return decode_problem(op, **views, **options.plain())
 
 
 # -- by signature, on the CPU engine -----------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any, alike
 
 def _prepared(given: dict[str, Any], options: DecodeOptions, device: Any) -> _Signature:
     q, k, v = (given[name] for name in "qkv")
-    problem, operands = _problem(q, k, v, options)
+    problem, operands = host_problem(options.op, q, k, v, options)
     out = torch.empty(operands.out_shape, dtype=q.dtype) if options.out is None else options.out
     target = operands.lifted(host_view_of(checked_out(out, operands.out_shape, q, options.op), "out").storage)
     ready = cpu.prepare_decode(problem, decode_views(operands, host_view(problem.dtype, target)), device)

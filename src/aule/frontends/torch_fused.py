@@ -17,16 +17,19 @@ from aule import settings
 from aule.backends import registry
 from aule.engine import cpu
 from aule.engine.fused import host_device, on_host, prepare, prepare_cpu, result_views
-from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch import dispatches, last, raw_stream, route_of
+from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError
+from aule.frontends.torch_cuda import raw_stream
+from aule.frontends.torch_gradients import last
+from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
+from aule.frontends.torch_routes import dispatches, mps, route
 from aule.frontends.torch_seeds import seed_on
-from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_tensor
+from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.checked import not_plain
-from aule.ops.spec import Call, OpSpec, Result
+from aule.ops.checked import checked_flag, checked_integer, checked_number, not_plain
+from aule.ops.spec import Call, OpSpec, Option, Result
 from aule.view import TensorView
 
 _Tensor = torch.Tensor
@@ -34,7 +37,10 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _MAX_SIGNATURES = 4096
+_PLAIN = frozenset((float, int, bool, str, type(None)))
+"""Types of options that are keys by value."""
 _KEPT_FROM = {"host": 1 << 14, "cuda": 1 << 22}
 """Elements from which on something is kept for a gradient: one more result takes PyTorch 10 us."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -43,6 +49,8 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """An op of the catalogue; ``tensors`` and ``options`` in the order of its spec."""
     spec = CATALOGUE[name]
+    if not _PLAIN.issuperset(map(type, options)):
+        options = tuple(_by_value(name, *given) for given in zip(spec.options, options, strict=True))
     again = repeated(name, spec.outputs, options, backend, tensors)
     if again is not None:
         return _seen(spec, again)
@@ -53,6 +61,8 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)
+    if spec.products and _any_autocast():
+        tensors = _autocast(spec, tensors)
     if traced(tensors):
         where = place(spec, options)
         if where is None:
@@ -63,6 +73,33 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     if _grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _apply(spec, tensors, options, backend)
     return _seen(spec, compute(spec, tensors, options, backend, spec.outputs))
+
+
+def _by_value(op: str, option: Option, value: Any) -> Any:
+    """A tensor or an array in the place of a number or a flag as what it holds now: calls are known by their options.
+    What has no such value stays as it is, for the check of the op to refuse."""
+    check = {"float": checked_number, "bool": checked_flag, "int": _whole, "int?": _whole}.get(option.kind)
+    if type(value) in _PLAIN or check is None:
+        return value
+    try:
+        return check(op, option.name, value)
+    except InvalidArgumentError:
+        return value
+
+
+def _whole(op: str, name: str, value: Any) -> int:
+    return checked_integer(op, name, value, "pass a Python int")
+
+
+def _autocast(spec: OpSpec, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Under autocast what rows of its type are multiplied by takes that type. Rows of float32 stay what they are:
+    rounded before they are normalised, they would lose what a large mean leaves of them."""
+    x = tensors[0]
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
+        return tensors
+    given = zip(spec.operands, tensors, strict=True)
+    return tuple(y.to(x.dtype) if operand.name == "weight" and y.dtype == torch.float32 else y for operand, y in given)
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
@@ -199,7 +236,7 @@ def _kept(spec: OpSpec, tensors: Sequence[Any], backend: str | None) -> tuple[st
     """What a call is to make for its gradient."""
     if not spec.kept:
         return ()
-    where = route_of(tensors[0], backend)
+    where = route(tensors[0], backend)
     if where not in _KEPT_FROM or tensors[0].numel() < _KEPT_FROM[where]:
         return ()
     on_cpu = False
@@ -298,13 +335,14 @@ def compute(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """All results of an op in order, None for those that are not wanted."""
-    where = route_of(tensors[0], backend)
+    if True in [x is not None and x.is_neg() for x in tensors]:
+        return _of_negated(spec, tensors, options, backend, wanted)
+    where = route(tensors[0], backend)
     if where == "cuda":
         return _on_cuda(spec, tensors, options, backend, wanted)
     if where == "mps":
-        from aule.frontends import torch_mps  # which needs `aule.frontends.torch`
-
-        return torch_mps.fused_on_mps(spec, tensors, options, backend, wanted)
+        found: tuple[Any, ...] = mps().fused_on_mps(spec, tensors, options, backend, wanted)
+        return found
     if where == "host":
         return _on_host(spec, tensors, options, backend, wanted)
     home = tensors[0].device
@@ -313,6 +351,16 @@ def compute(
             raise _elsewhere(spec, operand.name, x, home)
     found = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, backend, wanted)
     return tuple(None if x is None else x.to(home) for x in found)
+
+
+def _of_negated(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """`compute` of tensors some of which PyTorch negates when they are read: what lies in memory is something else."""
+    plain = [None if x is None else x.resolve_neg() for x in tensors]
+    found = compute(spec, plain, options, backend, wanted)
+    where = place(spec, options)
+    return found if where is None else (tensors[where].copy_(found[0]),)
 
 
 def _elsewhere(spec: OpSpec, name: str, x: Any, home: Any) -> DeviceMismatchError:
@@ -362,15 +410,9 @@ def prepare_on(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...], device: Any
 ) -> Prepared:
     """Validate, plan and build for a device that has the tensors; what a signature needs once."""
-    refuse_tracing(spec.name)
     call = _bound(spec, tensors, options, wanted)
     ready = prepare(spec, call, dict(call.views) | result_views(call), device)
-    launches = []
-    for step, loaded in ready.steps:
-        scalars = [step.scalars.get(p.name) for p in loaded.artifact.params]  # None in the place of a buffer
-        buffers = tuple(step.memory_of(p.name) for p in loaded.artifact.buffers)
-        launches.append((device.prepare(loaded, step.grid, scalars).launch, buffers))
-    return Prepared(call.problem, launches, dict(ready.workspace), _described(call))
+    return Prepared(call.problem, prepared_steps(ready, device), dict(ready.workspace), _described(call))
 
 
 def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -> tuple[Any, ...]:
@@ -418,11 +460,7 @@ def _on_host(
         given = zip(spec.operands, tensors, strict=True)
         plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
         spec.check(spec.name, ready.problem, plain)
-    memory = {
-        operand.name: x.resolve_neg() if x.is_neg() else x
-        for operand, x in zip(spec.operands, tensors, strict=True)
-        if x is not None
-    }
+    memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
         name: fresh(shape, strides, dtype=dtype) if place is None else memory[place]
         for name, dtype, shape, strides, place in ready.outputs
@@ -464,6 +502,8 @@ def _described(call: Call) -> tuple[Output, ...]:
 def _bound(
     spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...], arrays: bool = False
 ) -> Call:
+    """A call that was found to be valid; asked where a signature is new."""
+    refuse_tracing(spec.name)
     views = {
         operand.name: view_of(spec, operand.name, x, arrays)
         for operand, x in zip(spec.operands, tensors, strict=True)
@@ -479,11 +519,12 @@ def named_options(spec: OpSpec, options: Sequence[Any]) -> dict[str, Any]:
 
 def view_of(spec: OpSpec, name: str, x: Any, arrays: bool = False) -> TensorView:
     """A view of a tensor; with ``arrays`` one of host memory, whose storage is a NumPy array."""
+    require_dense(x, name, spec.name)
     dtype = dtype_name(x, name, spec.name)
     if arrays:
         if not x.is_cpu:
             raise _elsewhere(spec, name, x, "the CPU")
-        plain = x.detach().resolve_neg()
+        plain = x.detach()
         storage = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
         return TensorView(dtype, tuple(plain.shape), plain.stride(), "host", storage)
     at = x.data_ptr()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from aule.frontends.torch import no_second_derivative
 from aule.frontends.torch_fused import DTYPES, compute, fresh, gradients, named_options, saved
+from aule.frontends.torch_gradients import no_second_derivative
 from aule.frontends.torch_views import dtype_name
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.catalogue import CATALOGUE

@@ -189,9 +189,7 @@ def _gradients_on_cpu(
 def _key(q: Any, k: Any, v: Any, options: AttentionOptions, arrays: dict[str, Any]) -> Any:
     for name, x in (("k", k), ("v", v)):
         require_tensor(x, name)
-    plain = options.plain()
-    if isinstance(options.window, list) or isinstance(options.scale, torch.Tensor):  # keyed by value, not by identity
-        plain |= by_value("flash_attention", options)
+    plain = options.plain() | by_value("flash_attention", options)
     key = (layout(q), layout(k), layout(v), *plain.values())
     return (key, *((name, layout(x)) for name, x in arrays.items())) if arrays else key
 
@@ -222,10 +220,23 @@ def _work(q: Any) -> Any:
 
 
 def shares_memory(out: Any, inputs: Iterable[Any]) -> bool:
-    """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way."""
-    tensors = [x for x in (out, *inputs) if isinstance(x, torch.Tensor) and x.is_cpu]
-    first, *others = (x.untyped_storage().data_ptr() for x in tensors)
-    return first in others
+    """Rows are written while others are still to be read: what shares memory with ``out`` takes the slow way. Two
+    storages may be of the same memory, as those are that PyTorch makes of views of a NumPy array."""
+    if not _has_storage(out):
+        return False  # which is refused later
+    first, end = _extent(out)
+    others = (_extent(x) for x in inputs if _has_storage(x))
+    return any(start < end and first < stop for start, stop in others)
+
+
+def _has_storage(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_cpu and x.layout is torch.strided
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """Where the memory of a tensor's storage begins and ends."""
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 # -- by views, on any device -------------------------------------------------------------------------------------------

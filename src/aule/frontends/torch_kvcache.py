@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 
 from aule.backends import registry
-from aule.engine.kvcache import Launches, append_on_host, copy_on_host, prepare, words, writer
-from aule.errors import AuleError, BackendUnavailableError, OutOfMemoryError
-from aule.frontends.torch import device_view, raw_stream, route, signature
+from aule.engine.kvcache import Launches, append_on_host, copy_on_host, no_memory, prepare, words, writer
+from aule.errors import AuleError, BackendUnavailableError
+from aule.frontends.torch_cuda import device_view, raw_stream, signature
 from aule.frontends.torch_host import host_view_of
+from aule.frontends.torch_routes import mps, route
 from aule.frontends.torch_views import require_tensor
 from aule.ops.kvcache.plan import plan_append, plan_copy
 from aule.ops.kvcache.problem import append_problem
-from aule.options import AttentionOptions
 
 _DTYPES = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "e4m3": torch.float8_e4m3fn,
@@ -34,18 +34,17 @@ def accepts(array: object) -> bool:
 def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     """A tensor of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3."""
     try:
-        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
-    except torch.OutOfMemoryError as error:
-        size = math.prod(shape) * _DTYPES[dtype].itemsize
-        raise OutOfMemoryError(
-            f"[KVCache] expected {size} bytes on {device}, got none ({error}); take fewer pages, or quantize", size
-        ) from error
+        torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # PyTorch has none such
         raise BackendUnavailableError(
             str(device),
             f"[KVCache] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu', or None for "
             "NumPy arrays",
         ) from error
+    try:
+        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+    except RuntimeError as error:  # as torch.OutOfMemoryError is; on the CPU it is no more than that
+        raise no_memory(math.prod(shape) * _DTYPES[dtype].itemsize, str(device), error) from error
     _served("KVCache", made)
     return made
 
@@ -64,6 +63,11 @@ def write(op: str, arrays: Mapping[str, Any], *, interleaved: bool = False, back
     """Write new rows into caches, on the current stream. ``arrays`` as for `append_problem`."""
     for name, tensor in arrays.items():
         require_tensor(tensor, name, op, "k")
+    if torch.is_grad_enabled() and any(arrays[name].requires_grad for name in "kv" if name in arrays):
+        raise AuleError(
+            "AULE_ERROR_NO_GRADIENT",
+            f"[{op}] expected tensors that need no gradient, got requires_grad=True; call it under torch.no_grad()",
+        )
     k = arrays["k"]
     if _served(op, k) == "host":
         views = {name: host_view_of(tensor, name, op) for name, tensor in arrays.items()}
@@ -104,7 +108,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 def _served(op: str, tensor: Any) -> str:
     """Where a cache is written to: ``"cuda"``, ``"host"`` or ``"mps"``."""
-    where = route(tensor, AttentionOptions())
+    where = route(tensor, None)
     if where == "staged":
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED",
@@ -117,9 +121,7 @@ def _served(op: str, tensor: Any) -> str:
 def _device(tensor: Any) -> Any:
     if tensor.is_cuda:
         return registry.find(f"cuda:{tensor.device.index}")
-    from aule.frontends import torch_mps  # which only Apple's devices need
-
-    return torch_mps.device_of(tensor)
+    return mps().device_of(tensor)
 
 
 def _alignment(arrays: Mapping[str, Any]) -> dict[str, int]:

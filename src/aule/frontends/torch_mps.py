@@ -19,8 +19,9 @@ import torch
 
 from aule.artifact import Artifact
 from aule.errors import ShaderCompileError
-from aule.frontends.torch import PreparedLaunch, device_gradients, keyed, prepare_launch, signature
+from aule.frontends.torch_cuda import PreparedLaunch, device_gradients, prepare_launch, signature
 from aule.frontends.torch_fused import Prepared, launch_on, prepare_on
+from aule.frontends.torch_views import keyed
 from aule.ops.spec import OpSpec
 from aule.options import AttentionOptions
 from aule.runtime._refused import save_refused
@@ -40,7 +41,7 @@ def available() -> bool:
 
 def on_mps(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
     """Attention where the tensors lie; planned and built once per signature."""
-    options = keyed(options)
+    options = keyed("flash_attention", options)
     arrays = options.arrays()
     key = (
         *(signature(x) for x in (q, k, v, options.out, *arrays.values())), *arrays, *options.plain().values(),

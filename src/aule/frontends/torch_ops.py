@@ -1,8 +1,8 @@
 """Attention as operators of PyTorch, ``torch.ops.aule.attention`` and ``attention_backward``, for all that traces.
 
 A graph, an exported program or a transform holds these; when they run they are `with_lse` and `gradients` of
-`aule.frontends.torch`, so a compiled call computes what an eager one does. Importing this module registers them, which
-a process that loads an exported program must do first.
+`aule.frontends.torch_gradients`, so a compiled call computes what an eager one does. Importing this module registers
+them, which a process that loads an exported program must do first.
 
 An operator has a fixed list of arguments. ``return_lse`` and ``out`` are dealt with around it, a window is always two
 sides, and what has no gradient is an empty tensor.
@@ -18,8 +18,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from aule.errors import AuleError
-from aule.frontends.torch import CONSTANT, autocast, check_gradients, gradients, no_second_derivative, with_lse
+from aule.frontends.torch_gradients import CONSTANT, check_gradients, gradients, no_second_derivative, with_lse
 from aule.frontends.torch_host import no_gradient
+from aule.frontends.torch_routes import autocast
 from aule.frontends.torch_views import checked_out, dtype_name, refuse_tracing, require_tensor
 from aule.frontends.torch_vmap import Mapped, one_by_one
 from aule.ops.attention.validate import Operands, attention_problem, window_sides

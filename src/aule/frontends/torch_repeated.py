@@ -37,7 +37,7 @@ def same_as(*tensors: Any) -> Callable[..., bool]:
 def reliable() -> bool:
     """Whether PyTorch tells apart what it has to."""
     x, y = torch.empty(2, 3), torch.empty(2, 3)
-    others = [x[:1], x[None], torch.empty(3, 2).T, x.double(), x.to("meta"), x.numpy(), None]
+    others = [x[:1], x[None], torch.empty(3, 2).T, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
     others += [torch.empty(2, 3, requires_grad=True), torch.nn.Parameter(x, requires_grad=False)]
     try:
         same = same_as(x, y)

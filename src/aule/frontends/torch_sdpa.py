@@ -21,8 +21,9 @@ from aule._version import __version__
 from aule.backends import registry
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import torch as front_end
+from aule.frontends.torch_routes import autocast, dispatches, in_place
 from aule.ops.attention.validate import MAX_HEAD_DIM
-from aule.ops.checked import checked_number
+from aule.ops.checked import checked_flag, checked_number
 from aule.options import AttentionOptions
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -276,10 +277,11 @@ def prepare(
     _check_transforms(installed, compiled, query, key, value, attn_mask)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_kinds(query, key, value, attn_mask)
-    if installed and backend is None and query.device.type != "meta" and not front_end.in_place(query):
+    if installed and backend is None and query.device.type != "meta" and not in_place(query):
         expected = "expected tensors that aule computes on in place"
         _refuse(f"device {query.device.type}", DeviceMismatchError, expected, query.device)
     _check_numbers(dropout_p, scale)
+    is_causal, enable_gqa = _flag("is_causal", is_causal), _flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         _refuse(
             "attn_mask with is_causal",
@@ -306,7 +308,7 @@ def prepare(
     kv_heads = {_heads(key), _heads(value)}
     together = kv_heads.pop() if len(kv_heads) == 1 else heads
     options = AttentionOptions(
-        causal=bool(is_causal),
+        causal=is_causal,
         scale=scale,
         mask=mask,
         dropout_p=float(dropout_p),
@@ -350,7 +352,7 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:
         got = "a functorch transform"
     elif installed and not compiled and torch._C._len_torch_dispatch_stack() > 0:
         got = "a torch dispatch mode"
-    elif installed and not compiled and any(map(front_end.dispatches, tensors)):
+    elif installed and not compiled and any(map(dispatches, tensors)):
         got = "a tensor subclass with __torch_dispatch__"
     if got is not None:
         _refuse(got, _unsupported, "expected plain tensors outside of transforms", got)
@@ -359,7 +361,7 @@ def _check_transforms(installed: bool, compiled: bool, *tensors: Any) -> None:
 def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, ...]:
     """What autocast does to the arguments of PyTorch's function."""
     resolved = (x if x is None or not x.is_neg() else x.resolve_neg() for x in (query, key, value, mask))
-    return front_end.autocast(*resolved)
+    return autocast(*resolved)
 
 
 def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
@@ -389,16 +391,28 @@ def _check_kinds(query: Any, key: Any, value: Any, mask: Any) -> None:
 
 def _check_numbers(dropout_p: Any, scale: Any) -> None:
     if type(dropout_p) is not float or (scale is not None and type(scale) is not float):
-        for name, number in (("dropout_p", dropout_p), ("scale", 0.0 if scale is None else scale)):
-            try:
-                checked_number(_OP[1:-1], name, number)
-            except InvalidArgumentError as error:
-                raise Refused(name, error) from None
+        dropout_p, scale = _number("dropout_p", dropout_p), None if scale is None else _number("scale", scale)
     if not 0.0 <= dropout_p <= 1.0:
         _refuse("dropout_p", InvalidArgumentError, "expected dropout_p in 0..1", dropout_p, "pass 0.0 for none")
     if scale is not None and not math.isfinite(scale):
         remedy = "pass None for 1/sqrt(head_dim)"
         _refuse("scale", InvalidArgumentError, "expected a finite scale or None", scale, remedy)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return checked_number(_OP[1:-1], name, value)
+    except InvalidArgumentError as error:
+        raise Refused(name, error) from None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is bool:
+        return value
+    try:
+        return checked_flag(_OP[1:-1], name, value)
+    except InvalidArgumentError as error:
+        raise Refused(name, error) from None
 
 
 def _check_sizes(query: Any, key: Any, value: Any) -> None:

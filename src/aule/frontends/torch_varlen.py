@@ -23,24 +23,16 @@ from aule.engine.attention import (
 )
 from aule.engine.memory import host_view
 from aule.errors import AuleError, DeviceMismatchError
-from aule.frontends.torch import (
-    CONSTANT,
-    autocast,
-    device_view,
-    dispatches,
-    last,
-    needs_gradient,
-    raw_stream,
-    route,
-    signature,
-)
+from aule.frontends import torch_routes
+from aule.frontends.torch_cuda import device_view, raw_stream, signature
+from aule.frontends.torch_gradients import CONSTANT, last, needs_gradient
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
-from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_plain
+from aule.frontends.torch_routes import autocast, refuse_transforms
+from aule.frontends.torch_views import checked_out, integers, keyed, refuse_tracing, require_plain
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
-from aule.ops.checked import checked_flag
 from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
 
@@ -49,10 +41,9 @@ def flash_attention_varlen(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None, options: AttentionOptions
 ) -> Any:
     """As `aule.flash_attention_varlen`; a seed is a tensor on the device of ``q`` already."""
-    _refuse_transforms(q, k, v, cu_q, cu_k, *options.arrays().values())
-    shown: Any = options.return_lse
-    if type(shown) is not bool:
-        options = options._replace(return_lse=checked_flag(OP, "return_lse", shown))
+    refuse_tracing(OP)
+    refuse_transforms(OP, (q, k, v, cu_q, cu_k, *options.arrays().values()), "call flash_attention on each sequence")
+    options = keyed(OP, options)
     q, k, v = autocast(q, k, v)
     for name, tensor in {"q": q, "k": k, "v": v, **options.arrays()}.items():
         require_plain(tensor, name, OP)
@@ -66,7 +57,7 @@ def flash_attention_varlen(
         for name in (*CONSTANT, "out"):
             if getattr(getattr(options, name), "requires_grad", False) or (name == "out" and options.out is not None):
                 raise _no_gradient(f"{name}=", f"detach {name}, or leave it away")
-    drives = route(q, options) == "cuda" and not _elsewhere(options)
+    drives = torch_routes.route(q, options.backend) == "cuda" and not _elsewhere(options)
     if not drives and q.device.type != "cpu":
         if wants_gradient:
             where = f"tensors on {q.device}" + (f" and backend {options.backend}" if options.backend else "")
@@ -201,7 +192,7 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     else:
         checked_out(out, (rows, heads, dim), q, OP)
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
-    numbers = (*(plain | by_value(OP, options)).values(), max_q, max_k, options.backend)
+    numbers = (*plain.values(), max_q, max_k, options.backend)
     key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
     ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
     memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
@@ -281,23 +272,6 @@ def _as_asked(problem: AttentionProblem) -> AttentionProblem:
     """The problem of gradients, when these are computed: PyTorch may be told then to be deterministic."""
     exactly = problem.deterministic or torch.are_deterministic_algorithms_enabled()
     return replace(problem, deterministic=exactly)
-
-
-def _refuse_transforms(*tensors: Any) -> None:
-    """Refuse tensors whose elements are not simply in memory: there is no operator for packed batches."""
-    refuse_tracing()
-    got = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        got = "a functorch transform"
-    elif torch.autograd.forward_ad._current_level >= 0:
-        got = "forward-mode differentiation"
-    else:
-        got = next((type(x).__name__ for x in tensors if dispatches(x)), None)
-    if got is not None:
-        raise AuleError(
-            "AULE_ERROR_UNSUPPORTED",
-            f"[{OP}] expected plain tensors outside of transforms, got {got}; call flash_attention on each sequence",
-        )
 
 
 def _elsewhere(options: AttentionOptions) -> bool:

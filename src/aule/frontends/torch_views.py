@@ -3,13 +3,13 @@ options by value."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import window_sides
-from aule.ops.checked import checked_number
+from aule.ops.checked import checked_flag, checked_number
 from aule.options import AttentionOptions, DecodeOptions
 
 NAMES = {
@@ -33,9 +33,8 @@ def require_tensor(tensor: Any, name: str, op: str = "flash_attention", like: st
         )
 
 
-def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
-    """Refuse what is no tensor, and tensors whose elements are not simply in memory."""
-    require_tensor(tensor, name, op, like)
+def require_dense(tensor: Any, name: str, op: str) -> None:
+    """Refuse tensors that have no element for each index, one step apart or some."""
     if tensor.is_nested:
         raise InvalidDtypeError(
             f"[{op}] expected {name} as a plain tensor, got a nested one; pass its values and offsets to "
@@ -43,6 +42,12 @@ def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str
         )
     if tensor.layout is not torch.strided:
         raise InvalidDtypeError(f"[{op}] expected {name} as a dense tensor, got {tensor.layout}; use .to_dense()")
+
+
+def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
+    """Refuse what is no tensor, and tensors whose elements are not simply in memory."""
+    require_tensor(tensor, name, op, like)
+    require_dense(tensor, name, op)
     if tensor.is_neg():
         raise InvalidDtypeError(
             f"[{op}] expected {name} as it lies in memory, got a view that PyTorch negates when it is read; use "
@@ -51,24 +56,45 @@ def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str
 
 
 _NUMBERS = frozenset((float, int, bool, type(None)))
-_WINDOWS = _NUMBERS | {tuple}
+_FLAGS = ("causal", "return_lse", "rope_interleaved")
 _UNCHANGED: dict[str, Any] = {}
 
 
 def by_value(op: str, options: AttentionOptions | DecodeOptions) -> dict[str, Any]:
-    """Those of scale, softcap and window that are keys by identity, as tensors are, or none at all, as lists and
-    arrays are: as numbers and tuples."""
+    """Those of the numbers, flags and the window that are keys by identity, as tensors are, though their contents may
+    change, or none at all, as lists and arrays are: as plain values. What is no such value is refused."""
     scale, softcap, window = options.scale, options.softcap, options.window
-    if type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(window) in _WINDOWS:
+    if (
+        type(scale) in _NUMBERS
+        and type(softcap) in _NUMBERS
+        and type(options.causal) is bool
+        and type(options.return_lse) is bool
+        and type(getattr(options, "rope_interleaved", False)) is bool
+        and (type(window) in _NUMBERS or (type(window) is tuple and _NUMBERS.issuperset(map(type, window))))
+    ):
         return _UNCHANGED
     changed: dict[str, Any] = {}
     for name, value in (("scale", scale), ("softcap", softcap)):
         if type(value) not in _NUMBERS:
             changed[name] = checked_number(op, name, value)
-    if type(window) not in _WINDOWS:
+    for name in _FLAGS:
+        flag = getattr(options, name, False)
+        if type(flag) is not bool:
+            changed[name] = checked_flag(op, name, flag)
+    if type(window) not in _NUMBERS:
         window_sides(op, window, True)  # refuses what is none
-        changed["window"] = tuple(window) if isinstance(window, (list, tuple)) else int(window)  # type: ignore[arg-type]
+        pair = isinstance(window, (list, tuple))
+        changed["window"] = tuple(x if x is None else int(x) for x in window) if pair else int(window)  # type: ignore
     return changed
+
+
+Options = TypeVar("Options", AttentionOptions, DecodeOptions)
+
+
+def keyed(op: str, options: Options) -> Options:
+    """The options, of which none that is no array is a key by identity."""
+    changed = by_value(op, options)
+    return options._replace(**changed) if changed else options
 
 
 def dtype_name(tensor: Any, name: str, op: str = "flash_attention") -> str:

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from aule.api import decode_attention, flash_attention_paged
-from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
+from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import torch_kvcache
+from aule.frontends.torch_decode import check_decode
+from aule.frontends.torch_views import integers, require_plain
 from aule.kvcache import rotate
 from aule.ops.decode.validate import MAX_PAGE
+from aule.options import DecodeOptions
 
 
 class CacheCall(NamedTuple):
@@ -32,56 +35,66 @@ class CacheCall(NamedTuple):
 
 
 def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The result ``[batch, seq_q, heads, dim]`` and its log-sum-exp; ``options`` as for `aule.decode_attention`."""
+    """The result ``[batch, seq_q, heads, dim]`` and its log-sum-exp; ``options`` as for `aule.decode_attention`.
+
+    Nothing is written before all that can be checked on the host is.
+    """
     _check(call)
+    batch, rows, heads, _ = call.q.shape
+    room = call.k_cache.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
+    seqlens = _lengths(call, room)
+    lens = seqlens if call.k is None else seqlens + call.k.shape[1]
+    k, v, table, lens = _keys(call, room, lens)
     q = call.q
-    batch, rows, heads, _ = q.shape
-    seqlens = _lengths(call, call.cache_seqlens)
     if call.k is not None:
-        q, seqlens = _append(call, q, seqlens, options)
+        given = DecodeOptions(
+            lens, table, return_lse=True, **options | ({} if table is not None else {"layout": "HND"})
+        )
+        check_decode(call.op, q.transpose(1, 2), k, v, given)
+        _check_new(call, options)
+        q = _append(call, q, seqlens, options)
     out = q.new_empty(batch, rows, heads, call.v_cache.shape[3])
     options = options | {"out": out.transpose(1, 2), "return_lse": True}
-    q = q.transpose(1, 2)
-    if call.block_table is None and call.cache_batch_idx is None and call.cache_leftpad is None:
-        k, v = (x[:batch].transpose(1, 2) for x in (call.k_cache, call.v_cache))
-        _, lse = decode_attention(q, k, v, context_lens=seqlens, **options)
-        return out, lse
-    room = call.k_cache.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
-    if seqlens is None:
-        seqlens = torch.full((batch,), room, dtype=torch.int32, device=q.device)
-    if call.block_table is not None:
-        k, v, table = split_pages(call.op, call.k_cache, call.v_cache, call.block_table)
+    if table is None:
+        _, lse = decode_attention(q.transpose(1, 2), k, v, context_lens=lens, **options)
     else:
-        k, v, table, seqlens = _as_pages(call, batch, seqlens)
-    _, lse = flash_attention_paged(q, k, v, table, seqlens, **options)
+        _, lse = flash_attention_paged(q.transpose(1, 2), k, v, table, lens, **options)
     return out, lse
+
+
+def _keys(call: CacheCall, room: int, lens: Any) -> tuple[Any, Any, Any, Any]:
+    """Keys, values, block table and lengths as `aule.flash_attention_paged` takes them; without a table, as
+    `aule.decode_attention` does."""
+    batch = call.q.shape[0]
+    if call.block_table is None and call.cache_batch_idx is None and call.cache_leftpad is None:
+        return *(x[:batch].transpose(1, 2) for x in (call.k_cache, call.v_cache)), None, lens
+    if lens is None:
+        lens = torch.full((batch,), room, dtype=torch.int32, device=call.q.device)
+    if call.block_table is None:
+        return _as_pages(call, batch, lens)
+    return *split_pages(call.op, call.k_cache, call.v_cache, call.block_table), lens
 
 
 def split_pages(op: str, k_cache: Any, v_cache: Any, table: Any) -> tuple[Any, Any, Any]:
     """Pages of at most 256 keys: larger ones, which flash-attn has, as several."""
     page = k_cache.shape[1]
+    table = integers(op, "block_table", table)
     if page <= MAX_PAGE:
-        return k_cache, v_cache, table.to(torch.int32)
+        return k_cache, v_cache, table
     parts = page // _divisor(page)
     k, v = (_cut(op, cache, parts) for cache in (k_cache, v_cache))
     inner = torch.arange(parts, dtype=torch.int32, device=table.device)
-    return k, v, (table.to(torch.int32)[..., None] * parts + inner).flatten(1)
+    return k, v, (table[..., None] * parts + inner).flatten(1)
 
 
-def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Write new keys and values behind those in the cache: q, rotated where it has to be, and the new lengths."""
+def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> Any:
+    """Write new keys and values behind those in the cache; q, rotated where it has to be."""
     batch, new = call.k.shape[:2]
-    room = call.k_cache.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
-    if q.is_cpu and batch and int(seqlens.max()) + new > room:
-        raise InvalidShapeError(
-            f"[{call.op}] expected room for {int(seqlens.max())} keys and {new} new ones, got {room}; give the cache "
-            "more room"
-        )
     step = torch.arange(new, dtype=torch.int32, device=q.device)
     positions = seqlens[:, None] + step
     size = call.k_cache.shape[1]
     if call.block_table is not None:
-        table = call.block_table.to(torch.int32)
+        table = call.block_table.to(q.device, torch.int32)
         number = positions // size
         pages = table.gather(1, number.clamp(max=table.shape[1] - 1).long())
         slots = torch.where(number < table.shape[1], pages * size + positions % size, -1)
@@ -96,13 +109,18 @@ def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> t
     torch_kvcache.write(call.op, arrays, interleaved=call.rotary_interleaved, backend=options["backend"])
     if rope is not None:
         rows = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-        if not options["causal"] and tuple(options["window"]) == (-1, -1):
+        if not _local(options):
             rows = rows * 0  # flash-attn turns all of them by the angles of the first
         at = (seqlens[:, None] + rows).flatten()
         places = torch.stack([torch.arange(at.numel(), dtype=torch.int32, device=q.device), at])
-        turned = rotate(q.transpose(1, 2), places, rope, call.rotary_interleaved, options["backend"])
+        turned = rotate(call.op, q.transpose(1, 2), places, rope, call.rotary_interleaved, options["backend"])
         q = turned.transpose(1, 2)
-    return q, seqlens + new
+    return q
+
+
+def _local(options: dict[str, Any]) -> bool:
+    """Whether a query's place says which keys it attends to."""
+    return bool(options["causal"]) or tuple(options["window"]) != (-1, -1)
 
 
 def _as_pages(call: CacheCall, batch: int, seqlens: Any) -> tuple[Any, Any, Any, Any]:
@@ -114,7 +132,7 @@ def _as_pages(call: CacheCall, batch: int, seqlens: Any) -> tuple[Any, Any, Any,
         parts = size // page
         table = first * parts + torch.arange(parts, dtype=torch.int32, device=first.device)
     else:
-        left = _integers(call, "cache_leftpad", call.cache_leftpad, batch)
+        left = _integers(call, "cache_leftpad", call.cache_leftpad, size)
         parts = size
         at = left[:, None] + torch.arange(size, dtype=torch.int32, device=first.device)
         table = first * size + at.clamp(max=size - 1)
@@ -145,24 +163,42 @@ def _rows(call: CacheCall, batch: int) -> Any:
     """The row of the cache that each sequence has."""
     if call.cache_batch_idx is None:
         return torch.arange(batch, dtype=torch.int32, device=call.q.device)
-    return _integers(call, "cache_batch_idx", call.cache_batch_idx, batch)
+    return _integers(call, "cache_batch_idx", call.cache_batch_idx, call.k_cache.shape[0] - 1)
 
 
-def _lengths(call: CacheCall, given: Any) -> Any:
-    batch = call.q.shape[0]
+def _lengths(call: CacheCall, room: int) -> Any:
+    """Keys that each sequence has, int32 where q is; None for all that there is room for."""
+    given = call.cache_seqlens
     if given is None:
         return None
-    if isinstance(given, int):
-        return torch.full((batch,), given, dtype=torch.int32, device=call.q.device)
-    return _integers(call, "cache_seqlens", given, batch)
+    batch = call.q.shape[0]
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = torch.full((batch,), max(min(given, 1 << 31), -(1 << 31)))  # what is outside of int32 stays outside
+    found = _integers(call, "cache_seqlens", given, room)
+    new = 0 if call.k is None else call.k.shape[1]
+    if given.is_cpu and batch and int(given.max()) + new > room:
+        raise InvalidShapeError(
+            f"[{call.op}] expected room for {int(given.max())} keys and {new} new ones, got {room}; give the cache "
+            "more room"
+        )
+    return found
 
 
-def _integers(call: CacheCall, name: str, given: Any, batch: int) -> Any:
-    integers = isinstance(given, torch.Tensor) and given.dtype in (torch.int32, torch.int64)
-    if not integers or tuple(given.shape) != (batch,):
+def _integers(call: CacheCall, name: str, given: Any, most: int) -> Any:
+    """A number for each sequence, where q is; those in host memory are from 0 to ``most``."""
+    batch = call.q.shape[0]
+    kind = isinstance(given, torch.Tensor) and given.dtype in (torch.int32, torch.int64)
+    if not kind or tuple(given.shape) != (batch,):
         got = f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         raise InvalidDtypeError(f"[{call.op}] expected {name} as an int32 tensor [{batch}], got {got}; convert it")
-    return given.to(torch.int32)
+    if given.is_cpu and batch:
+        least, largest = (int(x) for x in given.aminmax())
+        if least < 0 or largest > most:
+            raise InvalidArgumentError(
+                f"[{call.op}] expected {name} from 0 to {most}, got {given.tolist()}; correct it, or give the cache "
+                "more room"
+            )
+    return given.to(call.q.device, torch.int32)
 
 
 def _check(call: CacheCall) -> None:
@@ -178,9 +214,58 @@ def _check(call: CacheCall) -> None:
             f"[{op}] expected a block_table without cache_batch_idx and cache_leftpad, got one of these; put it into "
             "the table"
         )
-    tensors = (call.q, call.k_cache, call.v_cache, call.k, call.v)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise AuleError(
-            "AULE_ERROR_NO_GRADIENT",
-            f"[{op}] expected tensors that need no gradient, got requires_grad=True; use torch.no_grad()",
+    for name in ("k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"):
+        tensor = getattr(call, name)
+        if tensor is None:
+            continue
+        require_plain(tensor, name, op)
+        if tensor.device != call.q.device:
+            raise DeviceMismatchError(
+                f"[{op}] expected {name} on {call.q.device} like q, got {tensor.device}; move it with .to"
+            )
+        if torch.is_grad_enabled() and (tensor.requires_grad or call.q.requires_grad):
+            raise AuleError(
+                "AULE_ERROR_NO_GRADIENT",
+                f"[{op}] expected tensors that need no gradient, got requires_grad=True; use torch.no_grad()",
+            )
+    if call.block_table is not None:
+        shape = tuple(integers(op, "block_table", call.block_table).shape)
+        if len(shape) != 2 or shape[0] != call.q.shape[0]:
+            raise InvalidShapeError(
+                f"[{op}] expected block_table of [{call.q.shape[0]}, max_pages], got {list(shape)}; give each sequence "
+                "a row"
+            )
+    elif call.k_cache.shape[1] == 0 and not (call.cache_batch_idx is None and call.cache_leftpad is None):
+        raise InvalidShapeError(f"[{op}] expected k_cache with room for keys, got {list(call.k_cache.shape)}")
+
+
+def _check_new(call: CacheCall, options: dict[str, Any]) -> None:
+    """What is to be written, and where."""
+    op, batch = call.op, call.q.shape[0]
+    for name in ("k", "v"):
+        shape = tuple(getattr(call, name).shape)
+        if shape[:2] != (batch, call.k.shape[1]):
+            raise InvalidShapeError(
+                f"[{op}] expected {name} of [{batch}, {call.k.shape[1]}, heads_kv, head_dim], got {list(shape)}; give "
+                "each sequence as many new tokens"
+            )
+        cache = getattr(call, f"{name}_cache")
+        if any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
+            raise InvalidShapeError(
+                f"[{op}] expected {name}_cache with memory for every element, got an expanded tensor; clone it first"
+            )
+    chosen = call.cache_batch_idx
+    if chosen is not None and chosen.is_cpu and len(set(chosen.tolist())) != batch:
+        raise InvalidArgumentError(
+            f"[{op}] expected every row of the cache once in cache_batch_idx with k and v, got {chosen.tolist()}; one "
+            "would overwrite the other"
         )
+    lens = call.cache_seqlens
+    if call.rotary_cos is not None and batch and (isinstance(lens, int) or lens.is_cpu):
+        further = max(call.k.shape[1], call.q.shape[1] if _local(options) else 1)
+        needed = (lens if isinstance(lens, int) else int(lens.max())) + further
+        if call.rotary_cos.dim() == 2 and call.rotary_cos.shape[0] < needed:  # others are told about their shape
+            raise InvalidShapeError(
+                f"[{op}] expected rotary_cos and rotary_sin of at least {needed} positions, got "
+                f"{call.rotary_cos.shape[0]}; compute more"
+            )

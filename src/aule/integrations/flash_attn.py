@@ -17,9 +17,11 @@ import torch
 
 from aule.api import flash_attention, flash_attention_paged, flash_attention_varlen
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.frontends.torch import autocast
+from aule.frontends.torch_routes import autocast
 from aule.frontends.torch_sdpa import host_backend
+from aule.frontends.torch_views import integers
 from aule.integrations._flash_attn_cache import CacheCall, split_pages, with_kvcache
+from aule.ops.checked import checked_flag, checked_integer, checked_number
 
 __all__ = [
     "flash_attn_func",
@@ -293,10 +295,11 @@ def flash_attn_with_kvcache(
     _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k_cache=k_cache, v_cache=v_cache)
     if k is not None and v is not None:
         _check(op, 4, "[batch, new, heads_kv, head_dim]", k=k, v=v)
+    return_softmax_lse = checked_flag(op, "return_softmax_lse", return_softmax_lse)
     plain = _Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, False)
     call = CacheCall(
         op, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        block_table, rotary_interleaved,
+        block_table, checked_flag(op, "rotary_interleaved", rotary_interleaved),
     )  # fmt: skip
     out, lse = with_kvcache(call, _decode_keywords(op, plain, q))
     return (out, lse) if return_softmax_lse else out
@@ -340,16 +343,17 @@ def _packed(op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest: tupl
 def _paged(
     op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest_q: int, block_table: Any, options: _Options
 ) -> Any:
-    given = _decode_keywords(op, options, q)
-    if options.dropout_p or _needs_gradient(q, k, v):
-        remedy = "gather k and v first"
-        raise _unsupported(op, "neither dropout nor gradients with block_table", "one of them", remedy)
     _check(op, 3, "[total, heads, head_dim]", q=q)
     _check(op, 4, "[pages, page, heads_kv, head_dim]", k=k, v=v)
+    given = _decode_keywords(op, options, q)
+    if checked_number(op, "dropout_p", options.dropout_p) or _needs_gradient(q, k, v):
+        remedy = "gather k and v first"
+        raise _unsupported(op, "neither dropout nor gradients with block_table", "one of them", remedy)
+    at_k = integers(op, "cu_seqlens_k", at_k)
+    if at_k.dim() != 1:
+        raise InvalidShapeError(f"[{op}] expected cu_seqlens_k of [batch + 1], got {list(at_k.shape)}; flatten it")
     k, v, table = split_pages(op, k, v, block_table)
-    return flash_attention_paged(
-        q, k, v, table, at_k.diff().to(torch.int32), cu_seqlens_q=at_q, max_seqlen_q=longest_q, **given
-    )
+    return flash_attention_paged(q, k, v, table, at_k.diff(), cu_seqlens_q=at_q, max_seqlen_q=longest_q, **given)
 
 
 def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
@@ -369,17 +373,19 @@ def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
 
 def _keywords(op: str, options: _Options) -> dict[str, Any]:
     """The options as `aule.flash_attention` takes them."""
-    if options.return_attn_probs:
+    if checked_flag(op, "return_attn_probs", options.return_attn_probs):
         remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
         raise _unsupported(op, "return_attn_probs=False", "True", remedy)
-    if len(options.window_size) != 2:
+    sides = options.window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise InvalidArgumentError(
-            f"[{op}] expected window_size as (left, right), got {options.window_size}; pass -1 for an open side"
+            f"[{op}] expected window_size as (left, right), got {sides!r}; pass -1 for an open side"
         )
+    left, right = (checked_integer(op, "window_size", side, "pass -1 for an open side") for side in sides)
     return {
         "causal": options.causal,
         "scale": options.softmax_scale,
-        "window": tuple(-1 if side < 0 else side for side in options.window_size),
+        "window": (max(left, -1), max(right, -1)),
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
         "dropout_p": options.dropout_p,

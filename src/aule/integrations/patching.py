@@ -19,6 +19,7 @@ import torch
 from aule import nn
 from aule.errors import InvalidArgumentError
 from aule.fused import rope
+from aule.ops.checked import checked_flag
 
 __all__ = ["PatchReport", "patch_model"]
 
@@ -98,7 +99,10 @@ def patch_model(
         raise InvalidArgumentError(
             f"[patch_model] expected a torch.nn.Module, got {type(model).__name__}; pass the model"
         )
-    wanted = {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": gated, "geglu": gated}
+    given = {"rms_norm": rms_norm, "layer_norm": layer_norm, "gated": gated, "rope": rope}
+    flags = {name: checked_flag("patch_model", name, flag) for name, flag in given.items()}
+    wanted = {"rms_norm": flags["rms_norm"], "layer_norm": flags["layer_norm"]}
+    wanted |= {"swiglu": flags["gated"], "geglu": flags["gated"]}
     swapped: Counter[str] = Counter()
     classes: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
@@ -119,7 +123,7 @@ def patch_model(
                 swapped[op] += 1
                 classes[type(layer).__name__] += 1
             setattr(parent, name, made[id(layer)])
-    for layer in model.modules() if rope else ():
+    for layer in model.modules() if flags["rope"] else ():
         if _rotates(layer):
             layer._aule_rotates = True
             swapped["rope"] += 1

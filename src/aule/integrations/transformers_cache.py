@@ -136,12 +136,13 @@ class AuleCache(Cache):  # type: ignore[misc]
             options |= {"cu_seqlens_q": self._offsets, "max_seqlen_q": max(self._lengths, default=0)}
             pool.attend(query[0].transpose(0, 1), self.sequences, layer, out=out[0], **options)
             return out
-        seen = found.seen - rows
+        seen = found.seen
         if mask is not None:
             self._check(mask, seen, sliding_window)
         # Padding is before a sequence: of the first step, or of the first few, only what is behind it is kept.
         counts = [max(rows - max(pad - seen, 0), 0) for pad in self._pads]
         pool.append(self.sequences, key, value, layer, lengths=counts)
+        found.seen += rows  # only now: a step for which there was no room can be made again
         pool.attend(query, self.sequences, layer, out=out.transpose(1, 2), **options)
         return out
 
@@ -170,12 +171,13 @@ class AuleCache(Cache):  # type: ignore[misc]
         at = torch.arange(seen, seen + rows, device=mask.device)[:, None]
         column = torch.arange(keys, device=mask.device)
         fits = mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and keys == seen + rows
+        pads = self._pads
         if fits and seen == 0:
             pads = (~mask[:, 0].diagonal(dim1=-2, dim2=-1)).sum(-1).tolist()
-            self._pads = pads if len(pads) == len(self.sequences) else pads * len(self.sequences)
+            pads = pads if len(pads) == len(self.sequences) else pads * len(self.sequences)
         if fits:
-            pads = torch.tensor(self._pads, device=mask.device)[:, None, None, None]
-            expected = (column <= at) & (column >= pads)
+            first = torch.tensor(pads, device=mask.device)[:, None, None, None]
+            expected = (column <= at) & (column >= first)
             if sliding_window is not None:
                 expected = expected & (column > at - sliding_window)
             fits = bool((expected == mask).all())
@@ -185,6 +187,7 @@ class AuleCache(Cache):  # type: ignore[misc]
                 "[AuleCache] expected a causal mask with padding on the left, got another; pad on the left, or use a "
                 "DynamicCache",
             )
+        self._pads = pads
         self._checked = [*self._checked[-1:], mask]
 
     # -- what transformers asks of a cache ---------------------------------------------------------------------------
@@ -229,6 +232,10 @@ class AuleCache(Cache):  # type: ignore[misc]
         if self.pool is None:
             return
         old = self.sequences
+        if any(not 0 <= i < len(old) for i in rows):
+            raise InvalidArgumentError(
+                f"[AuleCache] expected rows from 0 to {len(old) - 1}, got {rows}; there are {len(old)} in the batch"
+            )
         self.sequences = [self.pool.fork(old[i]) for i in rows]
         self._pads = [self._pads[i] for i in rows]
         self._checked = []
@@ -266,8 +273,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
                 "[AuleCache] expected keys that need no gradient, got some; use torch.no_grad(), or train without it",
             )
         self.waiting = True
-        if self.cache._lengths is None:
-            self.seen += key_states.shape[-2]
         marked = key_states.view_as(key_states)  # the mark is this object's alone
         marked.aule_pages = (self.cache, self.number)
         return marked, value_states

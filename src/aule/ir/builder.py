@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from aule.artifact import SCALAR_FORMATS, Param
 from aule.errors import KernelError
-from aule.ir.kernel import KernelIR, Location, Op, Value
+from aule.ir.constants import computed, exact
+from aule.ir.kernel import KernelIR, Location, Op, Rounding, Value
 from aule.ir.types import (
     Fragment,
     Panels,
@@ -33,18 +34,8 @@ from aule.ir.types import (
 )
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_FOLD: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "min": min,
-    "max": max,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "shl": lambda a, b: a << b,
-}
-_DIGITS = {"bf16": 8, "f16": 11, "f32": 24, "f64": 53}
-"""Bits of precision of the floating-point types."""
+_FOLDED = frozenset({"add", "sub", "mul", "min", "max", "and", "or", "shl"})
+"""Operations on integer constants that are done while tracing: what index arithmetic is made of."""
 
 
 class Var:
@@ -80,7 +71,7 @@ class Builder:
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
     cluster : int, optional
         Workgroups, neighbours along the first axis, that run together; see ``cluster_load``.
-    fused_rounding : bool, optional
+    rounding : {"exact", "quick", "fused"}, optional
         As in `KernelIR`.
 
     Examples
@@ -101,14 +92,14 @@ class Builder:
         subgroup_size: int = 0,
         max_registers: int = 0,
         cluster: int = 1,
-        fused_rounding: bool = False,
+        rounding: Rounding = "exact",
     ) -> None:
         self.name = name
         self.workgroup = workgroup
         self.subgroup_size = subgroup_size
         self.max_registers = max_registers
         self.cluster = cluster
-        self.fused_rounding = fused_rounding
+        self.rounding = rounding
         self._params: list[Param] = []
         self._values: dict[str, Value] = {}
         self._shared: list[Value] = []
@@ -119,7 +110,7 @@ class Builder:
         """The kernel traced so far."""
         return KernelIR(
             self.name, tuple(self._params), dict(self._values), tuple(self._shared), self.workgroup, self._body,
-            self.subgroup_size, self.max_registers, self.cluster, self.fused_rounding,
+            self.subgroup_size, self.max_registers, self.cluster, self.rounding,
         )  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------
@@ -293,8 +284,8 @@ class Builder:
             return value
         if elem == bool_:
             raise KernelError(f"cast: expected a number as the result, got bool from {value.type}; use b.ne(value, 0)")
-        if value.constant is not None and _exact(value.constant, element(value.type)) and _exact(value.constant, elem):
-            return self.const(value.constant, elem)
+        if value.constant is not None and exact(value.constant, element(value.type)) and exact(value.constant, elem):
+            return self.const(value.constant, elem)  # casts of other constants are left to the device
         assert isinstance(value.type, Scalar | Vector | Fragment)
         return self.emit("cast", (value,), with_element(value.type, elem))
 
@@ -599,9 +590,10 @@ class Builder:
         if not (isinstance(type_, Scalar) and type_.is_int) or right.type != type_:
             return None
         x, y = left.constant, right.constant
-        if x is not None and y is not None and opcode in _FOLD and (opcode != "shl" or 0 <= y < type_.bits):
-            result = _FOLD[opcode](x, y)
-            return self.const(result, type_) if _exact(result, type_) else None  # what wraps is left to the device
+        if x is not None and y is not None and opcode in _FOLDED:
+            result = computed(opcode, x, y, type_)
+            if result is not None:
+                return self.const(result, type_) if exact(result, type_) else None  # what wraps is left to the device
         if (opcode in ("add", "or", "xor", "shl", "shr", "sub") and y == 0) or (opcode in ("mul", "div") and y == 1):
             return left
         if (opcode in ("add", "or", "xor") and x == 0) or (opcode == "mul" and x == 1):
@@ -620,16 +612,6 @@ class Builder:
 
 
 _NOTHING = Value(bool_)
-
-
-def _exact(value: float | int | bool, elem: Scalar) -> bool:
-    """Whether a type holds a whole number or an infinity as it is. Casts of other constants are left to the device."""
-    if not math.isfinite(value) or value != int(value):
-        return math.isinf(value) and elem.is_float
-    if elem.is_float:
-        return abs(value) <= 1 << _DIGITS[elem.name]
-    low = -(1 << (elem.bits - 1)) if elem.is_signed else 0
-    return low <= value < low + (1 << elem.bits)
 
 
 def _location() -> Location:

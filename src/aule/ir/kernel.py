@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aule.artifact import Param
 from aule.ir.types import Pointer, Type
 
 if TYPE_CHECKING:
     from aule.ir.builder import Builder
+
+Rounding = Literal["exact", "quick", "fused"]
+"""See `KernelIR`."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +181,10 @@ class KernelIR:
     cluster : int
         Workgroups, neighbours along the first axis, that run at the same time and may read each other's shared memory;
         the grid's first axis is a multiple of it.
-    fused_rounding : bool
-        Where a language has to round to bf16 itself, it takes one fused operation less. Registers may be more.
+    rounding : {"exact", "quick", "fused"}
+        How f32 becomes 16 bits where a language has to see to that itself. ``quick`` cuts bf16 off from 2**110 on, a
+        NaN whose payload is in its lower half included, and lets a compiler leave out a cast to f16 and back;
+        ``fused`` is the same by one operation less, for which registers may be more.
     """
 
     name: str
@@ -191,7 +196,7 @@ class KernelIR:
     subgroup_size: int = 0
     max_registers: int = 0
     cluster: int = 1
-    fused_rounding: bool = False
+    rounding: Rounding = "exact"
 
     @property
     def shared_bytes(self) -> int:

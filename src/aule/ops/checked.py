@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from aule.errors import InvalidArgumentError
+
+LARGEST = 1e38
+"""What numbers that kernels have as float32, some of them times log2(e), stay within."""
 
 _TEXT = (str, bytes, bytearray)
 _NO_VALUE = (TypeError, ValueError, RuntimeError)
@@ -20,11 +24,22 @@ def checked_number(op: str, name: str, value: Any) -> float:
     try:
         if not isinstance(value, _TEXT):
             return float(value)
+    except OverflowError:  # an int that no float has: bounds are the caller's
+        return math.inf if value > 0 else -math.inf
     except _NO_VALUE:
         pass
     raise InvalidArgumentError(
         f"[{op}] expected {name} to be a number or None, got {type(value).__name__}; pass a Python float"
     )
+
+
+def number_or_nan(value: Any) -> float:
+    """A number as a float, and NaN for what is none, text included: callers refuse it together with what is outside of
+    their bounds."""
+    try:
+        return math.nan if isinstance(value, _TEXT) else float(value)
+    except (*_NO_VALUE, OverflowError):
+        return math.nan
 
 
 def checked_integer(op: str, name: str, value: Any, remedy: str) -> int:

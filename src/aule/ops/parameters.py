@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from aule.ir import Builder, Value
@@ -11,14 +12,18 @@ Access = Literal["read", "write", "readwrite"]
 
 
 class Parameters:
-    """The parameters of one kernel. ``index`` is the type of indices into memory."""
+    """The parameters of one kernel. ``index`` is the type of indices into memory; ``fixed`` are numbers, by name, that
+    all calls of the kernel have, and that it does not read."""
 
-    def __init__(self, b: Builder, index: Scalar = i64) -> None:
+    def __init__(self, b: Builder, index: Scalar = i64, fixed: Mapping[str, int | float] | None = None) -> None:
         self.b, self.index = b, index
+        self._fixed = fixed or {}
         self._known: dict[str, Value] = {}
 
     def number(self, name: str, type_: Scalar = i32) -> Value:
         """A scalar parameter; the same one however often it is asked for."""
+        if name in self._fixed:
+            return self.b.const(self._fixed[name], type_)
         if name not in self._known:
             self._known[name] = self.b.scalar(name, type_)
         return self._known[name]

@@ -39,6 +39,8 @@ class RowTuning:
         Rows are copied past the registers, as in `RowShape`, where they can be.
     packed : bool
         What registers hold stays as narrow as it is, as in `SpanShape`.
+    again : bool
+        Passes behind the first read rows again, as in `SpanShape`.
     """
 
     parts: int = 4
@@ -49,6 +51,7 @@ class RowTuning:
     registers: int = 0
     landed: bool = False
     packed: bool = False
+    again: bool = False
 
 
 TUNING = RowTuning()
@@ -110,7 +113,8 @@ AWAITING = 128
 not. 64 MiB: rms_norm of 1024 columns 3.76 -> 3.85, residual_layer_norm 3.70 -> 3.85, layer_norm 3.61 -> 3.74, and with
 at most 64 registers in place of 72 3.79; with 32 threads each that all begin early it has 3.19. 256 MiB: layer_norm
 with 128 threads 4.04, with 32 4.06. Longer rows, without and with that: rms_norm of 4096 columns 3.81, 3.86, of 16384
-3.44, 3.65."""
+3.44, 3.65. With a residual, 1024 columns, and each of four arrays of memory, a row for 64 threads and for 128:
+residual_rms_norm 3.86 to 3.93 and 4.09 to 4.12, residual_layer_norm 3.76 to 3.87 and 4.04 to 4.08."""
 _MANY_ROWS = 1 << 16
 _SHORT = 1024
 _LANDS = 4096
@@ -195,7 +199,7 @@ def choose_rows(
         whole = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
         tuning = replace(tuning, landed=tuning.landed and whole, packed=tuning.packed and narrow)
         return _over_cluster(target, length, width, rows, tuning)
-    summing = choose_sums(target, length, work) if work.copied else SUMS
+    summing = choose_sums(target, length, work, rows) if work.copied else SUMS
     if summing.packed and not narrow:
         summing = SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
@@ -236,36 +240,65 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
     if target.backend == "cuda" or work.written > 1:
         tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
     if target.vulkan_on_nvidia:
-        packed = length > _LONG and work.centred and work.written == 1
-        return replace(tuning, columns="first" if packed else _COLUMNS, packed=packed)
+        return _vulkan_tuning(length, work, tuning)
     if target.overlap and rows < _MANY_ROWS:
         tuning = replace(tuning, threads=AWAITING)
-        if narrow and length <= _SHORT and work.centred and work.written == 1:
+        if length <= _SHORT and work.written > 1:
+            tuning = replace(tuning, parts=1)
+        elif narrow and length <= _SHORT and work.centred:
             tuning = replace(tuning, registers=64)
     if length > _LANDS and work.centred and work.written == 1 and copies_past_registers(target):
         tuning = replace(tuning, parts=4, columns="late", landed=narrow)
-    elif _LANDS // 2 < length <= _LANDS and work.written > 1 and rows >= _LARGE_ROWS:
+    elif _is_middle(length) and work.written > 1 and rows >= _LARGE_ROWS:
         tuning = replace(tuning, parts=1)
     return tuning
 
 
-def has_moments(target: Target, dtype: str, length: int) -> bool:
+def _vulkan_tuning(length: int, work: Work, tuning: RowTuning) -> RowTuning:
+    """The same through Vulkan, where kernels know strides and lengths.
+
+    H200, bf16, TB/s, 64 MiB and 1 GiB. rms_norm of 4096 columns with two parts 3.55 and 4.10, four 3.51 and 4.11, one
+    3.07. residual_rms_norm of 4096 columns with one part 3.51 and 4.11, two 3.51 and 4.07, four 3.44. Of 1024 columns
+    residual_layer_norm with one part, so a row for 128 threads, 3.54 and 4.19, two 3.48 and 4.18, four 3.46 and 4.16.
+    residual_layer_norm of 16384 columns with eight parts 3.22 and 4.03, four 3.17 and 4.04, packed 3.09, two 2.95; of
+    4096 columns, by moments and with fused rounding, weights held 3.48 and 4.07; by moments alone 3.46 and 4.05,
+    weights held alone 3.44 and 4.06, neither 3.42 and 4.05; one part 3.32, four 3.26.
+    """
+    packed = length > _LONG and work.centred and work.written == 1
+    tuning = replace(tuning, columns="first" if packed else _COLUMNS, packed=packed)
+    if work.written > 1 and _SHORT // 2 < length <= _SHORT:
+        return replace(tuning, parts=1, threads=128)
+    if _is_middle(length):
+        if work.written > 1 and work.centred:
+            return replace(tuning, columns="held")
+        return tuning if work.centred else replace(tuning, parts=2 // work.written)
+    return replace(tuning, parts=8) if work.written > 1 and work.centred and length > _LONG else tuning
+
+
+def _is_middle(length: int) -> bool:
+    """Rows of about 4096 columns."""
+    return _LANDS // 2 < length <= _LANDS
+
+
+def has_moments(target: Target, dtype: str, length: int, work: Work = NO_SUMS) -> bool:
     """Whether mean and squares of rows are to come from one exchange: on GPUs, of 16-bit numbers. H200, 64 MiB, without
     and with: layer_norm of 16384 columns 3.15 and 3.32, with a residual 3.39 and 3.48, of 1024 columns 3.63 and 3.74;
-    through Vulkan, with a residual, 16384 columns 3.03 and 3.14, but 4096 3.36 and 3.31, without 3.19 and 3.14."""
-    long = length > _LONG or not target.vulkan_on_nvidia
+    through Vulkan, with a residual, 16384 columns 3.03 and 3.14, of 4096 3.42 and 3.46, without 3.19 and 3.14."""
+    long = length > _LONG or (work.written > 1 and _is_middle(length)) or not target.vulkan_on_nvidia
     return target.backend != "cpu" and SCALARS[dtype].bytes == 2 and long
 
 
-def rounds_fused(target: Target, length: int) -> bool:
+def rounds_fused(target: Target, length: int, work: Work = NO_SUMS) -> bool:
     """Whether a norm's results are rounded by a fused operation (`KernelIR`). H200 through Vulkan, 64 MiB, without and
     with, 16384 columns: layer_norm 2.93 and 2.98, residual_rms_norm 3.25 and 3.32, rms_norm 3.08 and 3.11; gradients
     1.76 and 1.83 (residual_layer_norm), 2.28 and 2.32, 2.54 and 2.55, layer_norm at 1 GiB 3.22 and 3.31. 4096 columns:
-    layer_norm 3.19 and 3.14, its gradient 2.72 and 2.68, with a residual 2.36 and 2.34."""
-    return target.vulkan_on_nvidia and length > _LONG
+    layer_norm 3.19 and 3.14, its gradient 2.72 and 2.68, with a residual 2.36 and 2.34; residual_layer_norm forward
+    (`_vulkan_tuning`) 3.46 and 3.48."""
+    middle = _is_middle(length) and work.written > 1 and work.centred
+    return target.vulkan_on_nvidia and (length > _LONG or middle)
 
 
-def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
+def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
     """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`."""
     if copies_past_registers(target):
         measured = _COPIED
@@ -276,13 +309,20 @@ def choose_sums(target: Target, length: int, work: Work) -> SumTuning:
     if len(set(work.copied)) > 1:
         return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
     choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
-    return next((tuning for longest, tuning in choices if length <= longest), SUMS)
+    tuning = next((tuning for longest, tuning in choices if length <= longest), SUMS)
+    if tuning.again and work.sums > 1 and rows >= _STEADY * (target.compute_units or _UNITS):
+        return replace(tuning, ahead=0)
+    return tuning
 
 
 _Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
 _FOUR = SumTuning(parts=4, gather=2)
 _ONE_PART = SumTuning(parts=1, widest=1024, resident=1024, through="registers")
 _AGAIN = SumTuning(parts=4, widest=512, ahead=0, columns="again")
+_PASSED = replace(_AGAIN, ahead=1, through="parked", again=True)
+_STEADY = 16
+"""Rows for each unit from which on two sums and rows that are read again leave nothing to what comes ahead; see the
+last lines of `_CARRIED`."""
 _COPIED: _Choices = {
     (1, 2): (
         (1024, SumTuning(resident=768, through="registers")),
@@ -326,12 +366,9 @@ columns, with 128 threads in place of 256, 3.11 (2.95), 4096 2.94 (2.72), 8192 2
 3.83, with one block ahead 3.67 (3.65); (2, 3) 16384 4.08 (4.03). Four that gather have 1.56 where two have 2.00.
 """
 _CARRIED: _Choices = {
-    (1, 2): ((4096, _ONE_PART), (16384, _AGAIN)),
-    (1, 3): ((8192, _ONE_PART), (16384, _AGAIN)),
-    (2, 2): (
-        (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_AGAIN, parts=8, most=64, widest=256, resident=256, ahead=1, through="parked")),
-    ),
+    (1, 2): ((4096, _ONE_PART), (8192, _AGAIN), (16384, _PASSED)),
+    (1, 3): ((8192, _ONE_PART), (16384, replace(_AGAIN, packed=True))),
+    (2, 2): ((8192, SumTuning(widest=512, through="registers")), (16384, _PASSED)),
     (2, 3): (
         (1024, replace(_ONE_PART, threads=384, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
@@ -364,6 +401,13 @@ Four side by side 2.20, in half as many workgroups 2.57; rows of 32 or 64 thread
 With statistics of rows, 512 MiB, in parentheses without: (2, 2) 1024 columns 3.83 (3.40), 4096 3.76 (3.33); (2, 3) 4096
 3.84 (3.41). 16384 columns: (2, 2) all rows ahead, x parked, by 256 threads 3.11, x alone ahead by 512 3.06 (2.89),
 nothing ahead 2.67; (2, 3) nothing ahead, packed, 3.28, x alone ahead by 256 threads 2.72 (2.72).
+
+16384 columns, dy read again in the last pass rather than kept, strides known, 64 MiB and 1 GiB, in parentheses before:
+(1, 2) x parked 2.72 and 3.92 (2.55 and 3.84), not parked 2.50 and 3.59, nothing ahead 2.00 and 2.60; (2, 2) x parked
+2.13 and 3.12 (2.01 and 3.22), not parked 2.05 and 3.23, by 256 threads 2.09 and 3.31, nothing ahead 2.00 and 3.46,
+which is quicker from 2000 rows on by these; (2, 3) x parked 1.73 and 3.06 (1.90 and 3.68), not parked 1.77 and 3.30,
+nothing ahead 1.86 and 3.76. dy kept, but packed: (2, 2) by 512 threads 2.08 and 3.05, by 256 1.99; (1, 3) nothing ahead
+2.41 (2.31, 2.39 with strides known).
 """
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
@@ -392,7 +436,7 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
     span = SpanShape(width)
     if parts * width <= tuning.most:
         ragged = pieces % threads != 0
-        span = SpanShape(width, parts, ragged, columns=tuning.columns, packed=tuning.packed)
+        span = SpanShape(width, parts, ragged, columns=tuning.columns, packed=tuning.packed, again=tuning.again)
     if not isinstance(tuning, SumTuning):
         landed = tuning.landed and span.parts > 0
         return RowShape(threads, slots, exact=rows % slots == 0, registers=tuning.registers, landed=landed), span
@@ -452,7 +496,35 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
     groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
     groups -= groups % shape.gather
+    even = -(-blocks // -(-blocks // groups))  # which are done no later, and leave fewer sums
+    even += even % shape.gather
+    if 10 * even >= 9 * groups:
+        groups = even
     return (min(blocks, groups) * shape.cluster, 1, 1)
+
+
+def fixes(target: Target, length: int, work: Work) -> bool:
+    """Whether kernels over rows without gaps are to know strides and lengths, rather than to read them.
+
+    What is read first, past a descriptor, is in no cache when a launch begins, and everything waits for it. H200
+    through Vulkan, 64 MiB, without and with: rms_norm of 4096 columns 3.39 and 3.51, layer_norm of 1024 and 4096
+    columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
+    divisions less, 3.05 and 3.36; 1 GiB the same. Gradients of long rows: layer_norm of 16384 columns 2.01 and 2.05,
+    residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and 2.72, 2.35 and
+    2.33. Through CUDA 0 to 1%.
+    """
+    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
+
+
+def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:
+    """The same shape, with whether a workgroup's number is that of its block."""
+    alike = not shape.loops and shape.cluster == 1 and grid[1] == 1
+    return replace(shape, numbered=target.vulkan_on_nvidia and alike)
+
+
+def begins_early(target: Target, shape: RowShape) -> bool:
+    """Whether a kernel begins while the launch before ends: where workgroups are large, and do not stay."""
+    return target.overlap and not shape.loops and shape.workgroup >= AWAITING
 
 
 def streams(views: Mapping[str, TensorView], target: Target) -> bool:
@@ -478,7 +550,9 @@ def lasts(views: Mapping[str, TensorView], target: Target, work: Work) -> bool:
     columns), 4.15 and 4.19 (layer_norm of 1024 columns), others the same. What is read evicted first 3.99 (in
     residual_rms_norm of 4096 columns, 4.13 as usual), what is written evicted first 4.13, last 4.11. 64 MiB, six inputs
     in turn: residual_rms_norm of 1024 columns 3.77 and 3.92, residual_layer_norm 3.62 and 3.74, of 16384 columns 3.45
-    and 3.61; rms_norm of 4096 columns 3.79 and 3.95, layer_norm 3.61 and 3.67, but of 1024 columns 3.80 and 3.65.
+    and 3.61; rms_norm of 4096 columns 3.79 and 3.95, layer_norm 3.61 and 3.67, but of 1024 columns 3.80 and 3.65. Rope
+    of 4096 columns, 1 GiB, 4.11 and 4.20, 64 MiB 4.02 to 4.07 and 3.94 to 3.99; swiglu 4.37 and 4.40, its gradient 4.29
+    and 4.35.
     """
     moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
     return target.backend == "cuda" and moved >= _LASTING_BYTES[work.written > 1]

@@ -16,6 +16,7 @@ from aule.target import Target
 from aule.tile.carried import Carried
 from aule.tile.column_sums import ColumnSums, gather
 from aule.tile.early import Early
+from aule.tile.matrix import divmod_const
 from aule.tile.parked import Parked
 from aule.tile.rows import Columns, RowArray, Rows, RowShape
 from aule.tile.spans import Span, SpanShape
@@ -136,7 +137,9 @@ class RowConfig:
     lasting : bool
         Rows that are read are the last that the second-level cache gives up.
     fused_rounding : bool
-        As in `KernelIR`.
+        Results are rounded by a fused operation (`KernelIR.rounding`).
+    fixed : tuple of (str, int or float)
+        Numbers that all calls have, as in `Parameters`.
     awaits : bool
         It begins while the launch before ends, waits for that itself, and lets the next launch do so.
     """
@@ -151,6 +154,7 @@ class RowConfig:
     awaits: bool = False
     lasting: bool = False
     fused_rounding: bool = False
+    fixed: tuple[tuple[str, int | float], ...] = ()
 
     def has(self, name: str) -> bool:
         return any(name == known for known, _ in self.operands)
@@ -162,6 +166,10 @@ class RowLayout:
 
     sizes: tuple[int, ...]
     strides: Mapping[str, tuple[int, ...]]
+
+    def dense(self, length: int) -> bool:
+        """Whether rows of so many columns follow each other without gaps, in all arrays."""
+        return len(self.sizes) == 1 and all(strides == (length,) for strides in self.strides.values())
 
     @property
     def scalars(self) -> dict[str, int | float]:
@@ -199,6 +207,11 @@ def view_numbers(views: Mapping[str, TensorView]) -> dict[str, int | float]:
         numbers[f"{name}_offset"] = view.offset
         numbers[f"{name}_col_stride"] = view.strides[-1]
     return numbers
+
+
+def fixed_numbers(scalars: Mapping[str, int | float]) -> tuple[tuple[str, int | float], ...]:
+    """For `RowConfig.fixed`: all but how many rows there are, which changes from call to call."""
+    return tuple((name, number) for name, number in scalars.items() if name != "rows")
 
 
 def extent(view: TensorView) -> int:
@@ -252,7 +265,7 @@ class RowKernel:
             shape.workgroup,
             max_registers=shape.registers,
             cluster=cluster,
-            fused_rounding=config.fused_rounding,
+            rounding="fused" if config.fused_rounding else "quick",
         )
         self.cpu = target.backend == "cpu"
         if config.awaits:
@@ -260,7 +273,7 @@ class RowKernel:
             self.b.launch_next()
         index: Scalar = i64 if self.cpu or config.index64 else i32
         self.column = i64 if self.cpu else i32
-        self.p = Parameters(self.b, index)
+        self.p = Parameters(self.b, index, dict(config.fixed))
         self.work = work_type(SCALARS[config.dtype])
         self._operands = dict(config.operands)
         self._found: dict[int, tuple[Value, list[Value]]] = {}
@@ -351,8 +364,11 @@ class RowKernel:
             rest, found = row, []
             for i in range(self.config.axes - 1, 0, -1):
                 size = self.p.number(f"axis{i}")
-                found.append(rest % size)
-                rest = rest // size
+                if size.constant is not None:
+                    rest, number = divmod_const(self.b, rest, size.constant)
+                else:
+                    rest, number = rest // size, rest % size
+                found.append(number)
             known = self._found[id(row)] = (row, [rest, *reversed(found)])
         return known[1]
 

@@ -15,13 +15,15 @@ from aule.target import Target
 @dataclass(frozen=True)
 class Step:
     """One launch of several: its configuration and what traces it, its grid, and its scalars by name. Where a kernel's
-    buffer has another name in this op, ``renamed`` has that by the kernel's."""
+    buffer has another name in this op, ``renamed`` has that by the kernel's. A step that goes ``together`` with the one
+    before waits itself for what it needs of that, and the two are given to the device at once."""
 
     config: Any
     build: Callable[[Any, Target], KernelIR]
     grid: tuple[int, int, int]
     scalars: Mapping[str, int | float]
     renamed: Mapping[str, str] = field(default_factory=dict)
+    together: bool = False
 
     def memory_of(self, parameter: str) -> str:
         """The name of the memory that a buffer parameter stands for."""

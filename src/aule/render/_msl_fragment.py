@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from aule.errors import KernelError
 from aule.ir.kernel import Op, Value
 from aule.ir.types import Fragment, Pointer, Scalar, ValueType, bf16, f16, f32
-from aule.render.clike import CPrinter, Expr, is_name
+from aule.render.clike import Expr, is_name
+from aule.render.clike_c import CPrinter
 
 _SIDE = 8
 _HELD = 2

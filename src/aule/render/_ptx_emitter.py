@@ -12,6 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from aule.errors import KernelError
+from aule.ir.constants import wrap
 from aule.ir.kernel import Op, Value
 from aule.ir.types import Scalar, Vector, element
 
@@ -207,12 +208,6 @@ def register_class(elem: Scalar) -> str:
 
 def lane_count(value: Value) -> int:
     return value.type.lanes if isinstance(value.type, Vector) else 1
-
-
-def wrap(value: int, elem: Scalar) -> int:
-    """An integer brought into the range of its type."""
-    value &= (1 << elem.bits) - 1
-    return value - (1 << elem.bits) if elem.is_signed and value >> (elem.bits - 1) else value
 
 
 def float_bits(value: float, elem: Scalar) -> int:

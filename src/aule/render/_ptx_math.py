@@ -8,14 +8,12 @@ is computed in f32 and rounded once more. f64 has no exp2, log2, sin and cos.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from aule.ir.constants import COMPARE, computed, wrap
 from aule.ir.kernel import Op
 from aule.ir.types import SCALARS, Scalar, element, f32
 from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split, to_f32
-from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class, wrap
+from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class
 
-_COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
 _PAIRED = {"add", "sub", "mul", "fma"}
 """What one instruction does to two fp16 numbers."""
 _EXTREMES = {"min", "max"}
@@ -43,12 +41,12 @@ def _instructions() -> dict[tuple[str, str], str]:
             table["mul", elem.name] = f"mul.lo.{kind}"
             if elem.is_signed:
                 table["abs", elem.name] = f"abs.s{bits}"
-            for opcode in _COMPARE:
+            for opcode in COMPARE:
                 table[opcode, elem.name] = f"setp.{opcode}.{kind}"
         elif elem.is_float and elem.name != "bf16":
             for opcode in ("add", "sub", "mul", "fma"):
                 table[opcode, elem.name] = f"{opcode}.rn.{elem}"
-            for opcode in _COMPARE:  # ne holds when unordered, the others do not
+            for opcode in COMPARE:  # ne holds when unordered, the others do not
                 table[opcode, elem.name] = f"setp.{'neu' if opcode == 'ne' else opcode}.{elem}"
         if elem.name in ("f32", "f64"):
             for opcode in ("neg", "abs", "min", "max"):
@@ -95,7 +93,7 @@ def lanewise(e: Emitter, op: Op) -> None:
         e.bind(op.result, _in_pairs(e, f"{op.opcode}.u16x2", [e.registers(x) for x in op.args]))
         return
     if instruction is not None and elem.bits != 8:
-        cls = "p" if op.opcode in _COMPARE else register_class(elem)
+        cls = "p" if op.opcode in COMPARE else register_class(elem)
         lanes = zip(*[e.operands(x) for x in op.args], strict=True)
         if elem.is_int:  # indices are traced again and again; equal ones must meet to share their addresses
             e.bind(op.result, tuple([_shared(e, op.opcode, instruction, cls, *lane) for lane in lanes]))
@@ -143,10 +141,10 @@ def compute(e: Emitter, op: Op, elem: Scalar, *x: str) -> str:
             return e.emit(f"{opcode}.f16", "h", *x)
         if (opcode, elem.name) not in _INSTRUCTIONS:
             wide = compute(e, op, f32, *[to_f32(e, elem, a) for a in x])
-            return wide if opcode in _COMPARE else from_f32(e, elem, wide)
+            return wide if opcode in COMPARE else from_f32(e, elem, wide)
     instruction = _INSTRUCTIONS.get((opcode, elem.name))
     if instruction is not None:
-        result = e.emit(instruction, "p" if opcode in _COMPARE else register_class(elem), *x)
+        result = e.emit(instruction, "p" if opcode in COMPARE else register_class(elem), *x)
     elif opcode in ("shl", "shr") and elem.is_int:
         result = _shift(e, opcode, elem, *x)
     elif opcode in ("sin", "cos") and elem.name == "f32":
@@ -239,47 +237,20 @@ def select(e: Emitter, op: Op) -> None:
 # -- integers that are known, or known up to a constant ----------------------------------------------------------------
 
 
-def _truncated(a: int, b: int) -> int:
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-_FOLD: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": _truncated,
-    "rem": lambda a, b: a - b * _truncated(a, b),
-    "min": min,
-    "max": max,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "shl": lambda a, b: a << b,
-    "shr": lambda a, b: a >> b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-}
-
-
 def _known(e: Emitter, op: Op, elem: Scalar) -> bool:
     """Fold constants (an unrolled loop makes many), and carry added ones along instead of adding them."""
     assert op.result is not None
     if len(op.args) != 2:
         return False
     a, b = e.integer(op.args[0]), e.integer(op.args[1])
-    if a is not None and b is not None and op.opcode in _FOLD:
-        if (op.opcode in ("div", "rem") and b == 0) or (op.opcode in ("shl", "shr") and not 0 <= b < elem.bits):
-            return False
-        folded = _FOLD[op.opcode](a, b)
-        if op.opcode in _COMPARE:
-            e.bind_truth(op.result, bool(folded))
-        else:
+    if a is not None and b is not None:
+        if op.opcode in COMPARE:
+            e.bind_truth(op.result, COMPARE[op.opcode](a, b))
+            return True
+        folded = computed(op.opcode, a, b, elem)
+        if folded is not None:
             e.bind_integer(op.result, folded)
-        return True
+            return True
     return elem.name in ("i32", "i64") and _carry(e, op, elem)
 
 

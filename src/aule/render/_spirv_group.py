@@ -90,7 +90,8 @@ class Group:
         assert isinstance(pointer.type, Pointer)
         elem, kind, shared = pointer.type.elem, op.attrs["kind"], pointer.type.space == "shared"
         instruction = _ATOMICS.get(kind, {}).get(elem.kind)
-        if elem == f32 and kind == "add" and not shared and "VK_EXT_shader_atomic_float" in self._target.extensions:
+        needed = "shaderSharedFloat32AtomicAdd" if shared else "VK_EXT_shader_atomic_float"
+        if elem == f32 and kind == "add" and needed in self._target.extensions:
             self._m.capability(Capability.AtomicFloat32AddEXT)
             self._m.extension("SPV_EXT_shader_atomic_float_add")
             instruction = Spv.AtomicFAddEXT

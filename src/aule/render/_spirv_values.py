@@ -28,7 +28,7 @@ _INSTRUCTIONS: dict[str, dict[str, int]] = {
     "sub": {"float": Op.FSub, "int": Op.ISub, "uint": Op.ISub},
     "mul": {"float": Op.FMul, "int": Op.IMul, "uint": Op.IMul},
     "div": {"float": Op.FDiv, "int": Op.SDiv, "uint": Op.UDiv},
-    "rem": {"int": Op.SRem, "uint": Op.UMod},
+    "rem": {"uint": Op.UMod},
     "and": {"bool": Op.LogicalAnd, "int": Op.BitwiseAnd, "uint": Op.BitwiseAnd},
     "or": {"bool": Op.LogicalOr, "int": Op.BitwiseOr, "uint": Op.BitwiseOr},
     "xor": {"bool": Op.LogicalNotEqual, "int": Op.BitwiseXor, "uint": Op.BitwiseXor},
@@ -93,11 +93,11 @@ def part_types(type_: ValueType) -> list[ValueType]:
 
 
 class Registers:
-    """Emits computations on parts into a module; for ``fused_rounding`` see `KernelIR`."""
+    """Emits computations on parts into a module; ``fused`` is the quick rounding to bf16 of that name (`KernelIR`)."""
 
-    def __init__(self, module: Module, fused_rounding: bool = False) -> None:
+    def __init__(self, module: Module, fused: bool = False) -> None:
         self.m = module
-        self.fused_rounding = fused_rounding
+        self.fused = fused
 
     # -- constants -------------------------------------------------------------------------------------------------
 
@@ -115,6 +115,8 @@ class Registers:
             return self._map(result, lambda t, x: self.m.result(Op.FDiv, self.m.type(t), self._one(t), x), operands)
         if opcode == "mulhi":
             return self._map(result, self._high_product, operands)
+        if opcode == "rem" and kind == "int":
+            return self._map(result, self._signed_remainder, operands)
         if opcode == "small" or (opcode == "abs" and kind == "uint"):
             return operands[0]
         number = _EXTENDED.get(opcode, {}).get(kind)
@@ -137,6 +139,13 @@ class Registers:
 
     def _map(self, result: ValueType, emit: Callable[..., int], operands: Sequence[Parts]) -> Parts:
         return tuple(emit(t, *(x[i] for x in operands)) for i, t in enumerate(part_types(result)))
+
+    def _signed_remainder(self, type_: ValueType, left: int, right: int) -> int:
+        """By the quotient: Vulkan leaves OpSRem undefined where an operand is negative, and NVIDIA takes both as
+        unsigned."""
+        number = self.m.type(type_)
+        whole = self.m.result(Op.IMul, number, self.m.result(Op.SDiv, number, left, right), right)
+        return self.m.result(Op.ISub, number, left, whole)
 
     def _high_product(self, type_: ValueType, left: int, right: int) -> int:
         """OpUMulExtended gives both words of the product; every device has it, 64-bit integers or not."""
@@ -312,7 +321,7 @@ class Registers:
             self.m.decorate(result, Decoration.NoContraction)
             return result
 
-        if self.fused_rounding or small:
+        if self.fused or small:
             scaled = exact(Op.FMul, part, self.constant(floats, -65535.0))
             upper = self.m.extended(Glsl.Fma, single, part, self.constant(floats, 65536.0), scaled)
             self.m.decorate(upper, Decoration.NoContraction)

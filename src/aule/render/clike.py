@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +16,8 @@ from aule.artifact import Artifact, Param
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, ValueType, Vector, element, f16, f64
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element, f16
+from aule.render._clike_names import Names
 from aule.target import Target
 
 _INLINE_CHARS = 48
@@ -27,6 +26,7 @@ _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and": "&", "or": "|", "xor": "^", "shl": "<<",
     "shr": ">>", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
+_SHIFTS = ("shl", "shr")
 _LOGICAL = {"and": "&&", "or": "||", "xor": "!="}
 _WIDENING = frozenset({"add", "sub", "mul", "div", "shl"})
 """Operations that C computes in a wider type for narrow operands."""
@@ -34,26 +34,6 @@ SUBGROUP_OPS = frozenset(
     {"lane_id", "subgroup_id", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any", "subgroup_all",
      "subgroup_barrier"}
 )  # fmt: skip
-_RESERVED = frozenset(
-    """
-    abs active alignas alignof all and any array as asm atomic attribute auto await barrier become bfloat bitcast bool
-    break case cast catch ceil char clamp class column common compile complex concept const const_assert constant
-    constexpr continue continuing convert cos crate debugger decltype default delete demote device diagnostic discard
-    do dot double else enable enum event exp exp2 explicit export extends extern external false fallthrough fast filter
-    final finally float floor fma fn for fragment friend from function get global goto half handle i32 if image2d_t impl
-    implements import inline int interface kernel layout let local log log2 long loop mad macro main match max meta
-    metal min mod module move mut mutable namespace new nil not null nullptr of operator or override package params
-    partial pass pipe pixel pow precise private protected ptr ptrdiff_t pub public queue read read_only read_write
-    readonly ref register require requires resource restrict return round rsqrt sampler select self set shared short
-    signed sin size_t sizeof smooth splat sqrt static std step storage struct super switch target template texture this
-    thread threadgroup throw trait true try type typedef typename typeof u32 uchar uint uint2 uint3 uint4 ulong uniform
-    union unsigned use ushort using var vec vec2 vec3 vec4 vector vertex virtual void volatile where while with
-    workgroup write write_only writeonly xor yield f16 f32 i64 u64 f64 float2 float4 half2 half4 int2 int4
-    FMA INFINITY NAN Params infinity local_invocation_index minus_infinity not_a_number num_workgroups
-    simdgroup_index_in_threadgroup subgroup_invocation_id subgroup_size thread_index_in_simdgroup
-    thread_index_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid workgroup_id
-    """.split()
-)
 
 
 class Expr(NamedTuple):
@@ -88,8 +68,7 @@ class Printer(ABC):
         """Declarations at the top of the kernel."""
         self.lines: list[str] = []
         self._depth = 1
-        self._taken: set[str] = set()
-        self._count = 0
+        self._names = Names()
         self._text: dict[Value, Expr] = {}
         self._pending: dict[Value, frozenset[Value]] = {}
         self._users: dict[Value, list[Op]] = {}
@@ -140,18 +119,7 @@ class Printer(ABC):
 
     def name(self, hint: str = "") -> str:
         """A new identifier."""
-        if not hint:
-            self._count += 1
-            hint = f"v{self._count - 1}"
-        base = re.sub(r"\W", "_", hint, flags=re.ASCII)
-        if base in _RESERVED or not base[0].isalpha() or "__" in base:
-            base = f"{base.strip('_').replace('__', '_')}_" if base[0].isalpha() else f"v{base.strip('_')}"
-        unique, count = base, 1
-        while unique in self._taken:
-            count += 1
-            unique = f"{base}{count}" if base.endswith("_") else f"{base}_{count}"
-        self._taken.add(unique)
-        return unique
+        return self._names.new(hint)
 
     def let(self, value: Value, text: str, atom: bool = True) -> None:
         """Fix what is written for a value."""
@@ -310,7 +278,7 @@ class Printer(ABC):
             raise KernelError(
                 f"{self.kernel.name}: an intrinsic of {op.attrs['language']} in {self.language} ({op.where})"
             )
-        code, args = str(op.attrs["code"]), [_Named(self.operand(a)) for a in op.args]
+        code, args = str(op.attrs["code"]), [_Named(self.operand(a), a.type) for a in op.args]
         if op.result is None:
             self.emit(code.format(None, *args))
             return
@@ -319,7 +287,7 @@ class Printer(ABC):
             # A plain assignment is the value's own line.
             self._define(op.result, Expr(code.removeprefix("{0} = ").removesuffix(";").format(None, *args)))
             return
-        result = _Named(self.name(op.result.hint))
+        result = _Named(self.name(op.result.hint), op.result.type)
         self.emit(self.declare(op.result.type, result.text, None, mutable=True))
         self.let(op.result, result.text)
         self.emit(code.format(result, *args))
@@ -382,11 +350,12 @@ class Printer(ABC):
         left, right = op.args
         assert op.result is not None
         symbol = _INFIX[op.opcode]
-        if left.type == Scalar("bool", "bool", 1):
+        if left.type == bool_:
             symbol = _LOGICAL.get(op.opcode, symbol)
         elif element(left.type).kind == "bool" and op.opcode == "xor":
             symbol = "!="
-        text = f"{self.operand(left)} {symbol} {self.shift_count(right) if 'sh' in op.opcode else self.operand(right)}"
+        first = self.operand(left)
+        text = f"{first} {symbol} {self.shift_count(right) if op.opcode in _SHIFTS else self.operand(right)}"
         if op.opcode not in _WIDENING:
             return Expr(text, atom=False)
         assert isinstance(op.result.type, Scalar | Vector)
@@ -538,80 +507,6 @@ class Printer(ABC):
             )
 
 
-class CPrinter(Printer):
-    """What OpenCL C and MSL share: C's types, pointers and casts."""
-
-    type_names: ClassVar[dict[str, str]] = {
-        "bool": "bool", "i8": "char", "i16": "short", "i32": "int", "i64": "long", "u8": "uchar", "u16": "ushort",
-        "u32": "uint", "u64": "ulong", "f16": "half", "f32": "float",
-    }  # fmt: skip
-
-    def declare(self, type_: ValueType, name: str, init: str | None, mutable: bool = False) -> str:
-        const = "" if mutable else "const "
-        return f"{const}{self.type_name(type_)} {name}{'' if init is None else f' = {init}'};"
-
-    def narrowed(self, type_: ValueType, text: str, atom: bool = False) -> Expr:
-        # C promotes small integers to int; the IR's arithmetic wraps in its own width.
-        if isinstance(type_, Scalar) and type_.is_int and type_.bits < 32:
-            return Expr(f"({self.type_name(type_)})({text})")
-        return Expr(text, atom)
-
-    def extreme(self, code: str, elem: Scalar) -> str:
-        # min and max of the language promise nothing for infinities; fmin and fmax do.
-        return f"f{code}" if elem.is_float else code
-
-    def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
-        if type_.kind == "bool":
-            return Expr("true" if value else "false")
-        if type_.is_int:
-            return self._integer(int(value), type_)
-        number = float(value)
-        if math.isnan(number):
-            text = "NAN"
-        elif math.isinf(number):
-            text = "INFINITY" if number > 0 else "-INFINITY"
-        elif type_ == f64:
-            return Expr(repr(number), number >= 0)
-        else:
-            text = decimal(number, type_) + "f"
-        return Expr(text, not text.startswith("-"))
-
-    def _integer(self, value: int, type_: Scalar) -> Expr:
-        value &= (1 << type_.bits) - 1
-        if type_.is_signed and value >> (type_.bits - 1):
-            value -= 1 << type_.bits
-        if type_.bits < 32:
-            return Expr(f"({self.type_name(type_)}){value}" if value >= 0 else f"({self.type_name(type_)})({value})")
-        suffix = ("" if type_.is_signed else "u") + ("L" if type_.bits == 64 else "")
-        if value == -(1 << (type_.bits - 1)):
-            # The literal without its minus sign does not fit.
-            return Expr(f"(-{-value - 1}{suffix} - 1)")
-        return Expr(f"{value}{suffix}", value >= 0)
-
-    def private(self, array: Value) -> str:
-        assert isinstance(array.type, Pointer)
-        return f"{self.type_name(array.type.elem)} {self.bare(array)}[{array.type.length}];"
-
-    def address(self, pointer: Value, index: Value) -> str:
-        """The pointer to an element."""
-        if index.constant == 0:
-            return self.operand(pointer)
-        return f"{self.operand(pointer)} + {self.operand(index)}"
-
-    def element_of(self, pointer: Value, index: Value, add: int = 0) -> str:
-        """An element as something that can be read and written."""
-        return f"{self.operand(pointer)}[{self.offset(index, add)}]"
-
-    def widest(self, pointer: Value) -> int:
-        """Bytes of the widest aligned vector that passes through an array; 0 when all are scalars."""
-        sizes = [0]
-        for op in self.users(pointer):
-            value = op.result if op.opcode == "load" else op.args[2] if op.opcode == "store" else None
-            if value is not None and isinstance(value.type, Vector) and op.attrs["align"] % value.type.lanes == 0:
-                sizes.append(value.type.bytes)
-        return max(sizes)
-
-
 def is_name(expr: Expr) -> bool:
     """True when the text is an identifier, which can be repeated for nothing."""
     return expr.text.isidentifier()
@@ -631,8 +526,8 @@ def decimal(number: float, type_: Scalar) -> str:
 class _Named:
     """An operand in an intrinsic's text: ``{1}`` is itself, ``{1[2]}`` its lane 2."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, type_: Type) -> None:
+        self.text, self._type = text, type_
 
     def __str__(self) -> str:
         return self.text
@@ -641,4 +536,4 @@ class _Named:
         return self.text
 
     def __getitem__(self, lane: int) -> str:
-        return f"{self.text}.{'xyzw'[lane]}" if lane < 4 else f"{self.text}.s{lane:x}"
+        return self.text + swizzle(self._type, lane)

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.types import Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32, f64, i32
 from aule.ir.verify import verify
-from aule.render.clike import CPrinter, Expr
+from aule.render.clike import Expr
+from aule.render.clike_c import CPrinter
 from aule.target import Target
 
 _SPACES = {"global": "__global", "shared": "__local", "private": "__private"}
@@ -116,8 +119,11 @@ class _OpenCL(CPrinter):
         return "half" if pointer.elem == f16 else self.type_name(pointer.elem)
 
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
+        if type_ == f16 and self._soft_half:  # a float, which has the number that fp16 has in its place
+            with np.errstate(over="ignore"):
+                return super().literal(float(np.float16(value)), f32)
         expr = super().literal(value, type_)
-        return Expr(f"(half){expr.text}") if type_ == f16 and not self._soft_half else expr
+        return Expr(f"(half){expr.text}") if type_ == f16 else expr
 
     def narrowed(self, type_: ValueType, text: str, atom: bool = False) -> Expr:
         if element(type_) == f16 and self._soft_half:

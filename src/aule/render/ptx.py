@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from aule.artifact import Artifact
 from aule.errors import KernelError
+from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, element, u16
@@ -29,7 +30,6 @@ from aule.render._ptx_emitter import (
     move_type,
     refuse,
     register_class,
-    wrap,
 )
 from aule.target import Target
 

@@ -10,9 +10,10 @@ Drivers are not asked for more than they said they can do, with three decisions 
   finite numbers by default.
 * f32 to f16 must round to nearest even, which Vulkan leaves to the driver. Where the target lists
   ``shaderRoundingModeRTEFloat16`` the mode is declared for the whole kernel; else conversions that go straight to a
-  buffer are decorated with the rounding mode, and all others are done in integers. Fragments are left to the driver,
-  except that those that become bf16 are rounded before, as are numbers where the target lists
-  ``VK_KHR_shader_bfloat16``, whose conversion may truncate.
+  buffer are decorated with the rounding mode, and all others are done in integers. They are for NVIDIA, too, whose
+  compiler leaves out a conversion and its way back, unless the kernel is content with that (``KernelIR.rounding``).
+  Fragments are left to the driver, except that those that become bf16 are rounded before, as are numbers where the
+  target lists ``VK_KHR_shader_bfloat16``, whose conversion may truncate, and the kernel wants it quick.
 * The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
 
 Shared memory is viewed as scalars and as vectors where the target lists ``VK_KHR_workgroup_memory_explicit_layout``
@@ -29,6 +30,8 @@ from aule.artifact import Artifact
 from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
+from aule.ir.passes.round_half import returning
+from aule.ir.passes.soft_half import float_to_bfloat
 from aule.ir.types import Fragment, Pointer, Scalar, Vector, bf16, element, f16, f32, i8, i16, u8, u16
 from aule.render._spirv_kernel import RTE_HALF, KernelRenderer
 from aule.render._spirv_memory import access_unit
@@ -118,21 +121,29 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
     if packed:
         present |= {u16, u8}
     converts = u16 in computable and target.storage16
+    narrow = _exact_bfloat if kernel.rounding == "exact" else _quick_bfloat
     return Legal(
         soft=frozenset(soft),
         packed=frozenset(packed),
         widened=frozenset({i8, u8, i16, u16} & present - computable),
         int64=target.int64 or not any(t.bits == 64 and t.is_int for t in present),
-        float_to_bfloat=_float_to_bfloat if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
+        float_to_bfloat=narrow if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
         pairs=converts,
         waits=True,
     )
 
 
-def _float_to_bfloat(b: Builder, value: Value) -> Value:
-    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16."""
+def _quick_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16, rounded before; not for every number (`KernelIR`)."""
     lanes = lanes_of(value.type)
     return b.bitcast(b.cast(value, bf16), u16 if lanes == 1 else Vector(u16, lanes))
+
+
+def _exact_bfloat(b: Builder, value: Value) -> Value:
+    """f32 to bf16 bits: in integers what is not known to be small."""
+    if value.op is not None and value.op.opcode == "small":
+        return _quick_bfloat(b, value)
+    return b.cast(float_to_bfloat(b, value), u16)
 
 
 def _half_stays_in_memory(kernel: KernelIR) -> bool:
@@ -164,8 +175,12 @@ def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) 
         if op.result is not None and op.opcode == "cast" and element(op.result.type) == f16
         and not isinstance(op.result.type, Fragment)
     }  # fmt: skip
-    if not casts or f16 not in computable or RTE_HALF in target.extensions:
+    if not casts or f16 not in computable:
         return {}
+    if RTE_HALF in target.extensions:
+        # NVIDIA's compiler leaves out a conversion and its way back.
+        hidden = returning(kernel) if target.vendor == "nvidia" and kernel.rounding == "exact" else {}
+        return dict.fromkeys(hidden, "software")
     direct: dict[Value, bool] = {}
     for op in kernel.walk():
         for position, value in enumerate(op.args):

@@ -59,16 +59,23 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         The kernel breaks a rule of the IR, or needs what WGSL cannot say.
     """
     verify(kernel)
-    legal = legalise(kernel, legal_for(target))
+    legal = legalise(kernel, _legal(kernel, target))
     verify(legal)
     return _Wgsl(legal, target).artifact(kernel.params)
 
 
-def legal_for(target: Target) -> Legal:
+def _legal(kernel: KernelIR, target: Target) -> Legal:
     """What WGSL can say on a device."""
-    soft = frozenset({bf16}) if target.f16 else frozenset({bf16, f16})
-    packed = _SMALL if target.storage16 else _SMALL | {f16}
-    return Legal(soft, packed, _SMALL, int64=False, mulhi=False, max_lanes=4, half_to_float=_half_to_float)
+    return Legal(
+        soft=frozenset({bf16}) if target.f16 else frozenset({bf16, f16}),
+        packed=_SMALL if target.storage16 else _SMALL | {f16},
+        widened=_SMALL,
+        int64=False,
+        mulhi=False,
+        max_lanes=4,
+        half_to_float=_half_to_float,
+        rounded=kernel.rounding == "exact" and target.vendor == "nvidia",
+    )
 
 
 def _half_to_float(b: Builder, bits: Value) -> Value:
@@ -187,6 +194,31 @@ class _Wgsl(Printer):
 
     def select(self, condition: Value, yes: Value, no: Value) -> Expr:
         return Expr(f"select({self.bare(no)}, {self.bare(yes)}, {self.bare(condition)})")
+
+    def infix(self, op: Op) -> Expr:
+        left, right = op.args
+        elem = element(left.type)
+        if op.opcode == "rem" and elem.is_signed:
+            # By the quotient: of the operator naga makes what Vulkan leaves undefined for negative numbers.
+            for value in op.args:
+                self.named(value)
+            x, y = self.operand(left), self.operand(right)
+            return Expr(f"{x} - {x} / {y} * {y}", atom=False)
+        if op.opcode in ("eq", "ne") and elem.is_float:
+            if left is right:
+                return self._is_number(left, op.opcode)
+            if op.opcode == "ne":  # naga's own is false where an operand is NaN
+                return Expr(f"!({self.operand(left)} == {self.operand(right)})", atom=False)
+        return super().infix(op)
+
+    def _is_number(self, value: Value, opcode: str) -> Expr:
+        """Whether a number equals itself, by its bits: WGSL lets a compiler assume that every one does."""
+        text = self.bare(value)
+        if element(value.type) == f16:
+            text = f"{self.type_name(_like(value.type, f32))}({text})"
+        words = self.type_name(_like(value.type, u32))
+        compared = "<=" if opcode == "eq" else ">"
+        return Expr(f"(bitcast<{words}>({text}) & {words}(0x7fffffffu)) {compared} {words}(0x7f800000u)", atom=False)
 
     def shift_count(self, count: Value) -> str:
         if count.constant is not None:

@@ -1,4 +1,4 @@
-"""A loaded CUDA kernel and the storage that its launch parameters are passed in."""
+"""A loaded CUDA kernel, the storage that its launch parameters are passed in, and launches that are known before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import Any
 
 from aule.artifact import SCALAR_FORMATS, Artifact, Param
 from aule.errors import InvalidArgumentError
-from aule.runtime._cuda_driver import PROGRAMMATIC_STREAM_SERIALIZATION, LaunchAttribute, LaunchConfig
+from aule.runtime._cuda_context import Context
+from aule.runtime._cuda_driver import (
+    ELSEWHERE,
+    PROGRAMMATIC_STREAM_SERIALIZATION,
+    Driver,
+    LaunchAttribute,
+    LaunchConfig,
+)
+from aule.runtime.base import Program
 
 
 class Arguments:
@@ -69,6 +77,65 @@ class Kernel:
             config.attributes, config.count = ctypes.pointer(attribute), 1
         stream = ctypes.c_void_p.from_buffer(config, LaunchConfig.stream.offset)
         return stream, (ctypes.byref(config), self.function, arguments.table, None)
+
+
+class PreparedLaunch:
+    """A launch whose kernel, grid and scalars are fixed; made by `CudaDevice.prepare`.
+
+    ``launch`` allocates nothing, records no event and waits for nothing, so a CUDA graph can capture it. It is ordered
+    by its stream alone: give it pointers of the framework that owns the stream. Threads may share it.
+    """
+
+    __slots__ = ("_arguments", "_call", "_context", "_launch", "_pack_pointers", "_program", "_storage", "_stream")
+
+    def __init__(
+        self, context: Context, driver: Driver, program: Program, grid: tuple[int, int, int], scalars: Sequence[object]
+    ) -> None:
+        kernel = program.handle
+        assert isinstance(kernel, Kernel)
+        self._context = context
+        self._program = program
+        self._stream = ctypes.c_void_p()
+        self._arguments = Arguments(program.artifact.params)
+        self._storage = self._arguments.storage
+        self._pack_pointers = self._arguments.pack_pointers
+        self._call = kernel.call(grid, self._stream, self._arguments)
+        self._launch = driver.launch_kernel
+        if driver.launch_kernel_ex is not None:
+            self._stream, self._call = kernel.extended_call(grid, self._arguments)
+            self._launch = driver.launch_kernel_ex
+        try:
+            self._arguments.pack_scalars(self._storage, self._arguments.scalars_at, *scalars)
+        except (struct.error, OverflowError, TypeError) as error:
+            raise refuse_arguments(program.artifact, error) from None
+
+    def launch(self, pointers: Sequence[int], stream: int) -> None:
+        """Launch with new pointers.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            One device address for each buffer, in the order of the kernel's buffers.
+        stream : int
+            Native stream handle; 0 is the legacy default stream.
+        """
+        context = self._context
+        with context.lock:
+            if context.refusal is not None:
+                raise context.refusal()
+            try:
+                self._pack_pointers(self._storage, 0, *pointers)
+            except (struct.error, TypeError) as error:
+                raise refuse_arguments(self._program.artifact, error) from None
+            self._stream.value = stream
+            # Frameworks have the context current as a rule; where it is not, the driver refuses, and asking it on every
+            # call would take half a microsecond.
+            code = self._launch(*self._call)
+            if code in ELSEWHERE:
+                with context.pushed():
+                    code = self._launch(*self._call)
+        if code:
+            raise context.failure(code, f"launch of {self._program.artifact.entry}")
 
 
 def refuse_arguments(artifact: Artifact, error: Exception) -> InvalidArgumentError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from aule.artifact import Artifact
@@ -183,28 +183,32 @@ class Context:
         self._used(self.ring.submit(slot), pipeline, regions)
 
     def launch_together(self, launches: Sequence[Dispatch]) -> None:
-        """Submit dispatches in one, which do not wait for each other. They are recorded anew each time: what is worth
-        more than one takes long."""
-        slots = self._slots_of(launches)
-        command = self.ring.begin(slots[0])
-        for slot, launch in zip(slots, launches, strict=True):
-            self._bind(command, slot, launch.pipeline)
-            self.vk.vkCmdDispatch(command, *launch.grid)
-        self.ring.order(slots[0], KERNELS, KERNELS | HOST)
+        """Submit dispatches in one, all or none; nothing is between them, so that one may begin while those before it
+        still run."""
+        key = tuple((d.pipeline.handle, d.grid, *[region.key for region in d.regions]) for d in launches)
+        slots, recorded = self._slots_of(launches, key)
+        if not recorded:
+            command = self.ring.begin(slots[0])
+            for slot, launch in zip(slots, launches, strict=True):
+                self._bind(command, slot, launch.pipeline)
+                self.vk.vkCmdDispatch(command, *launch.grid)
+            seen = any(region.address for launch in launches for region in launch.regions)
+            self.ring.order(slots[0], KERNELS, KERNELS | HOST if seen else KERNELS)
+            self.ring.end(slots[0], key, slots[1:])
         self._submit(slots, launches)
 
-    def _slots_of(self, launches: Sequence[Dispatch]) -> list[Slot]:
-        """A slot for each of several dispatches, the first of which will hold the commands of all; the others give
-        descriptors and scalars alone."""
-        slots = [self.ring.acquire(None)[0] for _ in launches]
+    def _slots_of(self, launches: Sequence[Dispatch], key: Hashable = None) -> tuple[list[Slot], bool]:
+        """A slot for each of several dispatches, the first of which holds the commands of all, or will; the others give
+        descriptors and scalars alone. And whether ``key`` is already recorded."""
+        slots, recorded = self.ring.acquire_several(key, len(launches))
         for slot, launch in zip(slots, launches, strict=True):
             self._write_scalars(slot, launch.pipeline, launch.scalars)
-            self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
-        return slots
+            if not recorded:
+                self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
+        return slots, recorded
 
     def _submit(self, slots: list[Slot], launches: Sequence[Dispatch]) -> int:
         """Submit what the first of the slots holds; returns the number of the submission."""
-        self.ring.end(slots[0], None)
         value = self.ring.submit(slots[0])
         for slot, launch in zip(slots, launches, strict=True):
             slot.value = value
@@ -218,7 +222,7 @@ class Context:
         if not self._queries:
             info = api.VkQueryPoolCreateInfo(queryType=api.VK_QUERY_TYPE_TIMESTAMP, queryCount=2)
             vk.vkCreateQueryPool(self._device, ctypes.byref(info), None, ctypes.byref(self._queries))
-        slots = self._slots_of(launches)
+        slots, _ = self._slots_of(launches)
         command = self.ring.begin(slots[0])
         vk.vkCmdResetQueryPool(command, self._queries, 0, 2)
         # At the top of the pipe the clock could be read while the work before is still under way.
@@ -231,6 +235,7 @@ class Context:
             vk.vkCmdDispatch(command, *launch.grid)
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 1)
         self.ring.order(slots[0], KERNELS, KERNELS | HOST)
+        self.ring.end(slots[0], None)
         self.timeline.wait(self._submit(slots, launches))
         ticks = (ctypes.c_uint64 * 2)()
         flags = api.VK_QUERY_RESULT_64_BIT | api.VK_QUERY_RESULT_WAIT_BIT

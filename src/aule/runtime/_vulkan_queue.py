@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from aule.runtime import _vulkan_api as api
@@ -165,7 +165,7 @@ kernels, copies and the host, 1.9 for kernels and copies, 1.8 for kernels alone.
 class Slot:
     """One command buffer, its place in the ring, and what is recorded in it."""
 
-    __slots__ = ("command", "index", "key", "value")
+    __slots__ = ("command", "helped", "helpers", "index", "key", "value")
 
     def __init__(self, index: int, command: int) -> None:
         self.index = index
@@ -173,6 +173,10 @@ class Slot:
         self.key: Hashable = None
         self.value = 0
         """Number of its last submission."""
+        self.helpers: tuple[Slot, ...] = ()
+        """Whose descriptors and scalars the recording takes beside its own."""
+        self.helped: Slot | None = None
+        """Whose recording takes this one's."""
 
 
 class Ring:
@@ -203,17 +207,26 @@ class Ring:
 
         ``None`` is the key of commands that are not to be found again.
         """
+        (slot,), recorded = self.acquire_several(key, 1)
+        return slot, recorded
+
+    def acquire_several(self, key: Hashable, count: int) -> tuple[list[Slot], bool]:
+        """The same of several, for as many dispatches in the commands of the first."""
         found = self._recorded.get(key)
         if found and self._timeline.reached(found[0].value):
-            slot = found[0]
+            slots = [found[0], *found[0].helpers]
             found.rotate(-1)
+            for slot in slots:
+                self._slots.move_to_end(slot.index)
+            return slots, True
+        slots = []
+        for _ in range(count):
+            slot = next(iter(self._slots.values()))
+            self._timeline.wait(slot.value)
+            self.forget(slot)
             self._slots.move_to_end(slot.index)
-            return slot, True
-        slot = next(iter(self._slots.values()))
-        self._timeline.wait(slot.value)
-        self.forget(slot)
-        self._slots.move_to_end(slot.index)
-        return slot, False
+            slots.append(slot)
+        return slots, False
 
     def begin(self, slot: Slot) -> int:
         """Start recording into a slot; returns its command buffer."""
@@ -228,12 +241,14 @@ class Ring:
             slot.command, before.stages, after.stages, 0, 1, ctypes.byref(one), 0, None, 0, None
         )
 
-    def end(self, slot: Slot, key: Hashable) -> None:
+    def end(self, slot: Slot, key: Hashable, helpers: Sequence[Slot] = ()) -> None:
         """Finish a recording. What it leaves for others is ordered by then; what the host wrote before a submission is
         visible to it anyway."""
         self._vk.vkEndCommandBuffer(slot.command)
         if key is not None:
-            slot.key = key
+            slot.key, slot.helpers = key, tuple(helpers)
+            for other in helpers:
+                other.helped = slot
             self._recorded.setdefault(key, deque()).append(slot)
 
     def submit(self, slot: Slot) -> int:
@@ -242,18 +257,24 @@ class Ring:
         return slot.value
 
     def forget(self, slot: Slot) -> None:
-        """A slot's recording is not to be used again."""
+        """A slot's recording, or that which it helps, is not to be used again."""
+        slot = slot.helped or slot
         if slot.key is not None:
             sharing = self._recorded[slot.key]
             sharing.remove(slot)
             if not sharing:
                 del self._recorded[slot.key]
-            slot.key = None
+            self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        for other in slot.helpers:
+            other.helped = None
+        slot.key, slot.helpers = None, ()
 
     def forget_all(self) -> None:
         """A buffer or pipeline is about to be destroyed: no recording may be submitted again."""
         for slot in self._slots.values():
-            slot.key = None
+            self._clear(slot)
         self._recorded.clear()
 
     def close(self) -> None:

@@ -86,7 +86,12 @@ _FEATURES: tuple[tuple[Any, tuple[str, ...], str, bool], ...] = (
     ),
     (
         api.VkPhysicalDeviceShaderAtomicFloatFeaturesEXT,
-        ("shaderBufferFloat32Atomics", "shaderBufferFloat32AtomicAdd"),
+        (
+            "shaderBufferFloat32Atomics",
+            "shaderBufferFloat32AtomicAdd",
+            "shaderSharedFloat32Atomics",
+            "shaderSharedFloat32AtomicAdd",
+        ),
         "VK_EXT_shader_atomic_float",
         False,
     ),
@@ -144,6 +149,7 @@ _REPORTED = {
     "VK_KHR_pipeline_executable_properties": "pipelineExecutableInfo",
     # Parts that an extension, or Vulkan itself, leaves to the driver go by the feature's own name.
     "shaderInt16": "shaderInt16",
+    "shaderSharedFloat32AtomicAdd": "shaderSharedFloat32AtomicAdd",
     "workgroupMemoryExplicitLayout8BitAccess": "workgroupMemoryExplicitLayout8BitAccess",
     "workgroupMemoryExplicitLayout16BitAccess": "workgroupMemoryExplicitLayout16BitAccess",
 }

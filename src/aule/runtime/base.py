@@ -99,8 +99,8 @@ class Device(ABC):
         for a scalar. ``stream`` is a native stream handle where the runtime has such (CUDA), else None."""
 
     def launch_together(self, launches: Sequence[Launch]) -> None:
-        """Start launches none of which depends on another: one may begin while those before it still run, where a
-        device can do that."""
+        """Start launches none of which depends on another, or which wait themselves for what those before them leave:
+        one may begin while those before it still run, where a device can do that."""
         for launch in launches:
             self.launch(*launch)
 

@@ -24,9 +24,8 @@ import contextlib
 import ctypes
 import logging
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -36,7 +35,6 @@ from aule.errors import (
     AuleError,
     BackendUnavailableError,
     ClosedError,
-    DeviceLostError,
     DeviceMismatchError,
     InvalidArgumentError,
     LaunchError,
@@ -44,7 +42,8 @@ from aule.errors import (
     ShaderCompileError,
 )
 from aule.runtime import _cuda_driver as cu
-from aule.runtime._cuda_kernel import Arguments, Kernel, refuse_arguments
+from aule.runtime._cuda_context import Context
+from aule.runtime._cuda_kernel import Kernel, PreparedLaunch, refuse_arguments
 from aule.runtime._cuda_pool import Block, Pool
 from aule.runtime._refused import save_refused
 from aule.runtime.base import Allocation, Device, Program
@@ -89,70 +88,6 @@ class _Wrapped(Allocation):
     __slots__ = ()
 
 
-class PreparedLaunch:
-    """A launch whose kernel, grid and scalars are fixed; made by `CudaDevice.prepare`.
-
-    ``launch`` allocates nothing, records no event and waits for nothing, so a CUDA graph can capture it. It is ordered
-    by its stream alone: give it pointers of the framework that owns the stream. Threads may share it.
-    """
-
-    __slots__ = ("_arguments", "_call", "_device", "_launch", "_pack_pointers", "_program", "_storage", "_stream")
-
-    def __init__(self, program: Program, grid: tuple[int, int, int], scalars: Sequence[object]) -> None:
-        device, kernel = program.device, program.handle
-        assert isinstance(device, CudaDevice) and isinstance(kernel, Kernel)
-        self._device = device
-        self._program = program
-        self._stream = cu.PTR()
-        self._arguments = Arguments(program.artifact.params)
-        self._storage = self._arguments.storage
-        self._pack_pointers = self._arguments.pack_pointers
-        self._call = kernel.call(grid, self._stream, self._arguments)
-        self._launch = device._driver.launch_kernel
-        if device._driver.launch_kernel_ex is not None:
-            self._stream, self._call = kernel.extended_call(grid, self._arguments)
-            self._launch = device._driver.launch_kernel_ex
-        self._write_scalars(scalars)
-
-    def _write_scalars(self, scalars: Sequence[object]) -> None:
-        try:
-            self._arguments.pack_scalars(self._storage, self._arguments.scalars_at, *scalars)
-        except (struct.error, OverflowError, TypeError) as error:
-            raise refuse_arguments(self._program.artifact, error) from None
-
-    def launch(self, pointers: Sequence[int], stream: int, scalars: Sequence[float] | None = None) -> None:
-        """Launch with new pointers.
-
-        Parameters
-        ----------
-        pointers : sequence of int
-            One device address for each buffer, in the order of the kernel's buffers.
-        stream : int
-            Native stream handle; 0 is the legacy default stream.
-        scalars : sequence of int or float, optional
-            New values of all scalars, which stay until changed again.
-        """
-        device = self._device
-        with device._lock:
-            if device._refusal is not None:
-                raise device._refusal()
-            try:
-                self._pack_pointers(self._storage, 0, *pointers)
-            except (struct.error, TypeError) as error:
-                raise refuse_arguments(self._program.artifact, error) from None
-            if scalars is not None:
-                self._write_scalars(scalars)
-            self._stream.value = stream
-            # Frameworks have the context current as a rule; where it is not, the driver refuses, and asking it on every
-            # call would take half a microsecond.
-            code = self._launch(*self._call)
-            if code in cu.ELSEWHERE:
-                with device._pushed():
-                    code = self._launch(*self._call)
-        if code:
-            raise device._failure(code, f"launch of {self._program.artifact.entry}")
-
-
 class CudaDevice(Device):
     """One NVIDIA GPU. Made by `devices`; see the module's page for contexts, streams and memory."""
 
@@ -168,155 +103,38 @@ class CudaDevice(Device):
         self._driver = driver
         self._api = driver.api
         self._handle = handle.value
-        # Held for the length of any call that does not wait; calls that wait count in _active instead, so that they
-        # block nobody, and close waits for them.
-        self._lock = threading.RLock()
-        self._idle = threading.Condition(self._lock)
-        self._active = 0
-        self._refusal: Callable[[], AuleError] | None = None
-        self._closed = False
-        self._forked = False
-        self._context = 0
-        self._stream = cu.PTR()
-        self._fence = cu.PTR()
+        self._context = Context(driver, handle.value, self.target.name)
+        self._require = self._context.require
         self._modules: list[ctypes.c_void_p] = []
         self._pool = Pool()
         # free only appends here, which is atomic: it may run in a finalizer, in the midst of any other method.
         self._returned: deque[Block] = deque()
-        self._get_current = driver.get_current
-        self._current = cu.PTR()
-        self._current_ref = ctypes.byref(self._current)
         driver.devices.add(self)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    @property
+    def closed(self) -> bool:
+        return self._context.closed
 
     def after_fork(self) -> None:
-        # Other threads of the parent, which do not exist here, may have held the lock or been inside a call.
-        self._lock = threading.RLock()
-        self._idle = threading.Condition(self._lock)
-        self._active = 0
-        self._forked = True
-        self._refuse(
-            lambda: DeviceLostError(
-                "[cuda] expected a device of this process, got one that was opened before fork; start the process with "
-                "the multiprocessing method 'spawn' or 'forkserver'"
-            )
-        )
-
-    def _refuse(self, refusal: Callable[[], AuleError]) -> None:
-        if self._refusal is None:
-            self._refusal = refusal
-
-    def _check(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal()
-
-    def _failure(self, code: int, action: str) -> AuleError:
-        """The error for a code that a driver call returned."""
-        text = self._driver.describe(code)
-        if code in cu.LOST:
-            message = (
-                f"[cuda] {action}: expected a working context, got {text}, perhaps from an earlier launch; the context "
-                "is lost for the whole process, restart it"
-            )
-            self._refuse(lambda: DeviceLostError(message))
-            return DeviceLostError(message)
-        if code == cu.OUT_OF_MEMORY:
-            return OutOfMemoryError(f"[cuda] {action}: expected enough device memory, got {text}; free some")
-        return LaunchError(f"[cuda] {action}: expected success, got {text}; see the CUDA driver API for the cause")
-
-    def _require(self, code: int, action: str) -> None:
-        if code:
-            raise self._failure(code, action)
-
-    def _open(self) -> None:
-        """Retain the primary context and make our stream. The lock is held."""
-        if self._context:
-            return
-        context = cu.PTR()
-        code = self._api.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._handle)
-        if code == cu.OUT_OF_MEMORY:
-            raise self._failure(code, "creating the context")
-        if code or context.value is None:
-            raise BackendUnavailableError(
-                "cuda",
-                f"[cuda] expected the primary context of {self.target.name}, got {self._driver.describe(code)}; "
-                "check that no other process holds the GPU exclusively",
-            )
-        self._context = context.value
-        try:
-            with self._pushed():
-                self._make_stream()
-        except AuleError:
-            self._context = 0
-            self._api.cuDevicePrimaryCtxRelease_v2(self._handle)
-            raise
-
-    def _make_stream(self) -> None:
-        stream, fence = cu.PTR(), cu.PTR()
-        code = self._api.cuStreamCreate(ctypes.byref(stream), cu.STREAM_NON_BLOCKING)
-        self._require(code, "creating a stream")
-        code = self._api.cuEventCreate(ctypes.byref(fence), cu.EVENT_DISABLE_TIMING)
-        if code:
-            self._api.cuStreamDestroy_v2(stream)
-            raise self._failure(code, "creating an event")
-        self._stream, self._fence = stream, fence
-
-    def _push(self) -> bool:
-        """Make our context current; False where it was already. The lock is held."""
-        self._require(self._get_current(self._current_ref), "asking for the current context")
-        if self._current.value == self._context:
-            return False
-        self._require(self._api.cuCtxPushCurrent_v2(self._context), "making the context current")
-        return True
-
-    def _pop(self) -> None:
-        self._api.cuCtxPopCurrent_v2(ctypes.byref(cu.PTR()))
-
-    @contextlib.contextmanager
-    def _pushed(self) -> Iterator[None]:
-        """Inside, our context is current. The lock is held."""
-        pushed = self._push()
-        try:
-            yield
-        finally:
-            if pushed:
-                self._pop()
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Inside, the device is open, our context is current and close waits; the lock is not held."""
-        with self._lock:
-            self._check()
-            self._open()
-            pushed = self._push()
-            self._active += 1
-        try:
-            yield
-        finally:
-            if pushed:
-                self._pop()
-            with self._lock:
-                self._active -= 1
-                self._idle.notify_all()
+        self._context.after_fork()
 
     @property
     def stream(self) -> int:
         """Handle of our own stream."""
-        with self._entered():
-            return self._stream.value or 0
+        with self._context.entered():
+            return self._context.stream.value or 0
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> Allocation:
         if nbytes < 0:
             raise InvalidArgumentError(f"[cuda] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
-        with self._lock:
-            self._check()
+        with self._context.lock:
+            self._context.check()
             self._reclaim()
             block = self._pool.take(nbytes)
             if block is None:
-                with self._entered():
+                with self._context.entered():
                     self._grow(nbytes)
                 block = self._pool.take(nbytes)
             assert block is not None
@@ -348,16 +166,16 @@ class CudaDevice(Device):
         """Give wholly free segments back to the driver. Lock held, context current."""
         self._reclaim()
         # Freed blocks may still be in use by work before; all such work is on our stream or waited for by it.
-        self._require(self._api.cuStreamSynchronize(self._stream), "waiting for work on cached memory")
+        self._require(self._api.cuStreamSynchronize(self._context.stream), "waiting for work on cached memory")
         for address in self._pool.drop_free_segments():
             self._require(self._api.cuMemFree_v2(address), "freeing cached memory")
 
     def empty_cache(self) -> None:
         """Give the memory that the pool holds but does not use back to the driver. Waits for work under way."""
-        with self._lock:
-            self._check()
-            if self._context:
-                with self._entered():
+        with self._context.lock:
+            self._context.check()
+            if self._context.opened:
+                with self._context.entered():
                     self._release_cached()
 
     def free(self, allocation: Allocation) -> None:
@@ -395,7 +213,7 @@ class CudaDevice(Device):
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes, by the driver. What our pool holds counts as used."""
         free, total = cu.SIZE(), cu.SIZE()
-        with self._entered():
+        with self._context.entered():
             self._require(self._api.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
         return free.value, total.value
 
@@ -422,7 +240,7 @@ class CudaDevice(Device):
                 f"[cuda] expected a range inside {allocation.nbytes} bytes, got {array.nbytes} bytes at offset "
                 f"{offset}; allocate more or copy less"
             )
-        with self._entered():
+        with self._context.entered():
             if isinstance(allocation, _Wrapped):
                 # Whoever owns the memory may use it on any stream.
                 self._require(self._api.cuCtxSynchronize(), "waiting for the memory's owner")
@@ -431,9 +249,9 @@ class CudaDevice(Device):
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         with self._transfer(allocation, data, offset) as address:
             if data.nbytes:
-                code = self._api.cuMemcpyHtoDAsync_v2(address, data.ctypes.data, data.nbytes, self._stream)
+                code = self._api.cuMemcpyHtoDAsync_v2(address, data.ctypes.data, data.nbytes, self._context.stream)
                 # The driver stages pageable memory, but it reads pinned memory, and with HMM or ATS any memory, later.
-                self._require(code or self._api.cuStreamSynchronize(self._stream), "upload")
+                self._require(code or self._api.cuStreamSynchronize(self._context.stream), "upload")
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         if not out.flags.writeable:
@@ -442,9 +260,9 @@ class CudaDevice(Device):
             )
         with self._transfer(allocation, out, offset) as address:
             if out.nbytes:
-                code = self._api.cuMemcpyDtoHAsync_v2(out.ctypes.data, address, out.nbytes, self._stream)
+                code = self._api.cuMemcpyDtoHAsync_v2(out.ctypes.data, address, out.nbytes, self._context.stream)
                 self._require(code, "download")
-            self._require(self._api.cuStreamSynchronize(self._stream), "download")
+            self._require(self._api.cuStreamSynchronize(self._context.stream), "download")
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
@@ -460,7 +278,7 @@ class CudaDevice(Device):
         info, errors = ctypes.create_string_buffer(16384), ctypes.create_string_buffer(16384)
         options = (cu.INT * 4)(*cu.JIT_LOG_OPTIONS)
         values = (cu.PTR * 4)(ctypes.addressof(info), len(info), ctypes.addressof(errors), len(errors))
-        with self._entered():
+        with self._context.entered():
             code = self._api.cuModuleLoadDataEx(ctypes.byref(module), artifact.code + b"\0", 4, options, values)
             try:
                 self._compiled(artifact, code, errors)
@@ -473,7 +291,7 @@ class CudaDevice(Device):
                 if module:
                     self._api.cuModuleUnload(module)
                 raise
-            with self._lock:
+            with self._context.lock:
                 self._modules.append(module)
         log = info.value.decode(errors="replace").strip()
         if log:
@@ -484,7 +302,7 @@ class CudaDevice(Device):
         if not code:
             return
         if code in cu.LOST or code == cu.OUT_OF_MEMORY:
-            raise self._failure(code, f"loading {artifact.entry}")
+            raise self._context.failure(code, f"loading {artifact.entry}")
         log = errors.value.decode(errors="replace").strip()
         path = save_refused("ptx", artifact.code)
         raise ShaderCompileError(
@@ -538,7 +356,7 @@ class CudaDevice(Device):
             ``dynamic_shared_bytes`` and ``max_threads`` of a workgroup.
         """
         kernel = self._kernel(program)
-        with self._entered():
+        with self._context.entered():
             return {
                 "registers": self._function_attribute(kernel.function, cu.FUNC_REGISTERS),
                 "local_bytes": self._function_attribute(kernel.function, cu.FUNC_LOCAL),
@@ -595,20 +413,20 @@ class CudaDevice(Device):
         kernel = self._kernel(program)
         self._grid(program, grid)
         pointers, scalars, pooled = self._sort(program, args)
-        with self._lock:
-            self._check()
-            with self._pushed():
+        with self._context.lock:
+            self._context.check()
+            with self._context.pushed():
                 self._pack(program, kernel, pointers, scalars)
-                if stream is None or stream == self._stream.value:
-                    self._start(program, kernel, grid, self._stream)
+                if stream is None or stream == self._context.stream.value:
+                    self._start(program, kernel, grid, self._context.stream)
                     return
                 target = cu.PTR(stream)
                 fenced = pooled and not self._capturing(target)
                 if fenced:
-                    self._wait(target, self._stream)
+                    self._wait(target, self._context.stream)
                 self._start(program, kernel, grid, target)
                 if fenced:
-                    self._wait(self._stream, target)
+                    self._wait(self._context.stream, target)
 
     def _pack(self, program: Program, kernel: Kernel, pointers: list[int], scalars: list[int | float]) -> None:
         arguments = kernel.arguments
@@ -635,9 +453,9 @@ class CudaDevice(Device):
     def capture(self, stream: int) -> int:
         """The number, never used again, of the capture into a CUDA graph that a stream takes part in; 0 for none."""
         status, number = cu.INT(), cu.DEV()
-        with self._lock:
-            self._check()
-            with self._pushed():
+        with self._context.lock:
+            self._context.check()
+            with self._context.pushed():
                 code = self._api.cuStreamGetCaptureInfo_v2(
                     stream, ctypes.byref(status), ctypes.byref(number), None, None, None
                 )
@@ -649,8 +467,8 @@ class CudaDevice(Device):
 
         One event serves for all: a wait means the record before it, whatever is recorded later.
         """
-        self._require(self._api.cuEventRecord(self._fence, other), "ordering streams")
-        self._require(self._api.cuStreamWaitEvent(stream, self._fence, 0), "ordering streams")
+        self._require(self._api.cuEventRecord(self._context.fence, other), "ordering streams")
+        self._require(self._api.cuStreamWaitEvent(stream, self._context.fence, 0), "ordering streams")
 
     def prepare(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float | None]
@@ -676,9 +494,10 @@ class CudaDevice(Device):
         params = program.artifact.params
         if len(args) != len(params):
             raise refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
-        with self._lock:
-            self._check()
-        return PreparedLaunch(program, grid, [a for p, a in zip(params, args, strict=True) if p.kind == "scalar"])
+        with self._context.lock:
+            self._context.check()
+        scalars = [a for p, a in zip(params, args, strict=True) if p.kind == "scalar"]
+        return PreparedLaunch(self._context, self._driver, program, grid, scalars)
 
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
@@ -692,7 +511,7 @@ class CudaDevice(Device):
         self._grid(program, grid)
         pointers, scalars, _ = self._sort(program, args)
         start, end, elapsed = cu.PTR(), cu.PTR(), ctypes.c_float()
-        with self._entered():
+        with self._context.entered():
             # Wrapped arguments may be in use on other streams.
             self._require(self._api.cuCtxSynchronize(), "waiting before a measurement")
             try:
@@ -702,14 +521,14 @@ class CudaDevice(Device):
             try:
                 for event in (start, end):
                     self._require(self._api.cuEventCreate(ctypes.byref(event), 0), "creating an event")
-                with self._lock:
+                with self._context.lock:
                     self._pack(program, kernel, pointers, scalars)
                     for address in [scratch.address] * 4 if scratch is not None else []:
-                        code = self._api.cuMemsetD32Async(address, 0, _TIMING_SCRATCH // 4, self._stream)
+                        code = self._api.cuMemsetD32Async(address, 0, _TIMING_SCRATCH // 4, self._context.stream)
                         self._require(code, "filling scratch memory")
-                    self._require(self._api.cuEventRecord(start, self._stream), "recording an event")
-                    self._start(program, kernel, grid, self._stream)
-                    self._require(self._api.cuEventRecord(end, self._stream), "recording an event")
+                    self._require(self._api.cuEventRecord(start, self._context.stream), "recording an event")
+                    self._start(program, kernel, grid, self._context.stream)
+                    self._require(self._api.cuEventRecord(end, self._context.stream), "recording an event")
                 self._require(self._api.cuEventSynchronize(end), f"timing {program.artifact.entry}")
                 code = self._api.cuEventElapsedTime(ctypes.byref(elapsed), start, end)
                 self._require(code, f"timing {program.artifact.entry}")
@@ -726,41 +545,31 @@ class CudaDevice(Device):
 
         Not while a stream is being captured: CUDA then refuses to wait.
         """
-        with self._lock:
-            self._check()
-            if not self._context:
+        with self._context.lock:
+            self._context.check()
+            if not self._context.opened:
                 return
-        with self._entered():
+        with self._context.entered():
             self._require(self._api.cuCtxSynchronize(), "synchronize")
 
     def close(self) -> None:
         """Free the pool, unload all kernels and release the context. Idempotent; not to be called from a finalizer."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._refusal = lambda: ClosedError(
+
+        def refusal() -> ClosedError:
+            return ClosedError(
                 f"[cuda] expected an open device, got cuda:{self.index} after close; ask for the device again"
             )
-            while self._active:
-                self._idle.wait()
-            if self._context and not self._forked:
-                self._tear_down()
-            self._context = 0
+
+        with self._context.lock:
+            if self.closed:
+                return
+            self._context.close(refusal, self._tear_down)
             self._modules.clear()
             self._returned.clear()
             self._pool = Pool()
 
     def _tear_down(self) -> None:
-        # Errors are of no use to anyone here: what a lost context held is gone with it.
-        api = self._api
-        api.cuCtxPushCurrent_v2(self._context)
-        api.cuCtxSynchronize()
         for module in self._modules:
-            api.cuModuleUnload(module)
+            self._api.cuModuleUnload(module)
         for address in self._pool.segments:
-            api.cuMemFree_v2(address)
-        api.cuEventDestroy_v2(self._fence)
-        api.cuStreamDestroy_v2(self._stream)
-        api.cuCtxPopCurrent_v2(ctypes.byref(cu.PTR()))
-        api.cuDevicePrimaryCtxRelease_v2(self._handle)
+            self._api.cuMemFree_v2(address)

@@ -73,8 +73,8 @@ class Direct:
         self.i8_bits: Value | int = I8_BITS
         """What `half_pairs` makes numbers of int8 with; in a register, two operations with constants are one."""
         self.run = choose_run(engine.layout, dim, cache, along)
-        self.pieces = -(-dim // (self.lanes * self.run))
-        self.padded = self.pieces * self.lanes * self.run
+        self.padded = padded_columns(engine.layout, dim, cache, along)
+        self.pieces = self.padded // (self.lanes * self.run)
         self.fragments = self.padded // SIZE
         """That the columns fill."""
         ranks, rank = [], 1
@@ -194,6 +194,12 @@ def choose_run(layout: FragmentLayout, dim: int, cache: str, along: Along) -> in
     lanes, held = (1 << sum(x > 0 for x in table) for table in (weights, parts))
     wide, narrow = 16 // ITEMSIZE[cache], 8 // ITEMSIZE[cache]
     return wide if dim % (lanes * wide) == 0 or narrow < held else narrow
+
+
+def padded_columns(layout: FragmentLayout, dim: int, cache: str, along: Along) -> int:
+    """Columns of a row with those that it is padded by, so that every lane holds as many."""
+    held = choose_run(layout, dim, cache, along) << sum(x > 0 for x in _weights(layout, along)[0])
+    return -(-dim // held) * held
 
 
 def _weights(layout: FragmentLayout, along: Along) -> tuple[tuple[int, ...], tuple[int, ...]]:

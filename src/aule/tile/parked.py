@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Parked(Carried):
     """Registers for the next block, and shared memory for the rows that one array has in this one.
 
-    A thread reads what it has put there itself, so no barrier comes with it; each pass reads a part again.
+    A thread reads what it has put there itself, so no barrier comes with it; each pass reads a part again. With
+    `SpanShape.again` the other arrays are in registers until the first pass has read them.
 
     Parameters
     ----------
@@ -47,6 +48,8 @@ class Parked(Carried):
 
     def read(self, part: Part, source: Source) -> Value:
         if self.number(source) != self.parked:
+            if self.span.reads_again(part):
+                return self.span.load(part, source.array, source.starts[part.row])
             return super().read(part, source)
         assert part.number is not None
         return self.b.load(self.memory, self._at(part.row, part.number), self.span.shape.width)

@@ -75,6 +75,9 @@ class RowShape:
     landed : bool
         In kernels that do not loop: rows are copied to shared memory, past the registers, and each pass reads them
         there. Where registers decide, more workgroups fit.
+    numbered : bool
+        In kernels that do not loop: a workgroup's number along the first axis is that of its block, and there are as
+        many of either. So it starts without asking how many.
     gather : int
         In kernels that loop, with rows on their way to shared memory: 2 where the two workgroups of a cluster add up
         their sums of columns before they leave them.
@@ -91,6 +94,7 @@ class RowShape:
     cluster: int = 1
     registers: int = 0
     landed: bool = False
+    numbered: bool = False
     gather: int = 1
 
     @property
@@ -172,9 +176,10 @@ class Rows:
         self.slot, self.lane = b.const(0, i32), b.thread_id()
         if shape.slots > 1 or shape.threads == 1:
             self.slot, self.lane = divmod_const(b, b.thread_id(), shape.threads)
-        self.group = b.group_id(0) + b.group_id(1) * b.group_count(0)
-        """Which of the blocks that are worked on at a time is this workgroup's."""
-        self.groups = b.group_count(0) * b.group_count(1)
+        self.group, self.groups = b.group_id(0), b.group_count(0)
+        """Which of the blocks that are worked on at a time is this workgroup's, and how many such there are."""
+        if not (shape.loops or shape.numbered):  # they may lie along two axes
+            self.group, self.groups = self.group + b.group_id(1) * self.groups, self.groups * b.group_count(1)
         if shape.cluster > 1:
             self.group, number = divmod_const(b, self.group, shape.cluster)
             self.groups = self.groups // shape.cluster
@@ -195,6 +200,9 @@ class Rows:
     def run(self, body: Callable[[], None], *early: Ahead) -> None:
         """Trace ``body`` for the rows of this workgroup, which come ``early`` where that is given."""
         b, shape = self.b, self.shape
+        if shape.numbered:
+            self.take(self.group, body)
+            return
         blocks = (self.count + (shape.block - 1)) // shape.block
         if shape.loops:
             first, last, step = self.group, blocks, self.groups

@@ -39,7 +39,7 @@ class SpanShape:
     tail : int
         Where it is not: columns behind the last whole part.
     unroll : int
-        Where it is not: parts that are under way together.
+        Parts that a pass takes together: where the row is not kept, they are under way together.
     scratch : int
         Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
     columns : str
@@ -49,6 +49,9 @@ class SpanShape:
     packed : bool
         Where it is kept in registers, and its elements are narrower than what is computed in: it is so as they are, and
         each pass makes them wider again. Compilers would else keep the wide ones.
+    again : bool
+        Where it would be kept in registers: passes behind the first read it again, from the cache, but for what is
+        parked in shared memory (`aule.tile.parked`).
     """
 
     width: int
@@ -59,6 +62,7 @@ class SpanShape:
     scratch: int = 0
     columns: ColumnReads = "held"
     packed: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,7 +342,7 @@ class Span:
     def _fetch_next(self, parts: list[Part], place: int) -> None:
         """Fetch what the thread's next rows have at a place into the cache, by whole lines."""
         rows, b = self.rows, self.rows.b
-        for part in parts if self._fetched else ():
+        for part in parts:
             for source in self._fetched:
                 line = max(_LINE // element(source.array.buffer.type).bytes // self.shape.width, 1)
                 if place % line == 0:
@@ -404,7 +408,22 @@ class Span:
             return self._once(part, -1, what, lambda: self._columns(part, what), self._passes * self._again)
         if early is not None and early.holds(what):
             return self._once(part, part.row, what, lambda: early.read(part, what), self._passes)
+        if self.reads_again(part):
+            return self._once(part, part.row, what, lambda: self.read_again(part, what), self._passes)
         return self.packed(part, what, lambda: self.load(part, what.array, what.starts[part.row]))
+
+    def reads_again(self, part: Part) -> bool:
+        """Whether this pass is to `read_again` what an earlier one has read."""
+        return self.shape.again and part.number is not None and self._passes > 1
+
+    def read_again(self, part: Part, source: Source) -> Value:
+        """A part of a row, from memory once more, as far as compilers know from elsewhere."""
+        start, b = source.starts[part.row], self.rows.b
+        return self.load(part, source.array, start + b.cast(self._zero(), element(start.type)))
+
+    def _zero(self) -> Value:
+        """0, which no compiler knows."""
+        return self.rows.b.min(self.rows.numbers[0], 0)
 
     def narrow(self, part: Part, what: Derived) -> Value:
         """What was derived, as numbers of an array's type."""
@@ -433,8 +452,8 @@ class Span:
         """Elements of an array of columns at a part."""
         start, rows = what.start, self.rows
         if self._again and rows.shape.loops:
-            # Adds 0, which no compiler knows: NVIDIA's would else read them before the loop and keep them.
-            start = start + rows.b.cast(rows.b.min(rows.numbers[0], 0), element(start.type))
+            # NVIDIA's compiler would else read them before the loop and keep them.
+            start = start + rows.b.cast(self._zero(), element(start.type))
         return self.load(part, what.array, start)
 
     def derived(self, part: Part, what: Derived) -> Value:
@@ -443,7 +462,8 @@ class Span:
             return self.rows.b.cast(self.narrow(part, what), self.rows.work)
         if part.number is not None:
             # Made of what each pass reads again, it is made again.
-            remade = (self.shape.packed and not what.costly) or (self.early is not None and self.early.again)
+            remade = (self.shape.packed or self.shape.again) and not what.costly
+            remade = remade or (self.early is not None and self.early.again)
             number = self._passes if remade else 0
             return self._once(part, part.row, what, lambda: what.f(part), number)
         if what not in part.made:

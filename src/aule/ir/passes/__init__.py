@@ -12,10 +12,11 @@ from aule.ir.passes.int64 import int64
 from aule.ir.passes.multiply_high import multiply_high
 from aule.ir.passes.narrow_vectors import narrow_vectors
 from aule.ir.passes.pack_memory import pack_memory
+from aule.ir.passes.round_half import round_half
 from aule.ir.passes.soft_half import Convert, soft_half
 from aule.ir.passes.votes import votes
 from aule.ir.passes.widen_int import widen_int
-from aule.ir.types import Scalar, element, i64, u64
+from aule.ir.types import Scalar, element, f16, i64, u64
 
 __all__ = [
     "Legal",
@@ -26,6 +27,7 @@ __all__ = [
     "multiply_high",
     "narrow_vectors",
     "pack_memory",
+    "round_half",
     "soft_half",
     "votes",
     "widen_int",
@@ -49,9 +51,11 @@ class Legal:
     max_lanes: int = 16
     """Widest vector."""
     half_to_float: Convert | None = None
-    """The language's own exact conversion of fp16 bits, for soft f16."""
+    """The language's own exact conversion of fp16 bits, for soft f16 and rounded ones."""
     float_to_bfloat: Convert | None = None
     """The language's own conversion to bf16 bits, for soft bf16."""
+    rounded: bool = False
+    """What becomes f16 in registers is rounded before (`round_half`); where there are such registers."""
     pairs: bool = False
     """Vectors of soft bf16 are read as words of two (`soft_half`)."""
     waits: bool = False
@@ -76,6 +80,8 @@ def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
     kernel = votes(hints(kernel))
     if legal.soft & _elements(kernel):
         kernel = soft_half(kernel, legal.soft, legal.half_to_float, legal.float_to_bfloat, legal.pairs)
+    if legal.rounded and f16 in _elements(kernel):
+        kernel = round_half(kernel, legal.half_to_float)
     if legal.packed & _elements(kernel):
         kernel = pack_memory(kernel, legal.packed)
     if legal.widened & _elements(kernel):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from aule.artifact import Param
 from aule.errors import KernelError
 from aule.ir.builder import Builder, Var
+from aule.ir.constants import COMPARE, computed, wrap
 from aule.ir.kernel import KernelIR, Location, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element
@@ -21,33 +22,6 @@ Lowered: TypeAlias = Value | tuple[Value, ...]
 """What an old value became."""
 Hook: TypeAlias = Callable[[Op], Lowered | None]
 """Rewrites one operation and returns what its result became (None where it has no result)."""
-
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-}
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "min": min,
-    "max": max,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "shl": lambda a, b: a << b,
-    "shr": lambda a, b: a >> b,
-}
-
-
-def wrap(value: int, type_: Scalar) -> int:
-    """An integer as a register of ``type_`` holds it."""
-    value &= (1 << type_.bits) - 1
-    return value - (1 << type_.bits) if type_.is_signed and value >> (type_.bits - 1) else value
 
 
 class PassBuilder(Builder):
@@ -93,10 +67,11 @@ class PassBuilder(Builder):
         x, y = left.constant, right.constant
         if x is not None and y is not None:
             x, y = wrap(x, type_), wrap(y, type_)
-            if opcode in _COMPARE:
-                return self.const(_COMPARE[opcode](x, y), bool_)
-            if opcode in _ARITHMETIC:
-                return self.const(_ARITHMETIC[opcode](x, y), type_)
+            if opcode in COMPARE:
+                return self.const(COMPARE[opcode](x, y), bool_)
+            result = None if opcode in ("div", "rem") else computed(opcode, x, y, type_)
+            if result is not None:
+                return self.const(result, type_)
         elif opcode == "and" and (x == 0 or y == 0):
             return self.const(0, type_)
         return super()._fold(opcode, left, right)
@@ -131,7 +106,7 @@ class Rewriter:
 
     def __init__(self, kernel: KernelIR) -> None:
         self.kernel = kernel
-        self.b = PassBuilder(kernel.name, kernel.workgroup, kernel.subgroup_size, fused_rounding=kernel.fused_rounding)
+        self.b = PassBuilder(kernel.name, kernel.workgroup, kernel.subgroup_size, rounding=kernel.rounding)
         self.values: dict[Value, Lowered] = {}
         self.hooks: dict[str, Hook] = {}
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped, wrap
+from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
 from aule.ir.types import Pointer, Scalar, Type, ValueType, Vector, element, i32, u32, with_element
 
 _LEAVES = frozenset({"neg", "abs", "not", "add", "sub", "mul", "div", "shl"})

@@ -15,11 +15,13 @@ from aule.ir.types import i32
 from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.tail import Leavings, Piece
 from aule.ops.tickets import when_last
+from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
 from aule.tile.fragment_shape import FragmentShape
-from aule.tile.matrix import QUAD, padded
+from aule.tile.matrix import padded
 
 _MOST_PIECES = 8
+"""Of a block; what they bring is in docs/performance.md, step 34 of "Matrix units"."""
 _COST = 6
 """Tiles that could be worked on while a workgroup begins and ends, and its piece is added up."""
 _ALONE = 0.8
@@ -44,8 +46,8 @@ class Cut:
         return {"blocks": self.workgroups, "tail_first": self.first, "splits": self.pieces}
 
     def workspace(self, shape: FragmentShape, dims: tuple[int, int]) -> dict[str, int]:
-        """Words of memory for what pieces have, by buffer name."""
-        return {"part": self.blocks * self.pieces * padded(shape.block_q * sum(dims), QUAD)}
+        """Words of memory for what pieces have, by buffer name: dK and dV of a block in whole fragments."""
+        return {"part": self.blocks * self.pieces * shape.block_q * sum(padded(dim, SIZE) for dim in dims)}
 
 
 def cut_blocks(blocks: int, tiles: int, slots: int) -> Cut | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import log2
 
 from aule.ir import Builder, KernelIR, Value, Var
@@ -31,13 +30,14 @@ from aule.ops.attention.rotating import rotating
 from aule.ops.attention.scores import Scores, block_of
 from aule.ops.attention.tail import Leavings, Piece, lane_numbers, pieces
 from aule.ops.attention.tile_dropout import Draw, TileDropout
+from aule.ops.attention.tile_order import Place, TileOrder
 from aule.ops.tickets import when_last
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.fragment_shape import RUN, row_stride
 from aule.tile.math import LN2, LOG2E, LOWEST, NEG_INF, fold, overflowing
-from aule.tile.matrix import Matrix, divmod_const, padded
+from aule.tile.matrix import Matrix, padded
 from aule.tile.rotated_fragment import transfer_of
 from aule.tile.wild import added, sorted_out
 
@@ -55,7 +55,7 @@ def build_forward_fragment(config: FragmentConfig, target: Target, name: str) ->
 
 def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace a kernel of this kind, of blocks or of pieces."""
-    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers)
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, rounding="quick")
     if config.tail:
         with pieces(b) as piece:
             kernel = kind(b, config, target, piece)
@@ -66,16 +66,6 @@ def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, 
     with b.if_(kernel.exists):
         kernel.run()
     return b.finish()
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tile, the stage it lies in, the tile that comes next, and whether one does."""
-
-    tile: Value
-    stage: Value
-    next: Value
-    more: Value
 
 
 class FragmentForward:
@@ -155,39 +145,10 @@ class FragmentForward:
         return engine
 
     def _order_tiles(self) -> None:
-        """Tiles with keys that some row drops come first, on both sides of the band; then those without, whose loop has
-        no code for them."""
-        b, width = self.b, self.shape.block_kv
-        shift = self.scores.shift
+        b, shift = self.b, self.scores.shift
         last_row = b.min(self.row0 + self.shape.block_q, self.scores.seq_q) - 1
         reach = self.scores.reach(self.row0 + shift, last_row + shift)
-        self.first = divmod_const(b, reach.first, width)[0]
-        last = b.max(divmod_const(b, reach.end + (width - 1), width)[0], self.first)
-        if self.piece is not None:
-            self.first, last = self.piece.first, self.piece.last
-        self.inner_first = self.inner_last = last
-        if not self.config.everywhere:
-            inner_first = divmod_const(b, reach.full_first + (width - 1), width)[0]
-            self.inner_first = b.min(b.max(inner_first, self.first), last)
-            self.inner_last = b.max(divmod_const(b, reach.full_end, width)[0], self.inner_first)
-            if self.piece is not None:
-                self.inner_last = b.min(self.inner_last, last)
-        self.edges = last - self.first - (self.inner_last - self.inner_first)
-
-    def _edge(self, i: Value) -> Place:
-        """The ``i``-th of the tiles at the edges; after them come the inner ones."""
-        b = self.b
-
-        def tile(i: Value) -> Value:
-            left = self.first + i
-            right = b.select(i < self.edges, left + (self.inner_last - self.inner_first), self.inner_first)
-            return b.select(left < self.inner_first, left, right)
-
-        more = (i + 1 < self.edges) | (self.inner_first < self.inner_last)
-        return Place(tile(i), i & 1, tile(i + 1), more)
-
-    def _inner(self, tile: Value) -> Place:
-        return Place(tile, (tile + (self.edges - self.inner_first)) & 1, tile + 1, tile + 1 < self.inner_last)
+        self.tiles = TileOrder.of(b, reach, self.shape.block_kv, self.config.everywhere, self.piece)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------
 
@@ -211,7 +172,7 @@ class FragmentForward:
         ahead = None
         if self.shape.ahead:
             ahead = engine.tile(self.shape.rows, self.shape.block_kv)
-            start = self._edge(b.const(-1, i32))
+            start = self.tiles.edge(b.const(-1, i32))
             with b.if_(start.more):
                 self._score_ahead(ahead, start.next, q, whole=False)
 
@@ -222,22 +183,18 @@ class FragmentForward:
                 self._add_values(at, ahead, O, base, l, self._arrive_values(at, whole), whole)
                 self._score_ahead(ahead, self._following(at), q, whole)
 
-        with b.loop(0, self.edges, name="edge") as i:
-            work(self._edge(i), whole=False)
+        with b.loop(0, self.tiles.edges, name="edge") as i:
+            work(self.tiles.edge(i), whole=False)
         if not self.config.everywhere:
-            with b.loop(self.inner_first, self.inner_last, name="tile") as tile:
-                work(self._inner(tile), whole=True)
+            with b.loop(self.tiles.inner_first, self.tiles.inner_last, name="tile") as tile:
+                work(self.tiles.inside(tile), whole=True)
         self._finish(O, base, l)
 
     def _pass_carefully(self) -> None:
         """The same in one loop, for few workgroups and in little code."""
         b = self.b
         O, base, l, q = self._begin()
-        count = self.edges + (self.inner_last - self.inner_first)
-
-        def tile(i: Value) -> Value:
-            return b.select(i < self.edges, self._edge(i).tile, self.inner_first + (i - self.edges))
-
+        count, tile = self.tiles.count, self.tiles.tile
         with b.loop(0, count, name="tile") as i:
             at = Place(tile(i), b.const(0, i32), tile(i + 1), i + 1 < count)
             self._pass(at, q, O, base, l, whole=False)
@@ -250,7 +207,7 @@ class FragmentForward:
         if self.config.sinks and self.piece is None:  # what adds up pieces counts it
             self._start_from_sink(base, l)
         q = self._load_q()
-        start = self._edge(b.const(-1, i32))
+        start = self.tiles.edge(b.const(-1, i32))
         with b.if_(start.more):
             self._start_tile(start.next, b.const(0, i32), whole=False)
         return O, base, l, q
@@ -265,9 +222,9 @@ class FragmentForward:
         """Whether V holds Inf or NaN in a tile at the edges, where 0 times either would come into O."""
         b = self.b
         found = b.var(b.const(0, u32), "found")
-        with b.loop(0, self.edges, _LOOKED_AT, name="edge") as i:
+        with b.loop(0, self.tiles.edges, _LOOKED_AT, name="edge") as i:
             # All of them are fetched before the first is looked at.
-            tiles = [self._edge(b.min(i + n, self.edges - 1)).tile for n in range(_LOOKED_AT)]
+            tiles = [self.tiles.edge(b.min(i + n, self.tiles.edges - 1)).tile for n in range(_LOOKED_AT)]
             runs = [run for tile in tiles for run in self.values.runs_of(tile * self.shape.block_kv)]
             for run in runs:
                 self._check(run, found)

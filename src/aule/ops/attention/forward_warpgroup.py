@@ -22,8 +22,9 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import PANEL, SCALARS, f32, i32, u32, u64
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.config import FragmentConfig
-from aule.ops.attention.forward_fragment import LAG, FragmentForward, Place
+from aule.ops.attention.forward_fragment import LAG, FragmentForward
 from aule.ops.attention.mask_tiles import TileList, keep, words
+from aule.ops.attention.tile_order import Place
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment import FragmentTile
@@ -84,7 +85,7 @@ class _Forward(FragmentForward):
         """Whether V of a tile with dropped keys has Inf or NaN, as far as this thread knows."""
         if not self.config.listed:
             super()._order_tiles()
-            self.count = self.edges + (self.inner_last - self.inner_first)
+            self.edges, self.count = self.tiles.edges, self.tiles.count
             return
         self.listed = TileList(self.p, self.scores.batch, self.head, self.block, self.shape)
         self.edges, self.count = self.listed.partial, self.listed.count
@@ -96,24 +97,24 @@ class _Forward(FragmentForward):
         b = self.b
         if self.listed is not None:
             return self.listed.tile(i)
-        left, inner = self.first + i, self.inner_last - self.inner_first
+        left, inner = self.tiles.first + i, self.tiles.inner
         if self.ascending:
             return left
-        right = b.select(i < self.edges, left + inner, self.inner_first + (i - self.edges))
-        return b.select(left < self.inner_first, left, right)
+        right = b.select(i < self.edges, left + inner, self.tiles.inner_first + (i - self.edges))
+        return b.select(left < self.tiles.inner_first, left, right)
 
     def _at_edge(self, i: Value) -> Value:
         """Whether rows may drop keys of the ``i``-th tile of one loop."""
         if not self.ascending:
             return i < self.edges
-        return (self.first + i < self.inner_first) | (self.first + i >= self.inner_last)
+        return (self.tiles.first + i < self.tiles.inner_first) | (self.tiles.first + i >= self.tiles.inner_last)
 
     def _upcoming(self, i: Value) -> list[Value]:
         """The ``i``-th tile and those behind it for which there are stages, as `_pass_over` asks for them: in order,
         and of tiles at the edges only in one loop."""
         stages = self.shape.stages
         if not self.config.one_loop:
-            return [i + (self.inner_first - self.edges + n) for n in range(stages)]
+            return [i + (self.tiles.inner_first - self.edges + n) for n in range(stages)]
         if self.listed is None:
             return [self._tile(i + n) for n in range(stages)]
         tiles = [x.value for x in self.coming]

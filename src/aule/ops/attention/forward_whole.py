@@ -13,6 +13,7 @@ from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.forward_fragment import FragmentForward, traced
 from aule.ops.attention.problem import AttentionProblem
+from aule.ops.attention.tile_order import TileOrder
 from aule.target import Target
 from aule.tile.fragment import Fragments, FragmentTile
 from aule.tile.matrix import Matrix, divmod_const
@@ -57,9 +58,9 @@ class _Forward(FragmentForward):
 
     def _order_tiles(self) -> None:
         b, piece = self.b, self.piece
-        self.first = b.const(0, i32) if piece is None else piece.first
+        first = b.const(0, i32) if piece is None else piece.first
         last = divmod_const(b, self.scores.seq_kv, self.shape.block_kv)[0] if piece is None else piece.last
-        self.inner_first, self.inner_last, self.edges = self.first, last, b.const(0, i32)
+        self.tiles = TileOrder(b, first, first, last, b.const(0, i32))
 
     def run(self) -> None:
         b = self.b
@@ -67,11 +68,11 @@ class _Forward(FragmentForward):
         if self.config.sinks and self.piece is None:
             self._start_from_sink(base, l)
         q = self._load_q()
-        self._start_tile(self.first, b.const(0, i32), whole=True)
+        self._start_tile(self.tiles.first, b.const(0, i32), whole=True)
         S = self.engine.tile(self.shape.rows, self.shape.block_kv)
-        self._score_ahead(S, self.first, q, whole=True)
-        with b.loop(self.inner_first, self.inner_last, name="tile") as tile:
-            at = self._inner(tile)
+        self._score_ahead(S, self.tiles.first, q, whole=True)
+        with b.loop(self.tiles.inner_first, self.tiles.inner_last, name="tile") as tile:
+            at = self.tiles.inside(tile)
             self._add_values(at, S, O, base, l, self._arrive_values(at, whole=True), whole=True)
             self._score_ahead(S, self._following(at), q, whole=True)
         self._finish(O, base, l)

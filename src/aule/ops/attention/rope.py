@@ -5,6 +5,7 @@ Kernels rotate on the way in and, of gradients, on the way out (`aule.tile.rotar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,12 @@ import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.problem import Rope
+from aule.ops.checked import checked_integer, checked_number
 from aule.view import TensorView, restride
 
 Array = npt.NDArray[Any]
+
+MAX_POSITIONS = 2**31 - 1
 
 
 def rope_tables(op: str, rope: Any) -> tuple[Any, Any]:
@@ -143,7 +147,23 @@ def rotate(
     return result
 
 
+def checked_frequencies(op: str, positions: Any, dim: Any, base: Any, names: tuple[str, str]) -> tuple[int, int, float]:
+    """What `frequencies` takes, or a clear error; ``names`` are those of the first two to the caller."""
+    rows, columns = names
+    remedy = "pass the number of columns to rotate"
+    positions, dim = checked_integer(op, rows, positions, remedy), checked_integer(op, columns, dim, remedy)
+    if not 0 <= positions <= MAX_POSITIONS or not 2 <= dim <= MAX_POSITIONS or dim % 2:
+        raise InvalidArgumentError(
+            f"[{op}] expected an even {columns} >= 2 and {rows} from 0 to {MAX_POSITIONS}, got {dim} and {positions}; "
+            f"{remedy}"
+        )
+    if not 0.0 < checked_number(op, "base", base) < math.inf:
+        raise InvalidArgumentError(f"[{op}] expected a finite base > 0, got {base}; 10000 is the usual one")
+    return positions, dim, float(base)
+
+
 def frequencies(positions: int, dim: int, base: float) -> tuple[Array, Array]:
     """Cosines and sines, fp64 ``[positions, dim // 2]``, of the angles ``position * base ** (-2 i / dim)``."""
-    angles = np.arange(positions)[:, None] * base ** (np.arange(dim // 2) * (-2.0 / dim))
+    angles = np.empty((positions, dim // 2))  # first, so that where there is no room nothing has been computed
+    np.multiply(np.arange(positions)[:, None], base ** (np.arange(dim // 2) * (-2.0 / dim)), out=angles)
     return np.cos(angles), np.sin(angles)

@@ -16,7 +16,7 @@ from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeE
 from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.rope import rope_operands
-from aule.ops.checked import checked_choice, checked_flag, checked_integer, checked_number
+from aule.ops.checked import LARGEST, checked_choice, checked_flag, checked_integer, checked_number
 from aule.view import TensorView, restride
 
 MAX_HEAD_DIM = 256
@@ -27,9 +27,6 @@ FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
 
 _WIDEST_WINDOW = 1 << 30
 _WINDOW = "pass an int or a pair (left, right)"
-_LARGEST = 1e38
-"""What scale, softcap and their quotient stay within, unless all is float64: kernels have them, times log2(e), as
-float32."""
 
 _LAYOUTS = {2: "[seq, head_dim]", 3: "[heads, seq, head_dim]", 4: "[batch, heads, seq, head_dim]"}
 _AXES = ("batch", "heads", "seq", "head_dim")
@@ -274,9 +271,9 @@ def _scale(op: str, scale: float | None, head_dim: int, dtype: str) -> float:
         raise InvalidArgumentError(
             f"[{op}] expected a finite scale, got {value}; pass None for the default 1/sqrt(head_dim)"
         )
-    if dtype != "f64" and abs(value) > _LARGEST:
+    if dtype != "f64" and abs(value) > LARGEST:
         raise InvalidArgumentError(
-            f"[{op}] expected a scale of at most {_LARGEST:g}, for scores are float32, got {value}; pass None for the "
+            f"[{op}] expected a scale of at most {LARGEST:g}, for scores are float32, got {value}; pass None for the "
             "default 1/sqrt(head_dim)"
         )
     return value
@@ -288,9 +285,9 @@ def _softcap(op: str, softcap: float | None, scale: float, dtype: str) -> float:
     value = checked_number(op, "softcap", softcap)
     if not 0.0 <= value < math.inf:
         raise InvalidArgumentError(f"[{op}] expected a finite softcap >= 0, got {value}; pass None to switch it off")
-    if dtype != "f64" and value and not abs(scale) / _LARGEST <= value <= _LARGEST:
+    if dtype != "f64" and value and not abs(scale) / LARGEST <= value <= LARGEST:
         raise InvalidArgumentError(
-            f"[{op}] expected a softcap of {abs(scale) / _LARGEST:.2g} to {_LARGEST:g}, for scores, here with scale "
+            f"[{op}] expected a softcap of {abs(scale) / LARGEST:.2g} to {LARGEST:g}, for scores, here with scale "
             f"{scale:.3g}, are float32, got {value}; pass None to switch it off"
         )
     return value

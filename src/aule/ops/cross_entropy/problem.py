@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
-from aule.ops.checked import checked_choice
+from aule.ops.checked import checked_choice, number_or_nan
 from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape
 from aule.ops.spec import Call, Result
 from aule.view import TensorView, contiguous_strides
@@ -110,10 +110,7 @@ def _index(op: str, value: Any) -> int:
 
 
 def _smoothing(op: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = number_or_nan(value)
     if not 0.0 <= number <= 1.0:
         raise InvalidArgumentError(f"[{op}] expected label_smoothing of 0 to 1, got {value!r}; 0 means none")
     return number

@@ -1,8 +1,8 @@
-"""The end of a split sequence in the launch that made its parts, without fences: some workgroups wait for the others.
+"""The end of a split sequence without fences: some workgroups wait for the parts of others and add them up.
 
-The last parts of a block of rows, or all of them, add up the parts of all, each some of the columns. A device need not
-begin a workgroup before another one ends, so there are no more that wait than it has room for beside others
-(`shapes.choose_waiters`).
+These are the last of those that make the parts of a block of rows, or all of them, or workgroups of a launch of their
+own (`trail.py`); each has some of the columns. A device need not begin a workgroup before another one ends, so there
+are no more that wait than it has room for beside others (`shapes.choose_waiters`, `shapes.choose_trail`).
 
 Parts are left in words that are zero until then, and a word that is not zero is there: a number that is zero is left as
 the negative zero. Each word speaks for itself, so nothing has to be ordered: neither fence nor ticket, and parts are
@@ -21,6 +21,8 @@ from aule.tile.math import LOWEST, fold
 from aule.tile.matrix import QUAD
 
 PAIR = 2
+TRAIL_BYTES = 4 * (QUAD + PAIR)
+"""Shared memory of a thread that puts together what it found with that of others."""
 Store = Callable[[Value, Value, Value, list[Value]], None]
 """Takes the first of four columns, counted through all rows, the row's maximum and sum of weights, and the sums."""
 
@@ -30,8 +32,13 @@ def awaited_words(columns: int, parts: int) -> int:
     return parts * (columns + columns // QUAD * PAIR)
 
 
-class AwaitedParts:
-    """The parts of the workgroup's rows.
+def span_of(places: int, waiters: int, threads: int) -> int:
+    """Fours of columns, of so many, that each workgroup of those that wait adds up at a time: a power of two."""
+    return min(1 << (-(-places // waiters) - 1).bit_length(), threads)
+
+
+class PostedParts:
+    """The parts of the workgroup's rows, of which this one leaves one.
 
     Parameters
     ----------
@@ -39,24 +46,52 @@ class AwaitedParts:
         Of all rows that a workgroup has room for.
     """
 
-    def __init__(self, result: Result, columns: int, thread: Value, threads: int, lanes: int) -> None:
-        self.b, self.place, self.config, self.thread = result.b, result.place, result.config, thread
+    def __init__(self, result: Result, columns: int) -> None:
+        self.b, self.place, self.config = result.b, result.place, result.config
         p = result.p
         self._columns, self._part_words = columns, columns + columns // QUAD * PAIR
         self._words = p.buffer("tickets", i32, "readwrite")
         self._start = self.place.block_of_rows * (p.number("splits") * self._part_words)
-        places = columns // QUAD
-        self._span = min(places // self.config.waiters, threads)
-        """Fours of columns that a workgroup adds up at a time."""
-        self._slots = threads // self._span
-        """Lanes for each of them, which share its parts."""
-        assert self._span * self._slots == threads and self._slots <= lanes, (places, threads, self.config.waiters)
 
     def leave(self, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
         """Leave four columns of this workgroup's part."""
         quad, pair = self._at(self.place.part, column)
         self.b.post(self._words, quad, self._there(values))
         self.b.post(self._words, pair, self._there([highest, total]))
+
+    def _at(self, part: Value, column: Value) -> tuple[Value, Value]:
+        first = self._start + part * self._part_words
+        return first + column, first + ((column >> 1) + self._columns)
+
+    def _there(self, values: list[Value]) -> Value:
+        b = self.b
+        bits = [b.bitcast(x, i32) for x in values]
+        return b.vector([b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in bits])
+
+
+class AwaitedParts(PostedParts):
+    """The same in workgroups that wait for all of them.
+
+    Parameters
+    ----------
+    across : bool
+        Neighbouring lanes have neighbouring columns, and what they found of their parts is put together in shared
+        memory; else they have parts of the same columns, and exchange it.
+    """
+
+    def __init__(
+        self, result: Result, columns: int, thread: Value, threads: int, lanes: int = 0, across: bool = False
+    ) -> None:
+        super().__init__(result, columns)
+        self.thread = thread
+        places = columns // QUAD
+        self._span = span_of(places, self.config.waiters, threads)
+        """Fours of columns that a workgroup adds up at a time."""
+        self._slots = threads // self._span
+        """Lanes for each of them, which share its parts."""
+        self._across, self._threads = across, threads
+        fits = self._span * self._slots == threads and (across or self._slots <= lanes)
+        assert fits, (places, threads, self.config.waiters)
 
     def add_up(self, columns: Value, store: Store) -> None:
         """In workgroups that wait, add up this one's share of the columns of all parts, and store them.
@@ -70,6 +105,9 @@ class AwaitedParts:
         if self.config.everyone:
             self._add_share(self.place.part, parts, columns, store)
             return
+        if not self.config.makes_parts:
+            self._add_share(self.place.part, b.const(self.config.waiters, i32), columns, store)
+            return
         waiters = b.min(parts, self.config.waiters)
         number = self.place.part - (parts - waiters)
         with b.if_(number >= 0):
@@ -78,7 +116,10 @@ class AwaitedParts:
     def _add_share(self, number: Value, waiters: Value, columns: Value, store: Store) -> None:
         """The share of one of those that wait."""
         b, parts, slots, at_once = self.b, self.place.parts, self._slots, self.config.at_once
-        slot, mine = self.thread & (slots - 1), self.thread >> (slots.bit_length() - 1)
+        if self._across:
+            mine, slot = self.thread & (self._span - 1), self.thread >> (self._span.bit_length() - 1)
+        else:
+            slot, mine = self.thread & (slots - 1), self.thread >> (slots.bit_length() - 1)
         with b.loop(number * self._span, self._columns // QUAD, waiters * self._span, name="place") as first:
             column = (first + mine) * QUAD
             there = column < columns
@@ -92,9 +133,38 @@ class AwaitedParts:
                     for variable, x in zip(kept, self._await(start + slot, there, column, before), strict=True):
                         variable.value = x
                 sums = [x.value for x in kept]
-            highest, total, *values = self._gathered(sums)
-            with b.if_(there & b.eq(slot, 0)):
-                store(column, highest, total, values)
+            if self._across:
+                again = self._columns // QUAD > self.config.waiters * self._span
+                self._put_together(sums, mine, there & b.eq(slot, 0), column, store, again)
+            else:
+                highest, total, *values = self._gathered(sums)
+                with b.if_(there & b.eq(slot, 0)):
+                    store(column, highest, total, values)
+
+    def _put_together(
+        self, sums: list[Value], mine: Value, chosen: Value, column: Value, store: Store, again: bool
+    ) -> None:
+        """What the threads of a place found, in shared memory; chosen ones of them store it."""
+        b, slots, span = self.b, self._slots, self._span
+        if slots == 1:
+            with b.if_(chosen):
+                store(column, sums[0], sums[1], sums[2:])
+            return
+        pairs = b.shared("found_pairs", f32, self._threads * PAIR)
+        quads = b.shared("found_quads", f32, self._threads * QUAD)
+        b.store(pairs, self.thread * PAIR, b.vector(sums[:PAIR]))
+        b.store(quads, self.thread * QUAD, b.vector(sums[PAIR:]))
+        b.barrier()
+        with b.if_(chosen):
+            found = []
+            for i in range(slots):
+                at = mine + i * span
+                pair, quad = b.load(pairs, at * PAIR, PAIR), b.load(quads, at * QUAD, QUAD)
+                found.append([*b.unpack(pair), *b.unpack(quad)])
+            highest, total, *values = self._weighted(found)
+            store(column, highest, total, values)
+        if again:
+            b.barrier()
 
     def _gathered(self, sums: list[Value]) -> list[Value]:
         """What the lanes of a place found, together."""
@@ -109,15 +179,6 @@ class AwaitedParts:
         for mask in masks:
             rest = [x + b.shuffle_xor(x, mask) for x in rest]
         return [highest, *rest]
-
-    def _at(self, part: Value, column: Value) -> tuple[Value, Value]:
-        first = self._start + part * self._part_words
-        return first + column, first + ((column >> 1) + self._columns)
-
-    def _there(self, values: list[Value]) -> Value:
-        b = self.b
-        bits = [b.bitcast(x, i32) for x in values]
-        return b.vector([b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in bits])
 
     def _await(self, start: Value, there: Value, column: Value, before: Sequence[Value] = ()) -> list[Value]:
         """Wait for some parts of four columns, from ``start`` on in steps of the slots, and add them to what there was
@@ -134,11 +195,12 @@ class AwaitedParts:
                 item.read(self._words)
         done = b.var(zero, "done")
         with b.repeat(done):
-            # Who waits reads no more than it must: others are still reading their keys.
             there_all = b.const(True, bool_)
             for item in items:
                 missing = item.exists & b.eq(item.least(), 0)
-                with b.if_(missing & there_all):
+                # Who waits where others are still reading their keys reads no more than it must; who has nothing else
+                # to do would wait for each in turn.
+                with b.if_(missing & there_all if self.config.makes_parts else missing):
                     item.read(self._words)
                 there_all = there_all & ~missing
             done.value = b.select(b.subgroup_all(there_all), b.const(1, i32), zero)
@@ -148,6 +210,11 @@ class AwaitedParts:
         # What does not exist is zero, and its maximum counts for nothing.
         found = [[b.select(item.exists, item.numbers[0], b.const(LOWEST, f32)), *item.numbers[1:]] for item in items]
         found = [list(before), *found] if before else found
+        return self._weighted(found)
+
+    def _weighted(self, found: list[list[Value]]) -> list[Value]:
+        """The maximum, the sum of weights and the sums of several together."""
+        b = self.b
         if len(found) == 1:
             return found[0]
         highest = fold(b, "max", [x[0] for x in found])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
@@ -147,6 +147,8 @@ class CacheConfig(ScoreConfig, ABC):
         The last workgroup to finish adds those of its rows up; else another kernel does.
     waiters : int
         The last parts, so many of them, wait for those of their rows and add them up (`await_parts.py`).
+    trailed : bool
+        No parts do, but workgroups of a launch that goes with this one (`trail.py`).
     everyone : bool
         There are no more parts than that.
     at_one_go : bool
@@ -179,6 +181,7 @@ class CacheConfig(ScoreConfig, ABC):
     split: bool = False
     gather: bool = False
     waiters: int = 0
+    trailed: bool = False
     everyone: bool = False
     at_one_go: bool = False
     cluster: int = 1
@@ -201,7 +204,12 @@ class CacheConfig(ScoreConfig, ABC):
     @property
     def awaits(self) -> bool:
         """Some workgroups wait for the parts of others."""
-        return self.waiters > 0
+        return self.waiters > 0 or self.trailed
+
+    @property
+    def makes_parts(self) -> bool:
+        """Workgroups attend to keys, and do not only wait for those that do."""
+        return True
 
     @property
     def quantised(self) -> bool:
@@ -257,6 +265,47 @@ class FragmentDecodeConfig(CacheConfig):
     @property
     def stored(self) -> str:
         return "u32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrailConfig(CacheConfig):
+    """The kernel that waits for the parts that workgroups of the other launch make, and adds them up.
+
+    Attributes
+    ----------
+    shape : FragmentDecodeShape
+        Of those workgroups.
+    held : int
+        Rows that each of them can have.
+    columns : int
+        Of a row, with those that it is padded by.
+    threads : int
+        Of its own workgroups.
+    """
+
+    shape: FragmentDecodeShape
+    held: int
+    columns: int
+    threads: int
+
+    @classmethod
+    def beside(
+        cls, first: FragmentDecodeConfig, columns: int, waiters: int, threads: int, at_once: int, at_one_go: bool
+    ) -> TrailConfig:
+        """Of the launch that goes with one that makes parts. What only those need who read keys makes no other
+        kernel."""
+        kept = {field.name: getattr(first, field.name) for field in fields(CacheConfig)}
+        kept |= {"cache": "f16", "paging": "none", "softcap": False, "alibi": False, "once": False, "trailed": False}
+        kept |= {"whole": False, "waiters": waiters, "at_once": at_once, "at_one_go": at_one_go}
+        return cls(**kept, shape=first.shape, held=first.held, columns=columns, threads=threads)
+
+    @property
+    def stored(self) -> str:
+        return "u32"
+
+    @property
+    def makes_parts(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

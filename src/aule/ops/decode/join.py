@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
-from aule.ops.decode.await_parts import AwaitedParts
+from aule.ops.decode.await_parts import AwaitedParts, PostedParts
 from aule.ops.decode.result import Result
 from aule.tile.math import fold
 from aule.tile.matrix import QUAD, divmod_const
@@ -25,15 +25,13 @@ class Join:
         Of the workgroup: subgroups, or teams where there are no subgroups.
     columns : int
         Of a row, padding included.
-    awaited : AwaitedParts, optional
-        The parts of other workgroups, where one of them waits for all.
+    posted : PostedParts, optional
+        Where parts are left, if somebody waits for them.
     """
 
-    def __init__(
-        self, result: Result, parts: int, rows: int, columns: int, awaited: AwaitedParts | None = None
-    ) -> None:
+    def __init__(self, result: Result, parts: int, rows: int, columns: int, posted: PostedParts | None = None) -> None:
         self.result, self.b, self.place = result, result.b, result.place
-        self.parts, self.rows, self.columns, self.awaited = parts, rows, columns, awaited
+        self.parts, self.rows, self.columns, self.posted = parts, rows, columns, posted
         self._sums = self.b.shared("parts", f32, parts * rows * columns)
         self._maxima, self._totals = (self.b.shared(name, f32, parts * rows) for name in ("maxima", "sums"))
 
@@ -54,8 +52,8 @@ class Join:
         if self.place.config.cluster > 1:
             self._finish_together(thread, threads, width)
             return
-        if self.awaited is not None:
-            self._finish_awaited(self.awaited, thread, threads, width)
+        if self.posted is not None:
+            self._finish_posted(self.posted, thread, threads, width)
             return
         self._add_up(thread, threads, width, self._store)
         if not self.place.config.gather:  # which begins with one
@@ -77,13 +75,10 @@ class Join:
             use(r, column, *_weighted(b, maxima, totals, sums))
 
     def _store(self, r: Value, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
-        b = self.b
-        factor, lse = self.result.normal(r, highest, total)
-        self.result.store(r, column, [x * factor for x in values], self.columns)
-        self.result.store_lse(r, lse, b.eq(column, 0))
+        self.result.finish(r, column, highest, total, values, self.columns)
 
-    def _finish_awaited(self, parts: AwaitedParts, thread: Value, threads: int, width: int) -> None:
-        """The same of all parts of these rows, by the workgroups that wait for them."""
+    def _finish_posted(self, parts: PostedParts, thread: Value, threads: int, width: int) -> None:
+        """The same of all parts of these rows, by workgroups that wait for them."""
 
         def leave(r: Value, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
             parts.leave(r * self.columns + column, highest, total, values)
@@ -92,7 +87,8 @@ class Join:
             self._store(*divmod_const(self.b, place, self.columns), highest, total, values)
 
         self._add_up(thread, threads, width, leave)
-        parts.add_up(self._places(width) * width, store)
+        if isinstance(parts, AwaitedParts):
+            parts.add_up(self._places(width) * width, store)
 
     def _finish_together(self, thread: Value, threads: int, width: int) -> None:
         """The same of all workgroups of a cluster, each of which stores its share of the columns."""

@@ -25,7 +25,7 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, f16, f32, i32, i64, u32
 from aule.ops.attention import modifiers as mod
 from aule.ops.attention.parameters import Parameters
-from aule.ops.decode.await_parts import AwaitedParts
+from aule.ops.decode.await_parts import AwaitedParts, PostedParts
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.fetch import Fetch, assign, flat, values
 from aule.ops.decode.join import Join
@@ -53,7 +53,7 @@ _FAINT = -64
 def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration for a target with matrix units."""
     shape = config.shape
-    b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster)
+    b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster, rounding="quick")
     kernel = _Decode(b, config, target)
     kernel.begin()
     with b.if_(kernel.place.measure()):
@@ -494,10 +494,12 @@ class _Decode:
         totals = [row.total.value for row in rows]
         for mask in self._down:
             totals = [x + b.shuffle_xor(x, mask) for x in totals]
-        held, awaited = self.config.held, None
-        if self.config.awaits:
-            awaited = AwaitedParts(self.result, held * way.padded, engine.thread, shape.threads, shape.lanes)
-        join = Join(self.result, shape.subgroups, held, way.padded, awaited)
+        held, posted = self.config.held, None
+        if self.config.trailed:
+            posted = PostedParts(self.result, held * way.padded)
+        elif self.config.awaits:
+            posted = AwaitedParts(self.result, held * way.padded, engine.thread, shape.threads, shape.lanes)
+        join = Join(self.result, shape.subgroups, held, way.padded, posted)
         unit = 1.0 / way.unit
         fragments = values(O)
         for row, total in zip(rows, totals, strict=True):

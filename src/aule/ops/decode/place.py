@@ -62,7 +62,8 @@ class Place:
         self.block_of_rows = (self.batch * number("heads_kv") + self.kv_head) * number("row_blocks") + row_block
         """Number of the workgroup's rows among all blocks of rows."""
         self.group = number("group")
-        self.q, self.k, self.v = (self.matrix(name) for name in "qkv")
+        if config.makes_parts:
+            self.q, self.k, self.v = (self.matrix(name) for name in "qkv")
         self.pages = None if config.paging == "none" else Pages(parameters, self.batch)
         self.row0 = row_block * rows
         self.left = number("left") if config.left else None
@@ -88,7 +89,7 @@ class Place:
         self.parts = b.const(1, i32)
         """Parts of the keys that these rows may keep."""
         self._reach(b.min(self.row0 + self._block, self.rows) - 1)
-        if config.gather or config.awaits:  # which asks for parts that there are, and for no others
+        if config.makes_parts and (config.gather or config.awaits):  # who adds up asks for parts that there are
             exists.append(self.part < self.parts)
         return fold(b, "and", exists)
 

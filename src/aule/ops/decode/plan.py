@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aule.ir import KernelIR
@@ -12,14 +12,14 @@ from aule.ops.attention.config import Paging
 from aule.ops.attention.plan import aligned_rows, problem_scalars, view_scalars
 from aule.ops.attention.problem import UNBOUNDED
 from aule.ops.decode import last
-from aule.ops.decode.await_parts import awaited_words
+from aule.ops.decode.await_parts import awaited_words, span_of
 from aule.ops.decode.config import (
-    WIDEST,
     DecodeConfig,
     DecodeShape,
     FragmentDecodeConfig,
     FragmentDecodeShape,
     ReduceConfig,
+    TrailConfig,
 )
 from aule.ops.decode.gather import row_quads
 from aule.ops.decode.kernel import build_decode
@@ -33,6 +33,7 @@ from aule.ops.decode.shapes import (
     choose_decode_fragments,
     choose_decode_shape,
     choose_splits,
+    choose_trail,
     choose_waiters,
     fragment_runs,
     gathers,
@@ -40,12 +41,14 @@ from aule.ops.decode.shapes import (
     reads_queries_direct,
     reads_queries_early,
 )
+from aule.ops.decode.trail import build_trail
 from aule.ops.decode.validate import DecodeOperands
 from aule.ops.step import Step, StepPlan, grid_of
 from aule.target import Target
 from aule.tile.arrangement import SIZE
+from aule.tile.direct import padded_columns
 from aule.tile.fragment_shape import RUN
-from aule.tile.matrix import QUAD, padded
+from aule.tile.matrix import QUAD
 from aule.view import ITEMSIZE, TensorView
 
 _REDUCE_THREADS = 256
@@ -81,6 +84,7 @@ def plan_decode(
     gather: bool | None = None,
     cluster: bool | None = None,
     awaits: int | None = None,
+    trails: bool | None = None,
 ) -> StepPlan:
     """Plan decoding on a GPU.
 
@@ -101,6 +105,9 @@ def plan_decode(
     awaits : int, optional
         How many workgroups of a block of rows wait for the parts of all and add them up, if the shape allows it; 0 for
         none; default: as many as is quickest, where parts are added up in the launch that makes them.
+    trails : bool, optional
+        Whether a second launch goes with the first and waits for its parts, if the shape allows it; default: where that
+        is quicker.
     """
     if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
         return StepPlan(())
@@ -116,7 +123,11 @@ def plan_decode(
     many = plan_prefill(problem, views, target, paging, base_ok, index64)
     if many is not None and problem.total_q is None:
         return StepPlan((many,))
-    few = _plan_few(problem, views, target, paging, aligned, shape, splits, gather, cluster, awaits, many is not None)
+    if trails is None and (gather is not None or awaits is not None):
+        trails = False
+    few = _plan_few(
+        problem, views, target, paging, aligned, shape, splits, gather, cluster, awaits, trails, many is not None
+    )
     return few if many is None else replace(few, steps=(*few.steps, many))
 
 
@@ -131,6 +142,7 @@ def _plan_few(
     gather: bool | None,
     cluster: bool | None,
     awaits: int | None,
+    trails: bool | None,
     shared: bool,
 ) -> StepPlan:
     """The launches of decoding; ``shared`` when another one takes the sequences of many rows."""
@@ -166,19 +178,26 @@ def _plan_few(
         buffers = len(views) + int(problem.return_lse) + 3  # parts, their log-sum-exps, tickets
         gather = gathers(shape, block_rows, splits, dims, buffers, target)
     held = 1 << (min(shape.rows, problem.group * tokens) - 1).bit_length()
-    waiters, each = 0, 1 << (splits - 1).bit_length()
-    if isinstance(shape, FragmentDecodeShape) and splits > 1 and not cluster and (gather or awaits):
-        places = held * padded(problem.value_dim, WIDEST) // QUAD
-        waiters = choose_waiters(blocks, splits, places, shape, target, awaits)
-        if waiters:
-            each = -(-splits // (shape.threads // min(places // waiters, shape.threads)))
-    gather = gather and not waiters
     heads = row_blocks * problem.heads_kv
     single = problem.total_q is None and problem.seq_q == 1
     grid = (splits, heads, problem.batch) if cluster else (heads, splits, problem.batch)
     flat = any(count > most for count, most in zip(grid, target.max_grid, strict=True))
+    columns, trail = 0, _NOBODY
+    inside = replace(_NOBODY, each=1 << (splits - 1).bit_length())
+    if isinstance(shape, FragmentDecodeShape) and splits > 1 and not cluster:
+        assert target.matrix_layout is not None
+        columns = held * padded_columns(target.matrix_layout, problem.value_dim, problem.cache, "rows")
+        places = columns // QUAD
+        if trails is not False and not flat:
+            trail = _Waiting.of(*choose_trail(blocks, splits, places, shape, target, trails), places, splits)
+        if not trail.workgroups and (gather or awaits):
+            waiters = choose_waiters(blocks, splits, places, shape, target, awaits)
+            inside = _Waiting.of(waiters, shape.threads, places, splits) if waiters else inside
+    trailed = trail.workgroups > 0
+    gather = gather and not inside.workgroups and not trailed
     cluster = bool(cluster) and splits > 1 and not flat
-    followed = splits > 1 and not gather and not waiters and not cluster and target.overlap
+    alone = splits > 1 and not inside.workgroups and not trailed and not cluster
+    followed = alone and not gather and target.overlap
     left, right = problem.limits
     rows = problem.batch * problem.heads_q * tokens
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
@@ -205,13 +224,14 @@ def _plan_few(
         "tall": row_blocks > 1,
         "single": single,
         "fixed": problem.group * tokens if row_blocks == 1 and problem.total_q is None else 0,
-        "at_once": min(last.AT_ONCE, each) if waiters or (splits > 1 and gather and not cluster) else 1,
+        "at_once": inside.at_once if inside.workgroups or (alone and gather) else 1,
         # What several blocks of rows read, or the next call will find in the cache, is to stay there.
         "once": row_blocks == 1 and _cache_bytes(problem) > _KEPT_BYTES,
-        "gather": splits > 1 and gather and not cluster,
-        "waiters": waiters,
-        "everyone": waiters == splits,
-        "at_one_go": waiters > 0 and each <= last.AT_ONCE,
+        "gather": alone and gather,
+        "waiters": inside.workgroups,
+        "trailed": trailed,
+        "everyone": inside.workgroups == splits,
+        "at_one_go": inside.workgroups > 0 and inside.at_one_go,
         "cluster": splits if cluster else 1,
         "index64": largest > 2**31 - 1,
     }
@@ -223,7 +243,7 @@ def _plan_few(
         rows_ok = (aligned("q", QUAD), True, True, aligned("o", QUAD))
         early = reads_queries_early(problem, target)
         # Without a window a part begins where it would if the sequence were as long as it can be.
-        brief = waiters > 0 and left == UNBOUNDED and 0 < problem.seq_kv <= splits * shape.step
+        brief = (inside.workgroups > 0 or trailed) and left == UNBOUNDED and 0 < problem.seq_kv <= splits * shape.step
         direct = early and unit[0] and aligned("q", RUN) and reads_queries_direct(problem, target)
         config = FragmentDecodeConfig(
             **options, shape=shape, held=held, early=early, brief=brief, direct=direct, whole=whole, aligned=rows_ok
@@ -248,9 +268,16 @@ def _plan_few(
     first = Step(config, build, grid, scalars)
     if splits == 1 or cluster:
         return StepPlan((first,))
-    if waiters:
-        columns = held * padded(problem.value_dim, WIDEST)
-        return StepPlan((first,), {}, {"tickets": blocks * awaited_words(columns, splits)})
+    if trailed or inside.workgroups:
+        words = {"tickets": blocks * awaited_words(columns, splits)}
+        if not trailed:
+            return StepPlan((first,), {}, words)
+        assert isinstance(config, FragmentDecodeConfig)
+        waiting = TrailConfig.beside(
+            config, columns // held, trail.workgroups, trail.threads, trail.at_once, trail.at_one_go
+        )
+        second = Step(waiting, build_trail, (heads, trail.workgroups, problem.batch), scalars, together=True)
+        return StepPlan((first, second), {}, words)
     workspace = {"part": rows * splits * problem.value_dim, "part_lse": rows * splits}
     if gather:
         return StepPlan((first,), workspace, {"tickets": blocks})
@@ -274,6 +301,34 @@ def _plan_few(
     grid = (problem.heads_q, problem.batch, 1) if by_axes else grid_of("decode_attention", rows, target)
     second = Step(reduce, build_reduce, grid, {**scalars, "blocks": rows})
     return StepPlan((first, second), workspace)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Workgroups that wait for the parts of a block of rows, their threads, and the parts that each of these reads."""
+
+    workgroups: int
+    threads: int
+    each: int
+
+    @classmethod
+    def of(cls, workgroups: int, threads: int, places: int, splits: int) -> _Waiting:
+        """Of so many for so many fours of columns; none wait if there are none."""
+        if not workgroups:
+            return _NOBODY
+        return cls(workgroups, threads, -(-splits // (threads // span_of(places, workgroups, threads))))
+
+    @property
+    def at_once(self) -> int:
+        """Of those parts, how many it asks for at the same time."""
+        return min(last.AT_ONCE, self.each)
+
+    @property
+    def at_one_go(self) -> bool:
+        return self.each <= last.AT_ONCE
+
+
+_NOBODY = _Waiting(0, 0, 0)
 
 
 def _cache_bytes(problem: DecodeProblem) -> int:

@@ -41,6 +41,12 @@ class Result:
             sink = self.b.load(self.p.buffer("sinks", f32), self.p.strided("sinks", head))
         return normal(self.b, base, total, sink)
 
+    def finish(self, row: Value, column: Value, highest: Value, total: Value, values: list[Value], padded: int) -> None:
+        """Store columns of a row that exists, of which these are the sums, its maximum and its sum of weights."""
+        factor, lse = self.normal(row, highest, total)
+        self.store(row, column, [x * factor for x in values], padded)
+        self.store_lse(row, lse, self.b.eq(column, 0))
+
     def store(self, row: Value, column: Value, values: list[Value], padded: int) -> None:
         """Store columns of a row that exists, leaving out those past the last."""
         b, p, dim, index = self.b, self.p, self.config.value_dim, self.place.index

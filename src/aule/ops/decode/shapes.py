@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from aule.ops.decode.await_parts import TRAIL_BYTES, span_of
 from aule.ops.decode.config import WIDEST, DecodeShape, FragmentDecodeShape
 from aule.ops.decode.gather import gather_bytes
 from aule.ops.decode.problem import DecodeProblem
@@ -38,6 +39,8 @@ UNEVEN_KEYS = 16384
 _MAX_UNEVEN = 8
 _WAITERS = 16
 """Workgroups of a block of rows that wait for parts at most."""
+_TRAILING, _TRAILED = 8, 16
+"""Workgroups of a block of rows that wait in a launch of their own, and parts from which on they do."""
 _SPREAD = (2048, 8192)
 """Keys beyond which, and up to which, `is_spread`."""
 _GATHERED = 16
@@ -221,15 +224,40 @@ def choose_waiters(
         if not can_wait(target) or most < 2:
             return 0
     waiters = splits if most == splits else 1 << max(most, 1).bit_length() - 1 if most else 0
-    while waiters and (places % waiters or not _shares(places // waiters, shape)):
+    # Lanes that share the parts of a place are in one subgroup.
+    while waiters and (places % waiters or span_of(places, waiters, shape.threads) < shape.subgroups):
         waiters = 1 << (waiters - 1).bit_length() - 1 if waiters > 1 else 0
     return waiters
 
 
-def _shares(span: int, shape: FragmentDecodeShape) -> bool:
-    """Whether the threads of a workgroup can be dealt out to so many places, lanes of one subgroup to each."""
-    span = min(span, shape.threads)
-    return shape.threads % span == 0 and shape.threads // span <= shape.lanes and not span & (span - 1)
+def choose_trail(
+    blocks: int, splits: int, places: int, shape: FragmentDecodeShape, target: Target, wanted: bool | None = None
+) -> tuple[int, int]:
+    """Workgroups for each block of rows of a launch that goes with the one that makes parts and waits for them, and
+    their threads; (0, 0) where there is none.
+
+    H200 through Vulkan, one sequence, us, as before and by eight workgroups that have two parts to a thread: 1k keys
+    5.0 and 4.8, 4k 7.15 and 6.8 (all wait for each other), 32k 38.8 and 36.8, in int8 26.0 and 24.0, 64k in pages 68.8
+    and 67.0 (a second launch behind the first). 512 keys, in eight parts, take 4.5 both ways. With one part to a thread
+    1k takes 4.9, with four int8 24.3; by four workgroups 4k takes 7.25, by 16 of 128 threads 32k in int8 23.9 and in
+    fp8 24.85 (24.8).
+
+    Parameters
+    ----------
+    blocks, places : int
+        As for `choose_waiters`.
+    wanted : bool, optional
+        Wherever it can be.
+    """
+    # Whichever launch begins first, a multiprocessor is left to those that are waited for.
+    room = ((target.compute_units or _USUAL_UNITS) - 1) // blocks
+    waiters = min(_TRAILING, places, 1 << room.bit_length() - 1 if room else 0)
+    quicker = can_wait(target) and waiters == _TRAILING and splits >= _TRAILED
+    if not waiters or not (wanted or quicker):
+        return 0, 0
+    most = min(target.max_threads, target.max_shared_bytes // TRAIL_BYTES)
+    threads = max(_power(-(-splits // 2)) * span_of(places, waiters, most), shape.threads)
+    return waiters, min(threads, 1 << most.bit_length() - 1)
 
 
 def choose_cluster(shape: FragmentDecodeShape, blocks: int, keys: int, dims: tuple[int, int], target: Target) -> int:

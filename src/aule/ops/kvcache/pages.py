@@ -120,9 +120,9 @@ class PageTable:
         """How many tokens a layer has of a sequence."""
         return self._find("length", seq).lengths[layer]
 
-    def lengths(self, seqs: Sequence[int], layer: int) -> tuple[int, ...]:
-        """The same of several."""
-        return tuple([self._find("context_lens", seq).lengths[layer] for seq in seqs])
+    def lengths(self, seqs: Sequence[int], layer: int, op: str = "context_lens") -> tuple[int, ...]:
+        """The same of several; ``op`` is the method that asks, for messages."""
+        return tuple([self._find(op, seq).lengths[layer] for seq in seqs])
 
     def pages(self, seq: int) -> tuple[int, ...]:
         """The pages of a sequence."""
@@ -204,9 +204,9 @@ class PageTable:
 
     def commit(self, append: Append) -> None:
         """Carry out what `plan_append` planned, with nothing done to the table in between."""
+        del self._free[len(self._free) - len(append.pages) :]
         for seq, i, page in append.pages:
             found = self._sequences[seq]
-            assert self._free.pop() == page
             self._references[page] = 1
             if i < len(found.pages):
                 self._references[found.pages[i]] -= 1
@@ -248,10 +248,11 @@ class PageTable:
         self.version += 1
 
     def _find(self, op: str, seq: Any) -> _Tokens:
-        found = self._sequences.get(int(seq)) if isinstance(seq, (int, np.integer)) else None
+        number = int(seq) if isinstance(seq, (int, np.integer)) and not isinstance(seq, bool) else -1
+        found = self._sequences.get(number)
         if found is not None:
             return found
-        if isinstance(seq, int) and 0 <= seq < self._next:
+        if 0 <= number < self._next:
             raise ClosedError(
                 f"[KVCache.{op}] expected a live sequence, got {seq}, which was freed; allocate a new one"
             )

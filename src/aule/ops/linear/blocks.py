@@ -170,11 +170,11 @@ def _packed(target: Target, dtype: str, m: int, n: int, lanes: int) -> VectorBlo
 
 def _choose_warpgroups(target: Target, m: int, n: int) -> WarpgroupBlocks | None:
     """The tile of warpgroups that takes least time; None where half of the units would be without one."""
-    best, least = None, 0.0
+    best, least, units = None, 0.0, max(target.compute_units, 1)
     for blocks, weight in WARPGROUPS:
         tiles = -(-m // blocks.rows) * -(-n // blocks.cols)
-        time = -(-tiles // target.compute_units) * blocks.rows * blocks.cols * weight
+        time = -(-tiles // units) * blocks.rows * blocks.cols * weight
         fits = blocks.shared_bytes <= target.max_shared_bytes
-        if fits and 2 * tiles >= target.compute_units and (best is None or time < least):
+        if fits and 2 * tiles >= units and (best is None or time < least):
             best, least = blocks, time
     return best

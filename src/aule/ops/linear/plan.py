@@ -196,7 +196,7 @@ def product_step(
     )
     count = -(-m // tile_rows) * -(-n // tile_cols)
     if isinstance(blocks, WarpgroupBlocks):  # as few workgroups as take no more rounds over the device
-        count = -(-count // -(-count // target.compute_units))
+        count = -(-count // -(-count // max(target.compute_units, 1)))
     return Step(config, build_product, grid_of(name, count, target), scalars)
 
 

@@ -27,7 +27,9 @@ def build_product_lines(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     blocks = config.blocks
     assert isinstance(blocks, FragmentBlocks) and blocks.stages == 1 and config.whole
-    b = Builder(config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers)
+    b = Builder(
+        config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, rounding="quick"
+    )
     _Product(b, config, blocks, target).run()
     return b.finish()
 

@@ -10,16 +10,27 @@ from aule.ops.column_sum import column_sum_step
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
 from aule.ops.row_shapes import (
-    AWAITING,
     Work,
+    begins_early,
     choose_rows,
+    fixes,
     has_moments,
     lasts,
+    numbered,
     rounds_fused,
     row_grid,
     streams,
 )
-from aule.ops.rowwise import RowOperand, common_width, extent, has_statistics, lay_out, operand, view_numbers
+from aule.ops.rowwise import (
+    RowOperand,
+    common_width,
+    extent,
+    fixed_numbers,
+    has_statistics,
+    lay_out,
+    operand,
+    view_numbers,
+)
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.view import TensorView
@@ -71,8 +82,13 @@ def norm_step(
     work = Work(len(sums), columns, copied, written, centred=problem.center)
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
+    shape = numbered(shape, grid, target)
     partials = grid[0] // max(shape.cluster, shape.gather)
     operands = tuple((n, operand(view, span.width)) for n, view in views.items())
+    scalars = layout.scalars | view_numbers(views)
+    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
+    dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
+    whole = span.parts > 0 and not span.ragged  # so that rows of this shape have this length alone
     if statistics:
         operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
     config = NormConfig(
@@ -86,10 +102,9 @@ def norm_step(
         operands=operands,
         stream=streams(rows, target),
         lasting=lasts(rows, target, work),
-        fused_rounding=rounds_fused(target, problem.length),
-        awaits=target.overlap and not shape.loops and shape.workgroup >= AWAITING,
-        moments=problem.center and has_moments(target, problem.dtype, problem.length),
+        fused_rounding=rounds_fused(target, problem.length, work),
+        awaits=begins_early(target, shape),
+        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
+        fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
-    scalars = layout.scalars | view_numbers(views)
-    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "eps": problem.eps}
-    return Step(config, build, grid, scalars | {"partials": partials, "sums": problem.length}), partials
+    return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials

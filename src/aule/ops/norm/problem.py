@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidArgumentError
+from aule.ops.checked import LARGEST, number_or_nan
 from aule.ops.rowwise import check_floats, check_rows, check_shape, check_statistics, statistics_of
 from aule.ops.spec import Call, Result
 from aule.view import TensorView
@@ -80,10 +80,9 @@ def _problem(
 
 def checked_eps(op: str, eps: Any) -> float:
     """What is added inside of a root, or a clear error."""
-    try:
-        value = float(eps)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise InvalidArgumentError(f"[{op}] expected eps >= 0, got {eps!r}; pass a small number such as 1e-6")
+    value = number_or_nan(eps)
+    if not 0.0 <= value <= LARGEST:
+        raise InvalidArgumentError(
+            f"[{op}] expected eps from 0 to {LARGEST:g}, got {eps!r}; pass a small number such as 1e-6"
+        )
     return value

@@ -9,8 +9,19 @@ from dataclasses import replace
 from aule.ops.column_sum import column_sum_step
 from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_rope
 from aule.ops.rope.problem import RopeProblem
-from aule.ops.row_shapes import Work, choose_rows, row_grid, streams
-from aule.ops.rowwise import RowLayout, extent, lay_out, operand, view_numbers, view_width
+from aule.ops.row_shapes import (
+    AWAITING,
+    NO_SUMS,
+    Work,
+    begins_early,
+    choose_rows,
+    fixes,
+    lasts,
+    numbered,
+    row_grid,
+    streams,
+)
+from aule.ops.rowwise import RowLayout, extent, fixed_numbers, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
 from aule.tile.spans import SpanShape
@@ -22,7 +33,10 @@ and on CPUs. H200, bf16, TB/s with one, two and four, 64 MiB and 1 GiB: rope of 
 4.09, 3.99; rms_norm_rope 3.43, 3.52, 3.50 and 3.87, 4.12, 4.03. Through Vulkan 3.48, 3.45, 3.39 and 4.12, 4.08, 4.01;
 3.02, 3.03, 2.92 and 3.51, 3.55, 3.51."""
 _NORM_THREADS = 64
-"""Of a workgroup where rows are normalised; 128 have 3.49 and 4.03 there."""
+"""Of a workgroup where rows are normalised; 128 have 3.49 and 4.03 there. Where it may begin while the launch before
+ends, 64 MiB and 1 GiB: 64 threads that do so 3.54 to 3.82 and 4.14, 128 3.78 to 3.81 and 4.06; 64 that do not, with
+rows that last, 4.21 at 1 GiB, 128 that do 4.16. Rope of 32 heads, without and with: 4.02 to 4.07 and 4.08 to 4.14, at 1
+GiB 4.11 and 4.13, and with rows that last 4.20."""
 _RESIDENT = 640
 """Threads for each of NVIDIA's multiprocessors, where sums of columns are made: as many as fit. H200, rms_norm_rope of
 8 heads, backward: 3.42 and 3.95; 512 have 3.18 and 3.70, 1024, which do not fit, 3.05 and 3.58. Through Vulkan, of 32
@@ -47,8 +61,10 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         span = replace(span, unroll=1)
     most = _CPU_HEADS if cpu else _NORM_HEADS if norm else _HEADS
     heads, layout = _heads_last(problem, views, 1 if sums else most)
+    lasting = lasts(rows, target, NO_SUMS)
     if norm and not sums:
-        shape = replace(shape, slots=max(min(shape.slots, _NORM_THREADS // shape.threads), 1))
+        threads = AWAITING if target.overlap and not lasting else _NORM_THREADS
+        shape = replace(shape, slots=max(min(shape.slots, threads // shape.threads), 1))
     if sums and (target.backend == "cuda" or target.vulkan_on_nvidia):
         shape = replace(shape, resident=max(_RESIDENT // shape.workgroup, 1))
     shape = replace(shape, batch=heads, loops=sums or cpu, exact=count % (shape.slots * heads) == 0)
@@ -57,8 +73,12 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         spans.append(_cut(problem.rest, span, shape.threads))
     name = "rms_norm_rope" if norm else "rope"
     grid = row_grid(name, shape, count, target)
+    shape = numbered(shape, grid, target)
     partials = grid[0]
     ids = views.get("position_ids")
+    scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
+    scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
+    known = ids is None and _positions_first(problem, views, layout) and fixes(target, problem.length, NO_SUMS)
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -72,11 +92,12 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         axes=len(layout.sizes),
         index64=max(extent(view) for view in views.values()) + partials * problem.length > 2**31 - 1,
         operands=tuple((n, operand(view, span.width)) for n, view in views.items() if n != "position_ids"),
+        lasting=lasting,
+        awaits=begins_early(target, shape),
         stream=streams(rows, target) and not problem.inplace,  # what was just read is in the cache
+        fixed=fixed_numbers(scalars) if known else (),
     )
-    scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
-    scalars |= {"inverse_length": 1.0 / problem.length, "eps": problem.eps or 0.0}
-    scalars |= {"partials": partials, "sums": problem.length, "positions": problem.positions}
+    scalars |= {"eps": problem.eps or 0.0, "partials": partials, "positions": problem.positions}
     if ids is not None:
         scalars |= {f"{n}_position_stride": views[n].strides[0] for n in ("cos", "sin")}
     build = build_norm_rope_gradient if norm and problem.inverse else build_rope
@@ -87,6 +108,15 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     pairs = problem.pairs if problem.interleaved else 0
     finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs)
     return StepPlan((step, finish), {"partial": partials * problem.length})
+
+
+def _positions_first(problem: RopeProblem, views: Mapping[str, TensorView], layout: RowLayout) -> bool:
+    """Whether strides are the same however many positions there are: those are the first axis, and behind it come heads
+    alone, without gaps."""
+    alone = all(not any(layout.strides[name][1:]) for name in ("cos", "sin"))
+    heads = math.prod(layout.sizes[1:])
+    dense = all(layout.strides[name][0] == heads * problem.length for name in _ROWS if name in layout.strides)
+    return alone and dense and all(view.offset == 0 for view in views.values())
 
 
 def _cut(columns: int, span: SpanShape, threads: int) -> SpanShape:

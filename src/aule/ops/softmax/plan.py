@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aule.ir.types import SCALARS
 from aule.ops.attention.dropout import OCTET, keep_scale, threshold
-from aule.ops.row_shapes import AWAITING, NO_SUMS, RowTuning, choose_rows, row_grid, streams
+from aule.ops.row_shapes import NO_SUMS, RowTuning, begins_early, choose_rows, row_grid, streams
 from aule.ops.rowwise import RowOperand, extent, has_statistics, lay_out, operand, view_numbers, view_width
 from aule.ops.softmax.kernels import (
     Early,
@@ -136,7 +136,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         early=way.early if draws and span.parts > 0 and span.width == OCTET else "",
         narrow=plain and narrow and not backward and span.parts > 0 and span.width > 1 and _compares_pairs(target),
         small=way.small and not backward,
-        awaits=way.awaits and target.overlap and shape.workgroup >= AWAITING,
+        awaits=way.awaits and begins_early(target, shape),
         fetches=way.fetches and span.parts > 0 and dict(operands)["x"].unit and target.compute_units > 0,
         dtype=problem.dtype,
         shape=shape,

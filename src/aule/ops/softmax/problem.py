@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
-from aule.ops.attention.validate import checked_dropout, checked_seed_words
-from aule.ops.checked import checked_flag
+from aule.ops.attention.validate import FLOAT_DTYPES, checked_dropout, checked_seed_words
+from aule.ops.checked import LARGEST, checked_flag, number_or_nan
 from aule.ops.rowwise import (
     check_devices,
     check_floats,
@@ -68,6 +67,8 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
     alike = ("x", "dy", "y", "weights")
     floats = {name: view for name, view in views.items() if name in alike}
     if mask is not None and mask.dtype != "bool":
+        if mask.dtype not in FLOAT_DTYPES:
+            raise InvalidDtypeError(f"[{op}] expected mask of bool or floats, got {mask.dtype}; convert it")
         floats["mask"] = mask
     check_floats(op, "x", floats, alike)
     check_devices(op, "x", views)
@@ -79,8 +80,6 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
     check_statistics(op, "x", views, STATISTICS)
     normal = dict(views)
     if mask is not None:
-        if mask.dtype not in ("bool", "f32", "f16", "bf16", "f64"):
-            raise InvalidDtypeError(f"[{op}] expected mask of bool or floats, got {mask.dtype}; convert it")
         normal["mask"] = spread(op, "mask", mask, x.shape, "it is what x is masked with, or can be repeated to it")
     p = checked_dropout(op, options["dropout_p"])
     if p == 0.0:
@@ -105,10 +104,9 @@ def bind_softmax(op: str, views: Mapping[str, TensorView], options: Mapping[str,
 
 
 def _scale(op: str, scale: Any) -> float:
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise InvalidArgumentError(f"[{op}] expected a finite scale, got {scale!r}; pass 1.0 for none")
+    value = number_or_nan(scale)
+    if not abs(value) <= LARGEST:
+        raise InvalidArgumentError(
+            f"[{op}] expected a finite scale of at most {LARGEST:g}, got {scale!r}; pass 1.0 for none"
+        )
     return value

@@ -1,0 +1,67 @@
+"""Arithmetic of constants, as kernels do it: for whoever knows a result before the device, builder, passes, renderers.
+
+Integers wrap, division truncates, and what the language leaves undefined has no result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from aule.ir.types import Scalar
+
+_DIGITS = {"bf16": 8, "f16": 11, "f32": 24, "f64": 53}
+"""Bits of precision of the floating-point types."""
+
+
+def _quotient(x: int, y: int) -> int:
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": _quotient,
+    "rem": lambda x, y: x - y * _quotient(x, y),
+    "min": min,
+    "max": max,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "shl": lambda x, y: x << y,
+    "shr": lambda x, y: x >> y,
+}
+
+
+def computed(opcode: str, x: int, y: int, elem: Scalar) -> int | None:
+    """The result of an operation on two integers of a type, which it may exceed; None where there is none."""
+    if opcode not in _ARITHMETIC:
+        return None
+    if (opcode in ("div", "rem") and y == 0) or (opcode in ("shl", "shr") and not 0 <= y < elem.bits):
+        return None
+    return _ARITHMETIC[opcode](x, y)
+
+
+def wrap(value: int, elem: Scalar) -> int:
+    """An integer as a register of its type holds it."""
+    value &= (1 << elem.bits) - 1
+    return value - (1 << elem.bits) if elem.is_signed and value >> (elem.bits - 1) else value
+
+
+def exact(value: float | int | bool, elem: Scalar) -> bool:
+    """Whether a type holds a whole number or an infinity as it is."""
+    if not math.isfinite(value) or value != int(value):
+        return math.isinf(value) and elem.is_float
+    if elem.is_float:
+        return abs(value) <= 1 << _DIGITS[elem.name]
+    low = -(1 << (elem.bits - 1)) if elem.is_signed else 0
+    return low <= value < low + (1 << elem.bits)

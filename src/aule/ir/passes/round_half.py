@@ -1,0 +1,58 @@
+"""f32 that becomes f16 is rounded before, so that a compiler which leaves out a conversion and its way back leaves out
+nothing: NVIDIA's does so in Vulkan, by bitcasts of any kind, variables and decorations."""
+
+from __future__ import annotations
+
+from aule.ir.kernel import KernelIR, Op, Value
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.passes.soft_half import Convert, float_to_half, half_to_float
+from aule.ir.types import Fragment, Pointer, bool_, element, f16, f32
+
+
+def round_half(kernel: KernelIR, widen: Convert | None = None) -> KernelIR:
+    """Round in integers whatever becomes f16 and goes elsewhere than to a buffer.
+
+    Parameters
+    ----------
+    kernel : KernelIR
+        Left as it is.
+    widen : callable, optional
+        A built-in of the language that reads fp16 exactly, as for `soft_half`.
+    """
+    return _RoundHalf(kernel, widen).run()
+
+
+def returning(kernel: KernelIR) -> dict[Op, Value]:
+    """Casts to f16 whose results do not only go to buffers, and these results."""
+    used = {
+        value
+        for op in kernel.walk()
+        for position, value in enumerate(op.args)
+        if not (op.opcode == "store" and position == 2 and _is_buffer(op.args[0]))
+    }
+    return {
+        op: op.result
+        for op in kernel.walk()
+        if op.opcode == "cast" and op.result in used and element(op.result.type) == f16
+        and not isinstance(op.result.type, Fragment) and element(op.args[0].type) not in (f16, bool_)
+    }  # fmt: skip
+
+
+def _is_buffer(value: Value) -> bool:
+    return isinstance(value.type, Pointer) and value.type.space == "global"
+
+
+class _RoundHalf(Rewriter):
+    def __init__(self, kernel: KernelIR, widen: Convert | None) -> None:
+        super().__init__(kernel)
+        self._widen = widen
+        self._returning = returning(kernel)
+        self.hooks["cast"] = self._cast
+
+    def _cast(self, op: Op) -> Lowered | None:
+        if op not in self._returning:
+            return self.clone(op)
+        bits = float_to_half(self.b, self.b.cast(self.value(op.args[0]), f32))
+        if self._widen is None:
+            return self.b.cast(half_to_float(self.b, bits), f16)
+        return self.b.cast(self.b.vector([self._widen(self.b, lane) for lane in self.b.unpack(bits)]), f16)

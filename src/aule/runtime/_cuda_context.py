@@ -1,0 +1,187 @@
+"""The primary context of a CUDA device: made current for a call, lost, closed; and the stream of our own in it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+from aule.errors import (
+    AuleError,
+    BackendUnavailableError,
+    DeviceLostError,
+    LaunchError,
+    OutOfMemoryError,
+)
+from aule.runtime import _cuda_driver as cu
+
+
+class Context:
+    """Retained when it is first entered, released by `close`.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held for the length of any call that does not wait; calls that wait are inside of `entered` instead, so that
+        they block nobody, and `close` waits for them.
+    refusal : callable or None
+        Makes the error for any further call: the device is closed, lost, or was opened before a fork.
+    stream, fence : c_void_p
+        Our own stream, and an event to order others by.
+    """
+
+    def __init__(self, driver: cu.Driver, device: int, name: str) -> None:
+        self._driver, self._api, self._device, self._name = driver, driver.api, device, name
+        self.lock = threading.RLock()
+        self._idle = threading.Condition(self.lock)
+        self._active = 0
+        self.refusal: Callable[[], AuleError] | None = None
+        self.closed = False
+        self._forked = False
+        self._handle = 0
+        self.stream = cu.PTR()
+        self.fence = cu.PTR()
+        self._get_current = driver.get_current
+        self._current = cu.PTR()
+        self._current_ref = ctypes.byref(self._current)
+
+    @property
+    def opened(self) -> bool:
+        """Whether it has been entered, and not been closed since."""
+        return self._handle != 0
+
+    # -- what it refuses -----------------------------------------------------------------------------------------------
+
+    def after_fork(self) -> None:
+        # Other threads of the parent, which do not exist here, may have held the lock or been inside a call.
+        self.lock = threading.RLock()
+        self._idle = threading.Condition(self.lock)
+        self._active = 0
+        self._forked = True
+        self.refuse(
+            lambda: DeviceLostError(
+                "[cuda] expected a device of this process, got one that was opened before fork; start the process with "
+                "the multiprocessing method 'spawn' or 'forkserver'"
+            )
+        )
+
+    def refuse(self, refusal: Callable[[], AuleError]) -> None:
+        if self.refusal is None:
+            self.refusal = refusal
+
+    def check(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal()
+
+    def failure(self, code: int, action: str) -> AuleError:
+        """The error for a code that a driver call returned."""
+        text = self._driver.describe(code)
+        if code in cu.LOST:
+            message = (
+                f"[cuda] {action}: expected a working context, got {text}, perhaps from an earlier launch; the context "
+                "is lost for the whole process, restart it"
+            )
+            self.refuse(lambda: DeviceLostError(message))
+            return DeviceLostError(message)
+        if code == cu.OUT_OF_MEMORY:
+            return OutOfMemoryError(f"[cuda] {action}: expected enough device memory, got {text}; free some")
+        return LaunchError(f"[cuda] {action}: expected success, got {text}; see the CUDA driver API for the cause")
+
+    def require(self, code: int, action: str) -> None:
+        if code:
+            raise self.failure(code, action)
+
+    # -- making it current ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Retain the primary context and make our stream. The lock is held."""
+        if self._handle:
+            return
+        context = cu.PTR()
+        code = self._api.cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device)
+        if code == cu.OUT_OF_MEMORY:
+            raise self.failure(code, "creating the context")
+        if code or context.value is None:
+            raise BackendUnavailableError(
+                "cuda",
+                f"[cuda] expected the primary context of {self._name}, got {self._driver.describe(code)}; "
+                "check that no other process holds the GPU exclusively",
+            )
+        self._handle = context.value
+        try:
+            with self.pushed():
+                self._make_stream()
+        except AuleError:
+            self._handle = 0
+            self._api.cuDevicePrimaryCtxRelease_v2(self._device)
+            raise
+
+    def _make_stream(self) -> None:
+        stream, fence = cu.PTR(), cu.PTR()
+        code = self._api.cuStreamCreate(ctypes.byref(stream), cu.STREAM_NON_BLOCKING)
+        self.require(code, "creating a stream")
+        code = self._api.cuEventCreate(ctypes.byref(fence), cu.EVENT_DISABLE_TIMING)
+        if code:
+            self._api.cuStreamDestroy_v2(stream)
+            raise self.failure(code, "creating an event")
+        self.stream, self.fence = stream, fence
+
+    def _push(self) -> bool:
+        """Make our context current; False where it was already. The lock is held."""
+        self.require(self._get_current(self._current_ref), "asking for the current context")
+        if self._current.value == self._handle:
+            return False
+        self.require(self._api.cuCtxPushCurrent_v2(self._handle), "making the context current")
+        return True
+
+    def _pop(self) -> None:
+        self._api.cuCtxPopCurrent_v2(ctypes.byref(cu.PTR()))
+
+    @contextlib.contextmanager
+    def pushed(self) -> Iterator[None]:
+        """Inside, our context is current. The lock is held."""
+        pushed = self._push()
+        try:
+            yield
+        finally:
+            if pushed:
+                self._pop()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the device is open, our context is current and close waits; the lock is not held."""
+        with self.lock:
+            self.check()
+            self._open()
+            pushed = self._push()
+            self._active += 1
+        try:
+            yield
+        finally:
+            if pushed:
+                self._pop()
+            with self.lock:
+                self._active -= 1
+                self._idle.notify_all()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self, refusal: Callable[[], AuleError], tear_down: Callable[[], None]) -> None:
+        """Release it, once, when nobody is inside any more; before that ``tear_down`` frees what lies in it. The lock
+        is held."""
+        self.closed = True
+        self.refusal = refusal
+        while self._active:
+            self._idle.wait()
+        if self._handle and not self._forked:
+            # Errors are of no use to anyone here: what a lost context held is gone with it.
+            api = self._api
+            api.cuCtxPushCurrent_v2(self._handle)
+            api.cuCtxSynchronize()
+            tear_down()
+            api.cuEventDestroy_v2(self.fence)
+            api.cuStreamDestroy_v2(self.stream)
+            self._pop()
+            api.cuDevicePrimaryCtxRelease_v2(self._device)
+        self._handle = 0
