@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aule.ir.builder import Builder
-from aule.ir.kernel import KernelIR, Rounding, Value
+from aule.ir.kernel import Arithmetic, KernelIR, Value
 from aule.ir.types import (
     SCALARS,
     Fragment,
@@ -96,12 +96,12 @@ def zeros(elem: Scalar, count: int) -> Array:
 
 
 def trace(
-    name: str, workgroup: int = 64, subgroup_size: int = 0, rounding: Rounding = "exact"
+    name: str, workgroup: int = 64, subgroup_size: int = 0, arithmetic: Arithmetic = "exact"
 ) -> Callable[[Callable[[Builder], None]], KernelIR]:
     """Build a kernel from the function it decorates."""
 
     def make(body: Callable[[Builder], None]) -> KernelIR:
-        b = Builder(name, workgroup, subgroup_size, rounding=rounding)
+        b = Builder(name, workgroup, subgroup_size, arithmetic=arithmetic)
         body(b)
         return b.finish()
 
@@ -342,11 +342,11 @@ def casts() -> Iterator[Case]:
     # Numbers below f32's own subnormals are flushed by many devices; they round to zero in fp16 only.
     tiny = np.abs(everything) < 1.2e-38
     everything[tiny] = 0
-    kinds: list[tuple[Scalar, Rounding]] = [(f16, "exact"), (bf16, "exact"), (bf16, "quick"), (bf16, "fused")]
+    kinds: list[tuple[Scalar, Arithmetic]] = [(f16, "exact"), (bf16, "exact"), (bf16, "quick"), (bf16, "fused")]
     for (target, kind), lanes in itertools.product(kinds, (1, 4)):
         name = f"round_to_{target}_{lanes}" if kind == "exact" else f"round_to_{target}_{kind}_{lanes}"
 
-        @trace(name, rounding=kind)
+        @trace(name, arithmetic=kind)
         def rounding(b: Builder, target: Scalar = target, lanes: int = lanes) -> None:
             x, out = b.buffer("x", f32), b.buffer("result", target, "write")
             back = b.buffer("back", f32, "write")

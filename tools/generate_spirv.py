@@ -25,7 +25,7 @@ INSTRUCTIONS = """
     Function FunctionEnd Variable Load Store AccessChain Label Branch BranchConditional Return LoopMerge SelectionMerge
     CompositeConstruct CompositeExtract CompositeInsert VectorShuffle
     ConvertFToU ConvertFToS ConvertSToF ConvertUToF UConvert SConvert FConvert Bitcast
-    SNegate FNegate IAdd FAdd ISub FSub IMul FMul UDiv SDiv FDiv UMod UMulExtended
+    SNegate FNegate IAdd FAdd ISub FSub IMul FMul UDiv SDiv FDiv UMod SRem UMulExtended
     ShiftRightLogical ShiftRightArithmetic ShiftLeftLogical BitwiseOr BitwiseXor BitwiseAnd Not
     LogicalEqual LogicalNotEqual LogicalOr LogicalAnd LogicalNot Select
     IEqual INotEqual UGreaterThan SGreaterThan UGreaterThanEqual SGreaterThanEqual ULessThan SLessThan ULessThanEqual

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -904,6 +905,20 @@ def test_a_vote_of_the_workgroup_orders_as_a_barrier() -> None:
 
 
 # -- arithmetic that is not defined --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("left", "right"), [(-7, 3), (7, -3), (7, 3)])
+def test_remainders_of_negative_numbers_in_a_quick_kernel(left: int, right: int) -> None:
+    """They are what a device makes of them; an exact kernel has them."""
+    for arithmetic in ("exact", "quick"):
+        b = Builder("rest", 1, arithmetic=arithmetic)  # type: ignore[arg-type]
+        x, out = b.buffer("x", i32), b.buffer("out", i32, "write")
+        b.store(out, 0, b.load(x, 0) % b.load(x, 1))
+        result = np.zeros(1, np.int32)
+        fails = arithmetic == "quick" and min(left, right) < 0
+        with pytest.raises(SanitizerError, match="remainder of negative numbers") if fails else nullcontext():
+            interpret(b.finish(), (1, 1, 1), [np.array([left, right], np.int32), result])
+        assert result[0] == (0 if fails else int(np.fmod(left, right)))
 
 
 def test_division_by_zero_and_wide_shifts() -> None:

@@ -13,7 +13,7 @@ from aule.ir.types import Fragment, bool_, f16, f32, i32, i64, u32
 
 
 def everything() -> KernelIR:
-    b = Builder("everything", workgroup=64, subgroup_size=32, max_registers=128, rounding="quick")
+    b = Builder("everything", workgroup=64, subgroup_size=32, max_registers=128, arithmetic="quick")
     source, out, n = b.buffer("source", f16), b.buffer("out", f32, "readwrite"), b.scalar("n", i32)
     tile, own = b.shared("tile", f32, 64), b.private("own", f32, 4)
     t = b.thread_id()
@@ -40,7 +40,7 @@ kernel everything(
   %source: buffer f16 read
   %out: buffer f32 readwrite
   %n: scalar i32
-) workgroup 64 subgroup 32 registers 128 quick rounding {
+) workgroup 64 subgroup 32 registers 128 quick arithmetic {
   %tile = shared<f32[64]>
   %own = private<f32[4]>
   %0 = thread_id i32

@@ -396,7 +396,7 @@ def _without_body(**changes: Any) -> KernelIR:
         (_without_body(workgroup=0), "expected a workgroup of at least 1 thread, got 0"),
         (_without_body(subgroup_size=24), "a subgroup size that is 0 or a power of two, got 24"),
         (_without_body(max_registers=-1), "max_registers of at least 0, got -1"),
-        (_without_body(rounding="nearest"), "expected rounding of a kind there is, got 'nearest'"),
+        (_without_body(arithmetic="nearest"), "expected arithmetic of a kind there is, got 'nearest'"),
         (_without_body(values={}), "one value for each parameter"),
         (_without_body(shared=(Value(Pointer(f32, "shared"), None, "s"),)), "expected a length for shared s"),
         (_without_body(shared=(Value(Pointer(f32, "shared", 0), None, "s"),)), "expected a length for shared s"),

@@ -19,7 +19,7 @@ import pytest
 from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.builder import Builder
-from aule.ir.kernel import KernelIR, Rounding, Value
+from aule.ir.kernel import Arithmetic, KernelIR, Value
 from aule.ir.types import (
     SCALARS,
     Fragment,
@@ -135,8 +135,8 @@ def opcodes(artifact: Artifact) -> list[int]:
     return [opcode for opcode, _ in instructions(artifact.code)]
 
 
-def kernel_of(name: str, body: Callable[[Builder], None], rounding: Rounding = "exact") -> KernelIR:
-    b = Builder(name, workgroup=64, rounding=rounding)
+def kernel_of(name: str, body: Callable[[Builder], None], arithmetic: Arithmetic = "exact") -> KernelIR:
+    b = Builder(name, workgroup=64, arithmetic=arithmetic)
     body(b)
     return b.finish()
 
@@ -416,8 +416,8 @@ def test_nvidia_leaves_no_way_to_f16_and_back_out() -> None:
 
     nvidia = dataclasses.replace(EXTENDED, vendor="nvidia")
     pieces = {(EXTENDED, "exact"): 3, (nvidia, "quick"): 3, (nvidia, "exact"): 2}
-    for (target, rounding), count in pieces.items():
-        assert opcodes(render(kernel_of("halves", body, rounding), target)).count(Op.FConvert) == count  # type: ignore[arg-type]
+    for (target, arithmetic), count in pieces.items():
+        assert opcodes(render(kernel_of("halves", body, arithmetic), target)).count(Op.FConvert) == count  # type: ignore[arg-type]
 
 
 def test_bf16_is_rounded_in_integers_where_nothing_else_is_said() -> None:
@@ -428,13 +428,15 @@ def test_bf16_is_rounded_in_integers_where_nothing_else_is_said() -> None:
 
 @pytest.mark.parametrize("elem", [i8, i16, i32, i64], ids=str)
 def test_the_remainder_of_signed_numbers_is_made_of_their_quotient(elem: Scalar) -> None:
-    """Vulkan defines OpSRem (138) for numbers that are not negative alone."""
+    """Vulkan defines OpSRem for numbers that are not negative alone, which a kernel has to say."""
 
     def body(b: Builder) -> None:
         keep(b, number(b, elem, 4) % number(b, elem, 4, at=1))
 
     found = opcodes(render(kernel_of("rest", body), EXTENDED))
-    assert 138 not in found and {Op.SDiv, Op.IMul, Op.ISub} <= set(found)
+    assert Op.SRem not in found and {Op.SDiv, Op.IMul, Op.ISub} <= set(found)
+    found = opcodes(render(kernel_of("rest", body, "quick"), EXTENDED))
+    assert Op.SRem in found and Op.SDiv not in found
 
 
 def test_bf16_is_rounded_by_a_fused_operation_where_a_kernel_says_so() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from aule.artifact import SCALAR_FORMATS, Param
 from aule.errors import KernelError
 from aule.ir.constants import computed, exact
-from aule.ir.kernel import KernelIR, Location, Op, Rounding, Value
+from aule.ir.kernel import Arithmetic, KernelIR, Location, Op, Value
 from aule.ir.types import (
     Fragment,
     Panels,
@@ -71,7 +71,7 @@ class Builder:
         Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
     cluster : int, optional
         Workgroups, neighbours along the first axis, that run together; see ``cluster_load``.
-    rounding : {"exact", "quick", "fused"}, optional
+    arithmetic : {"exact", "quick", "fused"}, optional
         As in `KernelIR`.
 
     Examples
@@ -92,14 +92,14 @@ class Builder:
         subgroup_size: int = 0,
         max_registers: int = 0,
         cluster: int = 1,
-        rounding: Rounding = "exact",
+        arithmetic: Arithmetic = "exact",
     ) -> None:
         self.name = name
         self.workgroup = workgroup
         self.subgroup_size = subgroup_size
         self.max_registers = max_registers
         self.cluster = cluster
-        self.rounding = rounding
+        self.arithmetic = arithmetic
         self._params: list[Param] = []
         self._values: dict[str, Value] = {}
         self._shared: list[Value] = []
@@ -110,7 +110,7 @@ class Builder:
         """The kernel traced so far."""
         return KernelIR(
             self.name, tuple(self._params), dict(self._values), tuple(self._shared), self.workgroup, self._body,
-            self.subgroup_size, self.max_registers, self.cluster, self.rounding,
+            self.subgroup_size, self.max_registers, self.cluster, self.arithmetic,
         )  # fmt: skip
 
     # -- parameters and memory -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from aule.ir.types import Pointer, Type
 if TYPE_CHECKING:
     from aule.ir.builder import Builder
 
-Rounding = Literal["exact", "quick", "fused"]
+Arithmetic = Literal["exact", "quick", "fused"]
 """See `KernelIR`."""
 
 
@@ -181,10 +181,11 @@ class KernelIR:
     cluster : int
         Workgroups, neighbours along the first axis, that run at the same time and may read each other's shared memory;
         the grid's first axis is a multiple of it.
-    rounding : {"exact", "quick", "fused"}
-        How f32 becomes 16 bits where a language has to see to that itself. ``quick`` cuts bf16 off from 2**110 on, a
-        NaN whose payload is in its lower half included, and lets a compiler leave out a cast to f16 and back;
-        ``fused`` is the same by one operation less, for which registers may be more.
+    arithmetic : {"exact", "quick", "fused"}
+        What is computed where a device's own way is not right for every number. A ``quick`` kernel has no remainders
+        of negative numbers, lets a compiler leave out a cast to f16 and back, and cuts bf16 off from 2**110 on, a NaN
+        whose payload is in its lower half included; ``fused`` is the same with one operation less for bf16, and maybe
+        more registers.
     """
 
     name: str
@@ -196,7 +197,7 @@ class KernelIR:
     subgroup_size: int = 0
     max_registers: int = 0
     cluster: int = 1
-    rounding: Rounding = "exact"
+    arithmetic: Arithmetic = "exact"
 
     @property
     def shared_bytes(self) -> int:

@@ -45,8 +45,8 @@ def text(kernel: KernelIR) -> str:
     subgroup = f" subgroup {kernel.subgroup_size}" if kernel.subgroup_size else ""
     registers = f" registers {kernel.max_registers}" if kernel.max_registers else ""
     cluster = f" cluster {kernel.cluster}" if kernel.cluster > 1 else ""
-    rounding = f" {kernel.rounding} rounding" if kernel.rounding != "exact" else ""
-    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers}{cluster}{rounding} {{")
+    arithmetic = f" {kernel.arithmetic} arithmetic" if kernel.arithmetic != "exact" else ""
+    lines.append(f") workgroup {kernel.workgroup}{subgroup}{registers}{cluster}{arithmetic} {{")
     lines += [f"{_INDENT}{names[array]} = {array.type}" for array in kernel.shared]
     lines += _block(kernel.body, names, _INDENT)
     lines.append("}")

@@ -12,7 +12,7 @@ from aule.artifact import SCALAR_FORMATS
 from aule.errors import KernelError
 from aule.ir._rules import ATTRIBUTES, IDENTIFIER, INDEX_TYPES, RULES, is_index, is_int
 from aule.ir._uniform import divergent_barriers
-from aule.ir.kernel import KernelIR, Op, Rounding, Value
+from aule.ir.kernel import Arithmetic, KernelIR, Op, Value
 from aule.ir.ops import OPS, OpInfo
 from aule.ir.text import line
 from aule.ir.types import SCALARS, Fragment, Pointer, Ref, Scalar, Type, Vector, bool_, element, u16
@@ -68,7 +68,8 @@ class Verifier:
         self._expect(power, f"a subgroup size that is 0 or a power of two, got {size!r}")
         self._expect(is_int(kernel.max_registers, 0), f"max_registers of at least 0, got {kernel.max_registers!r}")
         self._expect(is_int(kernel.cluster, 1), f"a cluster of at least 1 workgroup, got {kernel.cluster!r}")
-        self._expect(kernel.rounding in get_args(Rounding), f"rounding of a kind there is, got {kernel.rounding!r}")
+        known = kernel.arithmetic in get_args(Arithmetic)
+        self._expect(known, f"arithmetic of a kind there is, got {kernel.arithmetic!r}")
         names: set[str] = set()
         for name in [p.name for p in kernel.params] + [array.hint for array in kernel.shared]:
             self._expect(IDENTIFIER.fullmatch(name) is not None, f"names that are identifiers, got {name!r}")

@@ -100,7 +100,7 @@ def column_sum_step(
 
 def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
     """Trace the kernel: threads side by side have neighbouring columns, those of a column every n-th row."""
-    b = Builder("column_sum", config.columns * config.lanes, rounding="quick")
+    b = Builder("column_sum", config.columns * config.lanes, arithmetic="quick")
     if config.awaits:
         b.launch_await()
         b.launch_next()

@@ -137,7 +137,7 @@ class RowConfig:
     lasting : bool
         Rows that are read are the last that the second-level cache gives up.
     fused_rounding : bool
-        Results are rounded by a fused operation (`KernelIR.rounding`).
+        Results are rounded by a fused operation (`KernelIR.arithmetic`).
     fixed : tuple of (str, int or float)
         Numbers that all calls have, as in `Parameters`.
     awaits : bool
@@ -265,7 +265,7 @@ class RowKernel:
             shape.workgroup,
             max_registers=shape.registers,
             cluster=cluster,
-            rounding="fused" if config.fused_rounding else "quick",
+            arithmetic="fused" if config.fused_rounding else "quick",
         )
         self.cpu = target.backend == "cpu"
         if config.awaits:

@@ -62,7 +62,7 @@ class KernelRenderer:
         self.kernel = kernel
         self.target = target
         self.m = Module()
-        self.r = Registers(self.m, kernel.rounding == "fused")
+        self.r = Registers(self.m, kernel.arithmetic)
         self.ids: dict[Value, Parts] = {}
         self.indices = Indices(kernel)
         self._quotients: dict[tuple[Value, int], int] = {}

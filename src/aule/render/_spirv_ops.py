@@ -61,6 +61,7 @@ class Op:
     SDiv = 135
     FDiv = 136
     UMod = 137
+    SRem = 138
     UMulExtended = 151
     LogicalEqual = 164
     LogicalNotEqual = 165

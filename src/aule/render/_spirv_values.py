@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from aule.errors import KernelError
-from aule.ir.kernel import Value
+from aule.ir.kernel import Arithmetic, Value
 from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bf16, bool_, element, f16, f32, i32, u32, u64
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import Decoration, FPRoundingMode, Glsl, Op
@@ -28,7 +28,7 @@ _INSTRUCTIONS: dict[str, dict[str, int]] = {
     "sub": {"float": Op.FSub, "int": Op.ISub, "uint": Op.ISub},
     "mul": {"float": Op.FMul, "int": Op.IMul, "uint": Op.IMul},
     "div": {"float": Op.FDiv, "int": Op.SDiv, "uint": Op.UDiv},
-    "rem": {"uint": Op.UMod},
+    "rem": {"int": Op.SRem, "uint": Op.UMod},
     "and": {"bool": Op.LogicalAnd, "int": Op.BitwiseAnd, "uint": Op.BitwiseAnd},
     "or": {"bool": Op.LogicalOr, "int": Op.BitwiseOr, "uint": Op.BitwiseOr},
     "xor": {"bool": Op.LogicalNotEqual, "int": Op.BitwiseXor, "uint": Op.BitwiseXor},
@@ -93,11 +93,11 @@ def part_types(type_: ValueType) -> list[ValueType]:
 
 
 class Registers:
-    """Emits computations on parts into a module; ``fused`` is the quick rounding to bf16 of that name (`KernelIR`)."""
+    """Emits computations on parts into a module; for ``arithmetic`` see `KernelIR`."""
 
-    def __init__(self, module: Module, fused: bool = False) -> None:
+    def __init__(self, module: Module, arithmetic: Arithmetic = "exact") -> None:
         self.m = module
-        self.fused = fused
+        self.exact, self.fused = arithmetic == "exact", arithmetic == "fused"
 
     # -- constants -------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Registers:
             return self._map(result, lambda t, x: self.m.result(Op.FDiv, self.m.type(t), self._one(t), x), operands)
         if opcode == "mulhi":
             return self._map(result, self._high_product, operands)
-        if opcode == "rem" and kind == "int":
+        if opcode == "rem" and kind == "int" and self.exact:
             return self._map(result, self._signed_remainder, operands)
         if opcode == "small" or (opcode == "abs" and kind == "uint"):
             return operands[0]

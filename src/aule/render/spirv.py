@@ -11,7 +11,7 @@ Drivers are not asked for more than they said they can do, with three decisions 
 * f32 to f16 must round to nearest even, which Vulkan leaves to the driver. Where the target lists
   ``shaderRoundingModeRTEFloat16`` the mode is declared for the whole kernel; else conversions that go straight to a
   buffer are decorated with the rounding mode, and all others are done in integers. They are for NVIDIA, too, whose
-  compiler leaves out a conversion and its way back, unless the kernel is content with that (``KernelIR.rounding``).
+  compiler leaves out a conversion and its way back, unless the kernel is content with that (``KernelIR.arithmetic``).
   Fragments are left to the driver, except that those that become bf16 are rounded before, as are numbers where the
   target lists ``VK_KHR_shader_bfloat16``, whose conversion may truncate, and the kernel wants it quick.
 * The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
@@ -121,7 +121,7 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
     if packed:
         present |= {u16, u8}
     converts = u16 in computable and target.storage16
-    narrow = _exact_bfloat if kernel.rounding == "exact" else _quick_bfloat
+    narrow = _exact_bfloat if kernel.arithmetic == "exact" else _quick_bfloat
     return Legal(
         soft=frozenset(soft),
         packed=frozenset(packed),
@@ -179,7 +179,7 @@ def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) 
         return {}
     if RTE_HALF in target.extensions:
         # NVIDIA's compiler leaves out a conversion and its way back.
-        hidden = returning(kernel) if target.vendor == "nvidia" and kernel.rounding == "exact" else {}
+        hidden = returning(kernel) if target.vendor == "nvidia" and kernel.arithmetic == "exact" else {}
         return dict.fromkeys(hidden, "software")
     direct: dict[Value, bool] = {}
     for op in kernel.walk():

@@ -74,7 +74,7 @@ def _legal(kernel: KernelIR, target: Target) -> Legal:
         mulhi=False,
         max_lanes=4,
         half_to_float=_half_to_float,
-        rounded=kernel.rounding == "exact" and target.vendor == "nvidia",
+        rounded=kernel.arithmetic == "exact" and target.vendor == "nvidia",
     )
 
 
@@ -198,7 +198,7 @@ class _Wgsl(Printer):
     def infix(self, op: Op) -> Expr:
         left, right = op.args
         elem = element(left.type)
-        if op.opcode == "rem" and elem.is_signed:
+        if op.opcode == "rem" and elem.is_signed and self.kernel.arithmetic == "exact":
             # By the quotient: of the operator naga makes what Vulkan leaves undefined for negative numbers.
             for value in op.args:
                 self.named(value)

@@ -70,6 +70,18 @@ def _div(m: Machine, op: Op) -> Step:
     return _guarded(m, op, compute, lambda right: right == 0, "division by zero")
 
 
+def _rem(m: Machine, op: Op) -> Step:
+    compute = _div(m, op)
+    if m.kernel.arithmetic == "exact" or not element(op.args[0].type).is_signed:
+        return compute
+    for place in (0, 1):  # of which devices make what they like
+        if op.args[place].constant is None or op.args[place].constant < 0:
+            compute = _guarded(
+                m, op, compute, lambda x: x < 0, "remainder of negative numbers in a quick kernel", place
+            )
+    return compute
+
+
 def _shift(m: Machine, op: Op) -> Step:
     compute = _arithmetic(m, op)
     bits = element(op.args[0].type).bits
@@ -79,9 +91,9 @@ def _shift(m: Machine, op: Op) -> Step:
     return _guarded(m, op, compute, lambda right: (right < 0) | (right >= bits), f"shift by {bits} bits or more")
 
 
-def _guarded(m: Machine, op: Op, compute: Step, wrong: Callable[[Array], Array], message: str) -> Step:
-    """Report lanes whose second operand leaves the result undefined."""
-    lanes, registers, right = m.lanes, m.registers, m.slot(op.args[1])
+def _guarded(m: Machine, op: Op, compute: Step, wrong: Callable[[Array], Array], message: str, place: int = 1) -> Step:
+    """Report lanes in which an operand, the second if nothing is said, leaves the result undefined."""
+    lanes, registers, right = m.lanes, m.registers, m.slot(op.args[place])
 
     def step() -> None:
         bad = wrong(registers[right])
@@ -422,7 +434,7 @@ COMPILERS: dict[str, Compiler] = {
     "const": _const, "thread_id": _thread_id, "lane_id": _lane_id, "subgroup_id": _subgroup_id,
     "group_id": _group_id, "group_count": _group_count,
     "unary": _arithmetic, "binary": _arithmetic, "compare": _arithmetic, "ternary": _ternary,
-    "div": _div, "rem": _div, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
+    "div": _div, "rem": _rem, "shl": _shift, "shr": _shift, "cast": _cast, "bitcast": _bitcast,
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,

@@ -23,7 +23,7 @@ def dead_code(kernel: KernelIR) -> KernelIR:
         if new is None:
             return KernelIR(
                 kernel.name, kernel.params, kernel.values, kernel.shared, kernel.workgroup, body, kernel.subgroup_size,
-                rounding=kernel.rounding,
+                arithmetic=kernel.arithmetic,
             )  # fmt: skip
         body = new
 

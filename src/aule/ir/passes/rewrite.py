@@ -106,7 +106,7 @@ class Rewriter:
 
     def __init__(self, kernel: KernelIR) -> None:
         self.kernel = kernel
-        self.b = PassBuilder(kernel.name, kernel.workgroup, kernel.subgroup_size, rounding=kernel.rounding)
+        self.b = PassBuilder(kernel.name, kernel.workgroup, kernel.subgroup_size, arithmetic=kernel.arithmetic)
         self.values: dict[Value, Lowered] = {}
         self.hooks: dict[str, Hook] = {}
 

@@ -38,7 +38,7 @@ from aule.tile.sums import TileSums
 def build_backward(config: BackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel of dQ, or that of dK and dV."""
     name = f"flash_attention_backward_{config.of}"
-    b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers, rounding="quick")
+    b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers, arithmetic="quick")
     kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()

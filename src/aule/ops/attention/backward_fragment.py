@@ -40,7 +40,7 @@ Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], No
 def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
     """Trace the kernel of dQ, or that of dK and dV."""
     name = f"flash_attention_backward_{config.of}"
-    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, rounding="quick")
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
     kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
     with b.if_(kernel.exists):
         kernel.run()

@@ -15,7 +15,7 @@ from aule.tile.sums import TileSums
 
 def build_delta(config: DeltaConfig, target: Target) -> KernelIR:
     """Trace the kernel of delta: some lanes of a subgroup, or one thread, for each row."""
-    b = Builder("attention_delta", config.threads)
+    b = Builder("attention_delta", config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=1, value_dim=config.value_dim), index)
     heads, seq_q, rows = p.number("heads_q"), p.number("seq_q"), p.number("rows")
@@ -62,7 +62,7 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
         return _build_round_quads(config, target)
     if config.octets:
         return _build_round_octets(config, target)
-    b = Builder("attention_round", config.threads, rounding="quick")
+    b = Builder("attention_round", config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     elem, dim, run = SCALARS[config.dtype], config.head_dim, config.run
     scores = ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim, rope=config.rope, rope_unit=config.rope_unit)
@@ -94,7 +94,7 @@ def build_round(config: RoundConfig, target: Target) -> KernelIR:
 def _build_round_quads(config: RoundConfig, target: Target) -> KernelIR:
     """The same where four components that were added together are two neighbours in each of two rows: they are read
     together, twice by each thread."""
-    b = Builder("attention_round", config.threads, rounding="quick")
+    b = Builder("attention_round", config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     elem, dim = SCALARS[config.dtype], config.head_dim
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)
@@ -130,7 +130,7 @@ def _build_round_quads(config: RoundConfig, target: Target) -> KernelIR:
 def _build_round_octets(config: RoundConfig, target: Target) -> KernelIR:
     """The same where eight neighbours of a row are two times four lanes' beside each other, the even ones and the odd
     ones: they are read and written together, twice by each thread. Eight threads have rows that follow each other."""
-    b = Builder("attention_round", config.threads, rounding="quick")
+    b = Builder("attention_round", config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     elem, dim = SCALARS[config.dtype], config.head_dim
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=dim, value_dim=dim), index)

@@ -37,7 +37,7 @@ def build_forward(config: ForwardConfig | FragmentConfig, target: Target, name: 
         build = build_forward_warpgroup if config.shape.warpgroups else build_forward_fragment
         build = build_forward_whole if config.whole else build
         return build(config, target, name)
-    b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers, rounding="quick")
+    b = Builder(name, config.shape.threads, wave_size(target, config.shape), config.shape.registers, arithmetic="quick")
 
     def work(block: _Block) -> None:
         flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)

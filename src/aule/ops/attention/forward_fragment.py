@@ -55,7 +55,7 @@ def build_forward_fragment(config: FragmentConfig, target: Target, name: str) ->
 
 def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace a kernel of this kind, of blocks or of pieces."""
-    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, rounding="quick")
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
     if config.tail:
         with pieces(b) as piece:
             kernel = kind(b, config, target, piece)

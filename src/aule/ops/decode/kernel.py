@@ -39,7 +39,7 @@ def build_decode(config: DecodeConfig, target: Target, name: str = KERNEL_NAME) 
     """Trace the kernel of a configuration."""
     shape = config.shape
     wanted = shape.subgroup if shape.subgroup in target.subgroup_sizes else 0
-    b = Builder(name, shape.threads, wanted, shape.registers, rounding="quick")
+    b = Builder(name, shape.threads, wanted, shape.registers, arithmetic="quick")
     kernel = _Decode(b, config, target)
     with b.if_(kernel.place.measure()):
         kernel.run()

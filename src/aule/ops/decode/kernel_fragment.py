@@ -53,7 +53,7 @@ _FAINT = -64
 def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration for a target with matrix units."""
     shape = config.shape
-    b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster, rounding="quick")
+    b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster, arithmetic="quick")
     kernel = _Decode(b, config, target)
     kernel.begin()
     with b.if_(kernel.place.measure()):

@@ -17,7 +17,7 @@ KERNEL_NAME = "kv_append"
 
 def build_append(config: AppendConfig, target: Target) -> KernelIR:
     """Trace the kernel: a few threads for each head of each token, all of which take as many turns."""
-    b = Builder(KERNEL_NAME, config.threads, rounding="quick")
+    b = Builder(KERNEL_NAME, config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=config.dims[0], value_dim=config.dims[-1]), index)
     places = p.buffer("places", i32)

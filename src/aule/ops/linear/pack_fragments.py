@@ -44,7 +44,7 @@ def build_pack_fragments(config: FragmentsConfig, target: Target) -> KernelIR:
     """Trace the kernel. A workgroup has 64 of the depth of a panel; rows behind the end are others that exist."""
     shape = fitted(FragmentShape(PANEL, PANEL, BLOCKS, 1, False), target)
     assert shape.lanes == LANES
-    b = Builder(config.name, shape.threads, subgroup_size=shape.lanes, rounding="quick")
+    b = Builder(config.name, shape.threads, subgroup_size=shape.lanes, arithmetic="quick")
     p = Parameters(b, i64 if config.index64 else i32)
     k = p.number("k")
     factor = Factor(p, config.factor, p.number("m"), k, SCALARS[config.work], whole=True)

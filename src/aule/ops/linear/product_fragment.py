@@ -26,7 +26,7 @@ def build_product_fragment(config: ProductConfig, target: Target) -> KernelIR:
     blocks = config.blocks
     assert isinstance(blocks, FragmentBlocks)
     b = Builder(
-        config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, rounding="quick"
+        config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, arithmetic="quick"
     )
     _Product(b, config, blocks, target).run()
     return b.finish()

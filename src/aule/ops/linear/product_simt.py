@@ -22,7 +22,7 @@ def build_product_simt(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     shape = config.blocks
     assert isinstance(shape, SimtShape)
-    b = Builder(config.name, shape.threads, wave_size(target, shape), shape.registers, rounding="quick")
+    b = Builder(config.name, shape.threads, wave_size(target, shape), shape.registers, arithmetic="quick")
     p = Parameters(b, i64 if config.index64 else i32)
     m, n, k = (p.number(name) for name in "mnk")
     row0, col0 = tile_of(b, m, n, shape.block_q, shape.block_kv, _GROUP)
