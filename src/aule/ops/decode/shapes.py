@@ -157,8 +157,9 @@ def is_short(problem: DecodeProblem, target: Target) -> bool:
 
 def is_spread(problem: DecodeProblem, target: Target) -> bool:
     """Whether a sequence is best read by one workgroup of eight subgroups for each multiprocessor, in parts that are
-    waited for: here by all of those that make them. H200 through Vulkan, one sequence, us: 4k keys 7.05, by four subgroups 7.45; 8k in 16
-    parts 9.6, by four subgroups in 32, of which a quarter waits, 9.9 and by two launches 10.8; 2k 5.8 both ways."""
+    waited for. H200 through Vulkan, one sequence, us, where those that make them wait: 4k keys 7.05, by four subgroups
+    7.45; 8k in 16 parts 9.6, by four subgroups in 32, of which a quarter waits, 9.9 and by two launches 10.8; 2k 5.8
+    both ways."""
     blocks, units = problem.batch * problem.heads_kv, target.compute_units or _USUAL_UNITS
     return can_wait(target) and _SPREAD[0] < problem.seq_kv <= _SPREAD[1] and blocks * _WAITERS <= units
 
