@@ -13,6 +13,7 @@ import pytest
 
 from aule.engine.decode import decode_on_host
 from aule.engine.memory import zeroed
+from aule.engine.probe import find_layout
 from aule.engine.programs import launch_of, program
 from aule.ir import Builder, KernelIR
 from aule.ir.types import i32
@@ -118,6 +119,7 @@ def test_long_sequences_by_themselves(device: Device, cache: str) -> None:
     """Calls of several lengths in turn, and each of them again, to the last bit."""
     case = decode_cases.Case("long", (9000,), 1, (4, 1), (128, 128), "f16", cache, 16)
     given = decode_cases.make(case)
+    find_layout(device)
     found: dict[int, list[Any]] = {}
     for length in (9000, 0, 1, 5000, 9000, 300, 0, 5000, 1, 300, 9000):
         given["context_lens"] = np.array([length], np.int32)

@@ -137,6 +137,7 @@ def test_which_launches_wait() -> None:
     assert isinstance(config, TrailConfig) and second.together and first.config.trailed
     assert second.grid == (8, config.waiters, 1) and 8 * config.waiters < wide.compute_units
     assert first.scalars["splits"] == 49 and config.at_one_go
+    assert (config.waiters, config.threads, config.at_once) == (16, 128, 4)
     # Two launches one after the other, where that is said, the device is another, or not known well enough.
     for other in (steps(wide, gather=False), *(steps(replace(wide, **x)) for x in (
         {"vendor": "amd"}, {"compute_units": 0}, {"device_fence": False}

@@ -3,7 +3,7 @@
 Each launch is submitted by itself. An attention call is one or two launches, so a batch would save little and would
 delay the first one until a flush. What is saved instead is the recording: a slot keeps its command buffer with the
 descriptor set it refers to, and a launch with the same pipeline, grid and buffers only rewrites the slot's scalars and
-submits again.
+submits again. Launches that go together are one recording, in the first of as many slots.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ UNEVEN_KEYS = 16384
 _MAX_UNEVEN = 8
 _WAITERS = 16
 """Workgroups of a block of rows that wait for parts at most."""
-_TRAILING, _TRAILED = 8, 16
-"""Workgroups of a block of rows that wait in a launch of their own, and parts from which on they do."""
+_TRAILING, _TRAILED, _TRAIL_SLOTS = 8, 16, 16
+"""Workgroups of a block of rows that wait in a launch of their own, parts from which on they do, and threads that share
+the parts of a column at most."""
 _SPREAD = (2048, 8192)
 """Keys beyond which, and up to which, `is_spread`."""
 _GATHERED = 16
@@ -155,9 +156,10 @@ def is_short(problem: DecodeProblem, target: Target) -> bool:
 
 
 def is_spread(problem: DecodeProblem, target: Target) -> bool:
-    """Whether a sequence is best read by one workgroup of eight subgroups for each multiprocessor, all of which wait
-    for the parts of each other. H200 through Vulkan, one sequence, us: 4k keys 7.05, by four subgroups 7.45; 8k in 16
-    parts 9.6, by four subgroups in 32, of which a quarter waits, 9.9 and by two launches 10.8; 2k 5.8 both ways."""
+    """Whether a sequence is best read by one workgroup of eight subgroups for each multiprocessor, in parts that are
+    waited for. H200 through Vulkan, one sequence, us, where those that make them wait: 4k keys 7.05, by four subgroups
+    7.45; 8k in 16 parts 9.6, by four subgroups in 32, of which a quarter waits, 9.9 and by two launches 10.8; 2k 5.8
+    both ways."""
     blocks, units = problem.batch * problem.heads_kv, target.compute_units or _USUAL_UNITS
     return can_wait(target) and _SPREAD[0] < problem.seq_kv <= _SPREAD[1] and blocks * _WAITERS <= units
 
@@ -236,11 +238,12 @@ def choose_trail(
     """Workgroups for each block of rows of a launch that goes with the one that makes parts and waits for them, and
     their threads; (0, 0) where there is none.
 
-    H200 through Vulkan, one sequence, us, as before and by eight workgroups that have two parts to a thread: 1k keys
-    5.0 and 4.8, 4k 7.15 and 6.8 (all wait for each other), 32k 38.8 and 36.8, in int8 26.0 and 24.0, 64k in pages 68.8
-    and 67.0 (a second launch behind the first). 512 keys, in eight parts, take 4.5 both ways. With one part to a thread
-    1k takes 4.9, with four int8 24.3; by four workgroups 4k takes 7.25, by 16 of 128 threads 32k in int8 23.9 and in
-    fp8 24.85 (24.8).
+    H200 through Vulkan, us, as before and by eight workgroups that have two parts to a thread, or one: one sequence of
+    1k keys 5.05 and 4.8, 2k 5.85 and 5.7, 4k 7.0 and 6.75, 8k 9.9 and 9.15 (before, all waited for each other), 16k
+    22.3 and 20.5, 32k 38.9 and 36.9 (before, a second launch behind the first); two of 4k 9.9 and 9.55, of 32k 67.7 and
+    66.7, in int8 41.9 and 40.5. 512 keys, in eight parts, take 4.5 both ways. By 16 workgroups of 128 threads, with
+    four parts to each, 49 parts of int8 25.9 and 23.85, of fp8 26.9 and 24.75; by eight of 512 24.1 and 24.85. By four
+    workgroups 4k keys take 7.25; with one part to a thread 1k takes 4.9.
 
     Parameters
     ----------
@@ -250,13 +253,15 @@ def choose_trail(
         Wherever it can be.
     """
     # Whichever launch begins first, a multiprocessor is left to those that are waited for.
-    room = ((target.compute_units or _USUAL_UNITS) - 1) // blocks
-    waiters = min(_TRAILING, places, 1 << room.bit_length() - 1 if room else 0)
-    quicker = can_wait(target) and waiters == _TRAILING and splits >= _TRAILED
+    room = max(target.compute_units - 1, 0) // blocks
+    wide = 2 * _TRAILING if splits > 2 * _TRAIL_SLOTS else _TRAILING
+    waiters = min(wide, places, 1 << room.bit_length() - 1 if room else 0)
+    quicker = can_wait(target) and waiters >= _TRAILING and splits >= _TRAILED
     if not waiters or not (wanted or quicker):
         return 0, 0
     most = min(target.max_threads, target.max_shared_bytes // TRAIL_BYTES)
-    threads = max(_power(-(-splits // 2)) * span_of(places, waiters, most), shape.threads)
+    slots = min(_power(-(-splits // 2)), _TRAIL_SLOTS)
+    threads = max(slots * span_of(places, waiters, most), shape.threads)
     return waiters, min(threads, 1 << most.bit_length() - 1)
 
 
