@@ -227,6 +227,8 @@ def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     assert (shape.ahead, shape.threads, span.columns) == (0, 512, "again") and span.again
     shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, replace(work, sums=1))
     assert (shape.through, shape.ahead) == ("parked", 1) and span.again
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 9, replace(work, copied=(2, 2, 2)))
+    assert (shape.through, shape.ahead) == ("parked alone", 1) and span.again
 
 
 @pytest.mark.parametrize(
