@@ -53,6 +53,7 @@ def cases() -> Iterator[Case]:
     yield Case("ragged", (37, 5, 0, 21, 90), (3, 5, 0, 1, 19), (6, 2), page=3, options=EVERYTHING)
     yield Case("int8", (64, 13, 0, 150), heads=(4, 1), dims=(64, 64), dtype="f16", cache="i8", page=16)
     yield Case("fp8", (64, 13, 7), (2, 9, 0), (2, 2), (48, 48), cache="e4m3", page=3, options={"alibi": True})
+    yield Case("fp8-odd", (5, 31), 1, (3, 1), (33, 7), cache="e4m3", page=2)
     yield Case("odd", (41, 17), 2, (3, 3), (33, 21), options={"causal": False, "sinks": True})
     yield Case("everything", (129, 2, 50), 3, (8, 2), (64, 32), "bf16", options=EVERYTHING)
     yield Case("parts", (2100, 700), heads=(4, 1), dims=(16, 16), page=16, options={"sinks": True})

@@ -458,6 +458,17 @@ def bitcasts() -> Iterator[Case]:
                 data = like.view(DTYPES[elem_in.name])
         yield Case(bits.name, bits, [data, zeros(elem_out, N * lanes_out)])
 
+    # What an operator leaves of a small integer is an int to C, unless it is told.
+    for source, target, ones in ((u16, f16, 0x3C00), (u8, i8, 0x40), (i16, u16, 0x3C00)):
+        kernel, size = elementwise(
+            f"bits_of_operators_{source}_{target}", [source], target,
+            [
+                lambda b, x, t=target, ones=ones: b.bitcast(x | ones, t),
+                lambda b, x, t=target, ones=ones: b.bitcast((x | ones) & (ones | 0x3C), t),
+            ],
+        )  # fmt: skip
+        yield Case(kernel.name, kernel, [numbers(source, low=0, high=100), zeros(target, size)])
+
 
 def vectors() -> Iterator[Case]:
     for elem, lanes in itertools.product((f32, f16, bf16, u8, i16, u32, i64), (2, 4, 8, 16)):

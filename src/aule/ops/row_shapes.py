@@ -268,7 +268,7 @@ def _vulkan_tuning(length: int, work: Work, tuning: RowTuning) -> RowTuning:
     rms_norm 3.24 and 4.17, 3.23 and 4.14.
     """
     residual = work.written > 1
-    packed = length > _LONG and work.centred and not residual
+    packed = _are_packed(length, work)
     tuning = replace(tuning, columns="first" if packed else _COLUMNS, packed=packed)
     if _SHORT // 2 < length <= _SHORT and residual:
         return replace(tuning, parts=1, threads=128)
@@ -279,6 +279,11 @@ def _vulkan_tuning(length: int, work: Work, tuning: RowTuning) -> RowTuning:
     if _is_middle(length) and not work.centred:
         return replace(tuning, parts=1 if residual else 2)
     return replace(tuning, parts=8) if length > _LONG and residual == work.centred else tuning
+
+
+def _are_packed(length: int, work: Work) -> bool:
+    """Whether rows stay as they lie in memory, two elements to a register, through Vulkan."""
+    return length > _LONG and work.centred and work.written == 1
 
 
 def _is_middle(length: int) -> bool:
@@ -521,9 +526,11 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB the same. Gradients of long rows: layer_norm of 16384 columns 2.01 and 2.05,
     residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and 2.72, 2.35 and
-    2.33. Through CUDA 0 to 1%.
+    2.33. Packed rows lose: layer_norm of 16384 columns 3.04 and 2.94, 4.08 and 3.96. Through CUDA 0 to 1%.
     """
-    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
+    if work.sums:
+        return target.vulkan_on_nvidia and length > _LONG
+    return target.vulkan_on_nvidia and not _are_packed(length, work)
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:

@@ -28,6 +28,12 @@ class CPrinter(Printer):
             return Expr(f"({self.type_name(type_)})({text})")
         return Expr(text, atom)
 
+    def typed(self, value: Value) -> str:
+        """A value where its size counts: C has made an int of what `&` and others left of small integers."""
+        assert isinstance(value.type, Scalar | Vector)
+        atom = self._text[value].atom
+        return self.bare(value) if atom else self.narrowed(value.type, self.bare(value)).text
+
     def extreme(self, code: str, elem: Scalar) -> str:
         # min and max of the language promise nothing for infinities; fmin and fmax do.
         return f"f{code}" if elem.is_float else code

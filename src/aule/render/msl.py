@@ -122,7 +122,7 @@ class _Msl(FragmentPrinter):
         return super().select(condition, yes, no)
 
     def bitcast(self, value: Value, type_: ValueType) -> Expr:
-        return Expr(f"as_type<{self.type_name(type_)}>({self.bare(value)})")
+        return Expr(f"as_type<{self.type_name(type_)}>({self.typed(value)})")
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

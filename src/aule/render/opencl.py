@@ -206,7 +206,7 @@ class _OpenCL(CPrinter):
         return Expr(f"({self.type_name(type_)}){operand or f'({text})'}")
 
     def bitcast(self, value: Value, type_: ValueType) -> Expr:
-        text = self.bare(value)
+        text = self.typed(value)
         assert isinstance(value.type, Scalar | Vector) and isinstance(type_, Scalar | Vector)
         if self._soft_half and element(value.type) == f16:
             text = f"{self._half_helper('half_bits', value.type)}({text})"
