@@ -599,11 +599,11 @@ def test_deterministic_and_fast() -> None:
 
     kernels = [kernel_of("large", body) for _ in range(2)]
     count = sum(1 for _ in kernels[0].walk())
-    start = time.perf_counter()
+    start = time.process_time()  # what others do meanwhile is not counted
     first = render(kernels[0], TARGET)
-    elapsed = time.perf_counter() - start
+    elapsed = time.process_time() - start
     assert first.code == render(kernels[1], TARGET).code
-    # 30 us an operation, with room for a busy machine.
+    # 30 us an operation, with room for a slow machine.
     assert count > 5000 and elapsed < 5 * 30e-6 * count
 
 
