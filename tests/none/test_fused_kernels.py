@@ -196,8 +196,9 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
 
 
 def test_norms_through_vulkan_on_nvidia() -> None:
-    """Long rows are rounded by a fused operation, and LayerNorm's first weights come before the exchange; with a
-    residual so are shorter ones, and short ones have many threads; three of these are side by side in its gradient."""
+    """Long rows are rounded by a fused operation, LayerNorm's are packed, and of shorter ones the first weights come
+    before the exchange; with a residual those are rounded so, too, and short ones have many threads; three of these are
+    side by side in its gradient."""
     target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, subgroup_sizes=(32,))
     assert rounds_fused(target, 16384) and not rounds_fused(target, 4096) and not rounds_fused(HOPPER, 16384)
     residual = Work(columns=True, written=2, centred=True)
@@ -208,7 +209,9 @@ def test_norms_through_vulkan_on_nvidia() -> None:
     shape, span = choose_rows(target, "bf16", 1024, 8, 8192, residual)
     assert (shape.threads, shape.slots, span.parts) == (128, 1, 1)
     _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True, centred=True))
-    assert (span.columns, span.packed) == ("first", True)
+    assert (span.columns, span.packed) == ("late", True)
+    _, span = choose_rows(target, "bf16", 4096, 8, 4096, Work(columns=True, centred=True))
+    assert (span.columns, span.packed) == ("first", False)
     _, span = choose_rows(target, "bf16", 16384, 8, 1024, Work(columns=True))
     assert (span.columns, span.packed) == ("late", False)
     shape, _ = choose_rows(target, "bf16", 1024, 8, 8192, Work(sums=2, columns=True, copied=(2, 2, 2), centred=True))

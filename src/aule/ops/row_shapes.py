@@ -127,8 +127,7 @@ residual_rms_norm 4.29, 4.26, 4.25, residual_layer_norm 4.29, 4.26, 4.25; 16384 
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
-rms_norm 3.90, 3.78, residual_rms_norm 3.94, 3.65; at 1024 columns the same. Through CUDA nothing is gained. Packed rows
-have room for the first part's: layer_norm of 16384 columns, 64 MiB, 3.03, all late 2.98."""
+rms_norm 3.90, 3.78, residual_rms_norm 3.94, 3.65; at 1024 columns the same. Through CUDA nothing is gained."""
 _SCRATCH = (1024, 4096, 16384)
 """Columns for which a CPU's thread may have memory of its own, which is to stay in its caches."""
 _ROW_BYTES = (6 << 10, 5 << 10)
@@ -263,27 +262,23 @@ def _vulkan_tuning(length: int, work: Work, tuning: RowTuning) -> RowTuning:
     4.20. 4096 columns: rms_norm with two parts 3.55 and 4.10, four 3.51 and 4.11, one 3.07; residual_rms_norm with one
     3.51 and 4.11, two 3.51 and 4.07, four 3.44; residual_layer_norm by moments and with fused rounding, weights held
     3.48 and 4.07, by moments alone 3.46 and 4.05, weights held alone 3.44 and 4.06, neither 3.42 and 4.05, one part
-    3.32, four 3.26; layer_norm with four 3.27, two 3.25, and by moments 3.29. 16384 columns: residual_layer_norm with
+    3.32, four 3.26; layer_norm with four 3.27, two 3.25, and by moments 3.29; with weights of the first part held 3.34
+    and 4.12, all late 3.24 and 4.11, by moments or fused rounding 3.22 to 3.27. 16384 columns: residual_layer_norm with
     eight 3.22 and 4.03, four 3.17 and 4.04, packed 3.09, two 2.95; residual_rms_norm 3.40 and 4.06, 3.39 and 4.09;
-    rms_norm 3.24 and 4.17, 3.23 and 4.14.
+    rms_norm 3.24 and 4.17, 3.23 and 4.14; layer_norm, packed, with weights late 3.12 and 4.08, those of the first part
+    held 2.91 and 3.94 (3.04 and 4.07 where it reads strides and lengths), not packed 3.03 and 4.12.
     """
     residual = work.written > 1
-    packed = _are_packed(length, work)
-    tuning = replace(tuning, columns="first" if packed else _COLUMNS, packed=packed)
+    tuning = replace(tuning, columns=_COLUMNS, packed=length > _LONG and work.centred and not residual)
     if _SHORT // 2 < length <= _SHORT and residual:
         return replace(tuning, parts=1, threads=128)
     if _SHORT // 2 < length <= _SHORT and work.centred:
         return replace(tuning, parts=2, most=16, threads=64)
-    if _is_middle(length) and residual and work.centred:
-        return replace(tuning, columns="held")
+    if _is_middle(length) and work.centred:
+        return replace(tuning, columns="held" if residual else "first")
     if _is_middle(length) and not work.centred:
         return replace(tuning, parts=1 if residual else 2)
     return replace(tuning, parts=8) if length > _LONG and residual == work.centred else tuning
-
-
-def _are_packed(length: int, work: Work) -> bool:
-    """Whether rows stay as they lie in memory, two elements to a register, through Vulkan."""
-    return length > _LONG and work.centred and work.written == 1
 
 
 def _is_middle(length: int) -> bool:
@@ -526,11 +521,9 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB the same. Gradients of long rows: layer_norm of 16384 columns 2.01 and 2.05,
     residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and 2.72, 2.35 and
-    2.33. Packed rows lose: layer_norm of 16384 columns 3.04 and 2.94, 4.08 and 3.96. Through CUDA 0 to 1%.
+    2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
     """
-    if work.sums:
-        return target.vulkan_on_nvidia and length > _LONG
-    return target.vulkan_on_nvidia and not _are_packed(length, work)
+    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:
