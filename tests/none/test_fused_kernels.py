@@ -204,10 +204,13 @@ def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     assert (shape.ahead, shape.threads, span.columns) == (0, 512, "again") and span.again
     shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 14, replace(work, sums=1))
     assert (shape.through, shape.ahead) == ("parked", 1) and span.again
+    shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 9, replace(work, copied=(2, 2, 2)))
+    assert (shape.through, shape.ahead) == ("parked alone", 1) and span.again
 
 
 @pytest.mark.parametrize(
-    ("rows", "gather", "groups"), [(1024, 1, 128), (1056, 1, 132), (645, 1, 129), (645, 2, 130), (140, 1, 132), (7, 1, 7)]
+    ("rows", "gather", "groups"),
+    [(1024, 1, 128), (1056, 1, 132), (645, 1, 129), (645, 2, 130), (140, 1, 132), (7, 1, 7)],
 )
 def test_workgroups_that_stay_share_rows_evenly(rows: int, gather: int, groups: int) -> None:
     """As many as are done with their rows no later than all would be that there is room for; at most a tenth fewer."""

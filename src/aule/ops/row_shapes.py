@@ -95,7 +95,7 @@ _LONG = 8192
 """Columns of a row that is not yet a long one."""
 _PARTS = {(1, False): 4, (1, True): 8, (2, False): 2, (2, True): 4}
 """Parts of a thread in norms on NVIDIA's GPUs, by arrays that are written (two with a residual) and whether rows are
-long; through Vulkan four for one array in any case.
+long; through Vulkan four for one array in any case, but for what `_vulkan_tuning` says.
 
 H200, bf16, TB/s, 64 MiB and 1 GiB. One array, eight parts and four: rms_norm of 4096 columns 3.69, 3.80 and 4.10, 4.09,
 of 16384 columns 3.43, 3.40 and 4.13, 4.11; layer_norm 3.34, 3.68 and 4.13, 4.13; 3.05, 2.98 and 4.06, 3.97. Two arrays,
@@ -254,22 +254,28 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
 def _vulkan_tuning(length: int, work: Work, tuning: RowTuning) -> RowTuning:
     """The same through Vulkan, where kernels know strides and lengths.
 
-    H200, bf16, TB/s, 64 MiB and 1 GiB. rms_norm of 4096 columns with two parts 3.55 and 4.10, four 3.51 and 4.11, one
-    3.07. residual_rms_norm of 4096 columns with one part 3.51 and 4.11, two 3.51 and 4.07, four 3.44. Of 1024 columns
-    residual_layer_norm with one part, so a row for 128 threads, 3.54 and 4.19, two 3.48 and 4.18, four 3.46 and 4.16.
-    residual_layer_norm of 16384 columns with eight parts 3.22 and 4.03, four 3.17 and 4.04, packed 3.09, two 2.95; of
-    4096 columns, by moments and with fused rounding, weights held 3.48 and 4.07; by moments alone 3.46 and 4.05,
-    weights held alone 3.44 and 4.06, neither 3.42 and 4.05; one part 3.32, four 3.26.
+    H200, bf16, TB/s, 64 MiB and 1 GiB. 1024 columns: residual_layer_norm with one part, so a row for 128 threads, 3.54
+    and 4.19, two 3.48 and 4.18, four 3.46 and 4.16; residual_rms_norm with one 3.60 and 4.21, four 3.60 and 4.17;
+    layer_norm with two 3.45 and 4.20, four 3.41 and 4.18, one 3.28; rms_norm with one 3.61 and 4.17, four 3.50 and
+    4.20. 4096 columns: rms_norm with two parts 3.55 and 4.10, four 3.51 and 4.11, one 3.07; residual_rms_norm with one
+    3.51 and 4.11, two 3.51 and 4.07, four 3.44; residual_layer_norm by moments and with fused rounding, weights held
+    3.48 and 4.07, by moments alone 3.46 and 4.05, weights held alone 3.44 and 4.06, neither 3.42 and 4.05, one part
+    3.32, four 3.26; layer_norm with four 3.27, two 3.25, and by moments 3.29. 16384 columns: residual_layer_norm with
+    eight 3.22 and 4.03, four 3.17 and 4.04, packed 3.09, two 2.95; residual_rms_norm 3.40 and 4.06, 3.39 and 4.09;
+    rms_norm 3.24 and 4.17, 3.23 and 4.14.
     """
-    packed = length > _LONG and work.centred and work.written == 1
+    residual = work.written > 1
+    packed = length > _LONG and work.centred and not residual
     tuning = replace(tuning, columns="first" if packed else _COLUMNS, packed=packed)
-    if work.written > 1 and _SHORT // 2 < length <= _SHORT:
+    if _SHORT // 2 < length <= _SHORT and residual:
         return replace(tuning, parts=1, threads=128)
-    if _is_middle(length):
-        if work.written > 1 and work.centred:
-            return replace(tuning, columns="held")
-        return tuning if work.centred else replace(tuning, parts=2 // work.written)
-    return replace(tuning, parts=8) if work.written > 1 and work.centred and length > _LONG else tuning
+    if _SHORT // 2 < length <= _SHORT and work.centred:
+        return replace(tuning, parts=2, most=16, threads=64)
+    if _is_middle(length) and residual and work.centred:
+        return replace(tuning, columns="held")
+    if _is_middle(length) and not work.centred:
+        return replace(tuning, parts=1 if residual else 2)
+    return replace(tuning, parts=8) if length > _LONG and residual == work.centred else tuning
 
 
 def _is_middle(length: int) -> bool:
@@ -318,7 +324,7 @@ _ONE_PART = SumTuning(parts=1, widest=1024, resident=1024, through="registers")
 _AGAIN = SumTuning(parts=4, widest=512, ahead=0, columns="again")
 _PASSED = replace(_AGAIN, ahead=1, through="parked", again=True)
 _STEADY = 16
-"""Rows for each unit from which on two sums and rows that are read again leave nothing to what comes ahead; see the
+"""Rows for each unit from which on nothing is to come ahead, where there are two sums and rows are read again; see the
 last lines of `_CARRIED`."""
 _COPIED: _Choices = {
     (1, 2): (
@@ -364,14 +370,14 @@ columns, with 128 threads in place of 256, 3.11 (2.95), 4096 2.94 (2.72), 8192 2
 """
 _CARRIED: _Choices = {
     (1, 2): ((4096, _ONE_PART), (8192, _AGAIN), (16384, _PASSED)),
-    (1, 3): ((8192, _ONE_PART), (16384, replace(_AGAIN, packed=True))),
+    (1, 3): ((8192, _ONE_PART), (16384, _PASSED)),
     (2, 2): ((8192, SumTuning(widest=512, through="registers")), (16384, _PASSED)),
     (2, 3): (
         (1024, replace(_ONE_PART, threads=384, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
         (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_AGAIN, packed=True)),
+        (16384, replace(_PASSED, through="parked alone")),
     ),
 }
 """The same through Vulkan, 512 MiB; in parentheses what was chosen before, with bf16 rounded as it is now:
@@ -399,12 +405,13 @@ With statistics of rows, 512 MiB, in parentheses without: (2, 2) 1024 columns 3.
 3.84 (3.41). 16384 columns: (2, 2) all rows ahead, x parked, by 256 threads 3.11, x alone ahead by 512 3.06 (2.89),
 nothing ahead 2.67; (2, 3) nothing ahead, packed, 3.28, x alone ahead by 256 threads 2.72 (2.72).
 
-16384 columns, dy read again in the last pass rather than kept, strides known, 64 MiB and 1 GiB, in parentheses before:
-(1, 2) x parked 2.72 and 3.92 (2.55 and 3.84), not parked 2.50 and 3.59, nothing ahead 2.00 and 2.60; (2, 2) x parked
-2.13 and 3.12 (2.01 and 3.22), not parked 2.05 and 3.23, by 256 threads 2.09 and 3.31, nothing ahead 2.00 and 3.46,
-which is quicker from 2000 rows on by these; (2, 3) x parked 1.73 and 3.06 (1.90 and 3.68), not parked 1.77 and 3.30,
-nothing ahead 1.86 and 3.76. dy kept, but packed: (2, 2) by 512 threads 2.08 and 3.05, by 256 1.99; (1, 3) nothing ahead
-2.41 (2.31, 2.39 with strides known).
+16384 columns, what is not parked read again in the last pass rather than kept, strides known, 64 MiB and 1 GiB, in
+parentheses before: (1, 2) x parked 2.71 and 3.92 (2.55 and 3.84), not parked 2.50 and 3.59, nothing ahead 2.00 and
+2.60; (1, 3) x parked 2.43 and 4.03 (2.31 and 3.89), alone ahead 2.38 and 3.98, not read again but packed, nothing
+ahead, 2.46 and 3.97; (2, 2) x parked 2.15 and 3.12 (2.01 and 3.22), alone ahead 1.98, not parked 2.05 and 3.23, by 256
+threads 2.09 and 3.31, nothing ahead 2.00 and 3.47, which is quicker from 2000 rows on by these; (2, 3) x alone ahead
+1.92 and 3.74 (1.89 and 3.66), all ahead 1.73 and 3.06, nothing ahead 1.90 and 3.74, as before with strides known 1.86
+and 3.75.
 """
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
@@ -493,17 +500,20 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
     groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
     groups -= groups % shape.gather
-    even = -(-blocks // -(-blocks // groups))  # which are done no later, and leave fewer sums
-    even += even % shape.gather
-    if 10 * even >= 9 * groups:
-        groups = even
+    if shape.resident == 1:
+        # So many are done no later, and leave fewer sums. H200, 64 MiB, 16384 columns, 132 workgroups and 128, gradient
+        # of layer_norm 2.50 and 2.52 TB/s, of residual_layer_norm 2.21 and 2.21; through Vulkan 2.12 and 2.15, 1.84 and
+        # 1.86. Where several share a unit some units would have fewer: rms_norm of 4096 columns 3.21 and 3.16.
+        even = -(-blocks // -(-blocks // groups))
+        even += even % shape.gather
+        groups = even if 10 * even >= 9 * groups else groups
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
 def fixes(target: Target, length: int, work: Work) -> bool:
     """Whether kernels over rows without gaps are to know strides and lengths, rather than to read them.
 
-    What is read first, past a descriptor, is in no cache when a launch begins, and everything waits for it. H200
+    What is read past a descriptor is probably in no cache when a launch begins, and the first row waits for it. H200
     through Vulkan, 64 MiB, without and with: rms_norm of 4096 columns 3.39 and 3.51, layer_norm of 1024 and 4096
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB the same. Gradients of long rows: layer_norm of 16384 columns 2.01 and 2.05,
