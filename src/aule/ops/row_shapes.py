@@ -519,9 +519,9 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     What is read past a descriptor is probably in no cache when a launch begins, and the first row waits for it. H200
     through Vulkan, 64 MiB, without and with: rms_norm of 4096 columns 3.39 and 3.51, layer_norm of 1024 and 4096
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
-    divisions less, 3.05 and 3.36; 1 GiB, where timed, alike. Gradients of long rows: layer_norm of 16384 columns 2.01 and 2.05,
-    residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and 2.72, 2.35 and
-    2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
+    divisions less, 3.05 and 3.36; 1 GiB, where timed, alike. Gradients of long rows: layer_norm of 16384 columns 2.01
+    and 2.05, residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and
+    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
     """
     return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
 
