@@ -19,7 +19,7 @@ from aule.errors import DeviceMismatchError
 from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
 from aule.frontends.torch_repeated import Repeated
 from aule.frontends.torch_stage import staged
-from aule.frontends.torch_views import by_value, checked_out, dtype_name, refuse_tracing, require_plain
+from aule.frontends.torch_views import by_value, checked_out, dtype_name, extent, refuse_tracing, require_plain
 from aule.ops.attention.validate import attention_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
@@ -116,9 +116,9 @@ def lies_over(out: Any, q: Any, k: Any, v: Any) -> bool:
     same rows of ``out``."""
     home = out.untyped_storage().data_ptr()
     beside = [x for x in (q, k, v) if x.untyped_storage().data_ptr() == home]
-    first, end = _extent(out) if beside else (0, 0)
+    first, end = extent(out) if beside else (0, 0)
     for x in beside:
-        start, stop = _extent(x)
+        start, stop = extent(x)
         same = x is q and start == first and x.shape == out.shape and x.stride() == out.stride()
         if start < end and first < stop and not same:
             return True
@@ -128,13 +128,6 @@ def lies_over(out: Any, q: Any, k: Any, v: Any) -> bool:
 def copied(out: Any, made: Any) -> Any:
     """A result, perhaps with its log-sum-exp, where it was wanted."""
     return (out.copy_(made[0]), made[1]) if isinstance(made, tuple) else out.copy_(made)
-
-
-def _extent(x: Any) -> tuple[int, int]:
-    """Addresses from a tensor's first element to behind its last."""
-    start: int = x.data_ptr()
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
 
 
 def raw_stream(index: int) -> int:

@@ -26,6 +26,7 @@ from aule.frontends.torch_views import (
     by_value,
     checked_out,
     dtype_name,
+    extent,
     refuse_tracing,
     require_plain,
     require_tensor,
@@ -224,19 +225,13 @@ def shares_memory(out: Any, inputs: Iterable[Any]) -> bool:
     storages may be of the same memory, as those are that PyTorch makes of views of a NumPy array."""
     if not _has_storage(out):
         return False  # which is refused later
-    first, end = _extent(out)
-    others = (_extent(x) for x in inputs if _has_storage(x))
+    first, end = extent(out)
+    others = (extent(x) for x in inputs if _has_storage(x))
     return any(start < end and first < stop for start, stop in others)
 
 
 def _has_storage(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_cpu and x.layout is torch.strided
-
-
-def _extent(x: Any) -> tuple[int, int]:
-    """Where the memory of a tensor's storage begins and ends."""
-    storage = x.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 # -- by views, on any device -------------------------------------------------------------------------------------------

@@ -88,6 +88,13 @@ def by_value(op: str, options: AttentionOptions | DecodeOptions) -> dict[str, An
     return changed
 
 
+def extent(x: Any) -> tuple[int, int]:
+    """Addresses from a tensor's first element to behind its last."""
+    start: int = x.data_ptr()
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
 Options = TypeVar("Options", AttentionOptions, DecodeOptions)
 
 
