@@ -143,6 +143,12 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any, op: str = "flash_atten
     return out
 
 
+def written(x: Any) -> Any:
+    """A tensor that a kernel writes to: where autograd has kept it for a gradient, it is to find that out."""
+    torch.autograd.graph.increment_version(x)
+    return x
+
+
 def refuse_tracing(op: str = "flash_attention") -> None:
     """Refuse TorchScript's tracing. Asked where a signature is new, as every one is there."""
     if torch._C._get_tracing_state() is not None:
