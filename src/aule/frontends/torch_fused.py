@@ -261,6 +261,7 @@ def _wholly(spec: OpSpec) -> frozenset[str]:
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:
+    """The gradient of an op that has one, as all of the catalogue do."""
     assert spec.gradient is not None and spec.gradients is not None
     return spec.gradient
 
@@ -392,7 +393,7 @@ def _on_cuda(
     try:
         found = _cuda_launches.get(key)
     except TypeError:
-        raise _no_key(spec, tensors, options, wanted) from None
+        raise no_key(spec, tensors, options, wanted) from None
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -410,7 +411,7 @@ def _on_cuda(
     return launch_on(spec, tensors, found, lambda launch, memory: launch([x.data_ptr() for x in memory], stream))
 
 
-def _no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
+def no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
     """The error for options that cannot be looked up, such as lists."""
     _bound(spec, tensors, options, wanted)  # which refuses most of them by their names
     return not_plain(spec.name, options)
@@ -462,7 +463,7 @@ def _on_host(
     try:
         ready = known.get(key)
     except TypeError:
-        raise _no_key(spec, tensors, options, wanted) from None
+        raise no_key(spec, tensors, options, wanted) from None
     if ready is None:
         call = _bound(spec, tensors, options, wanted, arrays=True)
         views = dict(call.views) | result_views(call)

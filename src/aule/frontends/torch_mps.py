@@ -27,7 +27,7 @@ from aule.frontends.torch_cuda import (
     prepare_launch,
     signature,
 )
-from aule.frontends.torch_fused import Prepared, launch_on, prepare_on
+from aule.frontends.torch_fused import Prepared, launch_on, no_key, prepare_on
 from aule.frontends.torch_views import keyed, written
 from aule.ops.spec import OpSpec
 from aule.options import AttentionOptions
@@ -82,7 +82,10 @@ def fused_on_mps(
 ) -> tuple[Any, ...]:
     """An op of the catalogue where the tensors lie; planned and built once per signature."""
     key = (spec.name, wanted, options, backend, *(None if x is None else signature(x) for x in tensors))
-    found = _fused_launches.get(key)
+    try:
+        found = _fused_launches.get(key)
+    except TypeError:
+        raise no_key(spec, tensors, options, wanted) from None
     if found is None:
         if len(_fused_launches) >= _MAX_LAUNCHES:
             _fused_launches.clear()
