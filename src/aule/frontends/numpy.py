@@ -39,6 +39,7 @@ _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return isinstance(array, np.ndarray)
 
 

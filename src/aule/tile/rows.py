@@ -63,15 +63,15 @@ class RowShape:
         Workgroups for each of a device's units, in kernels that loop.
     ahead : int
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
+    through : str
+        Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
+        (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
+        that comes ahead (`aule.tile.parked`).
     cluster : int
         Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
         subgroups in all than one has lanes (`Target.max_cluster`).
     registers : int
         Of a thread at most, where a compiler can be told; 0 leaves it to that.
-    through : str
-        Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
-        (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
-        that comes ahead (`aule.tile.parked`).
     landed : bool
         In kernels that do not loop: rows are copied to shared memory, past the registers, and each pass reads them
         there. Where registers decide, more workgroups fit.
