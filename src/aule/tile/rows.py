@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, Vector, element, i32
 from aule.target import Target
-from aule.tile.math import fold
+from aule.tile.math import fold, fold_lanes
 from aule.tile.matrix import divmod_const
 
 if TYPE_CHECKING:
@@ -486,15 +486,6 @@ class Rows:
 
     def combine(self, kind: str, vector: Value) -> Value:
         """Combine the lanes of a vector."""
-        b = self.b
-        if not isinstance(vector.type, Vector):
-            return vector
-        lanes = vector.type.lanes
-        if not self.vectors:
-            return fold(b, kind, b.unpack(vector))
-        while lanes > 1:
-            lanes //= 2
-            low = b.permute(vector, None, tuple(range(lanes)))
-            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
-            vector = b.binary(kind, low, high)
-        return vector
+        if self.vectors or not isinstance(vector.type, Vector):
+            return fold_lanes(self.b, kind, vector)
+        return fold(self.b, kind, self.b.unpack(vector))
