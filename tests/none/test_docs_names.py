@@ -1,4 +1,5 @@
-"""What the pages name exists: files, names of the code, and what is said to be a part of what."""
+"""What the pages name exists: files, names of the code, and what is said to be a part of what; and their lines end in
+time."""
 
 from __future__ import annotations
 
@@ -109,3 +110,10 @@ def test_places() -> None:
         if not any(re.search(rf"\b{name.split('.')[-1]}\b", text) for text in there):
             wrong.append((name, path))
     assert len(said) > 3 and not wrong
+
+
+@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md"])
+def test_lines(page: str) -> None:
+    """Tables have rows as long as they are."""
+    lines = text_of(page).splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
