@@ -259,6 +259,39 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
             assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        SumTuning(parts=4, threads=96, widest=512, resident=96, ahead=2, columns="kept", cluster=4, mail=2),
+        SumTuning(parts=2, threads=256, widest=512, resident=256, ahead=1, columns="kept", cluster=2, mail=2),
+        SumTuning(parts=1, threads=64, widest=512, resident=64, ahead=3, cluster=8, mail=2),
+    ],
+    ids=["one subgroup each", "several", "few columns"],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
+def test_rows_that_are_exchanged_by_mail(op: str, dtype: str, way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows over clusters, some of which are whole zeros, so that numbers are zero; more rows than there are places."""
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
+    target = replace(TARGETS["subgroups"], arch="sm_90", max_cluster=8, max_shared_bytes=232448, compute_units=18)
+    case = fused_cases.Case(op, (23, 4096 if way.parts > 1 else 2048), dtype)
+    spec = CATALOGUE[op]
+    assert spec.gradient is not None
+    arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
+    for array, _ in arrays.values():
+        if array.ndim > 1:
+            array[3:5] = 0
+    plain = fused_cases.bound(spec, arrays, options)
+    call = spec.call(plain.views, options, (*spec.outputs, *spec.kept))
+    backward = fused_cases.gradient_call(spec, arrays, call, run(spec, call, target), case)
+    plan = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
+    shape = plan.steps[0].config.shape
+    assert shape.mail == 2 and shape.cluster == way.cluster and shape.slots > 1
+    assert plan.steps[0].scalars["partials"] * shape.cluster == plan.steps[0].grid[0] <= 18
+    expected = fused_cases.right(spec.gradient, backward)
+    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+
+
 @pytest.mark.parametrize("columns", [1024, 4096, 9216])
 def test_softmax_as_on_hopper(columns: int) -> None:
     """Weights that are drawn early, subgroups that meet once, later rows that are fetched: more rows than a device has

@@ -828,7 +828,7 @@ def test_every_operation_is_exercised(request: pytest.FixtureRequest) -> None:
     hoppers = {name for name in OPS if name.startswith("warpgroup")}
     assert set(OPS) - EXERCISED - hoppers == {
         "subgroup_barrier", "workgroup_any", "device_fence", "e4m3_halves", "prefetch", "stream", "load_once",
-        "async_copy", "async_commit", "async_wait", "cluster_load", "cluster_barrier", "launch_next", "launch_await",
-        "peek", "post", "repeat",
+        "async_copy", "async_commit", "async_wait", "cluster_load", "cluster_post", "cluster_barrier",
+        "launch_next", "launch_await", "peek", "post", "repeat",
     }  # fmt: skip
     assert set(SCALARS) == {"bool", *MEMORY}

@@ -76,6 +76,8 @@ class SumTuning(RowTuning):
         Where to, as in `RowShape`.
     gather : int
         2 where workgroups add up their sums of columns by two, as in `RowShape`, if they can and all have rows.
+    mail : int
+        Numbers of a row that workgroups of a cluster exchange by mail, as in `RowShape`.
     """
 
     parts: int = 2
@@ -86,6 +88,7 @@ class SumTuning(RowTuning):
     ahead: int = 1
     through: Through = "shared"
     gather: int = 1
+    mail: int = 0
 
 
 SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
@@ -140,6 +143,9 @@ past them a result of 40 MiB took 5 to 10% longer."""
 _LASTING_BYTES = (256 << 20, 64 << 20)
 """Of all rows that a kernel reads and writes, and where it writes two arrays of them: more than the second-level cache
 holds."""
+_CLUSTERED = (10, 11)
+"""Of a device's units, how many clusters of eight find at once: those of a cluster are neighbours, and not all units
+have seven that are left. An H200 has place for 15, and 132 units; where there are more than that, some come last."""
 _UNITS = 16
 """Assumed where a device does not say how many units it has."""
 _ROW_SUMS = 5
@@ -164,6 +170,8 @@ class Work:
         Arrays of rows that are written.
     centred : bool
         Rows lose their mean.
+    exchanged : int
+        Numbers of a row that its threads add up, where all are at once; else 0.
     """
 
     sums: int = 0
@@ -171,6 +179,7 @@ class Work:
     copied: tuple[int, ...] = ()
     written: int = 1
     centred: bool = False
+    exchanged: int = 0
 
 
 NO_SUMS = Work()
@@ -314,11 +323,24 @@ def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTu
         return SUMS
     if len(set(work.copied)) > 1:
         return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
+    if measured is _COPIED and _is_mailed(target, length, work, rows):
+        measured = _BY_MAIL if set(work.copied) == {2} else _WIDE_BY_MAIL
     choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
     tuning = next((tuning for longest, tuning in choices if length <= longest), SUMS)
     if tuning.again and work.sums > 1 and rows >= _STEADY * (target.compute_units or _UNITS):
         return replace(tuning, ahead=0)
     return tuning
+
+
+def _is_mailed(target: Target, length: int, work: Work, rows: int) -> bool:
+    """Whether rows are to lie over clusters, where each subgroup can have as much of them as others."""
+    can = target.max_cluster >= _MAILED.cluster and work.exchanged == _MAILED.mail and max(work.copied) <= 4
+    fewest = _LANDS
+    if work.sums == 1 and len(work.copied) == 2 and rows >= _LARGE_ROWS:
+        fewest = 2 * _LONG
+    elif max(work.copied) > 2 or (work.sums == 1 and len(work.copied) > 2):
+        fewest = _LONG
+    return can and length % _MAILED_COLUMNS == 0 and fewest <= length <= 2 * _LONG
 
 
 _Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
@@ -329,17 +351,23 @@ _PASSED = replace(_AGAIN, ahead=1, through="parked", again=True)
 _STEADY = 16
 """Rows for each unit from which on nothing is to come ahead, where there are two sums and rows are read again; see the
 last lines of `_CARRIED`."""
+_MAILED = SumTuning(parts=4, widest=512, columns="kept", cluster=8, mail=2)
 _COPIED: _Choices = {
     (1, 2): (
         (1024, SumTuning(resident=768, through="registers")),
-        (2048, SumTuning(threads=256, batch=2, ahead=2)),
+        (2048, SumTuning(threads=256, batch=2, columns="kept")),
         (4096, SumTuning(batch=2)),
         (16384, replace(_FOUR, ahead=2)),
     ),
-    (1, 3): ((2048, SumTuning(through="registers")), (4096, SumTuning(batch=2)), (16384, replace(_FOUR, ahead=2))),
+    (1, 3): (
+        (1024, SumTuning(through="registers")),
+        (2048, SumTuning(through="registers", columns="kept")),
+        (4096, SumTuning(batch=2, resident=768, columns="kept")),
+        (16384, replace(_FOUR, ahead=2)),
+    ),
     (2, 2): (
-        (1024, SumTuning(batch=2, ahead=2)),
-        (4096, SumTuning(threads=256, batch=2, ahead=2, gather=2)),
+        (1024, SumTuning(parts=4, threads=256, resident=256, ahead=3, columns="kept")),
+        (4096, SumTuning(threads=256, batch=2, gather=2, columns="kept")),
         (8192, replace(_FOUR, ahead=2, registers=128)),
         (16384, replace(_FOUR, ahead=2)),
     ),
@@ -416,6 +444,29 @@ threads 2.09 and 3.31, nothing ahead 2.00 and 3.47, which is quicker from 2000 r
 1.92 and 3.74 (1.89 and 3.66), all ahead 1.73 and 3.06, nothing ahead 1.90 and 3.74, as before with strides known 1.86
 and 3.75.
 """
+_BY_MAIL: _Choices = {
+    (1, 2): (
+        (4096, replace(_MAILED, threads=512, resident=512, cluster=4)),
+        (16384, replace(_MAILED, threads=512, resident=512)),
+    ),
+    (1, 3): (
+        (8192, replace(_MAILED, threads=512, resident=512)),
+        (16384, replace(_MAILED, threads=256, resident=256, ahead=3)),
+    ),
+    (2, 2): (
+        (4096, replace(_MAILED, parts=2, threads=512, resident=512, ahead=2, cluster=2)),
+        (16384, replace(_MAILED, threads=512, resident=512)),
+    ),
+    (2, 3): (
+        (4096, replace(_MAILED, threads=384, resident=384, cluster=2)),
+        (8192, replace(_MAILED, threads=384, resident=384, ahead=2)),
+        (16384, replace(_MAILED, threads=256, resident=256, ahead=3)),
+    ),
+}
+_WIDE_BY_MAIL: _Choices = dict.fromkeys(_BY_MAIL, ((16384, replace(_MAILED, threads=256, resident=256, ahead=3)),))
+"""Of float32."""
+_MAILED_COLUMNS = 4096
+"""Of which rows must be a multiple, so that their threads have as much of them."""
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
 
@@ -461,8 +512,9 @@ def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: Ro
     if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
         shape, span = _over_threads(target, length // cluster, width, rows, tuning)
         even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most // cluster
-        if even and shape.slots == 1 and span.parts and not span.ragged:
-            return replace(shape, cluster=cluster), span
+        mail = tuning.mail if isinstance(tuning, SumTuning) else 0
+        if even and (mail or shape.slots == 1) and span.parts and not span.ragged:
+            return replace(shape, cluster=cluster, mail=mail), span
     if cluster > 1:
         tuning = replace(tuning, registers=0)  # which are for shorter parts of a row
     return _over_threads(target, length, width, rows, tuning)
@@ -472,9 +524,12 @@ def _shared_bytes(target: Target, dtype: str, shape: RowShape, span: SpanShape, 
     """Bytes of shared memory that a workgroup has in any case, and for each block of rows."""
     size = work_type(SCALARS[dtype]).bytes
     block = sum(work.copied) * span.width * span.parts * shape.batch * shape.workgroup
-    block += size * _ROW_SUMS * shape.batch * shape.workgroup // max(target.subgroup_size, 1)
+    subgroups = shape.workgroup // max(target.subgroup_size, 1)
+    if shape.mail:  # of every subgroup from all that share its row; slots are put together where rows have come
+        senders = shape.threads * shape.cluster // target.subgroup_size
+        return _RESERVED, block + size * shape.mail * senders * subgroups
     slots = size * shape.workgroup * span.width if shape.slots > 1 else 0
-    return slots + _RESERVED, block
+    return slots + _RESERVED, block + size * _ROW_SUMS * shape.batch * subgroups
 
 
 def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: Work) -> tuple[RowShape, SpanShape]:
@@ -501,7 +556,10 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return grid_of(op, blocks * shape.cluster, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
+    units = target.compute_units or _UNITS
+    if shape.mail:
+        units = units * _CLUSTERED[0] // _CLUSTERED[1]
+    groups = max(shape.resident * units // shape.cluster, 1)
     groups -= groups % shape.gather
     if shape.resident == 1:
         # So many are done no later, and leave fewer sums. H200, 64 MiB, 16384 columns, 132 workgroups and 128, gradient

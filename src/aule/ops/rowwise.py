@@ -14,7 +14,7 @@ from aule.ops.parameters import Access, Parameters
 from aule.ops.spec import Result
 from aule.target import Target
 from aule.tile.carried import Carried
-from aule.tile.column_sums import ColumnSums, gather
+from aule.tile.column_sums import ColumnSums, Pieces, gather, has_pieces, put_together
 from aule.tile.early import Early
 from aule.tile.matrix import divmod_const
 from aule.tile.parked import Parked
@@ -345,9 +345,10 @@ class RowKernel:
         """Store sums of columns; the launch that adds them up may start."""
         if sums:
             self.b.launch_next()
-        if self.config.shape.gather > 1:
-            assert isinstance(self.span.early, Stages)
-            gather(list(sums), self.span.early.memory)  # whose rows nobody needs any more
+        shape, early = self.config.shape, self.span.early
+        if sums and isinstance(early, Stages) and (shape.gather > 1 or (shape.slots > 1 and has_pieces(self.span))):
+            pieces = Pieces(list(sums), early.memory)  # whose rows nobody needs any more
+            gather(pieces) if shape.gather > 1 else put_together(pieces)
             return
         for total in sums:
             total.finish()

@@ -162,6 +162,7 @@ class _Body:
             "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
+            "cluster_post": lambda op: _ptx_memory.cluster_post(e, self.addresses, op),
             "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),
             "async_copy": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
             "var": self._var,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from aule.ir import Value, Var
 from aule.ir.types import Vector, element
 from aule.tile.math import fold
+from aule.tile.matrix import divmod_const
 from aule.tile.rows import RowArray
 from aule.tile.spans import Part, Product, Span, Term
+
+_PIECE = 4
+"""Sums of 16 bytes."""
 
 
 class ColumnSums:
@@ -96,48 +101,97 @@ class ColumnSums:
         self.span.store_run(self.array, self.start, part.col, value, part.count)
 
 
-def gather(sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
-    """Store what registers of a cluster's two workgroups hold, added up: each has half of all columns, and leaves its
-    sums of the other half where the other finds them.
+def has_pieces(span: Span) -> bool:
+    """Whether what registers hold can travel so: whole `Pieces`, none of them behind the end of a row."""
+    return span.rows.work.bytes == 4 and span.shape.width % _PIECE == 0 and not span.shape.ragged
+
+
+class Pieces:
+    """What registers hold of some sums, as pieces of 16 bytes on their way through shared memory.
 
     Parameters
     ----------
     memory : sequence of Value
-        Shared memory for each of them: of pieces of 16 bytes, of which a thread has every n-th of n threads, and has
-        used no other. So nobody has to be waited for.
+        Shared memory for each of the sums: of pieces of which a thread has every n-th of n threads, and has used no
+        other. So nobody has to be waited for before it is written.
     """
-    span = sums[0].span
-    rows, b = span.rows, span.rows.b
-    shape, threads = rows.shape, rows.shape.workgroup
-    four, pieces = Vector(rows.work, 4), span.shape.width // 4
-    half = span.shape.parts * pieces // 2
-    rank = rows.group & 1
+
+    def __init__(self, sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
+        self.span = sums[0].span
+        self.b, self.shape = self.span.rows.b, self.span.rows.shape
+        self.places = list(zip(sums, memory[: len(sums)], strict=True))
+        self._each = self.span.shape.width // _PIECE
+        """Pieces of a part."""
+        self.count = self.span.shape.parts * self._each
+        """Of a thread."""
+
+    def get(self, total: ColumnSums, number: int) -> Value:
+        """One of this thread's."""
+        part, i = divmod(number, self._each)
+        return self.b.vector(self.b.unpack(total.sums[part].value)[_PIECE * i : _PIECE * (i + 1)])
+
+    def column(self, number: Value | int) -> Value:
+        """Its first column."""
+        threads = self.shape.threads * self.shape.cluster
+        if isinstance(number, int):
+            part, i = divmod(number, self._each)
+            return (self.span.rows.lane + part * threads) * self.span.shape.width + i * _PIECE
+        which, rest = divmod_const(self.b, number, self._each)
+        return (self.span.rows.lane + which * threads) * self.span.shape.width + rest * _PIECE
+
+    def place(self, memory: Value, thread: Value, number: Value | int) -> Value:
+        """Where a thread's piece is."""
+        return (thread + number * self.shape.workgroup) * _lanes(memory)
+
+    def leave(self, memory: Value, number: int, value: Value) -> None:
+        """Put a piece where this thread's are."""
+        type_ = Vector(element(memory.type), _lanes(memory))
+        self.b.store(memory, self.place(memory, self.b.thread_id(), number), self.b.bitcast(value, type_))
+
+    def read(self, memory: Value, at: Value) -> Value:
+        """A piece that a thread of this workgroup has left."""
+        return self.b.bitcast(self.b.load(memory, at, _lanes(memory)), Vector(self.span.rows.work, _PIECE))
+
+    def store(self, total: ColumnSums, column: Value, value: Value) -> None:
+        """Store a piece of the sums."""
+        at = total.start + self.b.cast(column, element(total.start.type))
+        self.b.store(total.array.buffer, at, value, align=_PIECE)
+
+
+def put_together(pieces: Pieces) -> None:
+    """Store what registers hold, added up over the workgroup's slots, which share that work."""
+    b, shape, rows = pieces.b, pieces.shape, pieces.span.rows
+    for total, memory in pieces.places:
+        for number in range(pieces.count):
+            pieces.leave(memory, number, pieces.get(total, number))
+    b.barrier()
+    lane = b.thread_id() - rows.slot * shape.threads
+    for first in range(0, pieces.count, shape.slots):
+        mine = rows.slot + first
+        with b.if_(mine < pieces.count) if first + shape.slots > pieces.count else nullcontext():
+            for total, memory in pieces.places:
+                at = [pieces.place(memory, lane + slot * shape.threads, mine) for slot in range(shape.slots)]
+                pieces.store(total, pieces.column(mine), fold(b, "add", [pieces.read(memory, i) for i in at]))
+
+
+def gather(pieces: Pieces) -> None:
+    """Store what registers of a cluster's two workgroups hold, added up: each has half of all columns, and leaves its
+    sums of the other half where the other finds them."""
+    b, half = pieces.b, pieces.count // 2
+    rank = pieces.span.rows.group & 1
     upper = b.ne(rank, 0)
-
-    def piece(total: ColumnSums, number: int) -> Value:
-        part, i = divmod(number, pieces)
-        return b.vector(b.unpack(total.sums[part].value)[4 * i : 4 * i + 4])
-
-    def at(place: Value, number: int) -> Value:
-        """Where this thread's piece of a number is."""
-        return (b.thread_id() + number * threads) * _lanes(place)
-
-    def column(number: int) -> Value:
-        return (rows.lane + number // pieces * shape.threads) * span.shape.width + number % pieces * 4
-
-    places = list(zip(sums, memory[: len(sums)], strict=True))
-    for total, place in places:
-        type_ = Vector(element(place.type), _lanes(place))
+    for total, memory in pieces.places:
         for number in range(half):
-            theirs = b.select(upper, piece(total, number), piece(total, half + number))
-            b.store(place, at(place, number), b.bitcast(theirs, type_))
+            theirs = b.select(upper, pieces.get(total, number), pieces.get(total, half + number))
+            pieces.leave(memory, number, theirs)
     b.cluster_barrier()
-    for total, place in places:
+    for total, memory in pieces.places:
         for number in range(half):
-            found = b.bitcast(b.cluster_load(place, at(place, number), 1 - rank, _lanes(place)), four)
-            value = b.select(upper, piece(total, half + number), piece(total, number)) + found
-            col = b.select(upper, column(half + number), column(number))
-            b.store(total.array.buffer, total.start + b.cast(col, element(total.start.type)), value, align=4)
+            at = pieces.place(memory, b.thread_id(), number)
+            words = b.cluster_load(memory, at, 1 - rank, _lanes(memory))
+            found = b.bitcast(words, Vector(pieces.span.rows.work, _PIECE))
+            value = b.select(upper, pieces.get(total, half + number), pieces.get(total, number)) + found
+            pieces.store(total, b.select(upper, pieces.column(half + number), pieces.column(number)), value)
 
 
 def _lanes(place: Value) -> int:

@@ -277,6 +277,8 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
             to = rows.source(result)
         span.each(write, list(sums.values()))
 
+    if weight is not None and span.shape.columns == "kept":
+        span.hold(weight)
     often = arrays.get("h", arrays.get("x", arrays["dy"]))
     early = k.read_ahead(list(arrays.values()), often)
     ahead = [x for x in (numbers, early) if x is not None]

@@ -79,7 +79,9 @@ def norm_step(
     copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
     columns = any(n in views for n in _VECTORS)
     written = 2 if "y" in views and "h" in views else 1
-    work = Work(len(sums), columns, copied, written, centred=problem.center)
+    # A gradient adds up two numbers of each row, if it need not find the mean first.
+    at_once = len(copied) > 1 and (statistics or not problem.center)
+    work = Work(len(sums), columns, copied, written, problem.center, exchanged=2 if at_once else 0)
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
     shape = numbered(shape, grid, target)
