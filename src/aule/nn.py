@@ -18,7 +18,7 @@ import torch
 from aule.dispatch import count_op
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.fused import geglu, layer_norm, rms_norm, rope, swiglu
-from aule.ops.attention.rope import checked_frequencies
+from aule.ops.attention.rope import checked_frequencies, frequencies
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 
@@ -209,11 +209,9 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         self._fill(positions, device)
 
     def _fill(self, positions: int, device: Any) -> None:
-        # In float64: a position times a frequency has more digits than float32.
-        powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
-        angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * self.base**-powers
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        # By NumPy: a position times a frequency has more digits than float32, and Apple's GPUs have no float64.
+        for name, table in zip(("cos", "sin"), frequencies(positions, self.dim, self.base), strict=True):
+            self.register_buffer(name, torch.as_tensor(table.astype("float32"), device=device), persistent=False)
 
     def forward(self, q: Any, k: Any = None, position_ids: Any = None) -> Any:
         """Rotate heads.

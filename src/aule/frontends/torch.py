@@ -41,6 +41,7 @@ _CUDA_BUILD = torch_routes.CUDA_BUILD
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return isinstance(array, torch.Tensor)
 
 

@@ -71,6 +71,7 @@ def check_rows(op: str, name: str, view: TensorView) -> None:
 
 
 def check_shape(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy: str) -> None:
+    """An array of this shape."""
     if view.shape != shape:
         raise InvalidShapeError(f"[{op}] expected {name} of shape {list(shape)}, got {list(view.shape)}; {remedy}")
 

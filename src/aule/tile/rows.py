@@ -28,7 +28,7 @@ from aule.ir import Builder, Value
 from aule.ir.types import Scalar, Vector, element, i32
 from aule.target import Target
 from aule.tile.mail import Mail
-from aule.tile.math import fold
+from aule.tile.math import fold, fold_lanes
 from aule.tile.matrix import divmod_const
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class RowShape:
         Workgroups for each of a device's units, in kernels that loop.
     ahead : int
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
+    through : str
+        Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
+        (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
+        that comes ahead (`aule.tile.parked`).
     cluster : int
         Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
         subgroups in all than one has lanes (`Target.max_cluster`).
@@ -72,10 +76,6 @@ class RowShape:
         (`aule.tile.mail`); 0 where they meet at barriers.
     registers : int
         Of a thread at most, where a compiler can be told; 0 leaves it to that.
-    through : str
-        Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
-        (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
-        that comes ahead (`aule.tile.parked`).
     landed : bool
         In kernels that do not loop: rows are copied to shared memory, past the registers, and each pass reads them
         there. Where registers decide, more workgroups fit.
@@ -515,15 +515,6 @@ class Rows:
 
     def combine(self, kind: str, vector: Value) -> Value:
         """Combine the lanes of a vector."""
-        b = self.b
-        if not isinstance(vector.type, Vector):
-            return vector
-        lanes = vector.type.lanes
-        if not self.vectors:
-            return fold(b, kind, b.unpack(vector))
-        while lanes > 1:
-            lanes //= 2
-            low = b.permute(vector, None, tuple(range(lanes)))
-            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
-            vector = b.binary(kind, low, high)
-        return vector
+        if self.vectors or not isinstance(vector.type, Vector):
+            return fold_lanes(self.b, kind, vector)
+        return fold(self.b, kind, self.b.unpack(vector))
