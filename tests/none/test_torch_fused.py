@@ -383,6 +383,27 @@ def test_transforms() -> None:
     assert torch.equal(torch.vmap(aule.rms_norm, in_dims=(1, None), out_dims=1)(x.detach(), w), aule.rms_norm(x, w))
 
 
+@pytest.mark.parametrize("kept_from", [0, 1 << 14])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_outside_of_the_transform_and_of_many(
+    name: str, kept_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``vjp`` returns is called when the transform is over; ``is_grads_batched`` maps gradients without one."""
+    monkeypatch.setattr(torch_fused, "_KEPT_FROM", {"host": kept_from})
+    call = CALLS[name][0]
+    tensors = inputs(name)
+    outs = flat(call(*tensors))
+    douts = [torch.stack([made(*out.shape, seed=i), made(*out.shape, seed=i + 1)]) for i, out in enumerate(outs)]
+    want = [torch.autograd.grad(outs, tensors, [d[i] for d in douts], retain_graph=True) for i in range(2)]
+    found, back = torch.func.vjp(lambda *given: flat(call(*given)), *(x.detach() for x in tensors))
+    assert all(map(torch.equal, found, outs))
+    many = torch.autograd.grad(outs, tensors, douts, is_grads_batched=True)
+    for i in range(2):
+        for got in (back(tuple(d[i] for d in douts)), [grad[i] for grad in many]):
+            for grad, right in zip(got, want[i], strict=True):
+                torch.testing.assert_close(grad, right, rtol=1e-6, atol=1e-6)
+
+
 def test_the_second_derivative_is_refused() -> None:
     x, w = inputs("rms_norm")
     (grad,) = torch.autograd.grad(aule.rms_norm(x, w).square().sum(), x, create_graph=True)

@@ -111,6 +111,10 @@ def gradients(
     """
     if not options.deterministic and torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
+    if torch_routes.wrapped(dout):
+        from aule.frontends import torch_ops  # which needs this module
+
+        return torch_ops.mapped_gradients(q, k, v, out, lse, dout, options, wanted)
     scores = any(wanted[:2])
     dout = dout.resolve_neg()  # nobody can be told to hand over another
     lse = lse.contiguous()  # kernels take it so; a mapped call may have expanded it

@@ -101,6 +101,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
         # Raises when one of them was changed in place since: the operands are views of their memory. Asked for once:
         # checkpointing has them only once.
+        refuse_transforms(OP, (dout,), "call flash_attention on each sequence")
         saved = ctx.saved_tensors
         _, _, _, sinks, out, lse = saved
         with torch.no_grad():
