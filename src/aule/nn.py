@@ -208,12 +208,27 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         self.interleaved = interleaved
         self._fill(positions, device)
 
-    def _fill(self, positions: int, device: Any) -> None:
-        # In float64: a position times a frequency has more digits than float32.
-        powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
-        angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * self.base**-powers
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+    def reset_parameters(self) -> None:
+        """Fill the table anew: that of a module that was made on the device ``meta`` and given memory since."""
+        self._fill(self.cos.shape[0], self.cos.device, self.cos.dtype)
+
+    def _fill(self, positions: int, device: Any, dtype: Any = torch.float32) -> None:
+        with torch.inference_mode(False):  # it lasts longer than a call, which may be followed by others that train
+            # In float64: a position times a frequency has more digits than float32.
+            powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
+            angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * self.base**-powers
+            self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+            self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """What all conversions of a module go through. The table has 32 bits, beside narrower heads too, and 64 for
+        float64: it is made for either, not converted."""
+        before = self.cos
+        super()._apply(*arguments, **options)
+        dtype = torch.float64 if self.cos.dtype == torch.float64 else torch.float32
+        if dtype != before.dtype or self.cos.dtype != dtype or before.is_meta:
+            self._fill(before.shape[0], self.cos.device, dtype)
+        return self
 
     def forward(self, q: Any, k: Any = None, position_ids: Any = None) -> Any:
         """Rotate heads.
@@ -221,7 +236,7 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         Parameters
         ----------
         q, k : Tensor
-            ``[batch, heads, seq, head_dim]``; ``k`` may have other heads, or be left out.
+            ``[batch, heads, seq, head_dim]``; ``k`` may have other heads and another length, or be left out.
         position_ids : Tensor, optional
             ``[seq]`` or ``[batch, seq]``; by default 0, 1, 2 ...
 
@@ -230,15 +245,16 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         Tensor or (Tensor, Tensor)
             ``q``, or ``q`` and ``k``, rotated.
         """
-        seq = q.shape[-2]
-        if seq > self.cos.shape[0]:
-            self._fill(max(seq, 2 * self.cos.shape[0]), self.cos.device)
-        cos, sin = (self.cos, self.sin) if position_ids is not None else (self.cos[:seq], self.sin[:seq])
+        given = (q,) if k is None else (q, k)
+        longest = max(x.shape[-2] for x in given)
+        if longest > self.cos.shape[0]:
+            self._fill(max(longest, 2 * self.cos.shape[0]), self.cos.device, self.cos.dtype)
         rotated = []
-        for x in (q,) if k is None else (q, k):
+        for x in given:
             count("rope")
+            rows = slice(None if position_ids is not None else x.shape[-2])
             options = {"interleaved": self.interleaved, "position_ids": position_ids, "rotary_dim": self.dim}
-            rotated.append(rope(x, cos, sin, **options))
+            rotated.append(rope(x, self.cos[rows], self.sin[rows], **options))
         return rotated[0] if k is None else tuple(rotated)
 
     def extra_repr(self) -> str:
