@@ -128,6 +128,23 @@ def test_only_what_is_wanted() -> None:
     assert (torch.autograd.grad(empty.sum(), w)[0] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu tanh"])
+def test_gradients_of_large_gates(name: str, dtype: Any, backend: str) -> None:
+    """They are those of a step: 0 on the left and 1 on the right, as far as numbers reach."""
+    options = {"approximate": "tanh"} if name.endswith("tanh") else {}
+    sizes = torch.tensor([50.0, 1e4, 1e7, 1e13, 1e20, 3e38], dtype=dtype)
+    gate = torch.cat([-sizes, sizes]).requires_grad_()
+    if name == "swiglu":
+        gate = (2.0 * gate).detach()[[*range(1, 5), *range(7, 11)]].requires_grad_()  # e**-100 is a number
+    up = torch.full_like(gate, 0.5)
+    y = getattr(aule, name.split()[0])(gate, up, backend=backend, **options)
+    (found,) = torch.autograd.grad(y.sum(), gate)
+    assert torch.equal(found, torch.where(gate > 0, 0.5, 0.0).to(dtype))
+    assert torch.equal(y, torch.where(gate > 0, 0.5 * gate, 0.0).to(dtype))
+
+
 def test_dropout_draws_from_pytorch_s_generator() -> None:
     x = made(128, 128).requires_grad_()
     torch.manual_seed(3)
