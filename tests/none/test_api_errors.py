@@ -292,9 +292,7 @@ def test_a_number_that_is_no_device(kind: str, spec: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("AULE_NUM_THREADS", "two"), ("AULE_CPU_FEATURES", "sse"), ("AULE_DISK_CACHE", "off")]
 )
-def test_a_wrong_setting_is_not_passed_over(
-    kind: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_setting_is_not_passed_over(kind: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who mistypes one gets NumPy's speed, and no gradients, without a word."""
     monkeypatch.setattr(registry, "_found", {})
     monkeypatch.setattr(registry, "_errors", {n: registry._errors.get(n) or no_such(n) for n in registry.NAMES[:-2]})

@@ -211,8 +211,6 @@ def choose_rows(
     if summing.packed and not narrow:
         summing = SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
-    if summing.mail and not shape.mail:  # the threads of a cluster would not have as much each
-        return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
     if not summing.ahead:
         return shape, span
     ahead, resident = summing.ahead, shape.resident
@@ -226,6 +224,8 @@ def choose_rows(
         rest, block = _shared_bytes(target, dtype, shape, span, work)
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
+    if summing.mail and not (shape.mail and ahead):  # a cluster's threads would not have as much each, or no room
+        return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
     if not ahead:
         return _over_threads(target, length, width, rows, SUMS)
     shape = replace(shape, resident=resident, ahead=ahead, through=summing.through)
