@@ -101,6 +101,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
         # Raises when one of them was changed in place since: the operands are views of their memory.
         _, _, _, sinks, out, lse = ctx.saved_tensors
+        dout = dout.resolve_neg()  # nobody can be told to hand over another
         with torch.no_grad():
             grads = ctx.gradients(out, lse, dout)
             of_sinks = None
