@@ -133,3 +133,22 @@ def test_the_gradient_of_rope_in_place_is_fresh() -> None:
     (found,) = torch.autograd.grad(rope(leaf * 1, "cpu"), leaf, torch._neg_view(grad))
     assert torch.equal(grad, made(2, 3, 5, 10))
     torch.testing.assert_close(found, -torch.autograd.grad(aule.rope(leaf, *TABLE), leaf, grad)[0])
+
+
+def test_what_autograd_cannot_go_back_from_is_refused_before_it_is_written() -> None:
+    leaf = made(2, 3, 5, 10).requires_grad_()
+    cases = {
+        "a leaf": leaf,
+        "a view of a leaf": leaf[:1],
+        "one of several views": (leaf * 1).chunk(2)[0],
+    }
+    for got, x in cases.items():
+        before = x.detach().clone()
+        with pytest.raises(aule.InvalidArgumentError, match=rf"\[rope\] expected x .*, got {got}.*; clone it first"):
+            rope(x, "cpu")
+        assert torch.equal(x, before)
+    with torch.no_grad():
+        assert rope(leaf, "cpu") is leaf
+    part = (leaf * 1)[:1]
+    assert rope(part, "cpu") is part
+    part.sum().backward()

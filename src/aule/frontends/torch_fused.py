@@ -103,8 +103,16 @@ def _autocast(spec: OpSpec, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
-    """The operand, by its number, in whose place the result of a call goes; None when it is fresh, as gradients are."""
-    return 0 if spec.name in CATALOGUE and named_options(spec, options).get("inplace", False) else None
+    """The operand, by its number, in whose place the result of a call goes; None when it is fresh."""
+    number = _inplace(spec)
+    return 0 if number is not None and options[number] else None
+
+
+@cache
+def _inplace(spec: OpSpec) -> int | None:
+    """The number of the option that says so; None where there is none, and of gradients, which are always fresh."""
+    names = [option.name for option in spec.options] if spec.name in CATALOGUE else []
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _not_in_place(spec: OpSpec, options: Sequence[Any]) -> tuple[Any, ...]:
@@ -140,8 +148,27 @@ def _seen(spec: OpSpec, found: tuple[Any, ...]) -> Any:
 
 
 def _apply(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
+    where = place(spec, options)
+    if where is not None and _grad_enabled() and tensors[where].requires_grad:
+        _require_no_leaf(spec, where, tensors[where])
     found = _Fused.apply(spec, options, backend, *tensors)
     return _seen(spec, found) if isinstance(found, tuple) else found
+
+
+def _require_no_leaf(spec: OpSpec, number: int, x: Any) -> None:
+    """Refuse to write over what autograd could not go back from: it would say so, but when it has been written over."""
+    got = None
+    if x.is_leaf:
+        got = "a leaf"
+    elif x._is_view() and x._base.is_leaf and x._base.requires_grad:
+        got = "a view of a leaf"
+    elif x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        got = "one of several views that were made at once"
+    if got is not None:
+        raise InvalidArgumentError(
+            f"[{spec.name}] expected {spec.operands[number].name} that can be written over and needs a gradient, got "
+            f"{got}; clone it first, or leave inplace out"
+        )
 
 
 class _Fused(torch.autograd.Function):  # type: ignore[misc]

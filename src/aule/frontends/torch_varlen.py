@@ -104,6 +104,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
         refuse_transforms(OP, (dout,), "call flash_attention on each sequence")
         saved = ctx.saved_tensors
         _, _, _, sinks, out, lse = saved
+        dout = dout.resolve_neg()  # nobody can be told to hand over another
         with torch.no_grad():
             grads = ctx.gradients(out, lse, dout)
             of_sinks = None
