@@ -132,10 +132,14 @@ def gather(sums: Sequence[ColumnSums], memory: Sequence[Value]) -> None:
             theirs = b.select(upper, piece(total, number), piece(total, half + number))
             b.store(place, at(place, number), b.bitcast(theirs, type_))
     b.cluster_barrier()
-    for total, place in places:
-        for number in range(half):
-            found = b.bitcast(b.cluster_load(place, at(place, number), 1 - rank, _lanes(place)), four)
-            value = b.select(upper, piece(total, half + number), piece(total, number)) + found
+    # All are sent for before any is stored: no compiler knows that these are different memory, and would wait for each.
+    found = [
+        [b.bitcast(b.cluster_load(place, at(place, i), 1 - rank, _lanes(place)), four) for i in range(half)]
+        for _, place in places
+    ]
+    for (total, _), pieces_of in zip(places, found, strict=True):
+        for number, theirs in enumerate(pieces_of):
+            value = b.select(upper, piece(total, half + number), piece(total, number)) + theirs
             col = b.select(upper, column(half + number), column(number))
             b.store(total.array.buffer, total.start + b.cast(col, element(total.start.type)), value, align=4)
 
