@@ -121,6 +121,28 @@ def test_gradients_read_ahead(name: str, kept: bool, length: int, tmp_path: Path
     assert shape.resident * shape.workgroup * each <= 1 << 16
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_of_long_softmax_keeps_all_in_registers(causal: bool, tmp_path: Path) -> None:
+    """Two workgroups of 512 threads fit a multiprocessor: with weights, and with what comes for them as narrow as it
+    is, which is masked by bits."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    target = replace(HOPPER, max_shared_bytes=232448, max_cluster=8, overlap=True)
+    spec = CATALOGUE["softmax_dropout"].gradient
+    assert spec is not None
+    shapes = {"dy": (1024, 16384), "x": (1024, 16384)}
+    views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+    views["statistics"] = TensorView("f32", (2, 1024), (1024, 1), "cuda", None)
+    views["seed"] = TensorView("i32", (2,), (1,), "cuda", None)
+    call = spec.call(views, {"dropout_p": 0.1, "causal": causal, "scale": 1.0})
+    step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+    assert step.config.shape.workgroup == 512 and step.config.awaits
+    said = assembled(ptxas, generate(step.build(step.config, target), target), tmp_path)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert "0 bytes spill stores" in said and registers is not None and int(registers[1]) <= 64
+
+
 def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) -> None:
     """Three workgroups of 512 threads fit a multiprocessor. They begin while the launch before ends; small ones, of
     which there are more than a multiprocessor takes at once, do not."""
@@ -232,6 +254,30 @@ def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:
     assert (shape.through, shape.ahead) == ("parked", 1) and span.again
     shape, span = choose_rows(target, "bf16", 16384, 8, 1 << 9, replace(work, copied=(2, 2, 2)))
     assert (shape.through, shape.ahead) == ("parked alone", 1) and span.again
+
+
+@pytest.mark.parametrize(
+    ("sums", "arrays", "length", "rows", "clusters", "chosen"),
+    [
+        (2, 3, 16384, 512, 8, (2, 2, 1)),
+        (2, 3, 16384, 8192, 8, (1, 1, 2)),
+        (2, 3, 16384, 512, 1, (1, 1, 1)),
+        (2, 3, 12288, 512, 8, (1, 1, 2)),
+        (2, 2, 16384, 512, 8, (1, 1, 2)),
+        (1, 2, 4096, 4096, 8, (1, 2, 2)),
+        (1, 2, 4096, 1 << 16, 8, (1, 2, 1)),
+        (1, 2, 2048, 4096, 8, (1, 2, 1)),
+    ],
+)
+def test_few_rows_end_otherwise(
+    sums: int, arrays: int, length: int, rows: int, clusters: int, chosen: tuple[int, int, int]
+) -> None:
+    """Where a multiprocessor has few rows, two workgroups share the longest ones with a residual, two at a time, where
+    each has a power of two of threads, and shorter ones gather their sums."""
+    target = replace(HOPPER, max_shared_bytes=232448, max_cluster=clusters)
+    work = Work(sums=sums, columns=True, copied=(2,) * arrays)
+    shape, span = choose_rows(target, "bf16", length, 8, rows, work)
+    assert (shape.cluster, shape.batch, shape.gather) == chosen and shape.ahead and span.parts
 
 
 @pytest.mark.parametrize(

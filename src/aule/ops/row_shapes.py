@@ -202,6 +202,9 @@ def choose_rows(
     if summing.packed and not narrow:
         summing = SUMS
     shape, span = _over_cluster(target, length, width, rows, summing)
+    if shape.cluster < summing.cluster:
+        summing = choose_sums(target, length, work)
+        shape, span = _over_cluster(target, length, width, rows, summing)
     if not summing.ahead:
         return shape, span
     ahead, resident = summing.ahead, shape.resident
@@ -305,7 +308,8 @@ def rounds_fused(target: Target, length: int, work: Work = NO_SUMS) -> bool:
 
 
 def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
-    """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`."""
+    """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`.
+    Without ``rows``, for any number of them."""
     if copies_past_registers(target):
         measured = _COPIED
     elif target.vulkan_on_nvidia:
@@ -314,8 +318,10 @@ def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTu
         return SUMS
     if len(set(work.copied)) > 1:
         return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
-    choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
-    tuning = next((tuning for longest, tuning in choices if length <= longest), SUMS)
+    kind = min(work.sums, 2), max(len(work.copied), 2)
+    longest, tuning = next((choice for choice in measured[kind] if length <= choice[0]), (0, SUMS))
+    if measured is _COPIED and 0 < rows * length < _BRIEF_COLUMNS * (target.compute_units or _UNITS):
+        return _BRIEF.get((*kind, longest), tuning)
     if tuning.again and work.sums > 1 and rows >= _STEADY * (target.compute_units or _UNITS):
         return replace(tuning, ahead=0)
     return tuning
@@ -371,6 +377,19 @@ columns, with 128 threads in place of 256, 3.11 (2.95), 4096 2.94 (2.72), 8192 2
 4096 2.66 (2.44), 8192 2.50 (2.23), 16384 2.19 (1.77). 1 GiB: (2, 2) 1024 columns 4.16, with 256 threads 4.09, 16384
 3.83, with one block ahead 3.67 (3.65); (2, 3) 16384 4.08 (4.03). Four that gather have 1.56 where two have 2.00.
 """
+_BRIEF = {
+    (1, 2, 4096): SumTuning(batch=2, gather=2),
+    (1, 3, 4096): SumTuning(batch=2, gather=2),
+    (2, 3, 16384): SumTuning(parts=2, widest=512, batch=2, cluster=2),
+}
+"""What is done otherwise where a unit has less than `_BRIEF_COLUMNS` of rows, so that how a launch ends counts.
+
+H200, 64 MiB and 1 GiB, in parentheses as above: (1, 2) 3.27 and 4.14 to 4.17 (3.21 to 3.26 and 4.15 to 4.16); (1, 3)
+3.02 to 3.05 and 4.15 to 4.17 (2.95 to 3.02 and 4.17 to 4.20); (2, 3), where two workgroups share two rows at a time and
+so gather nothing, 2.34 and 4.08 (2.28 and 4.10), by 256 threads 2.16 and 3.90. The same for (2, 2) of 16384 columns
+2.47 and 3.65 (2.58 and 3.89).
+"""
+_BRIEF_COLUMNS = 1 << 18
 _CARRIED: _Choices = {
     (1, 2): ((4096, _ONE_PART), (8192, _AGAIN), (16384, _PASSED)),
     (1, 3): ((8192, _ONE_PART), (16384, _PASSED)),
@@ -513,6 +532,14 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
+def usual_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
+    """Whether a kernel that loops has as many workgroups as it has for other numbers of rows, or nearly so, so that
+    whoever adds up what they leave may know how many there are: on NVIDIA's GPUs, where rows do not run out first. For
+    each number of columns that is one kernel, or up to seven where shares are made even; it takes 1.3 ms to make, and
+    a driver some ten."""
+    return target.backend == "cuda" and -(-rows // shape.block) > grid[0] // shape.cluster
+
+
 def fixes(target: Target, length: int, work: Work) -> bool:
     """Whether kernels over rows without gaps are to know strides and lengths, rather than to read them.
 
@@ -521,9 +548,32 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB, where timed, alike. Gradients of long rows: layer_norm of 16384 columns 2.01
     and 2.05, residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and
-    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
+    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12.
+
+    Through CUDA, where they come with a launch, code is shorter by 5 to 40 instructions of 150 to 1100, but has other
+    registers. Gradients, 64 MiB and 1 GiB, us without and with: residual_layer_norm of 1024, 4096 and 16384 columns
+    21.33 and 21.23, 256.5 and 256.9; 24.17 and 23.85, 259.5 and 257.7; 29.73 and 29.49, 262.2 and 261.7;
+    residual_rms_norm 20.25 and 20.04, 253.9 and 253.5; 22.32 and 22.21, 256.6 and 256.0; 25.97 and 25.77, 257.6 and
+    257.5; layer_norm 32.03 and 31.41, 384.0 and 398.1; 33.89 and 33.44, 393.9 and 392.2; 38.94 and 39.68, 413.9 and
+    416.4; rms_norm of 4096 columns 31.35 and 31.20, 387.1 and 390.9, others within 0.1. Forward, 64 MiB:
+    residual_layer_norm 16.62 and 16.54, 16.65 and 16.55, 19.88 and 19.82, residual_rms_norm of 1024 columns 16.37 and
+    16.08, of 16384 with 66 registers, of which one workgroup fits where two did; rms_norm of 16384 18.51 and 18.74.
     """
-    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
+    if target.vulkan_on_nvidia:
+        return not work.sums or length > _LONG
+    if target.backend != "cuda":
+        return False
+    if work.sums:
+        return len(work.copied) > 2 or (work.sums > 1 and _is_middle(length))
+    return work.written > 1 and (work.centred or length <= _SHORT)
+
+
+def fixes_heads(target: Target) -> bool:
+    """The same for rotations of heads, which divide by how many there are. H200, 64 MiB and 1 GiB, us without and with:
+    rms_norm_rope of 1024, 4096 and 16384 columns 19.73 and 19.38, 266.2 and 265.9; 18.92 and 18.39, 255.4 and 254.8;
+    18.35 and 18.12, 252.8 and 252.4; gradients 29.44 and 28.69, 410.9 and 398.9; 29.07 and 28.34, 399.8 and 387.0;
+    29.02 and 28.35, 397.3 and 384.5; rope of 4096 columns 17.16 and 16.98, 255.2 and 254.8."""
+    return target.backend == "cuda" or target.vulkan_on_nvidia
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:
