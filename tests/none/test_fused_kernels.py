@@ -122,6 +122,28 @@ def test_gradients_read_ahead(name: str, kept: bool, length: int, tmp_path: Path
     assert shape.resident * shape.workgroup * each <= 1 << 16
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_of_long_softmax_keeps_all_in_registers(causal: bool, tmp_path: Path) -> None:
+    """Two workgroups of 512 threads fit a multiprocessor: with weights, and with what comes for them as narrow as it
+    is, which is masked by bits."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    target = replace(HOPPER, max_shared_bytes=232448, max_cluster=8, overlap=True)
+    spec = CATALOGUE["softmax_dropout"].gradient
+    assert spec is not None
+    shapes = {"dy": (1024, 16384), "x": (1024, 16384)}
+    views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+    views["statistics"] = TensorView("f32", (2, 1024), (1024, 1), "cuda", None)
+    views["seed"] = TensorView("i32", (2,), (1,), "cuda", None)
+    call = spec.call(views, {"dropout_p": 0.1, "causal": causal, "scale": 1.0})
+    step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+    assert step.config.shape.workgroup == 512 and step.config.awaits
+    said = assembled(ptxas, generate(step.build(step.config, target), target), tmp_path)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert "0 bytes spill stores" in said and registers is not None and int(registers[1]) <= 64
+
+
 def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) -> None:
     """Three workgroups of 512 threads fit a multiprocessor. They begin while the launch before ends; small ones, of
     which there are more than a multiprocessor takes at once, do not."""

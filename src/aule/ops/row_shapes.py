@@ -609,6 +609,14 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
+def usual_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
+    """Whether a kernel that loops has as many workgroups as it has for other numbers of rows, or nearly so, so that
+    whoever adds up what they leave may know how many there are: on NVIDIA's GPUs, where rows do not run out first. For
+    each number of columns that is one kernel, or up to seven where shares are made even; it takes 1.3 ms to make, and
+    a driver some ten."""
+    return target.backend == "cuda" and -(-rows // shape.block) > grid[0] // shape.cluster
+
+
 def fixes(target: Target, length: int, work: Work) -> bool:
     """Whether kernels over rows without gaps are to know strides and lengths, rather than to read them.
 
@@ -617,9 +625,32 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB, where timed, alike. Gradients of long rows: layer_norm of 16384 columns 2.01
     and 2.05, residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and
-    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
+    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12.
+
+    Through CUDA, where they come with a launch, code is shorter by 5 to 40 instructions of 150 to 1100, but has other
+    registers. Gradients, 64 MiB and 1 GiB, us without and with: residual_layer_norm of 1024, 4096 and 16384 columns
+    21.33 and 21.23, 256.5 and 256.9; 24.17 and 23.85, 259.5 and 257.7; 29.73 and 29.49, 262.2 and 261.7;
+    residual_rms_norm 20.25 and 20.04, 253.9 and 253.5; 22.32 and 22.21, 256.6 and 256.0; 25.97 and 25.77, 257.6 and
+    257.5; layer_norm 32.03 and 31.41, 384.0 and 398.1; 33.89 and 33.44, 393.9 and 392.2; 38.94 and 39.68, 413.9 and
+    416.4; rms_norm of 4096 columns 31.35 and 31.20, 387.1 and 390.9, others within 0.1. Forward, 64 MiB:
+    residual_layer_norm 16.62 and 16.54, 16.65 and 16.55, 19.88 and 19.82, residual_rms_norm of 1024 columns 16.37 and
+    16.08, of 16384 with 66 registers, of which one workgroup fits where two did; rms_norm of 16384 18.51 and 18.74.
     """
-    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
+    if target.vulkan_on_nvidia:
+        return not work.sums or length > _LONG
+    if target.backend != "cuda":
+        return False
+    if work.sums:
+        return len(work.copied) > 2 or (work.sums > 1 and _is_middle(length))
+    return work.written > 1 and (work.centred or length <= _SHORT)
+
+
+def fixes_heads(target: Target) -> bool:
+    """The same for rotations of heads, which divide by how many there are. H200, 64 MiB and 1 GiB, us without and with:
+    rms_norm_rope of 1024, 4096 and 16384 columns 19.73 and 19.38, 266.2 and 265.9; 18.92 and 18.39, 255.4 and 254.8;
+    18.35 and 18.12, 252.8 and 252.4; gradients 29.44 and 28.69, 410.9 and 398.9; 29.07 and 28.34, 399.8 and 387.0;
+    29.02 and 28.35, 397.3 and 384.5; rope of 4096 columns 17.16 and 16.98, 255.2 and 254.8."""
+    return target.backend == "cuda" or target.vulkan_on_nvidia
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:
