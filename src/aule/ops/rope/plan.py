@@ -69,8 +69,6 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     if sums and (target.backend == "cuda" or target.vulkan_on_nvidia):
         shape = replace(shape, resident=max(_RESIDENT // shape.workgroup, 1))
     shape = replace(shape, batch=heads, loops=sums or cpu, exact=count % (shape.slots * heads) == 0)
-    if sums and target.backend == "cuda":
-        span = replace(span, columns="kept")
     spans = [_cut(problem.pairs, span, shape.threads)]
     if problem.rest and not (problem.inplace and problem.eps is None):
         spans.append(_cut(problem.rest, span, shape.threads))
