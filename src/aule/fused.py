@@ -111,7 +111,7 @@ def cross_entropy(
 ) -> Any:
     """``log(sum(exp(logits))) - logits[target]`` of each row: PyTorch's ``F.cross_entropy`` for large vocabularies.
 
-    Logits are read once and probabilities never stored: beside the loss a forward pass leaves one number for each row,
+    Logits are read once and probabilities never stored: beside the loss a forward pass leaves two numbers for each row,
     from which the backward pass makes the gradient.
 
     Parameters
@@ -141,7 +141,7 @@ def cross_entropy(
         A target in host memory is neither a column nor ``ignore_index``. On a device such a row's loss and gradient
         are NaN.
     """
-    found: tuple[Any, Any] = _call(
+    found: tuple[Any, Any, Any] = _call(
         "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction), backend
     )
     return found[0]

@@ -208,10 +208,26 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         self.interleaved = interleaved
         self._fill(positions, device)
 
-    def _fill(self, positions: int, device: Any) -> None:
+    def reset_parameters(self) -> None:
+        """Fill the table anew: that of a module that was made on the device ``meta`` and given memory since."""
+        self._fill(self.cos.shape[0], self.cos.device, self.cos.dtype)
+
+    def _fill(self, positions: int, device: Any, dtype: Any = torch.float32) -> None:
         # By NumPy: a position times a frequency has more digits than float32, and Apple's GPUs have no float64.
-        for name, table in zip(("cos", "sin"), frequencies(positions, self.dim, self.base), strict=True):
-            self.register_buffer(name, torch.as_tensor(table.astype("float32"), device=device), persistent=False)
+        kind = "float64" if dtype == torch.float64 else "float32"
+        with torch.inference_mode(False):  # it lasts longer than a call, which may be followed by others that train
+            for name, table in zip(("cos", "sin"), frequencies(positions, self.dim, self.base), strict=True):
+                self.register_buffer(name, torch.as_tensor(table.astype(kind), device=device), persistent=False)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """What all conversions of a module go through. The table has 32 bits, beside narrower heads too, and 64 for
+        float64: it is made for either, not converted."""
+        before = self.cos
+        super()._apply(*arguments, **options)
+        dtype = torch.float64 if self.cos.dtype == torch.float64 else torch.float32
+        if dtype != before.dtype or self.cos.dtype != dtype or before.is_meta:
+            self._fill(before.shape[0], self.cos.device, dtype)
+        return self
 
     def forward(self, q: Any, k: Any = None, position_ids: Any = None) -> Any:
         """Rotate heads.
@@ -219,7 +235,7 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         Parameters
         ----------
         q, k : Tensor
-            ``[batch, heads, seq, head_dim]``; ``k`` may have other heads, or be left out.
+            ``[batch, heads, seq, head_dim]``; ``k`` may have other heads and another length, or be left out.
         position_ids : Tensor, optional
             ``[seq]`` or ``[batch, seq]``; by default 0, 1, 2 ...
 
@@ -228,15 +244,16 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         Tensor or (Tensor, Tensor)
             ``q``, or ``q`` and ``k``, rotated.
         """
-        seq = q.shape[-2]
-        if seq > self.cos.shape[0]:
-            self._fill(max(seq, 2 * self.cos.shape[0]), self.cos.device)
-        cos, sin = (self.cos, self.sin) if position_ids is not None else (self.cos[:seq], self.sin[:seq])
+        given = (q,) if k is None else (q, k)
+        longest = max(x.shape[-2] for x in given)
+        if longest > self.cos.shape[0]:
+            self._fill(max(longest, 2 * self.cos.shape[0]), self.cos.device, self.cos.dtype)
         rotated = []
-        for x in (q,) if k is None else (q, k):
+        for x in given:
             count("rope")
+            rows = slice(None if position_ids is not None else x.shape[-2])
             options = {"interleaved": self.interleaved, "position_ids": position_ids, "rotary_dim": self.dim}
-            rotated.append(rope(x, cos, sin, **options))
+            rotated.append(rope(x, self.cos[rows], self.sin[rows], **options))
         return rotated[0] if k is None else tuple(rotated)
 
     def extra_repr(self) -> str:

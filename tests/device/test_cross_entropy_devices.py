@@ -52,8 +52,15 @@ def test_loss_and_gradient(backend: str, number: int) -> None:
     assert error(found["loss"], right["loss"]) <= allowed(right["loss"], kind, 1e-5)
 
     assert SPEC.gradient is not None
-    got = run(SPEC.gradient, {**arrays, "dloss": dloss, "lse": found["lse"]}, options, device)["dlogits"]
-    exact = {"logits": arrays["logits"].astype(np.float64), "dloss": dloss.astype(np.float64), "lse": right["lse"]}
+    got = run(
+        SPEC.gradient, {**arrays, "dloss": dloss, "most": found["most"], "above": found["above"]}, options, device
+    )["dlogits"]
+    exact = {
+        "logits": arrays["logits"].astype(np.float64),
+        "dloss": dloss.astype(np.float64),
+        "most": right["most"],
+        "above": right["above"],
+    }
     gradient = reference(SPEC.gradient, {**exact, "target": arrays["target"]}, options)["dlogits"]
     assert error(got, gradient) <= allowed(gradient, kind, 2e-5)
     ignored = arrays["target"] == options.get("ignore_index", -100)
@@ -81,3 +88,24 @@ def test_rows_keep_their_trouble_to_themselves(backend: str) -> None:
     assert np.isfinite(loss[3]) and loss[3] < plain[3]
     moved = logits[0].astype(np.float64)
     assert abs(loss[0] - (np.log(np.sum(np.exp(moved - 4096))) + 4096 - moved[0])) < 1e-5 * loss[0]
+
+
+@pytest.mark.parametrize("backend", ["numpy", *BACKENDS])
+def test_a_common_offset_costs_no_digits(backend: str) -> None:
+    """Neither of the loss nor of the gradient, nor do rows of large numbers that are all alike."""
+    device = None if backend == "numpy" else need(backend)
+    rng = np.random.default_rng(7)
+    logits = (np.round(16 * rng.normal(0, 3, (4, 300))) / 16).astype(np.float32)
+    logits[1:] += np.float32(1e6)
+    logits[3] = 3e38
+    arrays = {"logits": logits, "target": np.array([0, 299, 5, 7])}
+    options = {"reduction": "none", "label_smoothing": 0.125}
+    found, right = run(SPEC, arrays, options, device), reference(SPEC, arrays, options)
+    assert error(found["loss"], right["loss"]) <= 1e-5
+    assert SPEC.gradient is not None
+    dloss, names = np.ones(4, np.float32), ("most", "above")
+    got = run(SPEC.gradient, arrays | {"dloss": dloss} | {n: found[n] for n in names}, options, device)["dlogits"]
+    exact = arrays | {"logits": logits.astype(np.float64), "dloss": dloss.astype(np.float64)}
+    gradient = reference(SPEC.gradient, exact | {n: right[n] for n in names}, options)["dlogits"]
+    for row in range(4):
+        assert error(got[row], gradient[row]) <= 2e-5

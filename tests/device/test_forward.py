@@ -136,6 +136,15 @@ def test_lowest_finite_mask_averages(device: Device) -> None:
     np.testing.assert_allclose(out, np.broadcast_to(v.mean(2, keepdims=True), out.shape), atol=1e-5)
 
 
+def test_float64(device: Device) -> None:
+    """Slopes and sinks are float32, a bias may be: they are numbers like others, and nothing is rounded to that."""
+    if device.target.backend != "cpu":
+        pytest.skip("float64 is computed by the CPU alone")
+    arrays = {name: random(1, 2, 70, 40, seed=i).astype(np.float64) for i, name in enumerate("qkv")}
+    arrays |= {"alibi_slopes": random(2, seed=3), "sinks": random(2, seed=4), "bias": random(70, 70, seed=5)}
+    judge(device, arrays, softcap=3.0, return_lse=True)
+
+
 def test_same_bits_again(device: Device) -> None:
     q, k, v = (random(2, 2, 100, 40, seed=i) for i in range(3))
     first, _ = run(device, {"q": q, "k": k, "v": v}, causal=True)

@@ -687,6 +687,7 @@ def test_no_driver() -> None:
     """
     said = run_python(script, VK_DRIVER_FILES="/nonexistent.json", VK_ICD_FILENAMES="/nonexistent.json")
     assert "AULE_ERROR_VULKAN_INIT" in said and "install" in said
+    assert said.count("[vulkan]") == said.count("; ") == 1, "one message, with one remedy"
 
 
 def test_device_without_compute_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,38 @@ def test_a_forced_backend_that_is_missing(kind: str, name: str, monkeypatch: pyt
     good_call(KINDS[kind])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", ["numpy:0", "numpy:", "cpu:", "cpu:-1", "cpu:²", "cpu:x", "cpu:99"])
+def test_a_number_that_is_no_device(kind: str, spec: str) -> None:
+    given = {key: KINDS[kind](x) for key, x in arrays().items()}
+    with pytest.raises(BackendUnavailableError, match=re.escape(repr(spec)) + "|llvmlite"):
+        aule.flash_attention(**given, backend=spec)
+    good_call(KINDS[kind])
+
+
+@pytest.mark.skipif("cpu:0" not in DEVICES, reason="its settings are those of the CPU engine")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "value"), [("AULE_NUM_THREADS", "two"), ("AULE_CPU_FEATURES", "sse"), ("AULE_DISK_CACHE", "off")]
+)
+def test_a_wrong_setting_is_not_passed_over(kind: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who mistypes one gets NumPy's speed, and no gradients, without a word."""
+    monkeypatch.setattr(registry, "_found", {})
+    monkeypatch.setattr(registry, "_errors", {n: registry._errors.get(n) or no_such(n) for n in registry.NAMES[:-2]})
+    monkeypatch.setenv(name, value)
+    given = {key: KINDS[kind](x) for key, x in arrays().items()}
+    with pytest.raises(InvalidArgumentError, match=f"expected {name} to be .*, got '{value}'; change or unset it"):
+        aule.flash_attention(**given)
+    assert name in aule.get_backend_errors().get("cpu", name)
+    monkeypatch.delenv(name)
+    assert registry.choose() is not None, "a setting that was corrected is"
+    good_call(KINDS[kind])
+
+
+def no_such(name: str) -> BackendUnavailableError:
+    return BackendUnavailableError(name, f"[{name}] expected a driver, got none; install one")
+
+
 @pytest.mark.skipif("cuda" in {name.split(":")[0] for name in DEVICES}, reason="there is CUDA here")
 def test_cuda_is_missing_here() -> None:
     with pytest.raises(BackendUnavailableError, match=r"\[cuda\] expected .* install the NVIDIA driver") as caught:

@@ -14,7 +14,7 @@ from aule.engine.fused import result_views
 from aule.engine.memory import STORED, host_view
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
-from aule.ops import row_shapes
+from aule.ops import column_sum, row_shapes
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.elements import stored
 from aule.ops.row_shapes import RowTuning, SumTuning
@@ -126,20 +126,22 @@ NVIDIA = replace(GENERIC["spirv"], compute_units=2, subgroup_size=32, max_thread
     ],
     ids=str,
 )
-def test_kernels_know_what_all_calls_have(case: fused_cases.Case) -> None:
-    """Through Vulkan on NVIDIA's GPUs kernels read no lengths and strides of rows without gaps, however many rows there
-    are; of others they do."""
+@pytest.mark.parametrize("backend", ["vulkan", "cuda"])
+def test_kernels_know_what_all_calls_have(case: fused_cases.Case, backend: str) -> None:
+    """On NVIDIA's GPUs kernels read no lengths and strides of rows without gaps, however many rows there are; of others
+    they do. Through CUDA RMSNorm does in any case."""
+    target = {"vulkan": NVIDIA, "cuda": TARGETS["subgroups"]}[backend]
     more = replace(case, shape=(*case.shape[:-2], 3 * case.shape[-2], case.shape[-1]))
     gaps = replace(case, layout="rows") if case.layout == "" else replace(case, layout="")
     configs = []
-    for calls in (judged(case, NVIDIA), judged(more, NVIDIA), judged(gaps, NVIDIA)):
+    for calls in (judged(case, target), judged(more, target), judged(gaps, target)):
         spec, call = calls[0]
-        step = spec.plan(call.problem, {**call.views, **result_views(call)}, NVIDIA).steps[0]
-        kernel = step.build(step.config, NVIDIA)
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+        kernel = step.build(step.config, target)
         configs.append((step.config, {p.name for p in kernel.params if p.kind == "scalar"}))
     (config, scalars), (other, _), (_, read) = configs
-    assert replace(config, shape=other.shape) == other and scalars <= {"rows", "eps"}
-    assert "x_stride0" in read
+    assert replace(config, shape=other.shape) == other and "x_stride0" in read
+    assert scalars <= {"rows", "eps"} or (backend == "cuda" and case.op == "rms_norm" and "x_stride0" in scalars)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,24 @@ def test_workgroups_that_add_up_their_sums(op: str, dtype: str, monkeypatch: pyt
         assert step.scalars["partials"] * gather == step.grid[0]
 
 
+@pytest.mark.parametrize(("units", "lanes"), [(5, 32), (5, 4), (24, 4)])
+def test_sums_of_columns_that_know_how_many_there_are(units: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many workgroups as a GPU has at a time: no number is read, also where the last threads have fewer rows, or
+    all come back for more. Of fewer, the number is read, so that there is no kernel for each."""
+    target = replace(TARGETS["subgroups"], compute_units=units)
+    monkeypatch.setattr(column_sum, "_FEWEST_LANES", lanes)
+    monkeypatch.setattr(column_sum, "_RESIDENT", 1)
+    monkeypatch.setattr(column_sum, "_AT_ONCE", (5, 5))
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: SumTuning(parts=1, resident=128))
+    for rows in (3 * units, units - 1):
+        _, (spec, call) = judged(fused_cases.Case("layer_norm", (rows, 1024), "bf16"), target)
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[1]
+        names = [p.name for p in step.build(step.config, target).params]
+        assert step.scalars["partials"] == min(units, rows)
+        assert names == (["partial_ptr", "dweight_ptr", "dbias_ptr"] if rows > units else names)
+        assert {"length", "partials"} <= set(names) or rows > units
+
+
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
@@ -303,6 +323,29 @@ def test_softmax_as_on_hopper(columns: int) -> None:
     fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
     config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
     assert (config.early, config.meets, config.fetches, config.narrow) == ("masks", columns > 1024, True, True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_gradients_of_long_rows_mask_what_comes(dtype: str, causal: bool) -> None:
+    """On Hopper, with numbers of each row kept: what comes for weights that were dropped, or do not count, is nothing,
+    Inf and NaN included, and what comes for others stays as narrow as it is."""
+    spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
+    assert spec.gradient is not None
+    case = fused_cases.Case("softmax_dropout", (2, 3, 9216), dtype, {"dropout_p": 0.3, "causal": causal})
+    arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
+    call = spec.call(fused_cases.bound(spec, arrays, options).views, options, ("y", "statistics"))
+    found = run(spec, call, target)
+    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+    dy, nothing = backward.views["dy"].storage, found["y"] == 0
+    if causal:
+        dy[0, 0, np.flatnonzero(nothing[0, 0])[:2]] = (0x7FC0, 0x7F80) if dtype == "bf16" else (np.nan, np.inf)
+    given = {name: view for name, view in backward.views.items() if name != "y"}
+    backward = spec.gradient.call(given, options)
+    expected = fused_cases.right(spec.gradient, backward)
+    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+    step = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target).steps[0]
+    assert (step.config.early, step.config.spans[0].packed, step.config.shape.registers) == ("masks", True, 64)
 
 
 @pytest.mark.parametrize("early", ["words", "masks"])

@@ -25,6 +25,7 @@ from aule.kernels import (
 )
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused, row_grid
+from aule.target import Target
 from aule.tile.rows import RowShape
 from aule.view import TensorView, contiguous_strides
 
@@ -121,6 +122,28 @@ def test_gradients_read_ahead(name: str, kept: bool, length: int, tmp_path: Path
     assert shape.resident * shape.workgroup * each <= 1 << 16
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_of_long_softmax_keeps_all_in_registers(causal: bool, tmp_path: Path) -> None:
+    """Two workgroups of 512 threads fit a multiprocessor: with weights, and with what comes for them as narrow as it
+    is, which is masked by bits."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    target = replace(HOPPER, max_shared_bytes=232448, max_cluster=8, overlap=True)
+    spec = CATALOGUE["softmax_dropout"].gradient
+    assert spec is not None
+    shapes = {"dy": (1024, 16384), "x": (1024, 16384)}
+    views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+    views["statistics"] = TensorView("f32", (2, 1024), (1024, 1), "cuda", None)
+    views["seed"] = TensorView("i32", (2,), (1,), "cuda", None)
+    call = spec.call(views, {"dropout_p": 0.1, "causal": causal, "scale": 1.0})
+    step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+    assert step.config.shape.workgroup == 512 and step.config.awaits
+    said = assembled(ptxas, generate(step.build(step.config, target), target), tmp_path)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert "0 bytes spill stores" in said and registers is not None and int(registers[1]) <= 64
+
+
 def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) -> None:
     """Three workgroups of 512 threads fit a multiprocessor. They begin while the launch before ends; small ones, of
     which there are more than a multiprocessor takes at once, do not."""
@@ -193,6 +216,35 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
         assert choose_sums(target_for(language), 4096, work) is SUMS
     assert choose_sums(replace(target_for("spirv"), vendor="nvidia"), 4096, work).through == "registers"
     assert choose_sums(replace(HOPPER, arch="sm_75"), 4096, work) is SUMS
+
+
+def test_which_rows_lie_over_clusters() -> None:
+    """Gradients that exchange all numbers of a row at once, of rows of which a cluster's threads have as much each, on
+    devices with clusters and room for two blocks; others are laid out as ever."""
+    hopper = replace(HOPPER, max_shared_bytes=232448, max_cluster=8)
+    small = replace(hopper, max_shared_bytes=65536)
+    before = replace(hopper, max_cluster=1)
+    work = Work(sums=2, columns=True, copied=(2, 2, 2), centred=True, exchanged=2)
+
+    def shape_of(target: Target, length: int, work: Work = work, rows: int = 4096) -> RowShape:
+        size = max(work.copied)
+        return choose_rows(target, "bf16" if size == 2 else "f32", length, 16 // size, rows, work)[0]
+
+    clusters = {n: shape_of(hopper, n).cluster for n in (2048, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 20480)}
+    assert clusters == {
+        2048: 1, 4096: 2, 5120: 1, 6144: 2, 7168: 1, 8192: 8, 12288: 8, 16384: 8, 20480: 1,
+    }  # fmt: skip
+    assert row_grid("layer_norm_backward", shape_of(hopper, 16384), 4096, hopper) == (120, 1, 1)
+    for length in (4096, 8192, 16384):
+        assert shape_of(hopper, length).mail == 2
+        for target, other in ((small, work), (before, work), (hopper, replace(work, exchanged=0))):
+            shape = shape_of(target, length, other)
+            assert shape.cluster == 1 and shape.mail == 0
+            assert shape == shape_of(target, length, replace(work, exchanged=0))
+    wide = replace(work, copied=(4, 4, 4))
+    assert [shape_of(hopper, n, wide).cluster for n in (4096, 8192, 16384)] == [1, 1, 8]
+    alone = Work(sums=1, columns=True, copied=(2, 2), exchanged=2)
+    assert [shape_of(hopper, 8192, alone, rows).cluster for rows in (4096, 1 << 16)] == [8, 1]
 
 
 def test_norms_through_vulkan_on_nvidia() -> None:

@@ -222,6 +222,43 @@ def test_rotary_embedding_on_a_device_without_float64() -> None:
     assert rotary.cos.is_meta and rotary.cos.shape == (9, 4)
 
 
+def test_a_rotary_embedding_of_keys_that_are_more() -> None:
+    rotary = aule.nn.RotaryEmbedding(8, max_positions=4)
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
+    found = rotary(q, k)
+    assert torch.equal(found[0], rotary(q)) and torch.equal(found[1], rotary(k))
+    assert not torch.equal(found[1][:, :, 8], k[:, :, 8])
+
+
+def test_a_rotary_embedding_grows_in_inference_and_trains_later() -> None:
+    rotary, q = aule.nn.RotaryEmbedding(8, max_positions=2), torch.randn(1, 1, 5, 8, requires_grad=True)
+    with torch.inference_mode():
+        right = rotary(q)
+    found = rotary(q)
+    found.sum().backward()
+    assert torch.equal(found, right) and q.grad is not None
+
+
+def test_tables_of_converted_rotary_embeddings() -> None:
+    """In float64 they have its digits, also behind 16 bits, which they do not have; a module without memory gets it
+    filled."""
+    q, angles = (
+        torch.randn(1, 2, 9, 8).double(),
+        torch.arange(9.0).double()[:, None] * 10000.0 ** -torch.arange(0, 1, 0.25).double(),
+    )
+    right = aule.rope(q, angles.cos(), angles.sin())
+    rotary = aule.nn.RotaryEmbedding(8, max_positions=9)
+    table = rotary.cos
+    assert torch.equal(rotary.bfloat16().cos, table)
+    torch.testing.assert_close(rotary.double()(q), right, rtol=1e-13, atol=1e-13)
+    assert torch.equal(rotary.half().cos, table)
+    empty = aule.nn.RotaryEmbedding(8, max_positions=9, device="meta").to_empty(device="cpu")
+    assert torch.equal(empty.cos, table)
+    empty.sin.zero_()
+    empty.reset_parameters()
+    assert torch.equal(empty.sin, rotary.sin)
+
+
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norms_refuse_what_pytorchs_refuse(kind: str) -> None:
     norm = getattr(aule.nn, kind)((4, 6))

@@ -111,6 +111,26 @@ def test_rows_of_a_jacobian(batch: int) -> None:
         assert torch.equal(rows[i], one)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_gradients_of_many(dropout_p: float) -> None:
+    """Autograd's ``is_grads_batched``, which maps them outside of any transform."""
+    shapes = (*QKV.values(), (4, 5, 6), (4,))
+    q, k, v, bias, sinks = leaves = [made(*shape).requires_grad_() for shape in shapes]
+    out = aule.flash_attention(q, k, v, bias=bias, sinks=sinks, dropout_p=dropout_p, seed=3)
+    douts = made(SIZE, *out.shape)
+    found = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    for i, dout in enumerate(douts):
+        want = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.equal(many[i], one) for many, one in zip(found, want, strict=True))
+
+
+def test_gradients_of_many_packed_are_refused() -> None:
+    x, lengths = made(5, 2, 8).requires_grad_(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    out = aule.flash_attention_varlen(x, x, x, lengths, lengths)
+    with pytest.raises(aule.AuleError, match=r"\[flash_attention_varlen\] expected plain tensors .* got a mapped one"):
+        torch.autograd.grad(out, x, made(3, *out.shape), is_grads_batched=True)
+
+
 def test_compiled_transforms() -> None:
     x = made(2, 4, 5, 8)
 

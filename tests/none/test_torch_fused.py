@@ -128,6 +128,23 @@ def test_only_what_is_wanted() -> None:
     assert (torch.autograd.grad(empty.sum(), w)[0] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu tanh"])
+def test_gradients_of_large_gates(name: str, dtype: Any, backend: str) -> None:
+    """They are those of a step: 0 on the left and 1 on the right, as far as numbers reach."""
+    options = {"approximate": "tanh"} if name.endswith("tanh") else {}
+    sizes = torch.tensor([50.0, 1e4, 1e7, 1e13, 1e20, 3e38], dtype=dtype)
+    gate = torch.cat([-sizes, sizes]).requires_grad_()
+    if name == "swiglu":
+        gate = (2.0 * gate).detach()[[*range(1, 5), *range(7, 11)]].requires_grad_()  # e**-100 is a number
+    up = torch.full_like(gate, 0.5)
+    y = getattr(aule, name.split()[0])(gate, up, backend=backend, **options)
+    (found,) = torch.autograd.grad(y.sum(), gate)
+    assert torch.equal(found, torch.where(gate > 0, 0.5, 0.0).to(dtype))
+    assert torch.equal(y, torch.where(gate > 0, 0.5 * gate, 0.0).to(dtype))
+
+
 def test_dropout_draws_from_pytorch_s_generator() -> None:
     x = made(128, 128).requires_grad_()
     torch.manual_seed(3)
@@ -381,6 +398,27 @@ def test_transforms() -> None:
     each = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(x.detach(), w)
     torch.testing.assert_close(each, want)
     assert torch.equal(torch.vmap(aule.rms_norm, in_dims=(1, None), out_dims=1)(x.detach(), w), aule.rms_norm(x, w))
+
+
+@pytest.mark.parametrize("kept_from", [0, 1 << 14])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_outside_of_the_transform_and_of_many(
+    name: str, kept_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``vjp`` returns is called when the transform is over; ``is_grads_batched`` maps gradients without one."""
+    monkeypatch.setattr(torch_fused, "_KEPT_FROM", {"host": kept_from})
+    call = CALLS[name][0]
+    tensors = inputs(name)
+    outs = flat(call(*tensors))
+    douts = [torch.stack([made(*out.shape, seed=i), made(*out.shape, seed=i + 1)]) for i, out in enumerate(outs)]
+    want = [torch.autograd.grad(outs, tensors, [d[i] for d in douts], retain_graph=True) for i in range(2)]
+    found, back = torch.func.vjp(lambda *given: flat(call(*given)), *(x.detach() for x in tensors))
+    assert all(map(torch.equal, found, outs))
+    many = torch.autograd.grad(outs, tensors, douts, is_grads_batched=True)
+    for i in range(2):
+        for got in (back(tuple(d[i] for d in douts)), [grad[i] for grad in many]):
+            for grad, right in zip(got, want[i], strict=True):
+                torch.testing.assert_close(grad, right, rtol=1e-6, atol=1e-6)
 
 
 def test_the_second_derivative_is_refused() -> None:

@@ -28,7 +28,7 @@ def torch_s(x: Any, weight_norm: Any, bias_norm: Any, weight: Any, bias: Any) ->
     return F.linear(F.layer_norm(x, x.shape[-1:], weight_norm, bias_norm), weight, bias)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5, 40), (7, 33), (1, 1), (0, 8)])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 40), (7, 33), (33,), (1, 1), (0, 8)])
 def test_as_pytorch(shape: tuple[int, ...]) -> None:
     ours, theirs = twice(torch.float32, shape, 19)
     y, right = aule.layer_norm_linear(*ours), torch_s(*theirs)

@@ -22,7 +22,7 @@ from aule.frontends.torch_cuda import raw_stream
 from aule.frontends.torch_gradients import last
 from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
-from aule.frontends.torch_routes import dispatches, mps, route
+from aule.frontends.torch_routes import dispatches, mps, route, wrapped
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor, written
 from aule.frontends.torch_vmap import one_by_one
@@ -125,7 +125,7 @@ def traced(tensors: Sequence[Any]) -> bool:
         _dispatch_modes()
         or _transform() is not None
         or _forward_ad._current_level >= 0
-        or any(x is not None and type(x) is not _Tensor and dispatches(x) for x in tensors)
+        or any(x is not None and (wrapped(x) or (type(x) is not _Tensor and dispatches(x))) for x in tensors)
         or tensors[0].is_meta
     )
 

@@ -71,12 +71,13 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        # Raises when one of them was changed in place since.
-        q, k, v, out, lse, mask, bias, sinks, cos, sin, seed = ctx.saved_tensors
+        # Raises when one of them was changed in place since. Asked for once: checkpointing has them only once.
+        saved = ctx.saved_tensors
+        q, k, v, out, lse, mask, bias, sinks, cos, sin, seed = saved
         options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, rope_cos=cos, rope_sin=sin, seed=seed)
         with torch.no_grad():
             found = gradients(q, k, v, out, lse, dout, options, ctx.needs_input_grad[3:6])
-        return (*last(found, dout, *ctx.saved_tensors), None)
+        return (*last(found, dout, *saved), None)
 
 
 # -- the two passes ----------------------------------------------------------------------------------------------------
@@ -110,6 +111,10 @@ def gradients(
     """
     if not options.deterministic and torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
+    if torch_routes.wrapped(dout):
+        from aule.frontends import torch_ops  # which needs this module
+
+        return torch_ops.mapped_gradients(q, k, v, out, lse, dout, options, wanted)
     scores = any(wanted[:2])
     dout = dout.resolve_neg()  # nobody can be told to hand over another
     lse = lse.contiguous()  # kernels take it so; a mapped call may have expanded it

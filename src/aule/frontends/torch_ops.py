@@ -169,6 +169,15 @@ attention_backward = torch.library.custom_op(
 )
 
 
+def mapped_gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, options: AttentionOptions, wanted: Sequence[bool]
+) -> tuple[Any, ...]:
+    """`gradients` by way of the operator, of a ``dout`` that autograd has mapped."""
+    flags = [bool(want) for want in wanted]
+    found = torch.ops.aule.attention_backward(dout, out, lse, q, k, v, *_arguments(options), flags)
+    return (*found[:3], *(x if want else None for x, want in zip(found[3:], flags, strict=True)))
+
+
 def _attention_backward_fake(dout: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...]:
     *arguments, wanted = rest
     options = _options(arguments)

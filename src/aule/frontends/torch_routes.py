@@ -12,6 +12,7 @@ from aule.errors import AuleError
 
 CUDA_BUILD = torch.version.cuda is not None
 """Whether tensors that PyTorch calls cuda are NVIDIA's; ROCm calls its own so, too."""
+_functorch: Any = torch._C._functorch
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
@@ -46,6 +47,12 @@ def dispatches(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and type(x).__torch_dispatch__ is not _PLAIN_DISPATCH
 
 
+def wrapped(x: Any) -> bool:
+    """Whether a tensor stands for others that are in memory: inside of functorch, and what is left of it when a
+    function of ``torch.func.vjp`` is called, or mapped by autograd's ``is_grads_batched``."""
+    return bool(_functorch.is_functorch_wrapped_tensor(x) or _functorch.is_legacy_batchedtensor(x))
+
+
 def refuse_transforms(op: str, tensors: Iterable[Any], remedy: str) -> None:
     """Refuse tensors whose elements are not simply in memory, for what has no operator."""
     got = None
@@ -54,7 +61,10 @@ def refuse_transforms(op: str, tensors: Iterable[Any], remedy: str) -> None:
     elif torch.autograd.forward_ad._current_level >= 0:
         got = "forward-mode differentiation"
     else:
-        got = next((type(x).__name__ for x in tensors if dispatches(x)), None)
+        given = [x for x in tensors if isinstance(x, torch.Tensor)]
+        got = next((type(x).__name__ for x in given if dispatches(x)), None)
+        if got is None and any(map(wrapped, given)):
+            got = "a mapped one"
     if got is not None:
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED", f"[{op}] expected plain tensors outside of transforms, got {got}; {remedy}"

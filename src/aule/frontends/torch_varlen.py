@@ -99,8 +99,11 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        # Raises when one of them was changed in place since: the operands are views of their memory.
-        _, _, _, sinks, out, lse = ctx.saved_tensors
+        # Raises when one of them was changed in place since: the operands are views of their memory. Asked for once:
+        # checkpointing has them only once.
+        refuse_transforms(OP, (dout,), "call flash_attention on each sequence")
+        saved = ctx.saved_tensors
+        _, _, _, sinks, out, lse = saved
         dout = dout.resolve_neg()  # nobody can be told to hand over another
         with torch.no_grad():
             grads = ctx.gradients(out, lse, dout)
@@ -108,7 +111,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
             if ctx.needs_input_grad[3]:
                 delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
                 of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sinks.dtype)
-        return (*last((*grads, of_sinks), dout, *ctx.saved_tensors), None, None)
+        return (*last((*grads, of_sinks), dout, *saved), None, None)
 
 
 # -- host --------------------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any, op: str = "flash_atten
         raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
     if out.dtype != q.dtype:
         raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+    if out.numel() and any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise InvalidShapeError(
             f"[{op}] expected out with memory for every element, got an expanded tensor; clone it first"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from aule.errors import InvalidShapeError
@@ -23,7 +24,7 @@ class ColumnSumConfig:
     columns, and on a CPU ``vectors`` times as many. It loads ``at_once`` rows before it adds any. With ``pairs``
     columns of pairs come first ones, second ones and the rest, and are to be neighbours. With ``awaits`` it is started
     while the launch before ends, which is an ordinary one on the same stream: when that is over, so is all that came
-    before."""
+    before. ``fixed`` are numbers that all calls have, as in `Parameters`."""
 
     dtype: str
     outputs: tuple[tuple[str, str], ...]
@@ -35,6 +36,7 @@ class ColumnSumConfig:
     pairs: bool = False
     awaits: bool = False
     vectors: int = 1
+    fixed: tuple[tuple[str, int | float], ...] = ()
 
 
 _COLUMNS = (32, 16, 8)
@@ -56,9 +58,16 @@ _FOLDED = 16
 
 
 def column_sum_step(
-    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target, pairs: int = 0
+    dtype: str,
+    outputs: Sequence[tuple[str, TensorView]],
+    partials: int,
+    length: int,
+    target: Target,
+    pairs: int = 0,
+    usual: bool = False,
 ) -> Step:
-    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours."""
+    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours. With
+    ``usual`` there are as many rows in most calls, and a kernel for this number pays."""
     vectors = 1
     if target.backend == "cpu" and pairs:
         columns = lanes = width = 1
@@ -75,6 +84,7 @@ def column_sum_step(
         if target.backend == "cuda" or target.vulkan_on_nvidia:
             while lanes > _FEWEST_LANES and groups * columns * lanes > target.compute_units * _RESIDENT:
                 lanes //= 2
+    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     config = ColumnSumConfig(
         dtype,
         tuple((name, view.dtype) for name, view in outputs),
@@ -86,6 +96,7 @@ def column_sum_step(
         pairs > 0,
         target.overlap,
         vectors,
+        tuple(numbers.items()) if usual else (),
     )
     groups = -(-length // (columns * width * vectors))
     if groups > target.max_grid[0]:
@@ -94,7 +105,6 @@ def column_sum_step(
             f"{length}; use backend='cpu'"
         )
     grid = (groups, len(outputs), 1)
-    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     return Step(config, build_column_sum, grid, numbers)
 
 
@@ -105,7 +115,7 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
         b.launch_await()
         b.launch_next()
     cpu = target.backend == "cpu"
-    p = Parameters(b, i64 if cpu or config.index64 else i32)
+    p = Parameters(b, i64 if cpu or config.index64 else i32, dict(config.fixed))
     work = work_type(SCALARS[config.dtype])
     length, partials = p.number("length"), p.number("partials")
     source = p.buffer("partial", work)
@@ -113,6 +123,8 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
     number = b.group_id(1)
     col = (b.group_id(0) * config.columns + column) * (config.width * config.vectors)
     step = b.cast(length, p.index)
+    known = dict(config.fixed).get("partials", 0)
+    alone = 0 < known <= config.lanes * config.at_once  # one round, and rows of which it is known that they are there
 
     def summed(start: Value, width: int, count: int) -> list[Value]:
         """What this thread's rows have at some places side by side."""
@@ -123,10 +135,14 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
                 for i, total in enumerate(totals):
                     total.value = total.value + b.load(source, at + i * width, width, align=1)
         else:
-            with b.loop(lane, partials, config.lanes * config.at_once, name="row") as first:
+            together = config.lanes * config.at_once
+            with nullcontext(lane) if alone else b.loop(lane, partials, together, name="row") as first:
                 rows = [first + i * config.lanes for i in range(config.at_once)]
-                found = [b.load(source, start + b.cast(b.min(row, partials - 1), p.index) * step) for row in rows]
-                there = [b.select(row < partials, x, 0.0) for row, x in zip(rows, found, strict=True)]
+                sure = [alone and (i + 1) * config.lanes <= known for i in range(config.at_once)]
+                places = [row if there else b.min(row, partials - 1) for row, there in zip(rows, sure, strict=True)]
+                found = [b.load(source, start + b.cast(place, p.index) * step) for place in places]
+                parts = zip(rows, found, sure, strict=True)
+                there = [x if there else b.select(row < partials, x, 0.0) for row, x, there in parts]
                 totals[0].value = totals[0].value + fold(b, "add", there)
         return [total.value for total in totals]
 

@@ -224,6 +224,8 @@ def choose_rows(
         rest, block = _shared_bytes(target, dtype, shape, span, work)
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
+    if summing.mail and not (shape.mail and ahead):  # a cluster's threads would not have as much each, or no room
+        return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
     if not ahead:
         return _over_threads(target, length, width, rows, SUMS)
     shape = replace(shape, resident=resident, ahead=ahead, through=summing.through)
@@ -323,8 +325,9 @@ def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTu
         return SUMS
     if len(set(work.copied)) > 1:
         return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
-    if measured is _COPIED and _is_mailed(target, length, work, rows):
-        measured = _BY_MAIL if set(work.copied) == {2} else _WIDE_BY_MAIL
+    mailed = _by_mail(target, length, work, rows) if measured is _COPIED else None
+    if mailed is not None:
+        return mailed
     choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
     tuning = next((tuning for longest, tuning in choices if length <= longest), SUMS)
     if tuning.again and work.sums > 1 and rows >= _STEADY * (target.compute_units or _UNITS):
@@ -332,15 +335,14 @@ def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTu
     return tuning
 
 
-def _is_mailed(target: Target, length: int, work: Work, rows: int) -> bool:
-    """Whether rows are to lie over clusters, where each subgroup can have as much of them as others."""
-    can = target.max_cluster >= _MAILED.cluster and work.exchanged == _MAILED.mail and max(work.copied) <= 4
-    fewest = _LANDS
-    if work.sums == 1 and len(work.copied) == 2 and rows >= _LARGE_ROWS:
-        fewest = 2 * _LONG
-    elif max(work.copied) > 2 or (work.sums == 1 and len(work.copied) > 2):
-        fewest = _LONG
-    return can and length % _MAILED_COLUMNS == 0 and fewest <= length <= 2 * _LONG
+def _by_mail(target: Target, length: int, work: Work, rows: int) -> SumTuning | None:
+    """What is chosen where rows are to lie over clusters; None where they are not."""
+    kind = min(work.sums, 2), len(work.copied)
+    if target.max_cluster < _MAILED.cluster or work.exchanged != _MAILED.mail or length > 2 * _LONG:
+        return None
+    choices = (_BY_MAIL if max(work.copied) == 2 else _WIDE_BY_MAIL).get(kind, ())
+    few = kind != (1, 2) or length > _LONG or rows < _LARGE_ROWS
+    return next((tuning for shortest, tuning in choices if few and length >= shortest), None)
 
 
 _Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
@@ -363,6 +365,7 @@ _COPIED: _Choices = {
         (1024, SumTuning(through="registers")),
         (2048, SumTuning(through="registers", columns="kept")),
         (4096, SumTuning(batch=2, resident=768, columns="kept")),
+        (8192, replace(_FOUR, ahead=2, columns="kept")),
         (16384, replace(_FOUR, ahead=2)),
     ),
     (2, 2): (
@@ -373,8 +376,8 @@ _COPIED: _Choices = {
     ),
     (2, 3): (
         (2048, SumTuning(through="registers")),
-        (4096, SumTuning(batch=2, ahead=2, gather=2)),
-        (8192, SumTuning(widest=512, batch=2, gather=2)),
+        (4096, SumTuning(batch=2, ahead=2, gather=2, columns="kept")),
+        (8192, SumTuning(widest=512, batch=2, gather=2, columns="kept")),
         (16384, _FOUR),
     ),
 }
@@ -398,6 +401,13 @@ Since then two workgroups gather, and LayerNorm has statistics of rows. 64 MiB, 
 columns, with 128 threads in place of 256, 3.11 (2.95), 4096 2.94 (2.72), 8192 2.51 (2.35), 16384 2.58 (2.23); (2, 3)
 4096 2.66 (2.44), 8192 2.50 (2.23), 16384 2.19 (1.77). 1 GiB: (2, 2) 1024 columns 4.16, with 256 threads 4.09, 16384
 3.83, with one block ahead 3.67 (3.65); (2, 3) 16384 4.08 (4.03). Four that gather have 1.56 where two have 2.00.
+
+Then weights that are kept, where they gain; us, 64 MiB and 1 GiB, in parentheses held: (1, 2) 2048 columns 29.5 and 399
+(31.8 and 395), 4096 29.7 and 398 (31.3 and 388), 1024 34.9 and 490 (28.6 and 377); (1, 3) 1024 columns 20.2 and 254
+(20.3 and 254), 2048 20.6 and 251 (21.6 and 255), 4096 21.1 and 255 (23.2 and 256), 8192 22.7 and 257 (24.4 and 255);
+(2, 2) 1024 columns, a row to a subgroup, 31.1 and 382 (32.4 and 382), with 384 threads 31.5 and 383, with 512, which
+spill, 91; 2048 31.3 and 387 (33.0 and 389), 4096 32.5 and 388 (34.5 and 392), 8192 35.4 and 404 (37.2 and 398); (2, 3)
+1024 and 2048 columns nothing, 4096 24.3 and 251 (25.1 and 259), 8192 24.3 and 257 (26.6 and 265).
 """
 _CARRIED: _Choices = {
     (1, 2): ((4096, _ONE_PART), (8192, _AGAIN), (16384, _PASSED)),
@@ -446,27 +456,54 @@ and 3.75.
 """
 _BY_MAIL: _Choices = {
     (1, 2): (
+        (8192, replace(_MAILED, threads=512, resident=512)),
         (4096, replace(_MAILED, threads=512, resident=512, cluster=4)),
-        (16384, replace(_MAILED, threads=512, resident=512)),
     ),
     (1, 3): (
+        (12288, replace(_MAILED, threads=256, resident=256, ahead=3)),
         (8192, replace(_MAILED, threads=512, resident=512)),
-        (16384, replace(_MAILED, threads=256, resident=256, ahead=3)),
     ),
     (2, 2): (
+        (8192, replace(_MAILED, threads=512, resident=512)),
         (4096, replace(_MAILED, parts=2, threads=512, resident=512, ahead=2, cluster=2)),
-        (16384, replace(_MAILED, threads=512, resident=512)),
     ),
     (2, 3): (
-        (4096, replace(_MAILED, threads=384, resident=384, cluster=2)),
+        (12288, replace(_MAILED, threads=256, resident=256, ahead=3)),
         (8192, replace(_MAILED, threads=384, resident=384, ahead=2)),
-        (16384, replace(_MAILED, threads=256, resident=256, ahead=3)),
+        (4096, replace(_MAILED, threads=384, resident=384, cluster=2)),
     ),
 }
-_WIDE_BY_MAIL: _Choices = dict.fromkeys(_BY_MAIL, ((16384, replace(_MAILED, threads=256, resident=256, ahead=3)),))
-"""Of float32."""
-_MAILED_COLUMNS = 4096
-"""Of which rows must be a multiple, so that their threads have as much of them."""
+"""By sums for each column and arrays that are read: rows of at least so many columns that lie over clusters, which
+leave a half to an eighth of the partial sums, and exchange by mail.
+
+H200, bf16, us, 64 MiB and 1 GiB, in parentheses what is chosen without clusters, but with weights held as before:
+
+=======  ==========================  ==========================  ===========================
+columns  4096                        8192                        16384
+=======  ==========================  ==========================  ===========================
+(1, 2)   29.9, 393 (31.3, 388)       29.5, 390 (33.2, 385)       29.5, 392 (35.4, 402)
+(1, 3)   22.4, 255 (23.2, 256)       22.5, 253 (24.4, 255)       22.5, 255 (27.0, 258)
+(2, 2)   30.5, 380 (34.5, 392)       31.1, 391 (37.2, 398)       31.1, 390 (40.0, 417)
+(2, 3)   22.4, 256 (25.1, 259)       23.6, 255 (26.6, 265)       24.2, 257 (30.4, 262)
+=======  ==========================  ==========================  ===========================
+
+Of many rows (1, 2) has 385 to 388 us without, so it is; (1, 3) of 4096 columns has 21.1 and 255 with weights that are
+kept and 768 threads. Others at 16384 columns: with weights held (2, 3) has 27.5 and 297, since each row waits for them
+again, and with 512 threads 25.9 and 263; clusters of four 25.2 and 265, with 512 threads 26.2 and 264; 384 threads 24.2
+and 258, 128 threads 36.7 and 484. (2, 2) with 256 threads and three blocks ahead 32.4 and 386, with 384 and two 31.8
+and 386. (1, 2) with 256 threads 29.8 and 397. Weights that are kept gain less without clusters: 8192 columns 31.2 and
+403, 22.7 and 257, 35.4 and 404, 24.3 and 257.
+"""
+_WIDE = replace(_MAILED, threads=256, resident=256, ahead=3)
+_WIDE_BY_MAIL: _Choices = {
+    (1, 2): ((8192, _WIDE),),
+    (1, 3): ((8192, _WIDE),),
+    (2, 2): ((8192, _WIDE),),
+    (2, 3): ((12288, _WIDE),),
+}
+"""The same of float32, where 16384 columns do not fit without clusters: 28.9, 382 (38.2, 455); 21.6, 253 (31.2, 339);
+29.9, 384 (57.2, 663); 22.2, 254 (42.7, 448). 8192 columns: 28.6, 434 (33.5, 435); 21.3, 253 (24.2, 280); 30.2, 400
+(35.5, 429); (2, 3) 23.4, 264 (22.9, 251)."""
 _MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
 """Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
 
@@ -509,10 +546,11 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
 def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
     """The same over those of several workgroups, where all have as much of a row."""
     cluster, most = tuning.cluster, target.subgroup_size * target.subgroup_size
+    mail = tuning.mail if isinstance(tuning, SumTuning) else 0
     if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
         shape, span = _over_threads(target, length // cluster, width, rows, tuning)
-        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most // cluster
-        mail = tuning.mail if isinstance(tuning, SumTuning) else 0
+        most //= cluster * max(mail, 1)  # of a row's numbers from everyone each lane of a subgroup has one
+        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most
         if even and (mail or shape.slots == 1) and span.parts and not span.ragged:
             return replace(shape, cluster=cluster, mail=mail), span
     if cluster > 1:
@@ -571,6 +609,14 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
+def usual_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
+    """Whether a kernel that loops has as many workgroups as it has for other numbers of rows, or nearly so, so that
+    whoever adds up what they leave may know how many there are: on NVIDIA's GPUs, where rows do not run out first. For
+    each number of columns that is one kernel, or up to seven where shares are made even; it takes 1.3 ms to make, and
+    a driver some ten."""
+    return target.backend == "cuda" and -(-rows // shape.block) > grid[0] // shape.cluster
+
+
 def fixes(target: Target, length: int, work: Work) -> bool:
     """Whether kernels over rows without gaps are to know strides and lengths, rather than to read them.
 
@@ -579,9 +625,32 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB, where timed, alike. Gradients of long rows: layer_norm of 16384 columns 2.01
     and 2.05, residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and
-    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
+    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12.
+
+    Through CUDA, where they come with a launch, code is shorter by 5 to 40 instructions of 150 to 1100, but has other
+    registers. Gradients, 64 MiB and 1 GiB, us without and with: residual_layer_norm of 1024, 4096 and 16384 columns
+    21.33 and 21.23, 256.5 and 256.9; 24.17 and 23.85, 259.5 and 257.7; 29.73 and 29.49, 262.2 and 261.7;
+    residual_rms_norm 20.25 and 20.04, 253.9 and 253.5; 22.32 and 22.21, 256.6 and 256.0; 25.97 and 25.77, 257.6 and
+    257.5; layer_norm 32.03 and 31.41, 384.0 and 398.1; 33.89 and 33.44, 393.9 and 392.2; 38.94 and 39.68, 413.9 and
+    416.4; rms_norm of 4096 columns 31.35 and 31.20, 387.1 and 390.9, others within 0.1. Forward, 64 MiB:
+    residual_layer_norm 16.62 and 16.54, 16.65 and 16.55, 19.88 and 19.82, residual_rms_norm of 1024 columns 16.37 and
+    16.08, of 16384 with 66 registers, of which one workgroup fits where two did; rms_norm of 16384 18.51 and 18.74.
     """
-    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
+    if target.vulkan_on_nvidia:
+        return not work.sums or length > _LONG
+    if target.backend != "cuda":
+        return False
+    if work.sums:
+        return len(work.copied) > 2 or (work.sums > 1 and _is_middle(length))
+    return work.written > 1 and (work.centred or length <= _SHORT)
+
+
+def fixes_heads(target: Target) -> bool:
+    """The same for rotations of heads, which divide by how many there are. H200, 64 MiB and 1 GiB, us without and with:
+    rms_norm_rope of 1024, 4096 and 16384 columns 19.73 and 19.38, 266.2 and 265.9; 18.92 and 18.39, 255.4 and 254.8;
+    18.35 and 18.12, 252.8 and 252.4; gradients 29.44 and 28.69, 410.9 and 398.9; 29.07 and 28.34, 399.8 and 387.0;
+    29.02 and 28.35, 397.3 and 384.5; rope of 4096 columns 17.16 and 16.98, 255.2 and 254.8."""
+    return target.backend == "cuda" or target.vulkan_on_nvidia
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:

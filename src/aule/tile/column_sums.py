@@ -185,13 +185,16 @@ def gather(pieces: Pieces) -> None:
             theirs = b.select(upper, pieces.get(total, number), pieces.get(total, half + number))
             pieces.leave(memory, number, theirs)
     b.cluster_barrier()
-    for total, memory in pieces.places:
-        for number in range(half):
-            at = pieces.place(memory, b.thread_id(), number)
-            words = b.cluster_load(memory, at, 1 - rank, _lanes(memory))
-            found = b.bitcast(words, Vector(pieces.span.rows.work, _PIECE))
-            value = b.select(upper, pieces.get(total, half + number), pieces.get(total, number)) + found
-            pieces.store(total, b.select(upper, pieces.column(half + number), pieces.column(number)), value)
+    # All are sent for before any is stored: no compiler knows that these are different memory, and would wait for each.
+    found = [
+        [b.cluster_load(memory, pieces.place(memory, b.thread_id(), i), 1 - rank, _lanes(memory)) for i in range(half)]
+        for _, memory in pieces.places
+    ]
+    for (total, _), sent in zip(pieces.places, found, strict=True):
+        for number, words in enumerate(sent):
+            mine = b.select(upper, pieces.get(total, half + number), pieces.get(total, number))
+            column = b.select(upper, pieces.column(half + number), pieces.column(number))
+            pieces.store(total, column, mine + b.bitcast(words, Vector(pieces.span.rows.work, _PIECE)))
 
 
 def _lanes(place: Value) -> int:

@@ -1,4 +1,4 @@
-"""Numbers that the subgroups of a row exchange by mail, where the row lies over several workgroups of a cluster.
+"""Numbers that the subgroups of a row exchange by mail, where the row lies over the workgroups of a cluster.
 
 Each subgroup has boxes, into which all that it shares a row with, itself too, put a word for each number. So a row
 waits for its own subgroups alone, and nobody at a barrier. A word that is not zero is there: a number that is zero is
@@ -6,6 +6,9 @@ sent as the negative zero. Whoever takes a word leaves zero.
 
 A box is for one block of rows, and a subgroup has two or more. It sends to a box again when it has everyone's mail of
 the block before, which everyone has sent after taking what was in that box.
+
+Boxes are in shared memory. In global memory, which devices without clusters would need, an exchange takes too long
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -38,21 +41,20 @@ class Mail:
         self, b: Builder, lanes: int, *, cluster: int, parts: int, slots: int, boxes: int, numbers: int
     ) -> None:
         self.b, self.senders, self.numbers = b, cluster * parts, numbers
-        self._parts, self._boxes = parts, boxes
-        self._words, self._threads = numbers * self.senders, slots * parts * lanes
-        """Of a box, and of a workgroup."""
+        self._lanes, self._parts, self._words = lanes, parts, cluster * parts * numbers
+        """Words of a box."""
         assert self._words <= lanes, (self._words, lanes)
-        self._memory = b.shared("mail", i32, boxes * slots * parts * self._words)
+        self._subgroups, self._boxes = slots * parts, boxes
         self._subgroup, self._lane = divmod_const(b, b.thread_id(), lanes)
         self._slot, part = divmod_const(b, self._subgroup, parts)
         self._sender = (b.group_id(0) & (cluster - 1)) * parts + part
-        self._lanes = lanes
+        self._memory = b.shared("mail", i32, boxes * self._subgroups * self._words)
 
     def open(self) -> None:
         """Empty the boxes, and wait until everyone has."""
-        b, total = self.b, self._boxes * self._threads // self._lanes * self._words
-        for first in range(0, total, self._threads):
-            with b.if_(b.thread_id() < total - first):
+        b, words = self.b, self._boxes * self._subgroups * self._words
+        for first in range(0, words, self._subgroups * self._lanes):
+            with b.if_(b.thread_id() < words - first):
                 b.store(self._memory, b.thread_id() + first, 0)
         b.cluster_barrier()
 
@@ -63,23 +65,24 @@ class Mail:
         bits = b.select(b.eq(bits, 0), b.const(-(2**31), i32), bits)
         to, number = divmod_const(b, self._lane, self.numbers)
         group, part = divmod_const(b, to, self._parts)
-        at = self._place(box, self._slot * self._parts + part) + number * self.senders + self._sender
+        at = self._place(box, self._slot * self._parts + part) + self._sender * self.numbers + number
         with b.if_(to < self.senders):
             b.cluster_post(self._memory, at, group, bits)
 
     def take(self, box: Value) -> Value:
-        """What everyone has sent, as soon as it is there: lanes have all first numbers, then all second ones ..., and
-        so on from the beginning."""
+        """What everyone has sent, as soon as it is there: lanes have all numbers of the first sender, those of the
+        second ..., and so on from the beginning."""
         b = self.b
-        from_ = self._lane & (self._words - 1)
+        place = self._lane & (self._words - 1)
+        at = self._place(box, self._subgroup) + place
         mine = b.const(0, i32) if self._words == self._lanes else b.select(self._lane < self._words, b.const(0, i32), 1)
         word, done = b.var(mine, "word"), b.var(b.const(0, i32), "done")
         with b.repeat(done):
             with b.if_(b.eq(word.value, 0)):
-                word.value = b.atomic("exchange", self._memory, self._place(box, self._subgroup) + from_, 0)
+                word.value = b.atomic("exchange", self._memory, at, 0)
             done.value = b.select(b.subgroup_all(b.ne(word.value, 0)), b.const(1, i32), 0)
         found = b.bitcast(word.value, f32)
-        return found if self._words == self._lanes else b.shuffle(found, from_)
+        return found if self._words == self._lanes else b.shuffle(found, place)
 
     def _place(self, box: Value, subgroup: Value) -> Value:
-        return (box * (self._threads // self._lanes) + subgroup) * self._words
+        return (box * self._subgroups + subgroup) * self._words

@@ -491,7 +491,7 @@ class Rows:
         self._exchanges += 1
         mail.send(self._gathered(kind, values, 1, self.lanes)[0], self.turn)
         found, width = mail.take(self.turn), mail.senders
-        return self._dealt(self._gathered(kind, [found], 1, width), count, width, width * count)
+        return self._dealt(self._gathered(kind, [found], count, width * count), count, 1, count)
 
     def _read_cluster(self, kind: str, scratch: Value, mine: Value, lane: Value, count: int) -> list[Value]:
         """Combine what all subgroups of a cluster have left, each in memory of its workgroup."""

@@ -1,7 +1,10 @@
 """The kernels of cross entropy: a row's loss in one pass, its gradient in another, and what is the same for all rows.
 
-A row that is ignored has the largest finite number for its log-sum-exp, with which all of its probabilities are zero;
-by it the backward pass knows which rows count. Where a workgroup has one row at a time, such a row is not even read.
+A row's log-sum-exp is two numbers: ``most``, its largest logit, and ``above``, what is to be added. The sum of both
+would have lost digits of the second, and so of the probabilities that the backward pass makes of it, where logits have
+a large common offset. A row that is ignored has the largest finite number for ``above``, with which all of its
+probabilities are zero; by it the backward pass knows which rows count. Where a workgroup has one row at a time, such a
+row is not even read.
 """
 
 from __future__ import annotations
@@ -42,12 +45,12 @@ class _Targets:
 
 
 def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
-    """Trace the forward kernel: ``lse`` and the row's loss, ``loss`` or ``row_loss``."""
+    """Trace the forward kernel: ``most``, ``above`` and the row's loss, ``loss`` or ``row_loss``."""
     k = RowKernel(config.name, config, target)
     b, span, rows = k.b, k.span, k.rows
     logits, targets = k.array("logits"), k.array("target")
     losses = k.array("loss" if config.has("loss") else "row_loss", "write")
-    lses = k.array("lse", "write")
+    largest, sums_above = k.array("most", "write"), k.array("above", "write")
 
     def body() -> None:
         given = _Targets(k, targets)
@@ -61,23 +64,26 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
                     for start, column in zip(x.starts, given.column.values, strict=True)
                 )
             )
-            also = [lambda p: p[x]] if config.smooth else []
+            # Differences alone, so that a common offset of the logits costs no digits: sums are of what they are above
+            # the target's, if that is a number.
+            near = picked.map(lambda t: b.select((t >= lowest(k.work)) & (t <= -lowest(k.work)), t, 0.0))
+            also = [lambda p: p[x] - p[near]] if config.smooth else []
             most, total, sums = span.log_sum(lambda p: p[x], *also)
             above = total.map(lambda s: b.log2(s) * LN2)
-            # From the largest on, so that a common offset of the logits costs no digits.
             loss = most.map(lambda m, t: m - t, picked)
             if config.smooth:
                 share, smoothing, inverse = (k.number(n) for n in ("picked_share", "smoothing", "inverse_length"))
-                loss = loss.map(lambda d, m, s: d * share + (m - s * inverse) * smoothing, most, *sums)
+                loss = loss.map(lambda d, m, n, s: d * share + ((m - n) - s * inverse) * smoothing, most, near, *sums)
             loss = loss.map(lambda d, a: d + a, above)
             loss = loss.map(lambda x, inside: b.select(inside, x, b.const(NAN, k.work)), given.inside)
             rows.put(losses, loss.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
-            lse = most.map(lambda m, a: m + a, above)
-            rows.put(lses, lse.map(lambda x, counts: b.select(counts, x, _ignored(k)), given.counts))
+            rows.put(largest, most.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
+            rows.put(sums_above, above.map(lambda x, counts: b.select(counts, x, _ignored(k)), given.counts))
 
         def skip() -> None:
             rows.put(losses, rows.per_row(lambda _: b.const(0.0, k.work)))
-            rows.put(lses, rows.per_row(lambda _: _ignored(k)))
+            rows.put(largest, rows.per_row(lambda _: b.const(0.0, k.work)))
+            rows.put(sums_above, rows.per_row(lambda _: _ignored(k)))
 
         _where(k, given, compute, skip)
 
@@ -86,11 +92,12 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
 
 
 def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> KernelIR:
-    """Trace the backward kernel: ``dlogits`` from ``lse`` and the gradient of the row's loss, ``dloss`` times the
-    number in ``scale`` where there is one."""
+    """Trace the backward kernel: ``dlogits`` from ``most``, ``above`` and the gradient of the row's loss, ``dloss``
+    times the number in ``scale`` where there is one."""
     k = RowKernel(config.name, config, target)
     b, span, rows = k.b, k.span, k.rows
-    dlosses, logits, targets, lses = (k.array(name) for name in ("dloss", "logits", "target", "lse"))
+    dlosses, logits, targets = (k.array(name) for name in ("dloss", "logits", "target"))
+    kept = [k.array(name) for name in ("most", "above")]
     scale = k.p.buffer("scale", k.work) if config.has("scale") else None
     dlogits = k.array("dlogits", "write")
     picked_share = k.number("picked_share") if config.smooth else 1.0
@@ -104,7 +111,7 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
         def compute() -> None:
             x = rows.source(logits)
             span.hold(x)
-            lse = rows.per_row(lambda row: b.load(lses.buffer, lses.start(row)))
+            most, above = (rows.get(array) for array in kept)
             slope = rows.per_row(lambda row: b.cast(b.load(dlosses.buffer, dlosses.start(row)), k.work))
             if scale is not None:
                 slope = slope.map(lambda s: s * b.load(scale, 0))
@@ -113,7 +120,7 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
             hot = slope.map(lambda s: s * picked_share)
 
             def write(p: Part) -> None:
-                value = b.exp2((p[x] - p[lse]) * LOG2E)
+                value = b.exp2((p[x] - p[most] - p[above]) * LOG2E)
                 if each_share is not None:
                     value = value - each_share
                 value = value * p[slope]
@@ -134,11 +141,11 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
 
 def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the kernel of what is the same for all rows, which are the columns of its only one: ``loss`` from
-    ``row_loss``, and with ``lse`` over the number of rows that count; or of that number alone one over it,
+    ``row_loss``, and with ``above`` over the number of rows that count; or of that number alone one over it,
     ``scale``."""
     k = RowKernel(config.name, config, target)
     b, span, rows = k.b, k.span, k.rows
-    arrays = {name: k.array(name) for name in ("row_loss", "lse") if config.has(name)}
+    arrays = {name: k.array(name) for name in ("row_loss", "above") if config.has(name)}
     result = k.array("loss" if config.has("loss") else "scale", "write")
 
     def body() -> None:
@@ -146,16 +153,16 @@ def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
 
         def counted(p: Part) -> Value:
             one, zero = (b.splat(b.const(x, k.work), span.shape.width) for x in (1.0, 0.0))
-            return b.select(b.ne(p[given["lse"]], _ignored(k)), one, zero)
+            return b.select(b.ne(p[given["above"]], _ignored(k)), one, zero)
 
         wanted: list[Callable[[Part], Value]] = []
         if "row_loss" in given:
             wanted.append(lambda p: p[given["row_loss"]])
-        if "lse" in given:
+        if "above" in given:
             wanted.append(counted)
         found = span.sums(*wanted)
         value = found[0] if "row_loss" in given else rows.per_row(lambda _: b.const(1.0, k.work))
-        if "lse" in given:
+        if "above" in given:
             value = value.map(lambda x, n: x / n, found[-1])
         rows.put(result, value)
 

@@ -16,8 +16,8 @@ Array = npt.NDArray[Any]
 def cross_entropy(
     problem: CrossEntropyProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]
 ) -> dict[str, Array]:
-    """``loss``, and ``lse``, the logarithm of the sum of exponentials of each row, or the largest number where a row is
-    ignored."""
+    """``loss``, and of each row ``most``, its largest logit, and ``above``, by how much the logarithm of the sum of
+    exponentials is larger, or the largest number where a row is ignored."""
     logits = arrays["logits"]
     counts, inside, column = _targets(problem, arrays["target"])
     most = np.max(logits, axis=-1)
@@ -25,13 +25,14 @@ def cross_entropy(
     picked = np.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
     loss = above + (1 - problem.label_smoothing) * (most - picked)
     if problem.label_smoothing:
-        loss = loss + problem.label_smoothing * (most - np.mean(logits, axis=-1))
+        loss = loss + problem.label_smoothing * np.mean(most[..., None] - logits, axis=-1)
     loss = np.where(counts, np.where(inside, loss, np.nan), 0).astype(logits.dtype)
     if problem.reduction != "none":
         loss = np.sum(loss)
     if problem.reduction == "mean":
         loss = loss / logits.dtype.type(np.count_nonzero(counts))
-    results = {"loss": np.asarray(loss), "lse": np.where(counts, most + above, np.finfo(logits.dtype).max)}
+    results = {"loss": np.asarray(loss), "most": np.where(counts, most, 0).astype(logits.dtype)}
+    results["above"] = np.where(counts, above, np.finfo(logits.dtype).max)
     return {name: results[name] for name in wanted}
 
 
@@ -43,7 +44,7 @@ def cross_entropy_gradient(
     counts, inside, column = _targets(problem, arrays["target"])
     scale = arrays["dloss"] / kind(np.count_nonzero(counts)) if problem.reduction == "mean" else arrays["dloss"]
     scale = np.where(counts, np.where(inside, scale, np.nan), 0).astype(logits.dtype)[..., None]
-    dlogits = np.exp(logits - arrays["lse"][..., None]) * scale
+    dlogits = np.exp(logits - arrays["most"][..., None] - arrays["above"][..., None]) * scale
     dlogits -= kind(problem.label_smoothing / problem.length) * scale
     hot = np.take_along_axis(dlogits, column[..., None], axis=-1) - kind(1 - problem.label_smoothing) * scale
     np.put_along_axis(dlogits, column[..., None], hot, axis=-1)

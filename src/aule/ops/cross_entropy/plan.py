@@ -28,12 +28,12 @@ more."""
 
 
 def plan_cross_entropy(problem: CrossEntropyProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
-    """Plan a cross entropy: ``logits``, ``target``, ``lse`` and ``loss``."""
+    """Plan a cross entropy: ``logits``, ``target``, ``most``, ``above`` and ``loss``."""
     if problem.reduction == "none":
         return StepPlan(_over_rows(problem, views, target))
     row_loss = _rows_of(problem)
     kept = {name: view for name, view in views.items() if name != "loss"} | {"row_loss": row_loss}
-    names = ("row_loss", "lse") if problem.reduction == "mean" else ("row_loss",)
+    names = ("row_loss", "above") if problem.reduction == "mean" else ("row_loss",)
     last = _reduction(problem, {name: kept[name] for name in names}, {"loss": views["loss"]}, target)
     return StepPlan((*_over_rows(problem, kept, target), last), {"row_loss": problem.rows})
 
@@ -41,11 +41,11 @@ def plan_cross_entropy(problem: CrossEntropyProblem, views: Mapping[str, TensorV
 def plan_cross_entropy_gradient(
     problem: CrossEntropyProblem, views: Mapping[str, TensorView], target: Target
 ) -> StepPlan:
-    """Plan the gradient: ``dloss``, ``logits``, ``target``, ``lse`` and ``dlogits``."""
+    """Plan the gradient: ``dloss``, ``logits``, ``target``, ``most``, ``above`` and ``dlogits``."""
     if problem.reduction != "mean" or not problem.rows:
         return StepPlan(_over_rows(problem, views, target))
     scale = TensorView(problem.work, (), (), "device", None)
-    first = _reduction(problem, {"lse": views["lse"]}, {"scale": scale}, target)
+    first = _reduction(problem, {"above": views["above"]}, {"scale": scale}, target)
     return StepPlan((first, *_over_rows(problem, {**views, "scale": scale}, target)), {"scale": 1})
 
 

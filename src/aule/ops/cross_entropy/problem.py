@@ -17,6 +17,8 @@ from aule.ops.spec import Call, Result
 from aule.view import TensorView, contiguous_strides
 
 Reduction = Literal["mean", "sum", "none"]
+STATISTICS = ("most", "above")
+"""What the forward pass leaves of each row for the gradient."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,17 @@ def bind_cross_entropy(
     )
     if "dloss" in views:
         check_shape(op, "dloss", views["dloss"], problem.loss_shape, "give it the shape of the loss")
-        lse = views["lse"]
-        check_shape(op, "lse", lse, logits.shape[:-1], "pass what the forward pass returned")
-        if lse.dtype != problem.work or (problem.rows > 1 and lse.strides != contiguous_strides(lse.shape)):
-            raise InvalidArgumentError(
-                f"[{op}] expected lse of dtype {problem.work} without gaps, got {lse.dtype} with strides "
-                f"{list(lse.strides)}; pass what the forward pass returned"
-            )
+        for name in STATISTICS:
+            kept = views[name]
+            check_shape(op, name, kept, logits.shape[:-1], "pass what the forward pass returned")
+            if kept.dtype != problem.work or (problem.rows > 1 and kept.strides != contiguous_strides(kept.shape)):
+                raise InvalidArgumentError(
+                    f"[{op}] expected {name} of dtype {problem.work} without gaps, got {kept.dtype} with strides "
+                    f"{list(kept.strides)}; pass what the forward pass returned"
+                )
     known = {
         "loss": Result(logits.dtype, problem.loss_shape),
-        "lse": Result(problem.work, logits.shape[:-1]),
+        **dict.fromkeys(STATISTICS, Result(problem.work, logits.shape[:-1])),
         "dlogits": Result(logits.dtype, logits.shape),
     }
     return Call(problem, views, {name: known[name] for name in wanted})

@@ -35,11 +35,11 @@ LAG = 16.0
 """How far, in powers of two, the maximum that is subtracted may lag behind the largest score: sums are fp32."""
 
 
-def build_decode(config: DecodeConfig, target: Target) -> KernelIR:
+def build_decode(config: DecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration."""
     shape = config.shape
     wanted = shape.subgroup if shape.subgroup in target.subgroup_sizes else 0
-    b = Builder(KERNEL_NAME, shape.threads, wanted, shape.registers, arithmetic="quick")
+    b = Builder(name, shape.threads, wanted, shape.registers, arithmetic="quick")
     kernel = _Decode(b, config, target)
     with b.if_(kernel.place.measure()):
         kernel.run()

@@ -50,10 +50,10 @@ _FAINT = -64
 """Exponent of the smallest scale of a value that the maximum takes into account: sums of weights stay finite."""
 
 
-def build_decode_fragment(config: FragmentDecodeConfig, target: Target) -> KernelIR:
+def build_decode_fragment(config: FragmentDecodeConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel of a configuration for a target with matrix units."""
     shape = config.shape
-    b = Builder(KERNEL_NAME, shape.threads, shape.lanes, shape.registers, config.cluster, arithmetic="quick")
+    b = Builder(name, shape.threads, shape.lanes, shape.registers, config.cluster, arithmetic="quick")
     kernel = _Decode(b, config, target)
     kernel.begin()
     with b.if_(kernel.place.measure()):

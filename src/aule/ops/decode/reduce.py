@@ -16,9 +16,9 @@ _AT_ONCE = 4
 """Parts that a thread loads before it uses any."""
 
 
-def build_reduce(config: ReduceConfig, target: Target) -> KernelIR:
+def build_reduce(config: ReduceConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel: one workgroup for each query row."""
-    b = Builder(KERNEL_NAME, config.threads, arithmetic="quick")
+    b = Builder(name, config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     if config.awaits:
         # The launch that makes the parts is an ordinary one, right before this on the same stream: when it is over, so

@@ -20,10 +20,10 @@ from aule.tile.matrix import divmod_const
 KERNEL_NAME = "decode_trail"
 
 
-def build_trail(config: TrailConfig, target: Target) -> KernelIR:
+def build_trail(config: TrailConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
     """Trace the kernel: some workgroups for each block of rows, which share its columns."""
     shape = config.shape
-    b = Builder(KERNEL_NAME, config.threads, arithmetic="quick")
+    b = Builder(name, config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     place = Place(Parameters(b, config, index), config, shape.rows, shape.stretch, shape.step)
     result = Result(place)

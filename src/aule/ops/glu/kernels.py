@@ -13,6 +13,8 @@ from aule.tile.spans import Part
 
 TANH_FACTOR = 0.7978845608028654  # sqrt(2 / pi)
 TANH_CUBE = 0.044715
+TANH_SATURATED = 1000.0
+"""A square from which on the derivative's other factor is zero in float64, too; beyond it this one would overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,9 @@ def derived(b: Builder, activation: Activation, x: Value) -> tuple[Value, Value]
         s = sigmoid(b, x)
         return x * s, s * b.fma(x, 1.0 - s, 1.0)
     s = sigmoid(b, _tanh_argument(x))
-    inner = b.fma(x * x, 6.0 * TANH_FACTOR * TANH_CUBE, 2.0 * TANH_FACTOR)
-    return x * s, b.fma(x * inner * s, 1.0 - s, s)
+    value = x * s
+    inner = b.fma(b.min(x * x, TANH_SATURATED), 6.0 * TANH_FACTOR * TANH_CUBE, 2.0 * TANH_FACTOR)
+    return value, b.fma(value * (1.0 - s), inner, s)
 
 
 def _tanh_argument(x: Value) -> Value:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.glu.kernels import TANH_CUBE, TANH_FACTOR
+from aule.ops.glu.kernels import TANH_CUBE, TANH_FACTOR, TANH_SATURATED
 from aule.ops.glu.problem import Activation, GluProblem
 
 Array = npt.NDArray[Any]
@@ -46,5 +46,6 @@ def _activated(activation: Activation, x: Array) -> tuple[Array, Array]:
     if activation == "gelu":
         below = (0.5 * _erfc(x.astype(np.float64) * -math.sqrt(0.5))).astype(x.dtype)
         return x * below, below + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    t = np.tanh(TANH_FACTOR * (x + TANH_CUBE * x**3))
-    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * TANH_FACTOR * (1 + 3 * TANH_CUBE * x * x)
+    square = np.minimum(x * x, x.dtype.type(TANH_SATURATED))
+    t = np.tanh(TANH_FACTOR * (x + TANH_CUBE * x * square))
+    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * TANH_FACTOR * (1 + 3 * TANH_CUBE * square)

@@ -158,10 +158,10 @@ def product_step(
     loose = isinstance(blocks, VectorBlocks)
     scalars: dict[str, int | float] = {"m": m, "n": n, "k": k}
 
-    def told(name: str, view: TensorView, width: int) -> StoredConfig:
+    def told(name: str, view: TensorView, width: int, vector: bool = False) -> StoredConfig:
         axes = 0
         scalars[f"{name}_offset"], scalars[f"{name}_col_stride"] = view.offset, view.strides[-1]
-        if len(view.shape) > 1:
+        if not vector:  # a single row may have no axis beside its own
             layout = lay_out(view.shape[:-1], {name: view.strides[:-1]})
             axes = len(layout.sizes)
             scalars.update({f"{name}_axis{i}": size for i, size in enumerate(layout.sizes)})
@@ -174,11 +174,12 @@ def product_step(
         norm = None
         if given.norm is not None:
             names = ("weight_norm", "bias_norm")
-            norm = Affine(*(None if x is None else told(n, x, width) for n, x in zip(names, given.norm, strict=True)))
+            both = zip(names, given.norm, strict=True)
+            norm = Affine(*(None if x is None else told(n, x, width, vector=True) for n, x in both))
         return FactorConfig(told(given.name, given.view, width), given.across, norm)
 
     if bias is not None:
-        told("bias", bias, 1)
+        told("bias", bias, 1, vector=True)
     tile_rows, tile_cols, depth = _tile(blocks)
     used = [left.view, right.view, out[1]]
     config = ProductConfig(

@@ -20,6 +20,7 @@ from aule.ops.row_shapes import (
     rounds_fused,
     row_grid,
     streams,
+    usual_grid,
 )
 from aule.ops.rowwise import (
     RowOperand,
@@ -44,7 +45,7 @@ def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Tar
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
-    step, _ = norm_step(name, problem, views, target, build_norm)
+    step, *_ = norm_step(name, problem, views, target, build_norm)
     return StepPlan((step,) if step.grid[0] else ())
 
 
@@ -53,12 +54,13 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
     ``dbias``."""
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)
-    step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
+    step, partials, usual = norm_step(name, problem, views, target, build_norm_gradient, sums)
     if not step.grid[0]:
         return StepPlan(())
     if not sums:
         return StepPlan((step,))
-    finish = column_sum_step(problem.dtype, [(name, views[name]) for name in sums], partials, problem.length, target)
+    outputs = [(name, views[name]) for name in sums]
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, usual=usual)
     return StepPlan((step, finish), {"partial": partials * len(sums) * problem.length})
 
 
@@ -69,8 +71,8 @@ def norm_step(
     target: Target,
     build: Callable[[NormConfig, Target], KernelIR],
     sums: tuple[str, ...] = (),
-) -> tuple[Step, int]:
-    """The launch over rows, and how many rows of partial sums it leaves."""
+) -> tuple[Step, int, bool]:
+    """The launch over rows, how many rows of partial sums it leaves, and whether it usually does."""
     statistics = has_statistics(views)
     views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
@@ -109,4 +111,5 @@ def norm_step(
         moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
         fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
-    return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials
+    step = Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})
+    return step, partials, usual_grid(target, shape, count, grid)

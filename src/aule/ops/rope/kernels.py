@@ -149,6 +149,9 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
     if config.has("dweight"):  # first ones of pairs, second ones, and the rest; `build_column_sum` sorts them
         sums = [ColumnSums(pairs, k.partial(shift=shift)) for shift in (0, half)]
         sums_rest = [] if rest is None else [ColumnSums(rest, k.partial(shift=half * 2))]
+    weights, weights_rest = kernel.weights()
+    if weights is not None and pairs.shape.columns == "kept":
+        weights.hold()
 
     def body() -> None:
         dy_source, x_source = rows.source(dy_array), rows.source(x_array)
@@ -159,7 +162,6 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
         if rest is not None:
             rest.hold(dy_rest, x_rest)
         kernel.angles()
-        weights, weights_rest = kernel.weights()
 
         def inner(p: Part) -> tuple[Value, Value]:
             """The gradient of what the norm has scaled, before its weights."""

@@ -15,11 +15,12 @@ from aule.ops.row_shapes import (
     Work,
     begins_early,
     choose_rows,
-    fixes,
+    fixes_heads,
     lasts,
     numbered,
     row_grid,
     streams,
+    usual_grid,
 )
 from aule.ops.rowwise import RowLayout, extent, fixed_numbers, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
@@ -68,6 +69,8 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     if sums and (target.backend == "cuda" or target.vulkan_on_nvidia):
         shape = replace(shape, resident=max(_RESIDENT // shape.workgroup, 1))
     shape = replace(shape, batch=heads, loops=sums or cpu, exact=count % (shape.slots * heads) == 0)
+    if sums and target.backend == "cuda":
+        span = replace(span, columns="kept")
     spans = [_cut(problem.pairs, span, shape.threads)]
     if problem.rest and not (problem.inplace and problem.eps is None):
         spans.append(_cut(problem.rest, span, shape.threads))
@@ -78,7 +81,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     ids = views.get("position_ids")
     scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
     scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
-    known = ids is None and _positions_first(problem, views, layout) and fixes(target, problem.length, NO_SUMS)
+    known = ids is None and _positions_first(problem, views, layout) and fixes_heads(target)
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -106,7 +109,8 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         return StepPlan((step,))
     outputs = [("dweight", views["dweight"])]
     pairs = problem.pairs if problem.interleaved else 0
-    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs)
+    usual = usual_grid(target, shape, count, grid)
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs, usual)
     return StepPlan((step, finish), {"partial": partials * problem.length})
 
 
