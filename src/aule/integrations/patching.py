@@ -112,11 +112,11 @@ def patch_model(
         for name, layer in parent.named_children():
             if id(layer) not in made:
                 found = _replacement(layer, model)
+                known = known or found is not None
                 if found is None or not wanted[found[0]]:
                     continue
                 if _watched(layer):
                     skipped[f"{type(layer).__name__}, which has hooks"] += 1
-                    known = True
                     continue
                 op, make = found
                 made[id(layer)] = make().train(layer.training)
@@ -179,7 +179,7 @@ def _gated(layer: Any, options: dict[str, Any]) -> Any:
 def _activation(function: Any) -> dict[str, Any] | None:
     """Options of `aule.nn.GeGLU`, none of which stands for SwiGLU; None for what is neither. Known by what it
     computes: the same function has many names in transformers."""
-    x = torch.linspace(-4, 4, 65, dtype=torch.float64)
+    x = torch.linspace(-4, 4, 65, dtype=torch.float64, device="cpu")  # whatever device is the default
     with torch.no_grad():
         found = function(x)
         for peer, options in (
