@@ -72,7 +72,8 @@ def flash_attention(
         ``[..., rotary_dim]``, whose second half repeats the first. Key ``j`` has row ``j`` of the tables, and a query
         that of the key it stands at by ``causal_align``, causal or not: the last query that of the last key
         (``"bottom-right"``), or query ``i`` row ``i`` (``"top-left"``). With more queries than keys, bottom-right,
-        the queries begin at row 0. So ``max(seq_q, seq_kv)`` positions are needed. No gradient for cos and sin.
+        the queries begin at row 0 and the keys at row ``seq_q - seq_kv``. So ``max(seq_q, seq_kv)`` positions are
+        needed. No gradient for cos and sin.
     rope_interleaved : bool
         Columns ``2 i`` and ``2 i + 1`` are a pair (GPT-J); otherwise ``i`` and ``i + rotary_dim // 2`` (Llama).
     dropout_p : float

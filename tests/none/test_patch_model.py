@@ -146,6 +146,26 @@ def test_what_stays() -> None:
         aule.patch_model([])
 
 
+def test_without_memory() -> None:
+    """A model on the device ``meta``, patched where that is the default, and filled later."""
+    original = made("gemma2")
+    with torch.device("meta"):
+        model = type(original)._from_config(copy.deepcopy(original.config), attn_implementation="eager")
+        assert aule.patch_model(model, rope=False).swapped == EXPECTED["gemma2"]
+        assert model(IDS.to("meta")).logits.shape == (*IDS.shape, original.config.vocab_size)
+    model.load_state_dict(original.state_dict(), assign=True)
+    for name, layer in original.named_modules():
+        for buffer, value in layer.named_buffers(recurse=False):  # those of no state dictionary
+            setattr(model.get_submodule(name), buffer, value)
+    torch.testing.assert_close(model(IDS).logits, original(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_asked_for() -> None:
+    for name in ("llama", "gpt2"):
+        report = aule.patch_model(made(name), rms_norm=False, layer_norm=False, gated=False, rope=False)
+        assert not report.swapped and not report.skipped and "nothing" in str(report)
+
+
 def test_compiled() -> None:
     model = made("llama").eval()
     with torch.no_grad():

@@ -181,7 +181,7 @@ def _gated(layer: Any, options: dict[str, Any]) -> Any:
 def _activation(function: Any) -> dict[str, Any] | None:
     """Options of `aule.nn.GeGLU`, none of which stands for SwiGLU; None for what is neither. Known by what it
     computes: the same function has many names in transformers."""
-    x = torch.linspace(-4, 4, 65, dtype=torch.float64)
+    x = torch.linspace(-4, 4, 65, dtype=torch.float64, device="cpu")  # whatever device is the default
     with torch.no_grad():
         found = function(x)
         for peer, options in (
