@@ -16,11 +16,16 @@ from aule.ir.interpret import interpret
 from aule.ir.verify import verify
 from aule.ops import column_sum, row_shapes
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.column_sum import ColumnSumConfig
+from aule.ops.column_trail import ColumnTrailConfig
 from aule.ops.elements import stored
+from aule.ops.norm import plan as norm_plan
 from aule.ops.row_shapes import RowTuning, SumTuning
+from aule.ops.short_sum import ShortSumConfig
 from aule.ops.softmax import plan as softmax_plan
 from aule.ops.spec import Call, OpSpec
 from aule.target import Target
+from aule.tile.spans import SpanShape
 
 TARGETS = {
     "subgroups": replace(GENERIC["ptx"], compute_units=2),
@@ -45,6 +50,8 @@ def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
     work = np.float64 if call.problem.dtype == "f64" else np.float32
     memory = {name: view.storage.reshape(-1) for name, view in views.items()}
     memory |= {name: np.full(count, np.nan, work) for name, count in plan.workspace.items()}
+    zeroed = {name: np.zeros(words, np.int32) for name, words in plan.zeroed.items()}
+    memory |= zeroed
     for step in plan.steps:
         kernel = step.build(step.config, target)
         verify(kernel)
@@ -52,7 +59,11 @@ def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
         for name, array in memory.items():
             kinds = {np.dtype(bool): np.uint8, np.dtype(np.int64): np.int32}
             values[f"{name}_ptr"] = array.view(kinds.get(array.dtype, array.dtype))
+        for p in kernel.params:
+            if p.name.removesuffix("_ptr") in plan.workspace and p.dtype == "u32":  # floats of other sizes
+                values[p.name] = values[p.name].view(np.uint32)
         interpret(kernel, step.grid, [values[p.name] for p in kernel.params])
+    assert not any(words.any() for words in zeroed.values())
     return results
 
 
@@ -231,6 +242,43 @@ def test_workgroups_that_add_up_their_sums(op: str, dtype: str, monkeypatch: pyt
         step = plan.steps[0]
         assert step.config.shape.gather == gather
         assert step.scalars["partials"] * gather == step.grid[0]
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
+@pytest.mark.parametrize(("columns", "dtype"), [(1024, "bf16"), (304, "f16"), (40, "bf16"), (64, "f32")])
+def test_how_partial_sums_lie(op: str, columns: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in halves are the same to the last bit, those of 24 bits and those that are waited for right; columns that
+    no thread has eight of, or of which no 16 are whole, lie in their order or are not cut."""
+    spec = CATALOGUE[op]
+    assert spec.gradient is not None
+    case = fused_cases.Case(op, (37, columns), dtype)
+    arrays = fused_cases.operands(case)
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    target = replace(NVIDIA, device_fence=True, compute_units=9)
+    backward = fused_cases.gradient_call(spec, arrays, call, run(spec, call, target), case)
+    backward.views["dy"].storage[:, 3] = 0  # whose sums are zero
+    expected = fused_cases.right(spec.gradient, backward)
+    found = {}
+    for layout in ("whole", "halves", "posted", "short"):
+
+        def choose(t: Target, length: int, span: SpanShape, sizes: list[int], n: int, wanted: str = layout) -> str:
+            return wanted if span.width == 8 and length % (16 if wanted == "short" else 8) == 0 else "whole"
+
+        monkeypatch.setattr(norm_plan, "sums_layout", choose)
+        plan = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
+        first, second = plan.steps
+        possible = dtype != "f32" and (layout != "short" or columns != 40)
+        assert first.config.sums == (layout if possible else "whole")
+        kinds = {"short": ShortSumConfig, "posted": ColumnTrailConfig}
+        assert isinstance(second.config, kinds.get(first.config.sums, ColumnSumConfig))
+        words = columns * 3 // 4 if first.config.sums == "short" else columns
+        words *= first.grid[0] * (1 if op == "rms_norm" else 2)
+        posted = first.config.sums == "posted"
+        assert (plan.workspace, plan.zeroed) == (({}, {"posted": words}) if posted else ({"partial": words}, {}))
+        found[layout] = run(spec.gradient, backward, target)
+        fused_cases.judge(backward, found[layout], expected, gradient=True)
+    for name, array in found["whole"].items():
+        np.testing.assert_array_equal(array, found["halves"][name])
 
 
 @pytest.mark.parametrize(("units", "lanes"), [(5, 32), (5, 4), (24, 4)])

@@ -24,9 +24,21 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused, row_grid
+from aule.ops.column_trail import ColumnTrailConfig
+from aule.ops.row_shapes import (
+    SUMS,
+    Work,
+    choose_rows,
+    choose_sums,
+    has_moments,
+    rounds_fused,
+    row_grid,
+    sums_layout,
+)
+from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.rows import RowShape
+from aule.tile.spans import SpanShape
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -268,6 +280,51 @@ def test_norms_through_vulkan_on_nvidia() -> None:
     assert (span.columns, span.packed) == ("late", False)
     shape, _ = choose_rows(target, "bf16", 1024, 8, 8192, Work(sums=2, columns=True, copied=(2, 2, 2), centred=True))
     assert (shape.threads, shape.slots, shape.resident) == (128, 3, 2)
+
+
+def test_which_partial_sums_are_in_halves_or_short() -> None:
+    """Through Vulkan on NVIDIA's GPUs, of parts of eight columns; short ones of long rows, for results of 16 bits."""
+    target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
+    eight = SpanShape(8, 4)
+    assert sums_layout(target, 16384, eight, [2, 2], 128) == "short"
+    assert sums_layout(target, 16384, eight, [2], 128) == "halves"
+    for sizes in ([4, 4], [2, 4]):
+        assert sums_layout(target, 16384, eight, sizes, 128) == "halves"
+    assert sums_layout(target, 16392, eight, [2, 2], 128) == "halves"  # no whole 16
+    assert sums_layout(target, 4096, eight, [2, 2], 264) == "halves"
+    assert sums_layout(target, 4096, SpanShape(4, 4), [4, 4], 264) == "whole"
+    assert sums_layout(target, 1 << 20, SpanShape(8), [2, 2], 64) == "whole"  # not in registers
+    assert sums_layout(target, 4096, eight, [], 264) == "whole"
+    for other in (HOPPER, replace(target, vendor="amd", device_fence=True, compute_units=132)):
+        assert sums_layout(other, 16384, eight, [2, 2], 128) == "whole"
+
+
+def test_which_sums_are_waited_for() -> None:
+    """Few of them, where a multiprocessor is left to those that make them whichever launch begins first."""
+    base = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, subgroup_sizes=(32,), device_fence=True)
+    target = replace(base, compute_units=132)
+    spec = CATALOGUE["layer_norm"].gradient
+    assert spec is not None
+
+    def steps(target: Target, columns: int, rows: int = 1 << 14) -> tuple[Step, ...]:
+        shapes = {"dy": (rows, columns), "x": (rows, columns), "weight": (columns,), "bias": (columns,)}
+        views = {n: TensorView("bf16", x, contiguous_strides(x), "vulkan", None) for n, x in shapes.items()}
+        call = spec.call(views, {"eps": 1e-5})
+        return spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps
+
+    many = 1 << 14
+    for units, columns, rows in (
+        (9, 64, many), (9, 1024, many), (17, 1032, many), (132, 1024, many), (150, 1032, many), (132, 16384, 40),
+    ):  # fmt: skip
+        first, second = steps(replace(target, compute_units=units), columns, rows)
+        config = second.config
+        assert first.config.sums == "posted" and second.together and not first.together, (units, columns)
+        assert isinstance(config, ColumnTrailConfig) and 0 < second.grid[0] * second.grid[1] < units
+        assert second.grid[0] * config.columns >= columns and config.threads <= 1024
+        assert config.lanes * config.rows >= first.grid[0]
+    others = [{"compute_units": 0}, {"device_fence": False}, {"vendor": "amd"}, {"compute_units": 2}]
+    for other in (steps(target, 4096), *(steps(replace(target, **change), 1024) for change in others)):
+        assert not any(step.together or isinstance(step.config, ColumnTrailConfig) for step in other)
 
 
 def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:

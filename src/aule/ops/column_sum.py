@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from aule.errors import InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, element, i32, i64
+from aule.ops.column_trail import column_trail_step
 from aule.ops.parameters import Parameters
+from aule.ops.short_sum import short_sum_step
 from aule.ops.step import Step
 from aule.target import Target
+from aule.tile.column_sums import SumsLayout, column_in_halves, fold_lanes
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 from aule.tile.vector import vector_unit, work_type
@@ -22,9 +25,10 @@ from aule.view import TensorView
 class ColumnSumConfig:
     """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. A thread has ``width``
     columns, and on a CPU ``vectors`` times as many. It loads ``at_once`` rows before it adds any. With ``pairs``
-    columns of pairs come first ones, second ones and the rest, and are to be neighbours. With ``awaits`` it is started
-    while the launch before ends, which is an ordinary one on the same stream: when that is over, so is all that came
-    before. ``fixed`` are numbers that all calls have, as in `Parameters`."""
+    columns of pairs come first ones, second ones and the rest, and are to be neighbours; with ``halves`` they come as
+    `aule.tile.column_sums.SumsLayout` has it. With ``awaits`` it is started while the launch before ends, which is an
+    ordinary one on the same stream: when that is over, so is all that came before. ``fixed`` are numbers that all calls
+    have, as in `Parameters`."""
 
     dtype: str
     outputs: tuple[tuple[str, str], ...]
@@ -37,6 +41,7 @@ class ColumnSumConfig:
     awaits: bool = False
     vectors: int = 1
     fixed: tuple[tuple[str, int | float], ...] = ()
+    halves: bool = False
 
 
 _COLUMNS = (32, 16, 8)
@@ -53,8 +58,6 @@ H200, 32768 columns of 132 rows with the gradient that left them: 36.1 us with 1
 _CPU_VECTORS, _CPU_TOGETHER = 16, 4
 """Vectors of columns of a task on a CPU, and how many of them it adds up at a time: neighbouring lines of a row. 16
 rows of 16384 columns for two outputs took 0.18 ms on two cores with one line to a task, and so 0.10 (Zen 4)."""
-_FOLDED = 16
-"""Partial sums that one thread adds up at the end."""
 
 
 def column_sum_step(
@@ -65,9 +68,14 @@ def column_sum_step(
     target: Target,
     pairs: int = 0,
     usual: bool = False,
+    layout: SumsLayout = "whole",
 ) -> Step:
     """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours. With
     ``usual`` there are as many rows in most calls, and a kernel for this number pays."""
+    if layout == "posted":
+        return column_trail_step(outputs, partials, length, target)
+    if layout == "short":
+        return short_sum_step(outputs, partials, length, target)
     vectors = 1
     if target.backend == "cpu" and pairs:
         columns = lanes = width = 1
@@ -97,6 +105,7 @@ def column_sum_step(
         target.overlap,
         vectors,
         tuple(numbers.items()) if usual else (),
+        layout == "halves",
     )
     groups = -(-length // (columns * width * vectors))
     if groups > target.max_grid[0]:
@@ -148,24 +157,11 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
 
     def gathered(value: Value) -> Value:
         """The sum over the threads of a column, for the first of them."""
-        lanes, memory = config.lanes, None
-        while lanes > 1:
-            if memory is None:
-                memory = b.shared("sums", work, config.columns * config.lanes)
-                b.store(memory, lane * config.columns + column, value)
-            b.barrier()
-            count = min(lanes, _FOLDED)
-            lanes //= count
-            result = b.var(value)
-            with b.if_(lane < lanes):
-                at = [(lane + i * lanes) * config.columns + column for i in range(count)]
-                result.value = fold(b, "add", [b.load(memory, i) for i in at])
-            value = result.value
-            if lanes > 1:
-                b.barrier()
-                with b.if_(lane < lanes):
-                    b.store(memory, lane * config.columns + column, value)
-        return value
+        if config.lanes == 1:
+            return value
+        memory = b.shared("sums", work, config.columns * config.lanes)
+        b.store(memory, lane * config.columns + column, value)
+        return fold_lanes(b, memory, config.columns, config.lanes)
 
     def add(col: Value, width: int, count: int = 1) -> None:
         inside = b.min(col, length - width * count)
@@ -176,6 +172,8 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             half = p.number("pairs")
             neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
             to = b.select(inside < half * 2, neighbours, inside)
+        if config.halves:
+            to = column_in_halves(b, inside, length)
         outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
         with b.if_(b.eq(lane, 0) & (col < length)):
             for i, out in enumerate(outs):

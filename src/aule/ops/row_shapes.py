@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aule.ir.types import SCALARS, f32
+from aule.ops.column_trail import trail_shape
 from aule.ops.step import grid_of
 from aule.target import Target
+from aule.tile.column_sums import SumsLayout
 from aule.tile.rows import RowShape, Through
+from aule.tile.short_floats import RUN, short_words
 from aule.tile.spans import ColumnReads, SpanShape
 from aule.tile.stages import COPIED_BYTES, copies_past_registers
 from aule.tile.vector import vector_unit, work_type
@@ -651,6 +654,29 @@ def fixes_heads(target: Target) -> bool:
     18.35 and 18.12, 252.8 and 252.4; gradients 29.44 and 28.69, 410.9 and 398.9; 29.07 and 28.34, 399.8 and 387.0;
     29.02 and 28.35, 397.3 and 384.5; rope of 4096 columns 17.16 and 16.98, 255.2 and 254.8."""
     return target.backend == "cuda" or target.vulkan_on_nvidia
+
+
+def sums_layout(target: Target, length: int, span: SpanShape, sizes: Sequence[int], partials: int) -> SumsLayout:
+    """How kernels leave ``partials`` rows of sums of columns; ``sizes`` are bytes of each element of what becomes of
+    them. For sums that are posted see `aule.ops.column_trail`.
+
+    H200 through Vulkan, bf16, 64 MiB, us, gradients with sums in the order of columns, in halves and short. 16384
+    columns: residual_layer_norm 35.2, 30.8, 29.4, layer_norm 47.3, 43.6, 41.3, rms_norm 37.3, 35.1, 34.8,
+    residual_rms_norm 27.6, 26.2, 25.8. 4096 columns: 28.5, 27.1, 26.9; 36.8, 35.0, 35.0; 35.1, 34.5, 34.8; 24.3, 23.6,
+    24.0. 1024 columns: 25.0, 25.1, 25.2; 34.2, 33.9, 34.1; 31.5, 31.4, 32.1; 23.3, 23.1, 23.8. 1 GiB, 16384 columns:
+    residual_layer_norm 291.3, 287.8, 289.2, layer_norm 466.6, 462.9, 457.0.
+    """
+    if not target.vulkan_on_nvidia or not span.parts or span.width != RUN or not sizes:
+        return "whole"
+    if trail_shape(len(sizes), partials, length, target) is not None:
+        return "posted"
+    short = length > _LONG and len(sizes) > 1 and max(sizes) == 2 and length % (2 * RUN) == 0
+    return "short" if short else "halves"
+
+
+def sum_words(length: int, layout: SumsLayout) -> int:
+    """Elements, of the type that is computed in, of a row of partial sums."""
+    return short_words(length) if layout == "short" else length
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:

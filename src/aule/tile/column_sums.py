@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Literal
 
-from aule.ir import Value, Var
-from aule.ir.types import Vector, element
+from aule.ir import Builder, Value, Var
+from aule.ir.types import Vector, element, i32
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 from aule.tile.rows import RowArray
+from aule.tile.short_floats import RUN, shortened
 from aule.tile.spans import Part, Product, Span, Term
 
 _PIECE = 4
 """Sums of 16 bytes."""
+SumsLayout = Literal["whole", "halves", "posted", "short"]
+"""How a row of partial sums lies in memory: in the order of columns; or, of parts of eight columns, all first fours and
+then all second fours; the same as words that others wait for (`aule.ops.column_trail`); or `aule.tile.short_floats`,
+all upper halves and then what follows those. Neighbouring threads store 16 bytes at a time, and only in the last three
+ways does one come right behind the other: memory takes 32 at once."""
+
+_FOLDED = 16
+"""Partial sums that one thread adds up at a time."""
+MIN_LANES = 8
+"""For `fold_lanes`, where each thread has left up to eight columns: so there are threads enough for one column each."""
 
 
 class ColumnSums:
@@ -24,11 +36,15 @@ class ColumnSums:
     Parameters
     ----------
     array : RowArray
-        Of the type that is computed in; rows are workgroups.
+        Of the type that is computed in, or of words where sums are ``posted`` or ``short``; rows are workgroups.
+    layout : str
+        See `SumsLayout`; other than ``whole`` where they are in registers, in parts of eight columns.
     """
 
-    def __init__(self, span: Span, array: RowArray) -> None:
+    def __init__(self, span: Span, array: RowArray, layout: SumsLayout = "whole") -> None:
         self.span, rows = span, span.rows
+        self.layout = layout
+        assert layout == "whole" or (span.shape.parts and span.shape.width == RUN), (layout, span.shape)
         b, width = rows.b, span.shape.width
         self.array = array
         gather = rows.shape.gather
@@ -98,7 +114,55 @@ class ColumnSums:
         self.span.walk(store)
 
     def _store(self, part: Part, value: Value) -> None:
-        self.span.store_run(self.array, self.start, part.col, value, part.count)
+        if self.layout == "whole":
+            self.span.store_run(self.array, self.start, part.col, value, part.count)
+            return
+        b, values, buffer = self.span.rows.b, self.span.rows.b.unpack(value), self.array.buffer
+        index = element(self.start.type)
+        col, half = b.cast(part.col, index), b.cast(self.span.length, index) >> 1
+        first, second = self.start + (col >> 1), self.start + half
+        if self.layout == "halves":
+            b.store(buffer, first, b.vector(values[:_PIECE]), align=_PIECE)
+            b.store(buffer, second + (col >> 1), b.vector(values[_PIECE:]), align=_PIECE)
+        elif self.layout == "posted":
+            words = [b.bitcast(x, i32) for x in values]
+            words = [b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in words]  # zero stands for nothing yet
+            b.post(buffer, first, b.vector(words[:_PIECE]))
+            b.post(buffer, second + (col >> 1), b.vector(words[_PIECE:]))
+        else:
+            upper, lower = shortened(b, values)
+            b.store(buffer, first, upper, align=4)
+            b.store(buffer, second + (col >> 2), lower, align=2)
+
+
+def column_in_halves(b: Builder, place: Value, length: Value) -> Value:
+    """The column whose sum is at a place of a row in halves."""
+    half = length >> 1
+    second = place >= half
+    place = b.select(second, place - half, place)
+    return (place >> 2 << 3) + (place & 3) + b.select(second, b.const(4, i32), b.const(0, i32))
+
+
+def fold_lanes(b: Builder, memory: Value, columns: int, lanes: int) -> Value:
+    """The sum of each of ``columns`` over what ``lanes`` have in shared memory, in rows of columns; for as many first
+    threads, of at least ``columns`` and one for each ``_FOLDED`` numbers."""
+    lane, column = divmod_const(b, b.thread_id(), columns)
+    elem = element(memory.type)
+    value = b.const(0.0, elem)
+    while lanes > 1:
+        b.barrier()
+        count = min(lanes, _FOLDED)
+        lanes //= count
+        result = b.var(b.const(0.0, elem))
+        with b.if_(lane < lanes):
+            at = [(lane + i * lanes) * columns + column for i in range(count)]
+            result.value = fold(b, "add", [b.load(memory, i) for i in at])
+        value = result.value
+        if lanes > 1:
+            b.barrier()
+            with b.if_(lane < lanes):
+                b.store(memory, lane * columns + column, value)
+    return value
 
 
 def has_pieces(span: Span) -> bool:

@@ -232,7 +232,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     weight = k.columns("weight")
     result = k.array("dx", "write") if config.has("dx") else None
     wanted = [name for name in ("dweight", "dbias") if config.has(name)]
-    sums = {name: ColumnSums(span, k.partial(i)) for i, name in enumerate(wanted)}
+    sums = {name: ColumnSums(span, k.partial(i), config.sums) for i, name in enumerate(wanted)}
 
     statistics = [k.statistic(number) for number in range(kept_numbers(k))] if config.has("statistics") else []
     numbers = Numbers(rows, statistics) if statistics and rows.shape.loops and not k.cpu else None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
 from aule.ops.column_sum import column_sum_step
+from aule.ops.column_trail import POSTED
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
 from aule.ops.row_shapes import (
@@ -20,6 +21,8 @@ from aule.ops.row_shapes import (
     rounds_fused,
     row_grid,
     streams,
+    sum_words,
+    sums_layout,
     usual_grid,
 )
 from aule.ops.rowwise import (
@@ -59,9 +62,12 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
         return StepPlan(())
     if not sums:
         return StepPlan((step,))
-    outputs = [(name, views[name]) for name in sums]
-    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, usual=usual)
-    return StepPlan((step, finish), {"partial": partials * len(sums) * problem.length})
+    outputs, layout = [(name, views[name]) for name in sums], step.config.sums
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, usual=usual, layout=layout)
+    words = partials * len(sums) * sum_words(problem.length, layout)
+    if layout == "posted":
+        return StepPlan((step, finish), zeroed={POSTED: words})
+    return StepPlan((step, finish), {"partial": words})
 
 
 def norm_step(
@@ -89,8 +95,10 @@ def norm_step(
     shape = numbered(shape, grid, target)
     partials = grid[0] // max(shape.cluster, shape.gather)
     operands = tuple((n, operand(view, span.width)) for n, view in views.items())
+    left = sums_layout(target, problem.length, span, [views[n].itemsize for n in sums], partials)
     scalars = layout.scalars | view_numbers(views)
-    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
+    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length}
+    scalars["sums"] = sum_words(problem.length, left)
     dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
     whole = span.parts > 0 and not span.ragged  # so that rows of this shape have this length alone
     if statistics:
@@ -109,6 +117,7 @@ def norm_step(
         fused_rounding=rounds_fused(target, problem.length, work),
         awaits=begins_early(target, shape),
         moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
+        sums=left,
         fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
     step = Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})
