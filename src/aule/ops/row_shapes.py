@@ -420,12 +420,11 @@ spill, 91; 2048 31.3 and 387 (33.0 and 389), 4096 32.5 and 388 (34.5 and 392), 8
 """
 _CARRIED: _Choices = {
     (1, 2): ((4096, _ONE_PART), (8192, _AGAIN), (16384, _PASSED)),
-    (1, 3): ((8192, _ONE_PART), (16384, _PASSED)),
+    (1, 3): ((8192, _ONE_PART), (16384, replace(_PASSED, columns="kept"))),
     (2, 2): ((8192, SumTuning(widest=512, through="registers")), (16384, _PASSED)),
     (2, 3): (
         (1024, replace(_ONE_PART, threads=384, resident=768)),
         (2048, SumTuning(resident=768, through="registers")),
-        (4096, SumTuning(widest=512, through="parked")),
         (8192, SumTuning(widest=512, through="registers")),
         (16384, replace(_PASSED, through="parked alone")),
     ),
@@ -462,6 +461,13 @@ ahead, 2.46 and 3.97; (2, 2) x parked 2.15 and 3.12 (2.01 and 3.22), alone ahead
 threads 2.09 and 3.31, nothing ahead 2.00 and 3.47, which is quicker from 2000 rows on by these; (2, 3) x alone ahead
 1.92 and 3.74 (1.89 and 3.66), all ahead 1.73 and 3.06, nothing ahead 1.90 and 3.74, as before with strides known 1.86
 and 3.75.
+
+With sums in halves and 24 bits (`sums_layout`), us, 64 MiB and 1 GiB, in parentheses before: (2, 3) 4096 columns
+through registers 25.7 and 268 (27.0 and 287), with weights kept 25.7 and 274, x parked alone 29.5 and 330; (1, 3) 16384
+columns with weights kept 26.0 and 261 (26.2 and 264). Others at 16384 columns gain nothing: (2, 3) 29.4 and 286,
+nothing ahead 30.1 and 285, not read again but packed 30.0 and 284, by 256 threads 33.6 and 340; (2, 2) 40.8 and 485,
+nothing ahead 43.3 and 482, x alone 43.6 and 491, by 256 threads 47.8 and 573; (1, 2) 35.0 and 411, through registers
+with weights kept 35.4 and 403.
 """
 _BY_MAIL: _Choices = {
     (1, 2): (

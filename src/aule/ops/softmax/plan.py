@@ -83,6 +83,9 @@ def _way(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Targ
     made again, so that three workgroups fit, 3.61 and 4.29; later rows fetched 2.79 and 2.92. 4096 and 1024 columns
     packed with masks 4.07 and 4.34, 4.07 and 4.33, as they are 4.12 and 4.35, 4.15 and 4.34. Starting while the launch
     before ends 4.18 and 4.20, at 16384 columns 3.82 -> 3.85; rows that last 1% more at 1 GiB, 3% less at 64 MiB.
+    Through Vulkan, us: 4096 columns with two parts 26.6 and 374, four 27.3 and 379, packed 27.2 and 375, with masks
+    27.3 and 379; 1024 columns 27.4 and 376, 27.3 and 378; 16384 columns with eight parts 33.4 and 420, packed 33.3 and
+    417, with masks 33.9 and 457, two parts packed 36.7 and 534, four 38.3 and 524.
     """
     long, drops = problem.length > _LONG, problem.dropout_p > 0.0
     if long and backward and statistics and (target.max_cluster >= _CLUSTER or target.vulkan_on_nvidia):
@@ -98,7 +101,8 @@ def _way(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Targ
         return _Way(tuning, meets, "masks", fetches=True, awaits=drops)
     if target.vulkan_on_nvidia:
         if backward:
-            return _Way(RowTuning(parts=2) if long else None, meets=True)
+            few = long or (statistics and problem.length > _SHORT)
+            return _Way(RowTuning(parts=2) if few else None, meets=True)
         return _Way(meets=long and drops, early="words", small=True)
     return _Way(meets=backward)
 
