@@ -12,7 +12,7 @@ from aule.engine.memory import host_view
 from aule.ops import row_shapes
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.elements import as_float, stored
-from aule.ops.row_shapes import SumTuning
+from aule.ops.row_tuning import SumTuning
 from aule.runtime.base import Device
 
 

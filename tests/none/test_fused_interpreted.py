@@ -20,7 +20,7 @@ from aule.ops.column_sum import ColumnSumConfig
 from aule.ops.column_trail import ColumnTrailConfig
 from aule.ops.elements import stored
 from aule.ops.norm import plan as norm_plan
-from aule.ops.row_shapes import RowTuning, SumTuning
+from aule.ops.row_tuning import RowTuning, SumTuning
 from aule.ops.short_sum import ShortSumConfig
 from aule.ops.softmax import plan as softmax_plan
 from aule.ops.spec import Call, OpSpec

@@ -25,17 +25,10 @@ from aule.kernels import (
 )
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.column_trail import ColumnTrailConfig
-from aule.ops.row_shapes import (
-    SUMS,
-    Work,
-    choose_rows,
-    choose_sums,
-    has_moments,
-    rounds_fused,
-    row_grid,
-    sums_layout,
-)
+from aule.ops.row_shapes import choose_rows, has_moments, rounds_fused, row_grid, sums_layout
+from aule.ops.row_tuning import SUMS, Work
 from aule.ops.step import Step
+from aule.ops.sum_tuning import choose_sums
 from aule.target import Target
 from aule.tile.rows import RowShape
 from aule.tile.spans import SpanShape

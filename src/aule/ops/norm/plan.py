@@ -11,7 +11,6 @@ from aule.ops.column_trail import POSTED
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
 from aule.ops.row_shapes import (
-    Work,
     begins_early,
     choose_rows,
     fixes,
@@ -25,6 +24,7 @@ from aule.ops.row_shapes import (
     sums_layout,
     usual_grid,
 )
+from aule.ops.row_tuning import Work
 from aule.ops.rowwise import (
     RowOperand,
     common_width,

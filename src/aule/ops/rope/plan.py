@@ -11,8 +11,6 @@ from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_ro
 from aule.ops.rope.problem import RopeProblem
 from aule.ops.row_shapes import (
     AWAITING,
-    NO_SUMS,
-    Work,
     begins_early,
     choose_rows,
     fixes_heads,
@@ -22,6 +20,7 @@ from aule.ops.row_shapes import (
     streams,
     usual_grid,
 )
+from aule.ops.row_tuning import NO_SUMS, Work
 from aule.ops.rowwise import RowLayout, extent, fixed_numbers, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from aule.ir.types import SCALARS
 from aule.ops.attention.dropout import OCTET, keep_scale, threshold
-from aule.ops.row_shapes import NO_SUMS, RowTuning, begins_early, choose_rows, lasts, row_grid, streams
+from aule.ops.row_shapes import begins_early, choose_rows, lasts, row_grid, streams
+from aule.ops.row_tuning import NO_SUMS, RowTuning
 from aule.ops.rowwise import RowOperand, extent, has_statistics, lay_out, operand, view_numbers, view_width
 from aule.ops.softmax.kernels import (
     Early,
