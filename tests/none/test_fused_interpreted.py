@@ -131,7 +131,7 @@ NVIDIA = replace(GENERIC["spirv"], compute_units=2, subgroup_size=32, max_thread
     "case",
     [
         fused_cases.Case("rms_norm", (5, 512), "bf16"),
-        fused_cases.Case("residual_layer_norm", (3, 2, 2048), "bf16"),
+        fused_cases.Case("residual_layer_norm", (3, 2, 1024), "bf16"),
         fused_cases.Case("rms_norm_rope", (1, 6, 5, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
         fused_cases.Case("rope", (1, 4, 9, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
     ],

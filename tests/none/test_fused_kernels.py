@@ -97,7 +97,7 @@ def test_assembled_without_spills(name: str, tmp_path: Path) -> None:
     assert "0 bytes spill stores" in assembled(ptxas, artifact, tmp_path)
 
 
-@pytest.mark.parametrize("length", [1024, 4096, 8192, 16384])
+@pytest.mark.parametrize("length", [256, 512, 768, 1024, 4096, 8192, 16384])
 @pytest.mark.parametrize(
     ("name", "kept"),
     [("rms_norm", False), ("layer_norm", False), ("layer_norm", True), ("residual_layer_norm", True)],

@@ -106,7 +106,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
 def _ends_together(kernel: KernelIR, op: Op | None = None) -> bool:
     """Whether the last that a kernel does is a barrier of clusters: this one, where one is given."""
     last = kernel.body[-1] if kernel.body else None
-    return last is not None and last.opcode == "cluster_barrier" and op in (None, last)
+    return last is not None and last.opcode == "cluster_barrier" and (op is None or op is last)
 
 
 def _directives(kernel: KernelIR) -> list[str]:
