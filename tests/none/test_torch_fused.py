@@ -337,7 +337,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *inputs("layer_norm"), made(4, inputs("layer_norm")[0].shape[-1]).requires_grad_(), None, 1e-5, None,
     ),
     "cross_entropy": lambda: (made(2, 3, 19).requires_grad_(), torch.tensor([[1, 2, -100], [4, 5, 18]]), -100, 0.1,
-                              "mean", None),
+                              "mean", False, None),
     "swiglu": lambda: (inputs("swiglu")[0], None, None),
     "geglu": lambda: (*inputs("geglu"), "tanh", None),
     "rope": lambda: (inputs("rope")[0], ANGLES.cos(), ANGLES.sin(), None, True, None, False, None),
