@@ -24,7 +24,7 @@ from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_routes import dispatches, mps, route, wrapped
 from aule.frontends.torch_seeds import seed_on
-from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor
+from aule.frontends.torch_views import NAMES, changed, dtype_name, refuse_tracing, require_dense, require_tensor
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
@@ -358,8 +358,18 @@ def compute(
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None and x.device != home:
             raise _elsewhere(spec, operand.name, x, home)
+    return _staged(spec, tensors, options, backend, wanted)
+
+
+def _staged(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """`compute` of copies in host memory."""
     found = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, backend, wanted)
-    return tuple(None if x is None else x.to(home) for x in found)
+    where = place(spec, options)
+    if where is not None:
+        return (tensors[where].copy_(found[0]),)
+    return tuple(None if x is None else x.to(tensors[0].device) for x in found)
 
 
 def _of_negated(
@@ -394,8 +404,7 @@ def _on_cuda(
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
-            moved = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, None, wanted)
-            return tuple(None if x is None else x.to(first.device) for x in moved)
+            return _staged(spec, tensors, options, None, wanted)
         device: Any = registry.find(backend or f"cuda:{first.device.index}")
         if device is None or device.index != first.device.index:
             raise DeviceMismatchError(
@@ -410,7 +419,7 @@ def _on_cuda(
 
 
 def _no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
-    """The error for options that cannot be looked up, such as lists."""
+    """The error for options that cannot be looked up, such as lists, and tensors that have no strides."""
     _bound(spec, tensors, options, wanted)  # which refuses most of them by their names
     return not_plain(spec.name, options)
 
@@ -429,7 +438,7 @@ def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -
     first = tensors[0]
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
     results = {
-        name: fresh(shape, strides, dtype=dtype, device=first.device) if place is None else memory[place]
+        name: fresh(shape, strides, dtype=dtype, device=first.device) if place is None else changed(memory[place])
         for name, dtype, shape, strides, place in found.outputs
     }
     memory |= results
@@ -450,13 +459,14 @@ def _on_host(
     if device is None or device.target.backend != "cpu":
         call = _bound(spec, tensors, options, wanted, arrays=True)
         arrays = on_host(spec, call, device)
-        found = {name: _arranged(torch.from_numpy(x), call.outputs[name]) for name, x in arrays.items()}
+        named = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
+        found = {name: _arranged(torch.from_numpy(x), call.outputs[name], named) for name, x in arrays.items()}
         return tuple(found.get(name) for name in spec.results)
-    key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
     known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
     try:
+        key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
         ready = known.get(key)
-    except TypeError:
+    except (TypeError, RuntimeError):
         raise _no_key(spec, tensors, options, wanted) from None
     if ready is None:
         call = _bound(spec, tensors, options, wanted, arrays=True)
@@ -471,7 +481,7 @@ def _on_host(
         spec.check(spec.name, ready.problem, plain)
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
-        name: fresh(shape, strides, dtype=dtype) if place is None else memory[place]
+        name: fresh(shape, strides, dtype=dtype) if place is None else changed(memory[place])
         for name, dtype, shape, strides, place in ready.outputs
     }
     if not ready.launches.buffers:
@@ -496,10 +506,12 @@ def fresh(shape: tuple[int, ...], strides: tuple[int, ...] | None, **kind: Any) 
     return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
 
 
-def _arranged(x: Any, result: Result) -> Any:
-    """A contiguous result, in host memory, as `fresh` would have made it."""
+def _arranged(x: Any, result: Result, given: dict[str, Any]) -> Any:
+    """A contiguous result, in host memory, as `fresh` would have made it; or the operand in whose place it went."""
+    if result.place is not None:
+        return changed(given[result.place])
     x = x.view(DTYPES[result.dtype])
-    if result.place is not None or result.strides in (None, x.stride()):
+    if result.strides in (None, x.stride()):
         return x
     return fresh(result.shape, result.strides, dtype=x.dtype).copy_(x)
 

@@ -143,6 +143,14 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any, op: str = "flash_atten
     return out
 
 
+def changed(x: Any) -> Any:
+    """A tensor that is about to be written: what autograd has kept of it is not valid any more, and says so when it is
+    used, as behind PyTorch's own operators."""
+    if isinstance(x, torch.Tensor):
+        torch.autograd.graph.increment_version(x)
+    return x
+
+
 def refuse_tracing(op: str = "flash_attention") -> None:
     """Refuse TorchScript's tracing. Asked where a signature is new, as every one is there."""
     if torch._C._get_tracing_state() is not None:
