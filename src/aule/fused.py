@@ -132,8 +132,9 @@ def cross_entropy(
     Returns
     -------
     array
-        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are made in float32 at least.
-        Gradients of ``logits`` are there for torch tensors.
+        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are made in float32 at least,
+        and under PyTorch's autocast the loss is of float32, as that of ``F.cross_entropy`` is. Gradients of ``logits``
+        are there for torch tensors.
 
     Raises
     ------
@@ -142,7 +143,7 @@ def cross_entropy(
         are NaN.
     """
     found: tuple[Any, Any, Any] = _call(
-        "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction), backend
+        "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction, False), backend
     )
     return found[0]
 

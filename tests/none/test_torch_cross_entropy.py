@@ -89,3 +89,26 @@ def test_compiled() -> None:
     found, logits.grad = logits.grad, None
     (torch.nn.functional.cross_entropy(logits * 2, target) * 3).backward()
     torch.testing.assert_close(found, logits.grad, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype: Any, reduction: str, compiled: bool) -> None:
+    """The loss has 32 bits: rounded to 16, one that is scaled by 65536, as for float16, would have no gradient."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    target = torch.tensor([1, 2, -100, 3, 49, 0])
+
+    def call(x: Any, t: Any) -> Any:
+        return aule.cross_entropy(x, t, reduction=reduction)
+
+    loss = call(logits, target)  # without autocast before
+    assert loss.dtype == dtype
+    with torch.autocast("cpu", dtype):
+        loss = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(logits, target)
+        right = torch.nn.functional.cross_entropy(logits, target, reduction=reduction)
+    assert loss.dtype == right.dtype == torch.float32
+    torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(65536 * loss.mean(), logits)[0]
+    want = torch.autograd.grad(65536 * right.mean(), logits)[0]
+    torch.testing.assert_close(found, want, rtol=2e-3 if dtype == torch.float16 else 1e-2, atol=1e-2)

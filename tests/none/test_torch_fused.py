@@ -326,6 +326,55 @@ def test_rope_in_place() -> None:
         aule.rope(x, cos.clone().requires_grad_(), sin).sum().backward()
 
 
+@pytest.mark.parametrize("backend", [None, "numpy"])
+@pytest.mark.parametrize("shape", [HEADS, (2, 5, 3, 10)])
+def test_autograd_is_told_of_what_is_written_in_place(shape: tuple[int, ...], backend: str | None) -> None:
+    """Who has kept the tensor would make a wrong gradient of it, without a word."""
+    x = made(*shape) if shape == HEADS else made(*shape).transpose(1, 2)
+    factor = made(*HEADS, seed=1).requires_grad_()
+    kept, want = (x * factor).sum(), aule.rope(x, ANGLES.cos(), ANGLES.sin())
+    found = aule.rope(x, ANGLES.cos(), ANGLES.sin(), inplace=True, backend=backend)
+    assert found is x
+    torch.testing.assert_close(x, want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    with torch.inference_mode():
+        assert aule.rope(made(*HEADS), ANGLES.cos(), ANGLES.sin(), inplace=True, backend=backend).is_inference()
+
+
+def test_in_place_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of devices that aule has no way to are copied, and back."""
+    x = made(*HEADS)
+    want = aule.rope(x, ANGLES.cos(), ANGLES.sin())
+    monkeypatch.setattr(torch_fused, "route", lambda x, backend: "staged")
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    assert aule.rope(x, ANGLES.cos(), ANGLES.sin(), inplace=True) is x
+    assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "numpy"])
+def test_positions_beyond_32_bits_are_outside_of_the_table(backend: str) -> None:
+    x, angles = made(*HEADS), torch.linspace(0, 3, 28).reshape(7, 4)
+    given = torch.tensor([2**40, -(2**40), 2**31, -(2**31) - 1, 2**32 - 1]), torch.tensor([6, 0, 6, 0, 6])
+    first, second = (aule.rope(x, angles.cos(), angles.sin(), position_ids=ids, backend=backend) for ids in given)
+    assert torch.equal(first, second)
+
+
+def test_refused_tensors_and_tables() -> None:
+    x = made(*HEADS)
+    with pytest.raises(aule.InvalidShapeError, match=r"expected cos of shape \[positions, 4\] .* got \[0, 4\]"):
+        aule.rope(x, ANGLES[:0], ANGLES[:0], position_ids=torch.zeros(5, dtype=torch.int64))
+    assert aule.rope(x[:0], ANGLES[:0], ANGLES[:0], position_ids=torch.zeros(5, dtype=torch.int64)).shape == (
+        0,
+        3,
+        5,
+        10,
+    )
+    nested = torch.nested.nested_tensor([made(2, 4), made(3, 4)], layout=torch.strided)
+    with pytest.raises(aule.InvalidDtypeError, match=r"\[rms_norm\] expected x as a plain tensor, got a nested one"):
+        aule.rms_norm(nested)
+
+
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -337,7 +386,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *inputs("layer_norm"), made(4, inputs("layer_norm")[0].shape[-1]).requires_grad_(), None, 1e-5, None,
     ),
     "cross_entropy": lambda: (made(2, 3, 19).requires_grad_(), torch.tensor([[1, 2, -100], [4, 5, 18]]), -100, 0.1,
-                              "mean", None),
+                              "mean", False, None),
     "swiglu": lambda: (inputs("swiglu")[0], None, None),
     "geglu": lambda: (*inputs("geglu"), "tanh", None),
     "rope": lambda: (inputs("rope")[0], ANGLES.cos(), ANGLES.sin(), None, True, None, False, None),

@@ -61,8 +61,10 @@ def fused(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], backend
     for operand, x in zip(spec.operands, tensors, strict=True):
         if x is not None or not operand.optional:
             require_tensor(x, operand.name, name, spec.operands[0].name)
-    if spec.products and _any_autocast():
-        tensors = _autocast(spec, tensors)
+    if _any_autocast():
+        if spec.products:
+            tensors = _autocast(spec, tensors)
+        options = _widened(spec, options, tensors[0])
     if traced(tensors):
         where = place(spec, options)
         if where is None:
@@ -100,6 +102,13 @@ def _autocast(spec: OpSpec, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         return tensors
     given = zip(spec.operands, tensors, strict=True)
     return tuple(y.to(x.dtype) if operand.name == "weight" and y.dtype == torch.float32 else y for operand, y in given)
+
+
+def _widened(spec: OpSpec, options: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
+    """Under autocast losses have 32 bits, as PyTorch's own: what scales gradients up does so by the loss."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return options
+    return tuple(True if option.name == "wide" else y for option, y in zip(spec.options, options, strict=True))
 
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
@@ -439,7 +448,7 @@ def _on_cuda(
 
 
 def no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
-    """The error for options that cannot be looked up, such as lists."""
+    """The error for options that cannot be looked up, such as lists, and tensors that have no strides."""
     _bound(spec, tensors, options, wanted)  # which refuses most of them by their names
     return not_plain(spec.name, options)
 
@@ -485,11 +494,11 @@ def _on_host(
             for name, result in call.outputs.items()
         }
         return tuple(found.get(name) for name in spec.results)
-    key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
     known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
     try:
+        key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
         ready = known.get(key)
-    except TypeError:
+    except (TypeError, RuntimeError):
         raise no_key(spec, tensors, options, wanted) from None
     if ready is None:
         call = _bound(spec, tensors, options, wanted, arrays=True)

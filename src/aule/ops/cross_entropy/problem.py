@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
-from aule.ops.checked import checked_choice, number_or_nan
+from aule.ops.checked import checked_choice, checked_flag, number_or_nan
 from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape
 from aule.ops.spec import Call, Result
 from aule.view import TensorView, contiguous_strides
@@ -27,6 +27,7 @@ class CrossEntropyProblem:
 
     With smoothing the target has ``1 - label_smoothing`` of the weight and all columns share the rest. Rows whose
     target is ``ignore_index`` count for nothing; the mean is over the others. A target outside of the row makes NaN.
+    A ``wide`` loss, and so its gradient, has the dtype that is computed in, and else that of the logits.
     """
 
     dtype: str
@@ -34,6 +35,7 @@ class CrossEntropyProblem:
     ignore_index: int
     label_smoothing: float
     reduction: Reduction
+    wide: bool
 
     @property
     def length(self) -> int:
@@ -43,6 +45,10 @@ class CrossEntropyProblem:
     def work(self) -> str:
         """The dtype that is computed in."""
         return "f64" if self.dtype == "f64" else "f32"
+
+    @property
+    def loss_dtype(self) -> str:
+        return self.work if self.wide else self.dtype
 
     @property
     def rows(self) -> int:
@@ -58,7 +64,7 @@ def bind_cross_entropy(
 ) -> Call:
     """Check a cross entropy, or its gradient."""
     floats = {name: view for name, view in views.items() if name != "target"}
-    check_floats(op, "logits", floats, ("logits", "dloss"))
+    check_floats(op, "logits", floats)
     logits, target = views["logits"], views["target"]
     check_rows(op, "logits", logits)
     if target.dtype not in ("i32", "i64"):
@@ -73,8 +79,12 @@ def bind_cross_entropy(
         _index(op, options["ignore_index"]),
         _smoothing(op, options["label_smoothing"]),
         _reduction(op, options["reduction"]),
+        checked_flag(op, "wide", options["wide"]),
     )
     if "dloss" in views:
+        given = views["dloss"].dtype
+        if given != problem.loss_dtype:
+            raise InvalidDtypeError(f"[{op}] expected dloss of dtype {problem.loss_dtype}, got {given}; convert it")
         check_shape(op, "dloss", views["dloss"], problem.loss_shape, "give it the shape of the loss")
         for name in STATISTICS:
             kept = views[name]
@@ -85,7 +95,7 @@ def bind_cross_entropy(
                     f"{list(kept.strides)}; pass what the forward pass returned"
                 )
     known = {
-        "loss": Result(logits.dtype, problem.loss_shape),
+        "loss": Result(problem.loss_dtype, problem.loss_shape),
         **dict.fromkeys(STATISTICS, Result(problem.work, logits.shape[:-1])),
         "dlogits": Result(logits.dtype, logits.shape),
     }

@@ -11,6 +11,7 @@ _OPTIONS = (
     Option("ignore_index", "int", -100),
     Option("label_smoothing", "float", 0.0),
     Option("reduction", "str", "mean"),
+    Option("wide", "bool", False),
 )
 
 CROSS_ENTROPY = OpSpec(

@@ -58,9 +58,13 @@ class _Kernel:
         else:
             wide = self.config.ids == "i64"  # whose low words are at even places
             at = k.p.strided("position_ids", *k.axes(row))
-            number = b.load(k.p.buffer("position_ids", i32), at * 2 if wide else at)
+            words, last = k.p.buffer("position_ids", i32), k.p.number("positions") - 1
+            number = b.load(words, at * 2 if wide else at)
             # A number that is no position must not leave the table.
-            inside = b.max(b.min(number, k.p.number("positions") - 1), 0)
+            inside = b.max(b.min(number, last), 0)
+            if wide:
+                high = b.load(words, at * 2 + 1)
+                inside = b.select(b.eq(high, 0) & (number >= 0), inside, b.select(high < 0, 0, last))
             starts = [
                 k.p.strided(name) + b.cast(inside, k.p.index) * k.p.number(f"{name}_position_stride", k.p.index)
                 for name in ("cos", "sin")

@@ -136,7 +136,7 @@ def _table(
             f"[{op}] expected {name} with {pairs} or {2 * pairs} columns, got {list(view.shape)}; give it those of cos"
         )
     if indexed:
-        if len(view.shape) != 2:
+        if len(view.shape) != 2 or not (view.shape[0] or 0 in x.shape):
             raise InvalidShapeError(
                 f"[{op}] expected {name} of shape [positions, {pairs}] with position_ids, got {list(view.shape)}; "
                 "leave position_ids out, or take the table of all positions"
