@@ -12,7 +12,7 @@ from aule.ops.step import Step
 from aule.target import Target
 from aule.tile.column_sums import fold_lanes
 from aule.tile.math import fold
-from aule.tile.matrix import divmod_const
+from aule.tile.matrix import QUAD, divmod_const
 from aule.tile.short_floats import RUN, short_words, widened
 from aule.view import TensorView
 
@@ -23,7 +23,6 @@ _RESIDENT = 1024
 """Threads for each unit at most, as long as a thread has few rows. H200, 32768 columns of 128 rows, with the gradient
 that left them: 29.4 us; with 512 29.6, with 2048 29.7."""
 _FEWEST_LANES = 16
-_QUAD = 4
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,8 @@ def build_short_sum(config: ShortSumConfig, target: Target) -> KernelIR:
             terms.append(value if config.exact else b.select(row < partials, value, 0.0))
     totals = [fold(b, "add", terms) for terms in sums]
     memory = b.shared("found", f32, config.threads * RUN)
-    for i in range(0, RUN, _QUAD):
-        b.store(memory, b.thread_id() * RUN + i, b.vector(totals[i : i + _QUAD]))
+    for i in range(0, RUN, QUAD):
+        b.store(memory, b.thread_id() * RUN + i, b.vector(totals[i : i + QUAD]))
     value = fold_lanes(b, memory, config.columns, config.lanes)
     chosen, column = divmod_const(b, b.thread_id(), config.columns)
     to = first + column
