@@ -188,6 +188,24 @@ def test_plain_products_through_vulkan() -> None:
     assert chosen(replace(rows, shape=(1024, 96), strides=(96, 1)), 512, 96) == blocks.CARRIED[0]
 
 
+@pytest.mark.parametrize("sizes", [(40, 96, 48), (512, 1024, 1024)])
+def test_gradients_have_all_memory_that_their_launches_name(sizes: tuple[int, int, int]) -> None:
+    """Also where sums of columns are waited for, in memory that is zero before."""
+    target = replace(VULKAN, compute_units=132, device_fence=True, max_threads=1024)
+    rows, length, features = sizes
+    shapes = {name: array.shape for name, array in arrays(np.float16, rows, length, features).items()}
+    views = {name: TensorView("f16", shape, contiguous_strides(shape), "d", None) for name, shape in shapes.items()}
+    spec = SPEC.gradient
+    assert spec is not None
+    call = spec.call({operand.name: views[operand.name] for operand in spec.operands}, {"eps": 1e-5})
+    plan = spec.plan(call.problem, {**call.views, **result_views(call)}, target)
+    assert plan.zeroed and any(step.together for step in plan.steps)
+    known = {*call.views, *call.outputs, *plan.workspace, *plan.zeroed}
+    for step in plan.steps:
+        buffers = [p.name for p in step.build(step.config, target).params if p.kind == "buffer"]
+        assert {step.memory_of(name) for name in buffers} <= known
+
+
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_tiles_fit(dtype: str) -> None:
     """Every tile in the tables fits the devices that it is for, whichever way its factors lie."""

@@ -74,13 +74,15 @@ def plan_layer_norm_linear_gradient(
     """
     steps: list[Step] = []
     workspace: dict[str, int] = {}
+    zeroed: dict[str, int] = {}
     if not problem.rows:
         return StepPlan(())
 
     def add(plan: StepPlan, names: Mapping[str, str]) -> None:
         steps.extend(replace(step, renamed=names) for step in plan.steps)
-        for name, count in plan.workspace.items():
-            workspace[name] = max(workspace.get(name, 0), count)
+        for memory, wanted in ((workspace, plan.workspace), (zeroed, plan.zeroed)):
+            for name, count in wanted.items():
+                memory[name] = max(memory.get(name, 0), count)
 
     x, dy = views["x"], views["dy"]
     inner = {"weight_norm": "weight", "bias_norm": "bias"}
@@ -117,7 +119,7 @@ def plan_layer_norm_linear_gradient(
         # The gradient of any normalisation's bias is the sum over rows, which is all that is asked for.
         sums = {"dy": dy, "x": dy, "dbias": views["dbias"]}
         add(plan_norm_gradient(NormProblem(dy.dtype, dy.shape, problem.eps, False), sums, target), {"x": "dy"})
-    return StepPlan(tuple(steps), workspace)
+    return StepPlan(tuple(steps), workspace, zeroed)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
