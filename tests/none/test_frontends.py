@@ -120,31 +120,6 @@ def test_out_of_torch(dtype: str, rank: int) -> None:
     assert torch.equal(wide[..., ::2], expected) and bool((wide[..., 1::2] == 7).all())
 
 
-@pytest.mark.parametrize("backend", [None, "numpy"])
-def test_autograd_is_told_of_what_is_written(backend: str | None) -> None:
-    """A tensor that something has kept for its gradient is not written over without a word, nor by repeated calls."""
-    torch = pytest.importorskip("torch")
-    q, cache = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
-    lengths = torch.tensor([0, 4], dtype=torch.int32)
-    row, packed = q[:, :, 0], q[0].transpose(0, 1)
-    calls = {
-        "attention": (q, lambda out: aule.flash_attention(q, q, q, out=out, backend=backend)),
-        "decoding": (row, lambda out: aule.decode_attention(row, cache, cache, out=out, backend=backend)),
-        "packed": (
-            packed,
-            lambda out: aule.flash_attention_varlen(packed, packed, packed, lengths, lengths, out=out, backend=backend),
-        ),
-    }
-    for like, call in calls.values():
-        out, factor = torch.zeros_like(like), torch.ones_like(like, requires_grad=True)
-        for _ in range(3):
-            kept = (out * factor).sum()
-            call(out)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                kept.backward()
-        assert out.any()
-
-
 def test_torch_cpu_memory_is_used_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the engine are views of the tensors' own memory, the result's included."""
     from aule.frontends import torch_host as front_end

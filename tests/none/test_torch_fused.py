@@ -326,32 +326,6 @@ def test_rope_in_place() -> None:
         aule.rope(x, cos.clone().requires_grad_(), sin).sum().backward()
 
 
-@pytest.mark.parametrize("backend", [None, "numpy"])
-@pytest.mark.parametrize("shape", [HEADS, (2, 5, 3, 10)])
-def test_autograd_is_told_of_what_is_written_in_place(shape: tuple[int, ...], backend: str | None) -> None:
-    """Who has kept the tensor would make a wrong gradient of it, without a word."""
-    x = made(*shape) if shape == HEADS else made(*shape).transpose(1, 2)
-    factor = made(*HEADS, seed=1).requires_grad_()
-    kept, want = (x * factor).sum(), aule.rope(x, ANGLES.cos(), ANGLES.sin())
-    found = aule.rope(x, ANGLES.cos(), ANGLES.sin(), inplace=True, backend=backend)
-    assert found is x
-    torch.testing.assert_close(x, want)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
-    with torch.inference_mode():
-        assert aule.rope(made(*HEADS), ANGLES.cos(), ANGLES.sin(), inplace=True, backend=backend).is_inference()
-
-
-def test_in_place_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of devices that aule has no way to are copied, and back."""
-    x = made(*HEADS)
-    want = aule.rope(x, ANGLES.cos(), ANGLES.sin())
-    monkeypatch.setattr(torch_fused, "route", lambda x, backend: "staged")
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-    assert aule.rope(x, ANGLES.cos(), ANGLES.sin(), inplace=True) is x
-    assert torch.equal(x, want)
-
-
 @pytest.mark.parametrize("backend", ["cpu", "numpy"])
 def test_positions_beyond_32_bits_are_outside_of_the_table(backend: str) -> None:
     x, angles = made(*HEADS), torch.linspace(0, 3, 28).reshape(7, 4)

@@ -105,6 +105,8 @@ def test_rope_in_place_is_the_tensor_itself(backend: str, dtype: Any) -> None:
         found = rope(x, backend)
         assert found is x and torch.equal(found, want)
         assert torch.equal(torch.autograd.grad(found, leaf, grad)[0], torch.autograd.grad(want, leaf, grad)[0])
+        with torch.inference_mode():
+            assert rope(leaf.detach().clone(), backend).is_inference()
 
 
 def test_rope_in_place_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
