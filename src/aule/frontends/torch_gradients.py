@@ -71,12 +71,14 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        # Raises when one of them was changed in place since.
-        q, k, v, out, lse, mask, bias, sinks, cos, sin, seed = ctx.saved_tensors
+        # Raises when one of them was changed in place since. Once, for they may be made anew each time, and
+        # checkpointing does not make them twice.
+        kept = ctx.saved_tensors
+        q, k, v, out, lse, mask, bias, sinks, cos, sin, seed = kept
         options = ctx.options._replace(mask=mask, bias=bias, sinks=sinks, rope_cos=cos, rope_sin=sin, seed=seed)
         with torch.no_grad():
             found = gradients(q, k, v, out, lse, dout, options, ctx.needs_input_grad[3:6])
-        return (*last(found, dout, *ctx.saved_tensors), None)
+        return (*last(found, dout, *kept), None)
 
 
 # -- the two passes ----------------------------------------------------------------------------------------------------
