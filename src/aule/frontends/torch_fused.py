@@ -38,6 +38,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
+_CPU = torch.device("cpu")  # said, for what PyTorch makes by default may be elsewhere
 _MAX_SIGNATURES = 4096
 _PLAIN = frozenset((float, int, bool, str, type(None)))
 """Types of options that are keys by value."""
@@ -462,7 +463,7 @@ def _on_host(
         spec.check(spec.name, ready.problem, plain)
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
-        name: fresh(shape, strides, dtype=dtype) if place is None else memory[place]
+        name: fresh(shape, strides, dtype=dtype, device=_CPU) if place is None else memory[place]
         for name, dtype, shape, strides, place in ready.outputs
     }
     if not ready.launches.buffers:
@@ -492,7 +493,7 @@ def _arranged(x: Any, result: Result) -> Any:
     x = x.view(DTYPES[result.dtype])
     if result.place is not None or result.strides in (None, x.stride()):
         return x
-    return fresh(result.shape, result.strides, dtype=x.dtype).copy_(x)
+    return fresh(result.shape, result.strides, dtype=x.dtype, device=_CPU).copy_(x)
 
 
 def _described(call: Call) -> tuple[Output, ...]:

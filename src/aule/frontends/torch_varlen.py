@@ -126,7 +126,7 @@ def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     _, heads, rows, dim = problem.out_shape
     out = options.out
     if out is None:
-        out = torch.empty((rows, heads, dim), dtype=q.dtype)
+        out = q.new_empty((rows, heads, dim))
     else:
         checked_out(out, (rows, heads, dim), q, OP)
     target = host_view_of(out, "out").storage.transpose(1, 0, 2)[None]
