@@ -49,7 +49,7 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     problem, operands = host_problem(options.op, q, k, v, options)
     out = options.out
     if out is None:
-        out = torch.empty(operands.out_shape, dtype=q.dtype)
+        out = q.new_empty(operands.out_shape)
     else:
         written(checked_out(out, operands.out_shape, q, options.op))
     target = operands.lifted(host_view_of(out, "out").storage)
@@ -132,13 +132,14 @@ def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any, alike
         contents = (host_view_of(given[name], name) if x is not None else None for name, x in
                     (("context_lens", lens), ("block_tables", tables)))  # fmt: skip
         check_contents(options.op, found.problem, *contents)
-    dtype = given["q"].dtype
-    out = torch.empty(found.out_shape, dtype=dtype) if out is None else written(out)
+    q = given["q"]
+    dtype = q.dtype
+    out = q.new_empty(found.out_shape) if out is None else written(out)
     addresses = {_BUFFERS.get(name, name): x.data_ptr() for name, x in given.items()}
     addresses["o"] = out.data_ptr()
     lse = None
     if options.return_lse:
-        lse = torch.empty(found.lse_shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        lse = q.new_empty(found.lse_shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         addresses["lse"] = lse.data_ptr()
     if alike is not None and found.ready.buffers and dtype != torch.float64:  # whose log-sum-exp is converted
         outputs = [("o", dtype, found.out_shape, None)]
@@ -154,7 +155,7 @@ def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any, alike
 def _prepared(given: dict[str, Any], options: DecodeOptions, device: Any) -> _Signature:
     q, k, v = (given[name] for name in "qkv")
     problem, operands = host_problem(options.op, q, k, v, options)
-    out = torch.empty(operands.out_shape, dtype=q.dtype) if options.out is None else options.out
+    out = q.new_empty(operands.out_shape) if options.out is None else options.out
     target = operands.lifted(host_view_of(checked_out(out, operands.out_shape, q, options.op), "out").storage)
     ready = cpu.prepare_decode(problem, decode_views(operands, host_view(problem.dtype, target)), device)
     return _Signature(ready, problem, operands.out_shape, operands.lse_shape)

@@ -109,4 +109,4 @@ def _options(is_causal: bool, mask: Any, scale: float | None) -> AttentionOption
 
 def _laid_out(grad: Any) -> Any:
     """``[batch, heads, seq, dim]`` in the memory of ``[batch, seq, heads, dim]``, which PyTorch promises."""
-    return torch.empty_permuted(grad.shape, (0, 2, 1, 3), dtype=grad.dtype).copy_(grad)
+    return torch.empty_permuted(grad.shape, (0, 2, 1, 3), dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -38,6 +38,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
+_CPU = torch.device("cpu")  # said, for what PyTorch makes by default may be elsewhere
 _MAX_SIGNATURES = 4096
 _PLAIN = frozenset((float, int, bool, str, type(None)))
 """Types of options that are keys by value."""
@@ -513,7 +514,7 @@ def _on_host(
         spec.check(spec.name, ready.problem, plain)
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
-        name: fresh(shape, strides, dtype=dtype) if place is None else written(memory[place])
+        name: fresh(shape, strides, dtype=dtype, device=_CPU) if place is None else written(memory[place])
         for name, dtype, shape, strides, place in ready.outputs
     }
     if not ready.launches.buffers:
@@ -541,7 +542,9 @@ def fresh(shape: tuple[int, ...], strides: tuple[int, ...] | None, **kind: Any) 
 def _arranged(array: Any, result: Result) -> Any:
     """A contiguous array, in host memory, as a tensor that `fresh` could have made."""
     x = torch.from_numpy(array).view(DTYPES[result.dtype])
-    return x if result.strides in (None, x.stride()) else fresh(result.shape, result.strides, dtype=x.dtype).copy_(x)
+    if result.strides in (None, x.stride()):
+        return x
+    return fresh(result.shape, result.strides, dtype=x.dtype, device=_CPU).copy_(x)
 
 
 def _described(call: Call) -> tuple[Output, ...]:

@@ -70,7 +70,7 @@ def host_gradients(
     problem, operands = host_problem(q, k, v, options)
     results = [_four_axes(host_view_of(x, name).storage) for name, x in (("out", out), ("dout", dout))]
     rows = lse.numpy()
-    ds = torch.zeros(_scores(problem), dtype=lse.dtype) if want_scores else None
+    ds = lse.new_zeros(_scores(problem)) if want_scores else None
     grads = backward_on_host(
         problem,
         operands,
@@ -141,16 +141,16 @@ def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> 
         return _slowly(q, k, v, options, device)  # which says what is wrong, if anything is
     if found is None:
         problem, operands = host_problem(q, k, v, options)
-        given = torch.empty(operands.out_shape, dtype=q.dtype) if out is None else out
+        given = q.new_empty(operands.out_shape) if out is None else out
         target = _four_axes(host_view_of(checked_out(given, operands.out_shape, q), "out").storage)
         ready = cpu.prepare_forward(problem, named(operands, host_view(problem.dtype, target)), device)
         found = _Signature(ready, operands.out_shape, operands.lse_shape, ())
         remember(known, key, found)
-    out = torch.empty(found.out_shape, dtype=q.dtype) if out is None else written(out)
+    out = q.new_empty(found.out_shape) if out is None else written(out)
     addresses = _addresses(q, k, v, out, arrays)
     lse = None
     if options.return_lse:
-        lse = torch.empty(found.lse_shape, dtype=_work(q))
+        lse = q.new_empty(found.lse_shape, dtype=_work(q))
         addresses["lse"] = lse.data_ptr()
     cpu.run(found.ready, device, addresses)
     return out, lse
@@ -175,13 +175,13 @@ def _gradients_on_cpu(
         ready = cpu.prepare_backward(problem, views, device)
         found = _Signature(ready, operands.out_shape, operands.lse_shape, _scores(problem))
         remember(known, key, found)
-    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
     addresses = _addresses(q, k, v, out, arrays)
     addresses |= {name: x.data_ptr() for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
     addresses |= {"do": dout.data_ptr(), "lse": lse.data_ptr()}
     ds = None
     if want_scores:
-        ds = torch.zeros(found.score_shape, dtype=lse.dtype)
+        ds = lse.new_zeros(found.score_shape)
         addresses["ds"] = ds.data_ptr()
     cpu.run(found.ready, device, addresses)
     return grads, ds
@@ -242,7 +242,7 @@ def _slowly(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> t
     problem, operands = host_problem(q, k, v, options)
     out = options.out
     if out is None:
-        out = torch.empty(operands.out_shape, dtype=q.dtype)
+        out = q.new_empty(operands.out_shape)
     else:
         written(checked_out(out, operands.out_shape, q))
     target = _four_axes(host_view_of(out, "out").storage)

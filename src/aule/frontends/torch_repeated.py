@@ -36,9 +36,10 @@ def same_as(*tensors: Any) -> Callable[..., bool]:
 @functools.cache
 def reliable() -> bool:
     """Whether PyTorch tells apart what it has to."""
-    x, y = torch.empty(2, 3), torch.empty(2, 3)
-    others = [x[:1], x[None], torch.empty(3, 2).T, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
-    others += [torch.empty(2, 3, requires_grad=True), torch.nn.Parameter(x, requires_grad=False)]
+    x = torch.empty(2, 3, device="cpu")  # whatever is made by default elsewhere
+    y, turned = torch.empty_like(x), x.new_empty(3, 2).T
+    others = [x[:1], x[None], turned, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
+    others += [x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False)]
     try:
         same = same_as(x, y)
         told = same(x, y) and same(y, x) and not any(same(x, other) or same(other, y) for other in others)

@@ -82,8 +82,9 @@ class _Call:
     options: AttentionOptions
 
 
-Gradients = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
-"""From out, log-sum-exp and the gradient of out to those of q, k and v."""
+Gradients = Callable[[Any, Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
+"""From q, k, v, out, log-sum-exp and the gradient of out to those of q, k and v. It holds none of them itself: autograd
+may have put them elsewhere, or thrown them away to make them again."""
 
 
 class _Packed(torch.autograd.Function):  # type: ignore[misc]
@@ -99,14 +100,13 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        # Raises when one of them was changed in place since: the operands are views of their memory. Asked for once:
-        # checkpointing has them only once.
+        # Raises when one of them was changed in place since. Asked for once: checkpointing has them only once.
         refuse_transforms(OP, (dout,), "call flash_attention on each sequence")
         saved = ctx.saved_tensors
-        _, _, _, sinks, out, lse = saved
+        q, k, v, sinks, out, lse = saved
         dout = dout.resolve_neg()  # nobody can be told to hand over another
         with torch.no_grad():
-            grads = ctx.gradients(out, lse, dout)
+            grads = ctx.gradients(q, k, v, out, lse, dout)
             of_sinks = None
             if ctx.needs_input_grad[3]:
                 delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
@@ -119,10 +119,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 
 def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[Any, Any, Gradients]:
     options = call.options
-    tensors = {"q": q, "k": k, "v": v, **options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
-    views: dict[str, Any] = {name: host_view_of(tensor, name, OP) for name, tensor in tensors.items()}
-    plain = options.plain() | ({"return_lse": True} if wants_gradient else {})
-    problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
+    problem, operands = _host_problem(q, k, v, call, wants_gradient)
     if wants_gradient:
         device = gradient_device(q, options.backend, training=True, foreign=False)
     else:
@@ -130,22 +127,29 @@ def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     _, heads, rows, dim = problem.out_shape
     out = options.out
     if out is None:
-        out = torch.empty((rows, heads, dim), dtype=q.dtype)
+        out = q.new_empty((rows, heads, dim))
     else:
         written(checked_out(out, (rows, heads, dim), q, OP))
     target = host_view_of(out, "out").storage.transpose(1, 0, 2)[None]
     _, found = forward_on_host(problem, operands, device, target, exact_lse=wants_gradient)
     lse = None if found is None else torch.from_numpy(found[0])
 
-    def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+    def gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+        problem, operands = _host_problem(q, k, v, call, True)
         results = [host_view_of(x, name).storage.transpose(1, 0, 2)[None] for name, x in (("out", out), ("dout", dout))]
         grad_of_out = host_view(problem.dtype, results[1])
-        asked = _as_asked(problem)
-        grads = backward_on_host(asked, operands, device, results[0], lse.numpy()[None], grad_of_out)
+        grads = backward_on_host(_as_asked(problem), operands, device, results[0], lse.numpy()[None], grad_of_out)
         dq, dk, dv = (tensor_like(g, x.transpose(0, 1)[None]) for g, x in zip(grads, (q, k, v), strict=True))
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
     return out, lse, gradients
+
+
+def _host_problem(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[AttentionProblem, Operands]:
+    tensors = {"q": q, "k": k, "v": v, **call.options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
+    views: dict[str, Any] = {name: host_view_of(tensor, name, OP) for name, tensor in tensors.items()}
+    plain = call.options.plain() | ({"return_lse": True} if wants_gradient else {})
+    return varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
 
 
 def _staged(q: Any, k: Any, v: Any, call: _Call) -> Any:
@@ -167,9 +171,6 @@ def _staged(q: Any, k: Any, v: Any, call: _Call) -> Any:
 class _Ready:
     """One signature planned and built: launches, each with the names of its buffers, and what they share."""
 
-    problem: AttentionProblem
-    operands: Operands
-    device: Any
     launches: tuple[tuple[Any, tuple[str, ...]], ...]
     workspace: Mapping[str, int]
 
@@ -202,18 +203,17 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     numbers = (*plain.values(), max_q, max_k, options.backend)
     key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
     ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
-    memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
-    memory |= {"cos": options.rope_cos, "sin": options.rope_sin}
-    _launch(ready, memory, q)
+    constant = arrays | {"alibi": options.alibi_slopes, "cos": options.rope_cos, "sin": options.rope_sin}
+    _launch(ready, given | constant | {"o": out, "lse": lse}, q)
 
-    def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+    def gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+        given = {"q": q, "k": k, "v": v}
         made = {f"d{n}": x.new_zeros((x.shape[1], x.shape[0], x.shape[2])) for n, x in given.items()}
-        used = memory | made | {"o": out, "do": dout, "lse": lse}
-        problem = _as_asked(ready.problem)
-        backward = _remembered(
-            (*key, signature(out), signature(dout), problem.deterministic),
-            lambda: _plan_backward(problem, ready, used, q),
-        )
+        used = given | constant | made | {"o": out, "do": dout, "lse": lse}
+        exactly = torch.are_deterministic_algorithms_enabled()
+        sides = (signature(x) for x in (*given.values(), *arrays.values(), out, dout))
+        key = ("backward", exactly, *sides, *arrays, *numbers)
+        backward = _remembered(key, lambda: _plan_backward(given, arrays, used, call, plain))
         _launch(backward, used, q)
         return made["dq"].transpose(0, 1), made["dk"].transpose(0, 1), made["dv"].transpose(0, 1)
 
@@ -241,12 +241,7 @@ def _launch(ready: _Ready, memory: dict[str, Any], q: Any) -> None:
 def _plan_forward(
     given: dict[str, Any], arrays: dict[str, Any], out: Any, call: _Call, plain: dict[str, Any]
 ) -> _Ready:
-    q, backend = given["q"], call.options.backend
-    views: dict[str, Any] = {name: device_view(x, name, OP) for name, x in (given | arrays).items()}
-    problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
-    device: Any = registry.find(backend or f"cuda:{q.device.index}")
-    if device is None or device.index != q.device.index:
-        raise DeviceMismatchError(f"[{OP}] expected tensors on {backend}, got {q.device}; move them or drop backend=")
+    problem, operands, device = _cuda_problem(given, arrays, call, plain)
     layout = named(operands, _turned_view(out))
     aligned = {name: x.data_ptr() % 16 == 0 for name, x in (*given.items(), ("o", out))} | extras_aligned(call.options)
     launch = prepare_forward(problem, layout, device, aligned)
@@ -254,19 +249,34 @@ def _plan_forward(
     if launch.plan.grid[0]:
         scalars = launch.arguments(dict.fromkeys((*layout, "lse")))
         launches = ((device.prepare(launch.program, launch.plan.grid, scalars).launch, launch.buffers),)
-    return _Ready(problem, operands, device, launches, {})
+    return _Ready(launches, {})
 
 
-def _plan_backward(problem: AttentionProblem, forward: _Ready, memory: dict[str, Any], q: Any) -> _Ready:
-    operands, device = forward.operands, forward.device
+def _cuda_problem(
+    given: dict[str, Any], arrays: dict[str, Any], call: _Call, plain: dict[str, Any]
+) -> tuple[AttentionProblem, Operands, Any]:
+    q, backend = given["q"], call.options.backend
+    views: dict[str, Any] = {name: device_view(x, name, OP) for name, x in (given | arrays).items()}
+    problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
+    device: Any = registry.find(backend or f"cuda:{q.device.index}")
+    if device is None or device.index != q.device.index:
+        raise DeviceMismatchError(f"[{OP}] expected tensors on {backend}, got {q.device}; move them or drop backend=")
+    return problem, operands, device
+
+
+def _plan_backward(
+    given: dict[str, Any], arrays: dict[str, Any], memory: dict[str, Any], call: _Call, plain: dict[str, Any]
+) -> _Ready:
+    problem, operands, device = _cuda_problem(given, arrays, call, plain)
+    problem = _as_asked(problem)
     views = named(operands, _turned_view(memory["o"])) | {"do": _turned_view(memory["do"])}
     for name in ("dq", "dk", "dv"):
         shape = (1, *memory[name].shape)
-        views[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), str(q.device), None)
+        views[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), str(given["q"].device), None)
     names = ("q", "k", "v", "o", "do", *(("cos", "sin") if problem.rope is not None else ()))
     aligned = {name: memory[name].data_ptr() % 16 == 0 for name in names}
     ready = prepare_backward(problem, views, device, aligned)
-    return _Ready(problem, operands, device, tuple(prepared_steps(ready, device)), ready.workspace)
+    return _Ready(tuple(prepared_steps(ready, device)), ready.workspace)
 
 
 def _turned_view(tensor: Any) -> TensorView:

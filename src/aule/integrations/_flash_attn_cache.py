@@ -173,7 +173,8 @@ def _lengths(call: CacheCall, room: int) -> Any:
         return None
     batch = call.q.shape[0]
     if isinstance(given, int) and not isinstance(given, bool):
-        given = torch.full((batch,), max(min(given, 1 << 31), -(1 << 31)))  # what is outside of int32 stays outside
+        wide = max(min(given, 1 << 31), -(1 << 31))  # what is outside of int32 stays outside
+        given = torch.full((batch,), wide, device="cpu")
     found = _integers(call, "cache_seqlens", given, room)
     new = 0 if call.k is None else call.k.shape[1]
     if given.is_cpu and batch and int(given.max()) + new > room:

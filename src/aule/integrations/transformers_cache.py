@@ -206,7 +206,7 @@ class AuleCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Any) -> None:
         """Only some of the rows."""
-        self._become(torch.arange(len(self.sequences))[indices.cpu()].tolist())
+        self._become(torch.arange(len(self.sequences), device="cpu")[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
