@@ -82,8 +82,9 @@ class _Call:
     options: AttentionOptions
 
 
-Gradients = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
-"""From out, log-sum-exp and the gradient of out to those of q, k and v."""
+Gradients = Callable[[Any, Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
+"""From q, k, v, out, log-sum-exp and the gradient of out to those of q, k and v. It holds on to none of them: what is
+kept is autograd's matter, which may have it elsewhere meanwhile, or make it again."""
 
 
 class _Packed(torch.autograd.Function):  # type: ignore[misc]
@@ -99,13 +100,12 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        # Raises when one of them was changed in place since: the operands are views of their memory. Asked for once:
-        # checkpointing has them only once.
         refuse_transforms(OP, (dout,), "call flash_attention on each sequence")
+        # Raises when one of them was changed in place since. Asked for once: checkpointing has them only once.
         saved = ctx.saved_tensors
-        _, _, _, sinks, out, lse = saved
+        q, k, v, sinks, out, lse = saved
         with torch.no_grad():
-            grads = ctx.gradients(out, lse, dout)
+            grads = ctx.gradients(q, k, v, out, lse, dout)
             of_sinks = None
             if ctx.needs_input_grad[3]:
                 delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
@@ -118,10 +118,15 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
 
 def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple[Any, Any, Gradients]:
     options = call.options
-    tensors = {"q": q, "k": k, "v": v, **options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
-    views: dict[str, Any] = {name: host_view_of(tensor, name, OP) for name, tensor in tensors.items()}
+    further = {**options.arrays(), "cu_q": call.cu_q, "cu_k": call.cu_k}
+    kept: dict[str, Any] = {name: host_view_of(tensor, name, OP) for name, tensor in further.items()}
     plain = options.plain() | ({"return_lse": True} if wants_gradient else {})
-    problem, operands = varlen_problem(**views, max_q=call.max_q, max_k=call.max_k, **plain)
+
+    def bound(q: Any, k: Any, v: Any) -> tuple[AttentionProblem, Operands]:
+        views: dict[str, Any] = {name: host_view_of(x, name, OP) for name, x in (("q", q), ("k", k), ("v", v))}
+        return varlen_problem(**views, **kept, max_q=call.max_q, max_k=call.max_k, **plain)
+
+    problem, operands = bound(q, k, v)
     if wants_gradient:
         device = gradient_device(q, options.backend, training=True, foreign=False)
     else:
@@ -136,7 +141,8 @@ def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     _, found = forward_on_host(problem, operands, device, target, exact_lse=wants_gradient)
     lse = None if found is None else torch.from_numpy(found[0])
 
-    def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+    def gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+        problem, operands = bound(q, k, v)
         results = [host_view_of(x, name).storage.transpose(1, 0, 2)[None] for name, x in (("out", out), ("dout", dout))]
         grad_of_out = host_view(problem.dtype, results[1])
         asked = _as_asked(problem)
@@ -197,15 +203,19 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
         return out.copy_(made), lse, gradients_of
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
     numbers = (*plain.values(), max_q, max_k, options.backend)
-    key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
-    ready = _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
-    memory = given | arrays | {"alibi": options.alibi_slopes, "o": out, "lse": lse}
-    memory |= {"cos": options.rope_cos, "sin": options.rope_sin}
-    _launch(ready, memory, q)
+    kept = arrays | {"alibi": options.alibi_slopes, "cos": options.rope_cos, "sin": options.rope_sin}
 
-    def gradients(out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+    def planned(given: dict[str, Any], out: Any) -> tuple[Any, _Ready]:
+        key = (*(signature(x) for x in (*given.values(), *arrays.values(), out)), *arrays, *numbers)
+        return key, _remembered(key, lambda: _plan_forward(given, arrays, out, call, plain))
+
+    _launch(planned(given, out)[1], kept | given | {"o": out, "lse": lse}, q)
+
+    def gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+        given = {"q": q, "k": k, "v": v}
+        key, ready = planned(given, out)
         made = {f"d{n}": x.new_zeros((x.shape[1], x.shape[0], x.shape[2])) for n, x in given.items()}
-        used = memory | made | {"o": out, "do": dout, "lse": lse}
+        used = kept | given | made | {"o": out, "do": dout, "lse": lse}
         problem = _as_asked(ready.problem)
         backward = _remembered(
             (*key, signature(out), signature(dout), problem.deterministic),
