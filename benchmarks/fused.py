@@ -55,6 +55,8 @@ from turns import GraphRun, Run, in_turns, launches_run, warm_up
 import aule
 from aule.backends import registry
 from aule.engine.fused import prepare, result_views
+from aule.engine.memory import zeroed
+from aule.engine.programs import launch_of
 from aule.errors import AuleError
 from aule.frontends import torch_fused
 from aule.ops import row_shapes
@@ -123,12 +125,9 @@ def vulkan_run(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[
             count = contiguous_strides((1, *view.shape))[0]
             memory[name] = device.alloc(count * view.itemsize)
         memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
-        launches = []
-        for step, loaded in ready.steps:
-            names = [p.name for p in loaded.artifact.params]
-            arguments = [step.scalars.get(name, memory.get(step.memory_of(name))) for name in names]
-            launches.append((loaded, step.grid, arguments))
-        yield launches_run(device, launches, calls)
+        shared = {name: zeroed(device, words) for name, words in ready.zeroed.items()}  # the device's own
+        launches = [launch_of(step, loaded, memory | shared) for step, loaded in ready.steps]
+        yield launches_run(device, launches, calls, ready.steps[-1][0].together)
     finally:
         for allocation in memory.values():
             device.free(allocation)

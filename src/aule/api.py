@@ -438,7 +438,7 @@ def cascade_attention(
         As for `flash_attention_paged`: NumPy arrays or torch tensors.
     shared_pages : int
         How many columns of ``block_tables`` are the same in all rows. All of the common pages lie before the first
-        query of every sequence.
+        query of every sequence. Both are checked where tables, lengths and offsets are in host memory.
     **options
         As for `flash_attention_paged`; there is no ``window``, no ``alibi_slopes`` and no ``out``.
 
@@ -474,6 +474,7 @@ def cascade_attention(
                 "flash_attention_paged"
             )
     return_lse = checked_flag("cascade_attention", "return_lse", return_lse)
+    causal = checked_flag("cascade_attention", "causal", causal)
     own: dict[str, Any] = {"sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal}
     if shared_pages == 0:
         return flash_attention_paged(
@@ -486,6 +487,7 @@ def cascade_attention(
             f"[cascade_attention] expected shared_pages from 0 to {block_tables.shape[1]}, got {shared_pages}; they "
             "are columns of block_tables"
         )
+    _check_shared(q, block_tables, context_lens, cu_seqlens_q, shared_pages, keys, causal)
     # The rows of all sequences behind each other, [1, heads, rows, dim]: to the common keys they are one sequence's.
     heads, dim = q.shape[1], v_cache.shape[3]
     together = q.swapaxes(0, 1).reshape(heads, -1, q.shape[-1])[None]
@@ -505,6 +507,42 @@ def cascade_attention(
     if not return_lse:
         return out
     return out, lse if cu_seqlens_q is None else lse.swapaxes(0, 1)
+
+
+def _check_shared(q: Any, tables: Any, lens: Any, cu_q: Any, pages: int, keys: int, causal: bool) -> None:
+    """Whether sequences share their first pages, have all keys of these and, where the mask is causal, stand behind
+    them, as far as it can be seen from the host."""
+    table, lengths, offsets = (_readable(x) for x in (tables, lens, cu_q))
+    if table is not None and (table[:, :pages] != table[:1, :pages]).any():
+        sequence, page = (int(i) for i in np.argwhere(table[:, :pages] != table[:1, :pages])[0])
+        raise InvalidArgumentError(
+            f"[cascade_attention] expected the first {pages} columns of block_tables alike in all rows, got page "
+            f"{table[sequence, page]} for sequence {sequence} and {table[0, page]} for the first in column {page}; "
+            "pass fewer shared_pages"
+        )
+    rows: Any = 1 if len(q.shape) == 3 else q.shape[2]
+    if cu_q is not None:
+        rows = None if offsets is None or offsets.ndim != 1 else np.diff(offsets)
+    if lengths is None or lengths.ndim != 1 or rows is None or np.shape(rows) not in ((), lengths.shape):
+        return
+    behind = np.where(rows > 0, rows - 1, 0) if causal else np.zeros_like(rows)
+    early = np.flatnonzero(lengths - behind < keys)
+    if early.size:
+        sequence = int(early[0])
+        count = int(np.broadcast_to(rows, lengths.shape)[sequence])
+        raise InvalidArgumentError(
+            f"[cascade_attention] expected the queries behind the {keys} keys of shared_pages, got {count} of them in "
+            f"sequence {sequence}, which has {lengths[sequence]} keys; pass fewer shared_pages"
+        )
+
+
+def _readable(array: Any) -> Any:
+    """Integers as a NumPy array; None where they are on a device, or no integers at all, which others refuse."""
+    if not isinstance(array, np.ndarray):
+        if getattr(getattr(array, "device", None), "type", None) != "cpu" or array.is_sparse:
+            return None
+        array = np.asarray(array)
+    return array.astype(np.int64) if array.dtype.kind in "iu" else None
 
 
 _PRECISIONS = ("fp16", "bf16", "fp32")

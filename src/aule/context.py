@@ -56,7 +56,14 @@ class Tensor:
     def upload(self, array: npt.ArrayLike) -> Tensor:
         """Copy a host array of the same shape in, converting its dtype; returns the tensor."""
         allocation = self._memory()
-        source = np.asarray(array)
+        try:
+            source = np.asarray(array)
+        except (RuntimeError, TypeError, ValueError) as error:  # uneven lists; tensors elsewhere, or of types of torch
+            raise InvalidDtypeError(
+                f"[upload] expected an array in host memory, got {type(array).__name__} ({error}); convert it to NumPy"
+            ) from error
+        if source.dtype.kind not in "biuf" and source.dtype.name != "bfloat16":
+            raise InvalidDtypeError(f"[upload] expected an array of numbers, got {source.dtype}; convert with .astype")
         if source.shape != self.shape:
             raise InvalidShapeError(f"[upload] expected shape {self.shape}, got {source.shape}; reshape the array")
         data = np.ascontiguousarray(self._stored(source))

@@ -254,7 +254,7 @@ def rope(
         Pairs are neighbouring columns ``2i`` and ``2i + 1``; else ``i`` and ``i + pairs`` (rotate-half).
     position_ids : int32 or int64 array, optional
         ``[seq]`` or ``[batch, seq]``: rows of ``cos`` and ``sin``, which are ``[positions, pairs]`` then. Numbers
-        outside of the table are taken for its first or last row.
+        outside of the table are taken for its first or last row; of int64 kernels look at the lower 32 bits.
     rotary_dim : int, optional
         Columns that are rotated. By default twice the width of ``cos`` where ``x`` has so many, else its width; say it
         where a table of numbers given twice is narrower than half of ``x``.

@@ -60,7 +60,8 @@ def get_backend_info() -> dict[str, Any]:
     -------
     dict
         ``version``, ``python``, ``numpy``, ``platform``; ``forced`` (``AULE_BACKEND``); ``default_device``, where
-        arrays in host memory are computed (None when a forced backend is missing: ``default_error`` says why);
+        arrays in host memory are computed (None when a forced backend is missing or a setting is wrong:
+        ``default_error`` says why);
         ``torch``, for each kind of torch tensor how it is computed on (None without PyTorch or a default device);
         ``backends``, for each by name ``available``, ``devices`` (``device`` as ``backend=`` takes it, and every field
         of its `Target`) and ``error``.
@@ -132,7 +133,8 @@ def _report(info: dict[str, Any]) -> list[str]:
 def _default_line(info: dict[str, Any]) -> str:
     default, forced = info["default_device"], info["forced"]
     if default is None:
-        return f"AULE_BACKEND={forced} cannot be served: {info['default_error']}"
+        what = f"AULE_BACKEND={forced} cannot" if forced else "Host arrays cannot"
+        return f"{what} be served: {info['default_error']}"
     why = "by AULE_BACKEND" if forced else "the first hardware device in order of preference"
     if default == registry.NUMPY and not forced:
         why = "there is no hardware device; a software one is used only when asked for, as backend='vulkan'"

@@ -18,7 +18,7 @@ import torch
 from aule.dispatch import count_op
 from aule.errors import InvalidDtypeError, InvalidShapeError
 from aule.fused import geglu, layer_norm, rms_norm, rope, swiglu
-from aule.ops.attention.rope import checked_frequencies
+from aule.ops.attention.rope import checked_frequencies, frequencies
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 
@@ -213,12 +213,11 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         self._fill(self.cos.shape[0], self.cos.device, self.cos.dtype)
 
     def _fill(self, positions: int, device: Any, dtype: Any = torch.float32) -> None:
+        # By NumPy: a position times a frequency has more digits than float32, and Apple's GPUs have no float64.
+        kind = "float64" if dtype == torch.float64 else "float32"
         with torch.inference_mode(False):  # it lasts longer than a call, which may be followed by others that train
-            # In float64: a position times a frequency has more digits than float32.
-            powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
-            angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * self.base**-powers
-            self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
-            self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+            for name, table in zip(("cos", "sin"), frequencies(positions, self.dim, self.base), strict=True):
+                self.register_buffer(name, torch.as_tensor(table.astype(kind), device=device), persistent=False)
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
         """What all conversions of a module go through. The table has 32 bits, beside narrower heads too, and 64 for

@@ -20,6 +20,13 @@ def _missing(key: bytes | str) -> bool:
     return found is not None and key not in found
 
 
+def _switch(name: str, default: str) -> bool:
+    chosen = os.environ.get(name) or default
+    if chosen not in ("0", "1"):
+        raise InvalidArgumentError(f"[settings] expected {name} to be 0 or 1, got {chosen!r}; change or unset it")
+    return chosen == "1"
+
+
 def backend() -> str | None:
     """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``). With CUDA tensors it is read when a
     call's signature is first seen."""
@@ -31,9 +38,9 @@ def cache_dir() -> Path:
     (a container's user without a home) has one that cannot be written to: code that runs is taken from no folder that
     others may write to."""
     chosen = os.environ.get("AULE_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
     try:
+        if chosen:
+            return Path(chosen).expanduser()  # where no shell has done it, as in a Dockerfile
         if sys.platform == "win32":
             return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "aule" / "cache"
         if sys.platform == "darwin":
@@ -45,7 +52,7 @@ def cache_dir() -> Path:
 
 def disk_cache() -> bool:
     """``AULE_DISK_CACHE=0`` turns the disk cache off."""
-    return os.environ.get("AULE_DISK_CACHE", "1") != "0"
+    return _switch("AULE_DISK_CACHE", "1")
 
 
 def cpu_features() -> str:
@@ -89,7 +96,7 @@ def omp_stack_size() -> str | None:
 
 def vulkan_validation() -> bool:
     """``AULE_VULKAN_VALIDATION=1`` loads Khronos' validation layer and logs what it says."""
-    return os.environ.get("AULE_VULKAN_VALIDATION", "0") == "1"
+    return _switch("AULE_VULKAN_VALIDATION", "0")
 
 
 def vulkan_sdk() -> Path | None:

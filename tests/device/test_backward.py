@@ -85,7 +85,10 @@ def test_float64(device: Device) -> None:
     if device.target.backend != "cpu":
         pytest.skip("float64 is computed by the CPU alone")
     shape = (1, 2, 70, 40)
-    arrays, problem, operands, dout = problem_of(shape, shape, shape, dtype=np.float64, softcap=3.0)
+    arrays, _, _, dout = problem_of(shape, shape, shape, dtype=np.float64)
+    arrays["alibi_slopes"] = np.array([0.3, 0.07], np.float32)  # in float32, and yet nothing is rounded to that
+    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, softcap=3.0)
+    arrays["alibi"] = arrays.pop("alibi_slopes")
     found = gradients(device, problem, operands, dout)
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
@@ -100,15 +103,34 @@ def test_the_same_bits_again(device: Device) -> None:
         assert all(first[name].tobytes() == again[name].tobytes() for name in first)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_dropped_keys_do_not_leak(device: Device, bad: float) -> None:
+def test_dropped_keys_do_not_leak(device: Device, bad: float, softcap: float | None) -> None:
     shape = (1, 2, 70, 16)
     arrays, problem, operands, dout = problem_of(shape, shape, shape, causal=True)
     arrays["k"][:, :, 69], arrays["v"][:, :, 69] = bad, bad  # only the last row may see it
-    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, causal=True)
+    options = {"causal": True, "softcap": softcap}
+    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, **options)
     dout[:, :, 69] = 0
     found = gradients(device, problem, operands, dout)
     assert np.isfinite(found["dq"][:, :, :69]).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_masked_keys_do_not_leak(device: Device, bad: float, softcap: float | None) -> None:
+    """No row keeps them, so nothing of theirs is in any gradient, that of K and the mask included."""
+    rng = np.random.default_rng(0)
+    clean = {name: rng.standard_normal((1, 2, 40, 16)).astype(np.float32) for name in "qkv"}
+    clean["mask"] = np.where(np.arange(40) < 33, np.float32(0.5), np.float32(-np.inf))[None]
+    dout = rng.standard_normal((1, 2, 40, 16)).astype(np.float32)
+    arrays = {name: array.copy() for name, array in clean.items()}
+    arrays["k"][:, :, 33:], arrays["v"][:, :, 33:] = bad, bad
+    problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, softcap=softcap)
+    found = gradients(device, problem, operands, dout)
+    for inputs in (clean, arrays):  # the reference is to be as careful
+        wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **inputs))
+        assert not wrong, wrong
 
 
 def test_rows_without_keys_have_no_gradient(device: Device) -> None:

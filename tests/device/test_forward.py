@@ -100,12 +100,14 @@ def test_kept_nan_does_come_out(device: Device) -> None:
     assert np.isfinite(np.delete(out[0, 0], 2, axis=1)).all()
 
 
-@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("where", ["q", "k", "mask", "bias"])
 def test_nan_score_makes_its_rows_nan(device: Device, where: str) -> None:
     arrays = {name: random(1, 1, 8, 16, seed=i) for i, name in enumerate("qkv")}
+    if where in ("mask", "bias"):
+        arrays[where] = np.zeros((1, 1, 8, 8), np.float32)
     arrays[where][0, 0, 3, 2] = np.nan
     out, lse = run(device, arrays, causal=True, return_lse=True)
-    wild = [3] if where == "q" else range(3, 8)
+    wild = range(3, 8) if where == "k" else [3]
     calm = [row for row in range(8) if row not in wild]
     assert lse is not None
     assert np.isnan(out[0, 0, wild]).all() and np.isnan(lse[0, 0, wild]).all()
@@ -134,6 +136,15 @@ def test_lowest_finite_mask_averages(device: Device) -> None:
     mask = np.full((4, 4), np.finfo(np.float32).min, np.float32)
     out, _ = run(device, {"q": q, "k": k, "v": v, "mask": mask})
     np.testing.assert_allclose(out, np.broadcast_to(v.mean(2, keepdims=True), out.shape), atol=1e-5)
+
+
+def test_float64(device: Device) -> None:
+    """Slopes and sinks are float32, a bias may be: they are numbers like others, and nothing is rounded to that."""
+    if device.target.backend != "cpu":
+        pytest.skip("float64 is computed by the CPU alone")
+    arrays = {name: random(1, 2, 70, 40, seed=i).astype(np.float64) for i, name in enumerate("qkv")}
+    arrays |= {"alibi_slopes": random(2, seed=3), "sinks": random(2, seed=4), "bias": random(70, 70, seed=5)}
+    judge(device, arrays, softcap=3.0, return_lse=True)
 
 
 def test_same_bits_again(device: Device) -> None:

@@ -6,8 +6,12 @@ from __future__ import annotations
 import os
 
 import devices
+import numpy as np
 import pytest
-from rope_cases import Case, judge
+from rope_cases import Case, case_problem, judge, make_inputs
+
+from aule.engine.attention import backward_on_host, forward_on_host, host_view
+from aule.ops.attention.reference import to_f64
 
 CASES = (
     Case("f32", (16, 16), 16, (30, 41)),
@@ -34,6 +38,23 @@ def test_forward_and_gradients(backend: str, case: Case) -> None:
     devices.spare(device, CASES.index(case))
     wrong = judge(case, device)
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("rows", [1, 9, 40])
+@pytest.mark.parametrize("backend", devices.BACKENDS)
+def test_weights_of_large_scores_add_up_to_one(backend: str, rows: int) -> None:
+    """The gradients' weights are of the scores that the forward pass made its log-sum-exps of, rotated rows rounded or
+    not: with dO of ones, dV summed over the keys is the number of rows."""
+    device = devices.need(backend)
+    devices.spare(device, rows // 9)
+    case = Case("bf16", (64, 64), 64, (rows, 60), causal=False, heads=(1, 1))
+    inputs = make_inputs(case)
+    problem, operands = case_problem(case, inputs, scale=1.5)
+    out, lse = forward_on_host(problem, operands, device, exact_lse=True)
+    assert lse is not None
+    ones = host_view("bf16", np.ones(problem.out_shape, inputs["q"].dtype).view(out.dtype))
+    _, _, dv = backward_on_host(problem, operands, device, out, lse, ones)
+    np.testing.assert_allclose(to_f64(dv, "bf16").sum(axis=2), rows, rtol=2**-8)
 
 
 # Each one way, but through CUDA, where the two ways differ most.

@@ -251,3 +251,5 @@ def test_ops_of_the_catalogue(shader: Device, monkeypatch: pytest.MonkeyPatch) -
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
     assert [kernel.entry for kernel in Kernel.launched[-3:]] == ["rms_norm", "rms_norm_backward", "column_sum"]
+    with pytest.raises(aule.InvalidArgumentError, match=r"expected approximate 'none' or 'tanh', got \['tanh'\]"):
+        aule.geglu(x, approximate=["tanh"])

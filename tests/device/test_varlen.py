@@ -130,6 +130,9 @@ def test_torch_keeps_its_promises() -> None:
     at = torch.tensor([0, 3, 8], dtype=torch.int32)
     q = torch.randn(8, 2, 16, requires_grad=True)
     out = aule.flash_attention_varlen(q, q, q, at, at, backend="cpu")
+    dout = torch.randn(8, 2, 16)
+    grads = [torch.autograd.grad(out, q, x, retain_graph=True)[0] for x in (-dout, torch._neg_view(dout))]
+    assert torch.equal(*grads), "what is negated when it is read is a gradient as well"
     with torch.no_grad():
         again = aule.flash_attention_varlen(q, q, q, at, at, backend="cpu", out=torch.empty(8, 2, 16))
         assert torch.equal(again, out)

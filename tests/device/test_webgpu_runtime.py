@@ -80,7 +80,7 @@ def test_devices_and_targets() -> None:
         assert target.f16 == target.storage16 == ("shader-f16" in target.extensions)
         assert not (target.int64 or target.f64 or target.storage8)
         assert target.subgroup_size == 0 or "subgroup" in target.extensions
-        assert hash(target) == hash(target)
+        hash(target)  # it is a part of keys
 
 
 def test_every_scalar_type_and_every_axis_of_the_grid(device: Device) -> None:

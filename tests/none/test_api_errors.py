@@ -278,6 +278,38 @@ def test_a_forced_backend_that_is_missing(kind: str, name: str, monkeypatch: pyt
     good_call(KINDS[kind])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", ["numpy:0", "numpy:", "cpu:", "cpu:-1", "cpu:²", "cpu:x", "cpu:99"])
+def test_a_number_that_is_no_device(kind: str, spec: str) -> None:
+    given = {key: KINDS[kind](x) for key, x in arrays().items()}
+    with pytest.raises(BackendUnavailableError, match=re.escape(repr(spec)) + "|llvmlite"):
+        aule.flash_attention(**given, backend=spec)
+    good_call(KINDS[kind])
+
+
+@pytest.mark.skipif("cpu:0" not in DEVICES, reason="its settings are those of the CPU engine")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "value"), [("AULE_NUM_THREADS", "two"), ("AULE_CPU_FEATURES", "sse"), ("AULE_DISK_CACHE", "off")]
+)
+def test_a_wrong_setting_is_not_passed_over(kind: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who mistypes one gets NumPy's speed, and no gradients, without a word."""
+    monkeypatch.setattr(registry, "_found", {})
+    monkeypatch.setattr(registry, "_errors", {n: registry._errors.get(n) or no_such(n) for n in registry.NAMES[:-2]})
+    monkeypatch.setenv(name, value)
+    given = {key: KINDS[kind](x) for key, x in arrays().items()}
+    with pytest.raises(InvalidArgumentError, match=f"expected {name} to be .*, got '{value}'; change or unset it"):
+        aule.flash_attention(**given)
+    assert name in aule.get_backend_errors().get("cpu", name)
+    monkeypatch.delenv(name)
+    assert registry.choose() is not None, "a setting that was corrected is"
+    good_call(KINDS[kind])
+
+
+def no_such(name: str) -> BackendUnavailableError:
+    return BackendUnavailableError(name, f"[{name}] expected a driver, got none; install one")
+
+
 @pytest.mark.skipif("cuda" in {name.split(":")[0] for name in DEVICES}, reason="there is CUDA here")
 def test_cuda_is_missing_here() -> None:
     with pytest.raises(BackendUnavailableError, match=r"\[cuda\] expected .* install the NVIDIA driver") as caught:
@@ -431,6 +463,27 @@ def test_bad_shared_pages(pages: Any) -> None:
         aule.cascade_attention(pool[0, :1], pool, pool, table, lens, shared_pages=pages)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_that_are_not_shared(kind: str) -> None:
+    """Anything else would be attention to keys of others, or to keys behind a query, without a word."""
+    make = KINDS[kind]
+    pool = make(np.random.default_rng(0).standard_normal((8, 4, 2, 16), np.float32))
+    q = make(np.ones((2, 2, 3, 16), np.float32))
+    table, other = (make(np.array(x, np.int32)) for x in ([[0, 1, 2], [0, 1, 3]], [[0, 1, 2], [0, 4, 3]]))
+    lens = make(np.array([12, 10], np.int32))
+    aule.cascade_attention(q, pool, pool, table, lens, shared_pages=2)
+    with pytest.raises(InvalidArgumentError, match=r"got page 4 for sequence 1 and 1 for the first in column 1; pass"):
+        aule.cascade_attention(q, pool, pool, other, lens, shared_pages=2)
+    offsets = make(np.array([0, 2, 6], np.int32))
+    packed = make(np.ones((6, 2, 16), np.float32))
+    short = make(np.array([12, 7], np.int32))
+    for rows, given in ((q, lens - 1), (q[:, :, 0], short), (packed, lens)):
+        options = {"cu_seqlens_q": offsets} if rows is packed else {}
+        with pytest.raises(InvalidArgumentError, match=r"behind the 8 keys .* got \d of them in sequence 1"):
+            aule.cascade_attention(rows, pool, pool, table, given, shared_pages=2, **options)
+    aule.cascade_attention(packed, pool, pool, table, lens, shared_pages=2, cu_seqlens_q=offsets, causal=False)
+
+
 def test_a_context_that_is_none() -> None:
     with pytest.raises(InvalidArgumentError, match=r"expected an aule\.Aule as context, got str"):
         aule.attention(**arrays(), context="cuda")
@@ -537,6 +590,10 @@ def test_tensors_of_the_wrong_kind(gpu: aule.Aule) -> None:
         gpu.tensor((3, -1))
     with pytest.raises(InvalidShapeError, match=r"expected shape \(2, 5, 8\), got \(2, 5\)"):
         q.upload(GOOD["q"][..., 0])
+    with pytest.raises(InvalidDtypeError, match=r"\[upload\] expected an array in host memory, got list .* to NumPy"):
+        q.upload([[1], [2, 3]])
+    with pytest.raises(InvalidDtypeError, match=r"\[upload\] expected an array of numbers, got <U1"):
+        q.upload(np.full(q.shape, "x"))
     good_gpu_call(gpu)
 
 

@@ -157,4 +157,6 @@ def test_a_field_is_rotated_in_place() -> None:
     angles = np.linspace(0, 3, 20, dtype=np.float32).reshape(5, 4)
     expected = aule.rope(field.copy(), np.cos(angles), np.sin(angles))
     assert aule.rope(field, np.cos(angles), np.sin(angles), inplace=True) is field
+    bits = expected.astype(ml_dtypes.bfloat16)  # viewed by its bits on the way
+    assert aule.rope(bits, np.cos(angles), np.sin(angles), inplace=True) is bits
     np.testing.assert_array_equal(field, expected)

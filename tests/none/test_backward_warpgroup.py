@@ -93,8 +93,9 @@ def test_without_sums(case: tuple[FragmentShape, tuple[int, int], tuple[int, int
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_dropped_infinities_do_not_leak(bad: float) -> None:
+def test_dropped_infinities_do_not_leak(bad: float, softcap: float | None) -> None:
     """Key 5 is dropped for all rows."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((1, 1, 40, 16)).astype(np.float16) for name in "qkv"}
@@ -102,7 +103,8 @@ def test_dropped_infinities_do_not_leak(bad: float) -> None:
     mask[:, 5] = False
     arrays["k"][:, :, 5] = arrays["v"][:, :, 5] = bad
     arrays["mask"] = mask
-    problem, operands = attention_problem(**{name: grid.view_of(array) for name, array in arrays.items()})
+    views = {name: grid.view_of(array) for name, array in arrays.items()}
+    problem, operands = attention_problem(**views, softcap=softcap)
     clean = {name: np.where(np.isfinite(array), array, 0).astype(array.dtype) for name, array in arrays.items()}
     found, dout = run(problem, operands, clean, ONE, target=interpreted())
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **clean))

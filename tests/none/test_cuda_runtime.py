@@ -296,7 +296,7 @@ class TestMemory:
     )
     def test_out_of_range(self, device: CudaDevice, data: np.ndarray, offset: int) -> None:
         allocation = device.alloc(16)
-        with pytest.raises(InvalidArgumentError, match="range inside 16"):
+        with pytest.raises(InvalidArgumentError, match="within the allocation's 16 bytes"):
             device.upload(allocation, data, offset)
 
     def test_refused_arrays(self, device: CudaDevice) -> None:

@@ -17,6 +17,7 @@ import pytest
 from aule import codegen
 from aule.artifact import Artifact, Param
 from aule.engine import cache
+from aule.errors import InvalidArgumentError
 from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.tiles import choose_shape
 from aule.runtime._refused import save_refused
@@ -128,6 +129,23 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert save_refused("ptx", b"code") is None
 
 
+def test_a_home_that_no_shell_has_filled_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a Dockerfile: a folder called ~ wherever the program runs is what nobody wants."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("USERPROFILE", str(folder))
+    monkeypatch.setenv("AULE_CACHE_DIR", "~/kernels")
+    cache.save(cache.key("config"), ARTIFACT)
+    assert cache.load(cache.key("config")) == ARTIFACT
+    assert (folder / "kernels").is_dir()
+
+
+@pytest.mark.parametrize("value", ["off", "false", "2"])
+def test_a_switch_is_0_or_1(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("AULE_DISK_CACHE", value)
+    with pytest.raises(InvalidArgumentError, match=f"expected AULE_DISK_CACHE to be 0 or 1, got '{value}'; change"):
+        cache.load(cache.key("config"))
+
+
 def test_a_read_only_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = cache.key("config")
     cache.save(key, ARTIFACT)
@@ -195,6 +213,7 @@ import sys
 import tempfile
 from aule.artifact import Artifact
 from aule.engine import cache
+from aule.errors import InvalidArgumentError
 me = int(sys.argv[1])
 whole = [bytes([n]) * 300_000 for n in range(4)]
 for turn in range(40):

@@ -344,6 +344,10 @@ def test_out_without_memory_for_every_element() -> None:
         aule.flash_attention(q, k, v, out=np.broadcast_to(np.float32(0), q.shape))
     with pytest.raises(InvalidShapeError, match="expanded tensor"):
         aule.flash_attention(*map(tensor, (q, k, v)), out=torch.zeros(1).expand(q.shape))
+    none = q[:, :, :0]  # whose strides NumPy and torch choose as they like
+    for made in (np.empty_like(none), torch.from_numpy(np.empty_like(none)), torch.zeros(1).expand(none.shape)):
+        convert = tensor if isinstance(made, torch.Tensor) else np.asarray
+        assert aule.flash_attention(*map(convert, (none, k, v)), out=made) is made
 
 
 def test_tensors_elsewhere() -> None:

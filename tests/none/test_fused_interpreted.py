@@ -14,13 +14,18 @@ from aule.engine.fused import result_views
 from aule.engine.memory import STORED, host_view
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
-from aule.ops import row_shapes
+from aule.ops import column_sum, row_shapes
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.column_sum import ColumnSumConfig
+from aule.ops.column_trail import ColumnTrailConfig
 from aule.ops.elements import stored
-from aule.ops.row_shapes import RowTuning, SumTuning
+from aule.ops.norm import plan as norm_plan
+from aule.ops.row_tuning import RowTuning, SumTuning
+from aule.ops.short_sum import ShortSumConfig
 from aule.ops.softmax import plan as softmax_plan
 from aule.ops.spec import Call, OpSpec
 from aule.target import Target
+from aule.tile.spans import SpanShape
 
 TARGETS = {
     "subgroups": replace(GENERIC["ptx"], compute_units=2),
@@ -45,6 +50,8 @@ def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
     work = np.float64 if call.problem.dtype == "f64" else np.float32
     memory = {name: view.storage.reshape(-1) for name, view in views.items()}
     memory |= {name: np.full(count, np.nan, work) for name, count in plan.workspace.items()}
+    zeroed = {name: np.zeros(words, np.int32) for name, words in plan.zeroed.items()}
+    memory |= zeroed
     for step in plan.steps:
         kernel = step.build(step.config, target)
         verify(kernel)
@@ -52,7 +59,11 @@ def run(spec: OpSpec, call: Call, target: Target) -> dict[str, np.ndarray]:
         for name, array in memory.items():
             kinds = {np.dtype(bool): np.uint8, np.dtype(np.int64): np.int32}
             values[f"{name}_ptr"] = array.view(kinds.get(array.dtype, array.dtype))
+        for p in kernel.params:
+            if p.name.removesuffix("_ptr") in plan.workspace and p.dtype == "u32":  # floats of other sizes
+                values[p.name] = values[p.name].view(np.uint32)
         interpret(kernel, step.grid, [values[p.name] for p in kernel.params])
+    assert not any(words.any() for words in zeroed.values())
     return results
 
 
@@ -120,26 +131,28 @@ NVIDIA = replace(GENERIC["spirv"], compute_units=2, subgroup_size=32, max_thread
     "case",
     [
         fused_cases.Case("rms_norm", (5, 512), "bf16"),
-        fused_cases.Case("residual_layer_norm", (3, 2, 2048), "bf16"),
+        fused_cases.Case("residual_layer_norm", (3, 2, 1024), "bf16"),
         fused_cases.Case("rms_norm_rope", (1, 6, 5, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
         fused_cases.Case("rope", (1, 4, 9, 64), "bf16", {"interleaved": False}, layout="heads", pairs=32),
     ],
     ids=str,
 )
-def test_kernels_know_what_all_calls_have(case: fused_cases.Case) -> None:
-    """Through Vulkan on NVIDIA's GPUs kernels read no lengths and strides of rows without gaps, however many rows there
-    are; of others they do."""
+@pytest.mark.parametrize("backend", ["vulkan", "cuda"])
+def test_kernels_know_what_all_calls_have(case: fused_cases.Case, backend: str) -> None:
+    """On NVIDIA's GPUs kernels read no lengths and strides of rows without gaps, however many rows there are; of others
+    they do. Through CUDA RMSNorm does in any case."""
+    target = {"vulkan": NVIDIA, "cuda": TARGETS["subgroups"]}[backend]
     more = replace(case, shape=(*case.shape[:-2], 3 * case.shape[-2], case.shape[-1]))
     gaps = replace(case, layout="rows") if case.layout == "" else replace(case, layout="")
     configs = []
-    for calls in (judged(case, NVIDIA), judged(more, NVIDIA), judged(gaps, NVIDIA)):
+    for calls in (judged(case, target), judged(more, target), judged(gaps, target)):
         spec, call = calls[0]
-        step = spec.plan(call.problem, {**call.views, **result_views(call)}, NVIDIA).steps[0]
-        kernel = step.build(step.config, NVIDIA)
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+        kernel = step.build(step.config, target)
         configs.append((step.config, {p.name for p in kernel.params if p.kind == "scalar"}))
     (config, scalars), (other, _), (_, read) = configs
-    assert replace(config, shape=other.shape) == other and scalars <= {"rows", "eps"}
-    assert "x_stride0" in read
+    assert replace(config, shape=other.shape) == other and "x_stride0" in read
+    assert scalars <= {"rows", "eps"} or (backend == "cuda" and case.op == "rms_norm" and "x_stride0" in scalars)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +244,61 @@ def test_workgroups_that_add_up_their_sums(op: str, dtype: str, monkeypatch: pyt
         assert step.scalars["partials"] * gather == step.grid[0]
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
+@pytest.mark.parametrize(("columns", "dtype"), [(1024, "bf16"), (304, "f16"), (40, "bf16"), (64, "f32")])
+def test_how_partial_sums_lie(op: str, columns: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in halves are the same to the last bit, those of 24 bits and those that are waited for right; columns that
+    no thread has eight of, or of which no 16 are whole, lie in their order or are not cut."""
+    spec = CATALOGUE[op]
+    assert spec.gradient is not None
+    case = fused_cases.Case(op, (37, columns), dtype)
+    arrays = fused_cases.operands(case)
+    call = fused_cases.bound(spec, arrays, fused_cases.options(spec, case))
+    target = replace(NVIDIA, device_fence=True, compute_units=9)
+    backward = fused_cases.gradient_call(spec, arrays, call, run(spec, call, target), case)
+    backward.views["dy"].storage[:, 3] = 0  # whose sums are zero
+    expected = fused_cases.right(spec.gradient, backward)
+    found = {}
+    for layout in ("whole", "halves", "posted", "short"):
+
+        def choose(t: Target, length: int, span: SpanShape, sizes: list[int], n: int, wanted: str = layout) -> str:
+            return wanted if span.width == 8 and length % (16 if wanted == "short" else 8) == 0 else "whole"
+
+        monkeypatch.setattr(norm_plan, "sums_layout", choose)
+        plan = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
+        first, second = plan.steps
+        possible = dtype != "f32" and (layout != "short" or columns != 40)
+        assert first.config.sums == (layout if possible else "whole")
+        kinds = {"short": ShortSumConfig, "posted": ColumnTrailConfig}
+        assert isinstance(second.config, kinds.get(first.config.sums, ColumnSumConfig))
+        words = columns * 3 // 4 if first.config.sums == "short" else columns
+        words *= first.grid[0] * (1 if op == "rms_norm" else 2)
+        posted = first.config.sums == "posted"
+        assert (plan.workspace, plan.zeroed) == (({}, {"posted": words}) if posted else ({"partial": words}, {}))
+        found[layout] = run(spec.gradient, backward, target)
+        fused_cases.judge(backward, found[layout], expected, gradient=True)
+    for name, array in found["whole"].items():
+        np.testing.assert_array_equal(array, found["halves"][name])
+
+
+@pytest.mark.parametrize(("units", "lanes"), [(5, 32), (5, 4), (24, 4)])
+def test_sums_of_columns_that_know_how_many_there_are(units: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many workgroups as a GPU has at a time: no number is read, also where the last threads have fewer rows, or
+    all come back for more. Of fewer, the number is read, so that there is no kernel for each."""
+    target = replace(TARGETS["subgroups"], compute_units=units)
+    monkeypatch.setattr(column_sum, "_FEWEST_LANES", lanes)
+    monkeypatch.setattr(column_sum, "_RESIDENT", 1)
+    monkeypatch.setattr(column_sum, "_AT_ONCE", (5, 5))
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: SumTuning(parts=1, resident=128))
+    for rows in (3 * units, units - 1):
+        _, (spec, call) = judged(fused_cases.Case("layer_norm", (rows, 1024), "bf16"), target)
+        step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[1]
+        names = [p.name for p in step.build(step.config, target).params]
+        assert step.scalars["partials"] == min(units, rows)
+        assert names == (["partial_ptr", "dweight_ptr", "dbias_ptr"] if rows > units else names)
+        assert {"length", "partials"} <= set(names) or rows > units
+
+
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
@@ -259,6 +327,39 @@ def test_rows_of_a_cluster(forward: RowTuning, backward: SumTuning, monkeypatch:
             assert step.config.shape.cluster > 1 and step.grid[0] % step.config.shape.cluster == 0
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        SumTuning(parts=4, threads=96, widest=512, resident=96, ahead=2, columns="kept", cluster=4, mail=2),
+        SumTuning(parts=2, threads=256, widest=512, resident=256, ahead=1, columns="kept", cluster=2, mail=2),
+        SumTuning(parts=1, threads=64, widest=512, resident=64, ahead=3, cluster=8, mail=2),
+    ],
+    ids=["one subgroup each", "several", "few columns"],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "residual_layer_norm"])
+def test_rows_that_are_exchanged_by_mail(op: str, dtype: str, way: SumTuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows over clusters, some of which are whole zeros, so that numbers are zero; more rows than there are places."""
+    monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
+    target = replace(TARGETS["subgroups"], arch="sm_90", max_cluster=8, max_shared_bytes=232448, compute_units=18)
+    case = fused_cases.Case(op, (23, 4096 if way.parts > 1 else 2048), dtype)
+    spec = CATALOGUE[op]
+    assert spec.gradient is not None
+    arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
+    for array, _ in arrays.values():
+        if array.ndim > 1:
+            array[3:5] = 0
+    plain = fused_cases.bound(spec, arrays, options)
+    call = spec.call(plain.views, options, (*spec.outputs, *spec.kept))
+    backward = fused_cases.gradient_call(spec, arrays, call, run(spec, call, target), case)
+    plan = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
+    shape = plan.steps[0].config.shape
+    assert shape.mail == 2 and shape.cluster == way.cluster and shape.slots > 1
+    assert plan.steps[0].scalars["partials"] * shape.cluster == plan.steps[0].grid[0] <= 18
+    expected = fused_cases.right(spec.gradient, backward)
+    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+
+
 @pytest.mark.parametrize("columns", [1024, 4096, 9216])
 def test_softmax_as_on_hopper(columns: int) -> None:
     """Weights that are drawn early, subgroups that meet once, later rows that are fetched: more rows than a device has
@@ -270,6 +371,29 @@ def test_softmax_as_on_hopper(columns: int) -> None:
     fused_cases.judge(call, run(spec, call, target), fused_cases.right(spec, call), gradient=False)
     config = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0].config
     assert (config.early, config.meets, config.fetches, config.narrow) == ("masks", columns > 1024, True, True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_gradients_of_long_rows_mask_what_comes(dtype: str, causal: bool) -> None:
+    """On Hopper, with numbers of each row kept: what comes for weights that were dropped, or do not count, is nothing,
+    Inf and NaN included, and what comes for others stays as narrow as it is."""
+    spec, target = CATALOGUE["softmax_dropout"], replace(TARGETS["subgroups"], max_cluster=8, compute_units=1)
+    assert spec.gradient is not None
+    case = fused_cases.Case("softmax_dropout", (2, 3, 9216), dtype, {"dropout_p": 0.3, "causal": causal})
+    arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
+    call = spec.call(fused_cases.bound(spec, arrays, options).views, options, ("y", "statistics"))
+    found = run(spec, call, target)
+    backward = fused_cases.gradient_call(spec, arrays, call, found, case)
+    dy, nothing = backward.views["dy"].storage, found["y"] == 0
+    if causal:
+        dy[0, 0, np.flatnonzero(nothing[0, 0])[:2]] = (0x7FC0, 0x7F80) if dtype == "bf16" else (np.nan, np.inf)
+    given = {name: view for name, view in backward.views.items() if name != "y"}
+    backward = spec.gradient.call(given, options)
+    expected = fused_cases.right(spec.gradient, backward)
+    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+    step = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target).steps[0]
+    assert (step.config.early, step.config.spans[0].packed, step.config.shape.registers) == ("masks", True, 64)
 
 
 @pytest.mark.parametrize("early", ["words", "masks"])

@@ -24,8 +24,14 @@ from aule.kernels import (
     SwiGLUKernel,
 )
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.row_shapes import SUMS, Work, choose_rows, choose_sums, has_moments, rounds_fused, row_grid
+from aule.ops.column_trail import ColumnTrailConfig
+from aule.ops.row_shapes import choose_rows, has_moments, rounds_fused, row_grid, sums_layout
+from aule.ops.row_tuning import SUMS, Work
+from aule.ops.step import Step
+from aule.ops.sum_tuning import choose_sums
+from aule.target import Target
 from aule.tile.rows import RowShape
+from aule.tile.spans import SpanShape
 from aule.view import TensorView, contiguous_strides
 
 KERNELS: dict[str, FusedKernel] = {
@@ -84,7 +90,7 @@ def test_assembled_without_spills(name: str, tmp_path: Path) -> None:
     assert "0 bytes spill stores" in assembled(ptxas, artifact, tmp_path)
 
 
-@pytest.mark.parametrize("length", [1024, 4096, 8192, 16384])
+@pytest.mark.parametrize("length", [256, 512, 768, 1024, 4096, 8192, 16384])
 @pytest.mark.parametrize(
     ("name", "kept"),
     [("rms_norm", False), ("layer_norm", False), ("layer_norm", True), ("residual_layer_norm", True)],
@@ -119,6 +125,28 @@ def test_gradients_read_ahead(name: str, kept: bool, length: int, tmp_path: Path
     assert registers is not None
     each = -(-int(registers[1]) // 8) * 8
     assert shape.resident * shape.workgroup * each <= 1 << 16
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_of_long_softmax_keeps_all_in_registers(causal: bool, tmp_path: Path) -> None:
+    """Two workgroups of 512 threads fit a multiprocessor: with weights, and with what comes for them as narrow as it
+    is, which is masked by bits."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    target = replace(HOPPER, max_shared_bytes=232448, max_cluster=8, overlap=True)
+    spec = CATALOGUE["softmax_dropout"].gradient
+    assert spec is not None
+    shapes = {"dy": (1024, 16384), "x": (1024, 16384)}
+    views = {n: TensorView("bf16", shape, contiguous_strides(shape), "cuda", None) for n, shape in shapes.items()}
+    views["statistics"] = TensorView("f32", (2, 1024), (1024, 1), "cuda", None)
+    views["seed"] = TensorView("i32", (2,), (1,), "cuda", None)
+    call = spec.call(views, {"dropout_p": 0.1, "causal": causal, "scale": 1.0})
+    step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+    assert step.config.shape.workgroup == 512 and step.config.awaits
+    said = assembled(ptxas, generate(step.build(step.config, target), target), tmp_path)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert "0 bytes spill stores" in said and registers is not None and int(registers[1]) <= 64
 
 
 def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) -> None:
@@ -195,6 +223,35 @@ def test_devices_that_nobody_has_measured_read_no_rows_ahead() -> None:
     assert choose_sums(replace(HOPPER, arch="sm_75"), 4096, work) is SUMS
 
 
+def test_which_rows_lie_over_clusters() -> None:
+    """Gradients that exchange all numbers of a row at once, of rows of which a cluster's threads have as much each, on
+    devices with clusters and room for two blocks; others are laid out as ever."""
+    hopper = replace(HOPPER, max_shared_bytes=232448, max_cluster=8)
+    small = replace(hopper, max_shared_bytes=65536)
+    before = replace(hopper, max_cluster=1)
+    work = Work(sums=2, columns=True, copied=(2, 2, 2), centred=True, exchanged=2)
+
+    def shape_of(target: Target, length: int, work: Work = work, rows: int = 4096) -> RowShape:
+        size = max(work.copied)
+        return choose_rows(target, "bf16" if size == 2 else "f32", length, 16 // size, rows, work)[0]
+
+    clusters = {n: shape_of(hopper, n).cluster for n in (2048, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 20480)}
+    assert clusters == {
+        2048: 1, 4096: 2, 5120: 1, 6144: 2, 7168: 1, 8192: 8, 12288: 8, 16384: 8, 20480: 1,
+    }  # fmt: skip
+    assert row_grid("layer_norm_backward", shape_of(hopper, 16384), 4096, hopper) == (120, 1, 1)
+    for length in (4096, 8192, 16384):
+        assert shape_of(hopper, length).mail == 2
+        for target, other in ((small, work), (before, work), (hopper, replace(work, exchanged=0))):
+            shape = shape_of(target, length, other)
+            assert shape.cluster == 1 and shape.mail == 0
+            assert shape == shape_of(target, length, replace(work, exchanged=0))
+    wide = replace(work, copied=(4, 4, 4))
+    assert [shape_of(hopper, n, wide).cluster for n in (4096, 8192, 16384)] == [1, 1, 8]
+    alone = Work(sums=1, columns=True, copied=(2, 2), exchanged=2)
+    assert [shape_of(hopper, 8192, alone, rows).cluster for rows in (4096, 1 << 16)] == [8, 1]
+
+
 def test_norms_through_vulkan_on_nvidia() -> None:
     """Long rows are rounded by a fused operation, LayerNorm's are packed, and of shorter ones the first weights come
     before the exchange; with a residual those are rounded so, too, and short ones have many threads; three of these are
@@ -216,6 +273,51 @@ def test_norms_through_vulkan_on_nvidia() -> None:
     assert (span.columns, span.packed) == ("late", False)
     shape, _ = choose_rows(target, "bf16", 1024, 8, 8192, Work(sums=2, columns=True, copied=(2, 2, 2), centred=True))
     assert (shape.threads, shape.slots, shape.resident) == (128, 3, 2)
+
+
+def test_which_partial_sums_are_in_halves_or_short() -> None:
+    """Through Vulkan on NVIDIA's GPUs, of parts of eight columns; short ones of long rows, for results of 16 bits."""
+    target = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, max_shared_bytes=48 << 10)
+    eight = SpanShape(8, 4)
+    assert sums_layout(target, 16384, eight, [2, 2], 128) == "short"
+    assert sums_layout(target, 16384, eight, [2], 128) == "halves"
+    for sizes in ([4, 4], [2, 4]):
+        assert sums_layout(target, 16384, eight, sizes, 128) == "halves"
+    assert sums_layout(target, 16392, eight, [2, 2], 128) == "halves"  # no whole 16
+    assert sums_layout(target, 4096, eight, [2, 2], 264) == "halves"
+    assert sums_layout(target, 4096, SpanShape(4, 4), [4, 4], 264) == "whole"
+    assert sums_layout(target, 1 << 20, SpanShape(8), [2, 2], 64) == "whole"  # not in registers
+    assert sums_layout(target, 4096, eight, [], 264) == "whole"
+    for other in (HOPPER, replace(target, vendor="amd", device_fence=True, compute_units=132)):
+        assert sums_layout(other, 16384, eight, [2, 2], 128) == "whole"
+
+
+def test_which_sums_are_waited_for() -> None:
+    """Few of them, where a multiprocessor is left to those that make them whichever launch begins first."""
+    base = replace(target_for("spirv"), vendor="nvidia", max_threads=1024, subgroup_sizes=(32,), device_fence=True)
+    target = replace(base, compute_units=132)
+    spec = CATALOGUE["layer_norm"].gradient
+    assert spec is not None
+
+    def steps(target: Target, columns: int, rows: int = 1 << 14) -> tuple[Step, ...]:
+        shapes = {"dy": (rows, columns), "x": (rows, columns), "weight": (columns,), "bias": (columns,)}
+        views = {n: TensorView("bf16", x, contiguous_strides(x), "vulkan", None) for n, x in shapes.items()}
+        call = spec.call(views, {"eps": 1e-5})
+        return spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps
+
+    many = 1 << 14
+    for units, columns, rows in (
+        (9, 64, many), (9, 1024, many), (17, 1032, many), (132, 1024, many), (150, 1032, many), (132, 16384, 40),
+    ):  # fmt: skip
+        first, second = steps(replace(target, compute_units=units), columns, rows)
+        config = second.config
+        assert first.config.sums == "posted" and second.together and not first.together, (units, columns)
+        assert isinstance(config, ColumnTrailConfig) and 0 < second.grid[0] * second.grid[1] < units
+        assert second.grid[0] * config.columns >= columns and config.threads <= 1024
+        assert config.lanes * config.rows >= first.grid[0]
+    others = [{"compute_units": 0}, {"device_fence": False}, {"vendor": "amd"}, {"compute_units": 2}]
+    for other in (steps(target, 4096), *(steps(replace(target, **change), 1024) for change in others)):
+        assert not any(step.together or isinstance(step.config, ColumnTrailConfig) for step in other)
 
 
 def test_long_rows_through_vulkan_park_one_array_where_there_is_room() -> None:

@@ -883,6 +883,51 @@ def test_only_barriers_of_clusters_order_their_workgroups(left_out: dict[str, An
     contains(report(b, [np.zeros(256, np.int32)], (8, 1, 1)), what, read)
 
 
+def of_mail(*, before: bool = True, after: bool = True, plain: bool = False, of: int = 3) -> tuple[Builder, str]:
+    """Workgroups by fours, each of which posts a word to each thread of the next of its cluster, which takes it."""
+    b = Builder("mail", workgroup=32, cluster=4)
+    out, tile = b.buffer("out", i32, "write"), b.shared("tile", i32, 32)
+    t, group = b.thread_id(), b.group_id()
+    b.store(tile, t, 0)
+    if before:
+        b.cluster_barrier()
+    else:
+        b.barrier()
+    posted = here()
+    b.cluster_post(tile, 31 - t, (group + 1) & of, group * 100 + t + 1)
+    word, done = b.var(b.const(0, i32)), b.var(b.const(0, i32))
+    with b.repeat(done):
+        word.value = b.load(tile, t) if plain else b.atomic("exchange", tile, t, 0)
+        done.value = word.value
+    b.store(out, group * 32 + t, word.value)
+    if after:
+        b.cluster_barrier()
+    return b, posted
+
+
+def test_workgroups_of_a_cluster_post_to_each_other() -> None:
+    out = np.zeros(256, np.int32)
+    passes(of_mail()[0], [out], (8, 1, 1))
+    groups = np.arange(8)
+    whose = groups // 4 * 4 + (groups + 3) % 4
+    np.testing.assert_array_equal(out.reshape(8, 32), whose[:, None] * 100 + np.arange(32, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "what"),
+    [
+        ({"before": False}, "no barrier orders the two"),
+        ({"after": False}, "it ends, and"),
+        ({"plain": True}, "no barrier orders the two"),
+        ({"of": 7}, "no workgroup 4 in a cluster of 4"),
+    ],
+    ids=["before", "after", "plain", "number"],
+)
+def test_mail_comes_behind_a_barrier_and_is_taken_by_atomics(left_out: dict[str, Any], what: str) -> None:
+    b, posted = of_mail(**left_out)
+    contains(report(b, [np.zeros(256, np.int32)], (8, 1, 1)), what, posted)
+
+
 def test_all_workgroups_of_a_cluster_arrive() -> None:
     b = Builder("alone", workgroup=32, cluster=2)
     b.buffer("out", f32, "write")

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("llvmlite", reason="gradients need the CPU engine")
 
 from test_integrations_transformers import DECODERS, IDS, decoder  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 MODELS = {name: DECODERS[name] for name in ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt2")}
 MODELS |= {"qwen2": decoder("Qwen2"), "gemma": decoder("Gemma")}
@@ -138,6 +139,7 @@ def test_what_stays() -> None:
     assert "left as they are: 1 x LlamaMLP, which has hooks" in str(report)
     aule.patch_model(model)
     assert aule.patch_model(model).swapped == {}, "once is enough"
+    assert aule.patch_model(made("gpt2"), layer_norm=False).swapped == {}, "known, and not wanted"
     with pytest.raises(aule.InvalidArgumentError, match="expected a model of Llama, Mistral"):
         aule.patch_model(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with pytest.raises(aule.InvalidArgumentError, match=r"expected a torch\.nn\.Module, got list"):
@@ -220,6 +222,24 @@ def test_rotary_embedding() -> None:
         for x, y in zip(found, right, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rotary(q), rotary(q, k)[0])
+    cos, sin = aule.precompute_rope_frequencies(9, 8, device="cpu")
+    assert torch.equal(rotary.cos[:9], cos) and torch.equal(rotary.sin[:9], sin)
+
+
+def test_rotary_embedding_on_a_device_without_float64() -> None:
+    """Apple's GPUs are such; the meta device stands for one."""
+
+    class WithoutFloat64(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.is_meta and found.dtype == torch.float64:
+                raise TypeError("this device has no float64")
+            return found
+
+    with WithoutFloat64():
+        rotary = aule.nn.RotaryEmbedding(8, max_positions=4, device="meta")
+        assert rotary(torch.empty(1, 2, 9, 8, device="meta")).shape == (1, 2, 9, 8)
+    assert rotary.cos.is_meta and rotary.cos.shape == (9, 4)
 
 
 def test_a_rotary_embedding_of_keys_that_are_more() -> None:

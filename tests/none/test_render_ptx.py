@@ -603,3 +603,25 @@ def test_two_16_bit_numbers_by_one_instruction() -> None:
     assert pairs(u16, "sm_80")[1] == set()
     assert pairs(u16, "sm_90") == ("8.0", {"max.u16x2", "add.u16x2"})
     assert pairs(u32, "sm_90")[0] == "7.8"
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_the_last_barrier_of_a_cluster_waits_for_no_stores(more: bool, tmp_path: Path) -> None:
+    """It is there so that nobody ends while others read; where anything comes behind it, it is as others are."""
+    b = Builder("neighbours", 32, cluster=2)
+    tile, out, t = b.shared("tile", i32, 32), b.buffer("out", i32, "write"), b.thread_id()
+    b.store(tile, t, t)
+    for first in (True, False):
+        b.cluster_barrier()
+        if first:
+            b.store(out, t, b.cluster_load(tile, t, 1 - (b.group_id() & 1)))
+    if more:
+        b.store(out, t + 32, t)
+    kernel = b.finish()
+    made = text(kernel)
+    arrivals = re.findall(r"barrier\.cluster\.arrive\S*;", made)
+    usual, alone = "barrier.cluster.arrive.aligned;", "barrier.cluster.arrive.relaxed.aligned;"
+    assert arrivals == [usual, usual if more else alone] and made.count("barrier.cluster.wait.aligned;") == 2
+    assert made.split()[1] == ("7.8" if more else "8.0")
+    if PTXAS is not None:
+        assert "warning" not in assemble(tmp_path, [kernel], "sm_90")

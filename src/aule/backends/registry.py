@@ -102,6 +102,8 @@ def devices(name: str) -> list[Device]:
             served = backend(name)
             try:
                 _found[name] = served.devices()
+            except InvalidArgumentError:  # a variable of the environment, which the program may correct
+                raise
             except AuleError as error:
                 _errors[name] = copy.copy(error)
                 log.debug("backend %s: %s", name, error)
@@ -130,15 +132,21 @@ def available() -> dict[str, list[Device]]:
 
 def errors() -> dict[str, str]:
     """Why each other backend was refused, and the remedy."""
-    available()
-    return {name: error.message for name, error in _errors.items()}
+    result = {}
+    for candidate in BACKENDS:
+        try:
+            devices(candidate.name)
+        except AuleError as error:
+            result[candidate.name] = error.message
+    return result
 
 
 def choose(spec: str | None = None) -> Device | None:
     """The device for arrays in host memory; None stands for NumPy.
 
     ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``); one that is missing
-    raises. Without it the first real device in order of preference is taken; a software rasteriser never is.
+    raises. Without it the first real device in order of preference is taken; a software rasteriser never is. A wrong
+    variable of the environment raises too, rather than cost a device.
     """
     wanted = settings.backend() if spec is None else asked(spec)
     if wanted is not None:
@@ -148,6 +156,8 @@ def choose(spec: str | None = None) -> Device | None:
             continue  # raising its refusal again would cost more than a small call of attention
         try:
             real = [d for d in devices(candidate.name) if not d.target.software]
+        except InvalidArgumentError:
+            raise
         except AuleError:
             continue
         if real:
@@ -167,17 +177,19 @@ def asked(spec: str | None) -> str | None:
 def find(spec: str) -> Device | None:
     """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
     asked(spec)
-    name, _, number = spec.partition(":")
-    if name == NUMPY:
+    name, colon, number = spec.partition(":")
+    if spec == NUMPY:
         return None
+    if name == NUMPY:
+        raise BackendUnavailableError(name, f"[{name}] expected no number, for it is no device, got {spec!r}; drop it")
     if name not in NAMES:
         raise _unknown(
             name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; aule.print_backend_info() lists devices"
         )
     found = devices(name)
-    if not number:
+    if not colon:
         return found[0]
-    if not number.isdigit() or int(number) >= len(found):
+    if not (number.isascii() and number.isdigit()) or int(number) >= len(found):
         have = ", ".join(f"{name}:{d.index} ({d.target.name})" for d in found)
         raise BackendUnavailableError(name, f"[{name}] expected one of {have}, got {spec!r}; choose one of these")
     return found[int(number)]

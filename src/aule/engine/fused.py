@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from aule.backends import registry
 from aule.engine import cpu
-from aule.engine.memory import STORED, Arena, check_memory, host_view
+from aule.engine.memory import STORED, Arena, check_memory, host_view, zeroed
 from aule.engine.probe import find_layout
 from aule.engine.programs import StepLaunches, launch_steps, load_steps
 from aule.errors import AuleError, InvalidArgumentError
@@ -142,6 +142,7 @@ def _through_device(spec: OpSpec, call: Call, device: Device, results: dict[str,
         memory = {name: view.storage for name, view in views.items()}
         memory |= {name: arena.alloc(array.nbytes) for name, array in results.items()}
         memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
+        memory |= {name: zeroed(device, words) for name, words in ready.zeroed.items()}
         launch_steps(ready, device, memory)
         for name, array in results.items():
             finished = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)

@@ -16,6 +16,7 @@ _HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
 
 

@@ -39,6 +39,7 @@ _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return isinstance(array, np.ndarray)
 
 
@@ -186,8 +187,9 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
     given = {operand.name: array for operand, array in zip(spec.operands, arrays, strict=True)}
     for i, output in enumerate(spec.outputs):
         place = call.outputs[output].place
-        if place is not None and not np.may_share_memory(results[i], given[place]):  # `view` had to make a copy
-            given[place][...] = results[i]
+        if place is not None:
+            if not np.may_share_memory(results[i], given[place]):  # `view` had to make a copy
+                given[place][...] = results[i]
             results[i] = given[place]
     return results[0] if len(results) == 1 else tuple(results)
 

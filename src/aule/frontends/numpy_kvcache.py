@@ -19,6 +19,7 @@ Array = npt.NDArray[Any]
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return isinstance(array, np.ndarray)
 
 

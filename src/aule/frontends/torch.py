@@ -23,7 +23,7 @@ from aule.frontends.torch_host import on_host
 from aule.frontends.torch_routes import autocast, dispatches
 from aule.frontends.torch_seeds import seed_on
 from aule.frontends.torch_stage import staged
-from aule.frontends.torch_views import NAMES, changed
+from aule.frontends.torch_views import NAMES
 from aule.ops.attention.precision import checked_precision
 from aule.ops.attention.validate import FLOAT_DTYPES, checked_deterministic, checked_dropout, checked_seed
 from aule.options import AttentionOptions, DecodeOptions
@@ -41,6 +41,7 @@ _CUDA_BUILD = torch_routes.CUDA_BUILD
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return isinstance(array, torch.Tensor)
 
 
@@ -56,8 +57,6 @@ def flash_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.flash_attention(q, k, v, *options)
-    if options.out is not None:
-        changed(options.out)
     try:
         again = repeated.get(options)
     except TypeError:  # a window given as a list, or an array of NumPy
@@ -118,7 +117,6 @@ def flash_attention_varlen(
         return torch_traced.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
     from aule.frontends import torch_varlen
 
-    changed(options.out)
     seeded = type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None
     if seeded or options.deterministic is not False:
         options = _completed("flash_attention_varlen", q, options)
@@ -140,8 +138,6 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         from aule.frontends import torch_traced  # which imports the compiler
 
         return torch_traced.decode(q, k, v, options)
-    if options.out is not None:
-        changed(options.out)
     return torch_decode.decode(q, k, v, options)
 
 

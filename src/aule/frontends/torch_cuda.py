@@ -19,7 +19,15 @@ from aule.errors import DeviceMismatchError
 from aule.frontends.torch_launches import extras_aligned, in_steps, prepared_steps
 from aule.frontends.torch_repeated import Repeated
 from aule.frontends.torch_stage import staged
-from aule.frontends.torch_views import by_value, checked_out, dtype_name, extent, refuse_tracing, require_plain
+from aule.frontends.torch_views import (
+    by_value,
+    checked_out,
+    dtype_name,
+    extent,
+    refuse_tracing,
+    require_plain,
+    written,
+)
 from aule.ops.attention.validate import attention_problem
 from aule.options import AttentionOptions
 from aule.view import TensorView, contiguous_strides
@@ -90,6 +98,8 @@ def on_cuda(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         out = _empty_like(q) if found.like_q else q.new_empty(found.out_shape)
     elif lies_over(out, q, k, v):
         return copied(out, on_cuda(q, k, v, options._replace(out=None)))
+    else:
+        written(out)
     lse = q.new_empty(found.lse_shape, dtype=torch.float32) if want_lse else None
     if found.launch is not None:
         pointers = [qp, kp, vp, out.data_ptr()]

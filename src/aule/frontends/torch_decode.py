@@ -21,7 +21,7 @@ from aule.frontends.torch_decode_host import host_problem, on_host, staged
 from aule.frontends.torch_host import host_view_of
 from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_routes import CUDA_BUILD, refuse_transforms
-from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_tensor
+from aule.frontends.torch_views import by_value, checked_out, integers, refuse_tracing, require_tensor, written
 from aule.frontends.torch_zeroed import zeroed
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.validate import DecodeOperands, check_contents, decode_problem
@@ -143,6 +143,8 @@ def _on_cuda(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
         else:
             out = _empty_like(q) if found.like_q else q.new_empty(found.out_shape)
         pointers["o"] = out.data_ptr()
+    else:
+        written(out)
     lse = None
     if want_lse:
         lse = q.new_empty(found.lse_shape, dtype=torch.float32)

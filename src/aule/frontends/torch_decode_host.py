@@ -19,7 +19,7 @@ from aule.engine.memory import host_view
 from aule.errors import DeviceMismatchError
 from aule.frontends import torch_repeated_host as again
 from aule.frontends.torch_host import host_view_of, layout, remember, shares_memory
-from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, refuse_tracing, require_tensor
+from aule.frontends.torch_views import NAMES, by_value, checked_out, integers, refuse_tracing, require_tensor, written
 from aule.ops.decode.plan import decode_views
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands, check_contents, check_numbers, decode_problem
@@ -51,7 +51,7 @@ def on_host(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
     if out is None:
         out = torch.empty(operands.out_shape, dtype=q.dtype)
     else:
-        checked_out(out, operands.out_shape, q, options.op)
+        written(checked_out(out, operands.out_shape, q, options.op))
     target = operands.lifted(host_view_of(out, "out").storage)
     _, lse = decode_on_host(options.op, problem, operands, device, target)
     return (out, torch.from_numpy(lse).reshape(operands.lse_shape)) if options.return_lse else out
@@ -133,8 +133,7 @@ def _on_engine(given: dict[str, Any], options: DecodeOptions, device: Any, alike
                     (("context_lens", lens), ("block_tables", tables)))  # fmt: skip
         check_contents(options.op, found.problem, *contents)
     dtype = given["q"].dtype
-    if out is None:
-        out = torch.empty(found.out_shape, dtype=dtype)
+    out = torch.empty(found.out_shape, dtype=dtype) if out is None else written(out)
     addresses = {_BUFFERS.get(name, name): x.data_ptr() for name, x in given.items()}
     addresses["o"] = out.data_ptr()
     lse = None

@@ -24,7 +24,7 @@ from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_routes import dispatches, mps, route, wrapped
 from aule.frontends.torch_seeds import seed_on
-from aule.frontends.torch_views import NAMES, changed, dtype_name, refuse_tracing, require_dense, require_tensor
+from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor, written
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
@@ -113,7 +113,15 @@ def _widened(spec: OpSpec, options: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
 
 def place(spec: OpSpec, options: Sequence[Any]) -> int | None:
     """The operand, by its number, in whose place the result of a call goes; None when it is fresh."""
-    return 0 if named_options(spec, options).get("inplace", False) else None
+    number = _inplace(spec)
+    return 0 if number is not None and options[number] else None
+
+
+@cache
+def _inplace(spec: OpSpec) -> int | None:
+    """The number of the option that says so; None where there is none, and of gradients, which are always fresh."""
+    names = [option.name for option in spec.options] if spec.name in CATALOGUE else []
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _not_in_place(spec: OpSpec, options: Sequence[Any]) -> tuple[Any, ...]:
@@ -149,8 +157,27 @@ def _seen(spec: OpSpec, found: tuple[Any, ...]) -> Any:
 
 
 def _apply(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
+    where = place(spec, options)
+    if where is not None and _grad_enabled() and tensors[where].requires_grad:
+        _require_no_leaf(spec, where, tensors[where])
     found = _Fused.apply(spec, options, backend, *tensors)
     return _seen(spec, found) if isinstance(found, tuple) else found
+
+
+def _require_no_leaf(spec: OpSpec, number: int, x: Any) -> None:
+    """Refuse to write over what autograd could not go back from: it would say so, but when it has been written over."""
+    got = None
+    if x.is_leaf:
+        got = "a leaf"
+    elif x._is_view() and x._base.is_leaf and x._base.requires_grad:
+        got = "a view of a leaf"
+    elif x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        got = "one of several views that were made at once"
+    if got is not None:
+        raise InvalidArgumentError(
+            f"[{spec.name}] expected {spec.operands[number].name} that can be written over and needs a gradient, got "
+            f"{got}; clone it first, or leave inplace out"
+        )
 
 
 class _Fused(torch.autograd.Function):  # type: ignore[misc]
@@ -270,6 +297,7 @@ def _wholly(spec: OpSpec) -> frozenset[str]:
 
 
 def required_gradient(spec: OpSpec) -> OpSpec:
+    """The gradient of an op that has one, as all of the catalogue do."""
     assert spec.gradient is not None and spec.gradients is not None
     return spec.gradient
 
@@ -354,22 +382,7 @@ def compute(
         return found
     if where == "host":
         return _on_host(spec, tensors, options, backend, wanted)
-    home = tensors[0].device
-    for operand, x in zip(spec.operands, tensors, strict=True):
-        if x is not None and x.device != home:
-            raise _elsewhere(spec, operand.name, x, home)
     return _staged(spec, tensors, options, backend, wanted)
-
-
-def _staged(
-    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
-) -> tuple[Any, ...]:
-    """`compute` of copies in host memory."""
-    found = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, backend, wanted)
-    where = place(spec, options)
-    if where is not None:
-        return (tensors[where].copy_(found[0]),)
-    return tuple(None if x is None else x.to(tensors[0].device) for x in found)
 
 
 def _of_negated(
@@ -377,7 +390,23 @@ def _of_negated(
 ) -> tuple[Any, ...]:
     """`compute` of tensors some of which PyTorch negates when they are read: what lies in memory is something else."""
     plain = [None if x is None else x.resolve_neg() for x in tensors]
-    found = compute(spec, plain, options, backend, wanted)
+    return _brought(spec, tensors, options, compute(spec, plain, options, backend, wanted))
+
+
+def _staged(
+    spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], backend: str | None, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """`compute` of tensors that go through the host and come back."""
+    home = tensors[0].device
+    for operand, x in zip(spec.operands, tensors, strict=True):
+        if x is not None and x.device != home:
+            raise _elsewhere(spec, operand.name, x, home)
+    found = _on_host(spec, [None if x is None else x.cpu() for x in tensors], options, backend, wanted)
+    return _brought(spec, tensors, options, tuple(None if x is None else x.to(home) for x in found))
+
+
+def _brought(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of a call that was computed on copies of its tensors, in the place where the call wants them."""
     where = place(spec, options)
     return found if where is None else (tensors[where].copy_(found[0]),)
 
@@ -400,7 +429,7 @@ def _on_cuda(
     try:
         found = _cuda_launches.get(key)
     except TypeError:
-        raise _no_key(spec, tensors, options, wanted) from None
+        raise no_key(spec, tensors, options, wanted) from None
     if found is None:
         # Looked up here and not on every call: reading the environment costs 1.3 us.
         if backend is None and not (settings.backend() or "cuda").startswith("cuda"):
@@ -418,7 +447,7 @@ def _on_cuda(
     return launch_on(spec, tensors, found, lambda launch, memory: launch([x.data_ptr() for x in memory], stream))
 
 
-def _no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
+def no_key(spec: OpSpec, tensors: Sequence[Any], options: Sequence[Any], wanted: tuple[str, ...]) -> AuleError:
     """The error for options that cannot be looked up, such as lists, and tensors that have no strides."""
     _bound(spec, tensors, options, wanted)  # which refuses most of them by their names
     return not_plain(spec.name, options)
@@ -438,7 +467,7 @@ def launch_on(spec: OpSpec, tensors: Sequence[Any], found: Prepared, run: Any) -
     first = tensors[0]
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
     results = {
-        name: fresh(shape, strides, dtype=dtype, device=first.device) if place is None else changed(memory[place])
+        name: fresh(shape, strides, dtype=dtype, device=first.device) if place is None else written(memory[place])
         for name, dtype, shape, strides, place in found.outputs
     }
     memory |= results
@@ -459,15 +488,18 @@ def _on_host(
     if device is None or device.target.backend != "cpu":
         call = _bound(spec, tensors, options, wanted, arrays=True)
         arrays = on_host(spec, call, device)
-        named = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
-        found = {name: _arranged(torch.from_numpy(x), call.outputs[name], named) for name, x in arrays.items()}
+        memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
+        found = {
+            name: _arranged(arrays[name], result) if result.place is None else written(memory[result.place])
+            for name, result in call.outputs.items()
+        }
         return tuple(found.get(name) for name in spec.results)
     known: dict[Any, Prepared] = vars(device).setdefault("_torch_fused", {})
     try:
         key = (spec.name, wanted, options, *(_layout(x) for x in tensors))
         ready = known.get(key)
     except (TypeError, RuntimeError):
-        raise _no_key(spec, tensors, options, wanted) from None
+        raise no_key(spec, tensors, options, wanted) from None
     if ready is None:
         call = _bound(spec, tensors, options, wanted, arrays=True)
         views = dict(call.views) | result_views(call)
@@ -481,7 +513,7 @@ def _on_host(
         spec.check(spec.name, ready.problem, plain)
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
-        name: fresh(shape, strides, dtype=dtype) if place is None else changed(memory[place])
+        name: fresh(shape, strides, dtype=dtype) if place is None else written(memory[place])
         for name, dtype, shape, strides, place in ready.outputs
     }
     if not ready.launches.buffers:
@@ -506,14 +538,10 @@ def fresh(shape: tuple[int, ...], strides: tuple[int, ...] | None, **kind: Any) 
     return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
 
 
-def _arranged(x: Any, result: Result, given: dict[str, Any]) -> Any:
-    """A contiguous result, in host memory, as `fresh` would have made it; or the operand in whose place it went."""
-    if result.place is not None:
-        return changed(given[result.place])
-    x = x.view(DTYPES[result.dtype])
-    if result.strides in (None, x.stride()):
-        return x
-    return fresh(result.shape, result.strides, dtype=x.dtype).copy_(x)
+def _arranged(array: Any, result: Result) -> Any:
+    """A contiguous array, in host memory, as a tensor that `fresh` could have made."""
+    x = torch.from_numpy(array).view(DTYPES[result.dtype])
+    return x if result.strides in (None, x.stride()) else fresh(result.shape, result.strides, dtype=x.dtype).copy_(x)
 
 
 def _described(call: Call) -> tuple[Output, ...]:

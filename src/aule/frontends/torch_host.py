@@ -30,6 +30,7 @@ from aule.frontends.torch_views import (
     refuse_tracing,
     require_plain,
     require_tensor,
+    written,
 )
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands, attention_problem
@@ -145,8 +146,7 @@ def _forward(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> 
         ready = cpu.prepare_forward(problem, named(operands, host_view(problem.dtype, target)), device)
         found = _Signature(ready, operands.out_shape, operands.lse_shape, ())
         remember(known, key, found)
-    if out is None:
-        out = torch.empty(found.out_shape, dtype=q.dtype)
+    out = torch.empty(found.out_shape, dtype=q.dtype) if out is None else written(out)
     addresses = _addresses(q, k, v, out, arrays)
     lse = None
     if options.return_lse:
@@ -244,7 +244,7 @@ def _slowly(q: Any, k: Any, v: Any, options: AttentionOptions, device: Any) -> t
     if out is None:
         out = torch.empty(operands.out_shape, dtype=q.dtype)
     else:
-        checked_out(out, operands.out_shape, q)
+        written(checked_out(out, operands.out_shape, q))
     target = _four_axes(host_view_of(out, "out").storage)
     _, lse = forward_on_host(problem, operands, device, target, exact_lse=True)
     return out, None if lse is None else torch.from_numpy(lse).reshape(operands.lse_shape)

@@ -28,6 +28,7 @@ _launches: dict[Any, Launches] = {}
 
 
 def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
     return isinstance(array, torch.Tensor)
 
 

@@ -27,8 +27,8 @@ from aule.frontends.torch_cuda import (
     prepare_launch,
     signature,
 )
-from aule.frontends.torch_fused import Prepared, launch_on, prepare_on
-from aule.frontends.torch_views import keyed
+from aule.frontends.torch_fused import Prepared, launch_on, no_key, prepare_on
+from aule.frontends.torch_views import keyed, written
 from aule.ops.spec import OpSpec
 from aule.options import AttentionOptions
 from aule.runtime._refused import save_refused
@@ -60,7 +60,7 @@ def on_mps(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
         found = _launches[key] = prepare_launch(q, k, v, options, device_of(q))
     if options.out is not None and lies_over(options.out, q, k, v):
         return copied(options.out, on_mps(q, k, v, options._replace(out=None)))
-    out = q.new_empty(found.out_shape) if options.out is None else options.out
+    out = q.new_empty(found.out_shape) if options.out is None else written(options.out)
     lse = q.new_empty(found.lse_shape, dtype=torch.float32) if options.return_lse else None
     if found.launch is not None:
         extra = [getattr(options, name) for name in found.extra]
@@ -82,7 +82,10 @@ def fused_on_mps(
 ) -> tuple[Any, ...]:
     """An op of the catalogue where the tensors lie; planned and built once per signature."""
     key = (spec.name, wanted, options, backend, *(None if x is None else signature(x) for x in tensors))
-    found = _fused_launches.get(key)
+    try:
+        found = _fused_launches.get(key)
+    except TypeError:
+        raise no_key(spec, tensors, options, wanted) from None
     if found is None:
         if len(_fused_launches) >= _MAX_LAUNCHES:
             _fused_launches.clear()

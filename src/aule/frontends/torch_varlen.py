@@ -29,7 +29,7 @@ from aule.frontends.torch_gradients import CONSTANT, last, needs_gradient
 from aule.frontends.torch_host import gradient_device, host_view_of, tensor_like
 from aule.frontends.torch_launches import extras_aligned, prepared_steps
 from aule.frontends.torch_routes import autocast, refuse_transforms
-from aule.frontends.torch_views import checked_out, integers, keyed, refuse_tracing, require_plain
+from aule.frontends.torch_views import checked_out, integers, keyed, refuse_tracing, require_plain, written
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import OP, varlen_problem
@@ -104,6 +104,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]
         # Raises when one of them was changed in place since. Asked for once: checkpointing has them only once.
         saved = ctx.saved_tensors
         q, k, v, sinks, out, lse = saved
+        dout = dout.resolve_neg()  # nobody can be told to hand over another
         with torch.no_grad():
             grads = ctx.gradients(q, k, v, out, lse, dout)
             of_sinks = None
@@ -136,7 +137,7 @@ def _on_host(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     if out is None:
         out = torch.empty((rows, heads, dim), dtype=q.dtype)
     else:
-        checked_out(out, (rows, heads, dim), q, OP)
+        written(checked_out(out, (rows, heads, dim), q, OP))
     target = host_view_of(out, "out").storage.transpose(1, 0, 2)[None]
     _, found = forward_on_host(problem, operands, device, target, exact_lse=wants_gradient)
     lse = None if found is None else torch.from_numpy(found[0])
@@ -201,6 +202,8 @@ def _on_cuda(q: Any, k: Any, v: Any, call: _Call, wants_gradient: bool) -> tuple
     elif lies_over(checked_out(out, (rows, heads, dim), q, OP), q, k, v):
         made, lse, gradients_of = _on_cuda(q, k, v, replace(call, options=options._replace(out=None)), wants_gradient)
         return out.copy_(made), lse, gradients_of
+    else:
+        written(out)
     lse = q.new_full((heads, rows), -torch.inf, dtype=torch.float32) if plain["return_lse"] else None
     numbers = (*plain.values(), max_q, max_k, options.backend)
     kept = arrays | {"alibi": options.alibi_slopes, "cos": options.rope_cos, "sin": options.rope_sin}

@@ -27,6 +27,7 @@ NAMES = {
 
 
 def require_tensor(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
+    """Refuse what is no tensor; ``like`` is the operand that is one."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidDtypeError(
             f"[{op}] expected {name} to be a torch tensor like {like}, got {type(tensor).__name__}; convert it first"
@@ -44,9 +45,9 @@ def require_dense(tensor: Any, name: str, op: str) -> None:
         raise InvalidDtypeError(f"[{op}] expected {name} as a dense tensor, got {tensor.layout}; use .to_dense()")
 
 
-def require_plain(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
+def require_plain(tensor: Any, name: str, op: str = "flash_attention") -> None:
     """Refuse what is no tensor, and tensors whose elements are not simply in memory."""
-    require_tensor(tensor, name, op, like)
+    require_tensor(tensor, name, op)
     require_dense(tensor, name, op)
     if tensor.is_neg():
         raise InvalidDtypeError(
@@ -105,6 +106,7 @@ def keyed(op: str, options: Options) -> Options:
 
 
 def dtype_name(tensor: Any, name: str, op: str = "flash_attention") -> str:
+    """The name of a tensor's dtype in the kernel language."""
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
         raise InvalidDtypeError(
@@ -134,7 +136,7 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any, op: str = "flash_atten
         raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")
     if out.dtype != q.dtype:
         raise InvalidDtypeError(f"[{op}] expected out of q's dtype, got {out.dtype}; allocate it like q")
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+    if out.numel() and any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise InvalidShapeError(
             f"[{op}] expected out with memory for every element, got an expanded tensor; clone it first"
         )
@@ -143,11 +145,9 @@ def checked_out(out: Any, shape: tuple[int, ...], q: Any, op: str = "flash_atten
     return out
 
 
-def changed(x: Any) -> Any:
-    """A tensor that is about to be written: what autograd has kept of it is not valid any more, and says so when it is
-    used, as behind PyTorch's own operators."""
-    if isinstance(x, torch.Tensor):
-        torch.autograd.graph.increment_version(x)
+def written(x: Any) -> Any:
+    """A tensor that a kernel writes to: where autograd has kept it for a gradient, it is to find that out."""
+    torch.autograd.graph.increment_version(x)
     return x
 
 

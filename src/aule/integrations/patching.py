@@ -112,13 +112,15 @@ def patch_model(
         for name, layer in parent.named_children():
             if id(layer) not in made:
                 found = _replacement(layer, model)
-                known = known or found is not None
-                if found is None or not wanted[found[0]]:
+                if found is None:
+                    continue
+                known = True
+                op, make = found
+                if not wanted[op]:
                     continue
                 if _watched(layer):
                     skipped[f"{type(layer).__name__}, which has hooks"] += 1
                     continue
-                op, make = found
                 made[id(layer)] = make().train(layer.training)
                 swapped[op] += 1
                 classes[type(layer).__name__] += 1

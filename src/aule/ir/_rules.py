@@ -243,6 +243,14 @@ def _cluster_load(v: Verifier, op: Op) -> None:
               f"an i32, and {pointer.elem} or a vector of it as the result")  # fmt: skip
 
 
+def _cluster_post(v: Verifier, op: Op) -> None:
+    pointer = v.memory(op, ("shared",), reads=True, writes=True)
+    v.require(op, pointer.elem.bits == 32, "elements of 32 bits")
+    v.require(
+        op, op.args[2].type == pointer.elem and op.args[3].type == i32, f"{pointer.elem} as the value, and an i32"
+    )
+
+
 def _prefetch(v: Verifier, op: Op) -> None:
     v.memory(op, ("global",), reads=True, writes=False)
 
@@ -457,7 +465,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load_once, "prefetch": _prefetch,
     "store": _store, "stream": _stream, "post": _post, "peek": _peek, "atomic": _atomic,
-    "async_copy": _async_copy, "cluster_load": _cluster_load,
+    "async_copy": _async_copy, "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "repeat": _repeat, "if": _if,
     "sync": _nothing, "launch_await": _launch_await,

@@ -338,6 +338,10 @@ class Builder:
         type_: ValueType = elem if lanes == 1 else Vector(elem, lanes)
         return self.emit("cluster_load", (shared, self._index(index), number), type_, align=lanes)
 
+    def cluster_post(self, shared: Value, index: Any, number: Value, value: Any) -> None:
+        """Store to shared memory of the workgroup with this number in the cluster, for an `atomic` there."""
+        self.emit("cluster_post", (shared, self._index(index), self.coerce(value, element(shared.type)), number), None)
+
     def async_commit(self) -> None:
         """The copies since the last one become a group."""
         self.emit("async_commit", (), None)

@@ -25,8 +25,8 @@ Beyond the entries below:
   *what came before* a fence is what a barrier over global memory had ordered before the thread, and *what comes after*
   one is what such a barrier orders behind it. What came before a fence of one thread, which then changes an element by
   an atomic, comes before all that comes after a fence of another thread, which has found that change, or a later one of
-  the same element, by an atomic. An ``ordered`` atomic is one between two fences. A ``post`` counts as an atomic that
-  changes an element, a ``peek`` as one that leaves it as it is.
+  the same element, by an atomic. An ``ordered`` atomic is one between two fences. A ``post``, also by
+  way of a cluster, counts as an atomic that changes an element, a ``peek`` as one that leaves it as it is.
 * *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
   ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
   access "read", indices of loops with uniform bounds, variables that are only ever set to uniform values in uniform
@@ -214,6 +214,14 @@ OPS: dict[str, OpInfo] = {
         "pointer (shared), index, i32 -> element or vector of elements of that array of the workgroup with this number "
         "in the cluster; what that wrote is seen behind a ``cluster_barrier``, and it may end behind another",
         ("align",),
+    ),
+    "cluster_post": OpInfo(
+        "memory",
+        4,
+        "pointer (shared), index, element of 32 bits, i32: a ``post`` to that array of the workgroup with this number "
+        "in the cluster, behind a ``cluster_barrier``; that one finds it there by an atomic, and may end behind "
+        "another",
+        result=False,
     ),
     "async_commit": OpInfo("sync", 0, "the thread's copies since the last one become a group", result=False),
     "async_wait": OpInfo(

@@ -19,7 +19,8 @@ _PLAIN = ("bool", "i32", "f32")
 """Types of constants that need no suffix: the literal gives them away."""
 _INDENT = "  "
 _AT_INDEX = frozenset(
-    {"load", "load_once", "peek", "store", "post", "atomic", "fragment_load", "fragment_store", "cluster_load"}
+    {"load", "load_once", "peek", "store", "post", "atomic", "fragment_load", "fragment_store"}
+    | {"cluster_load", "cluster_post"}
 )
 """Operations whose first two operands are memory and an index into it."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from aule.errors import InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, element, i32, i64
+from aule.ops.column_trail import column_trail_step
 from aule.ops.parameters import Parameters
+from aule.ops.short_sum import short_sum_step
 from aule.ops.step import Step
 from aule.target import Target
+from aule.tile.column_sums import SumsLayout, column_in_halves, fold_lanes
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 from aule.tile.vector import vector_unit, work_type
@@ -21,9 +25,10 @@ from aule.view import TensorView
 class ColumnSumConfig:
     """The kernel that adds up partial sums of columns; ``outputs`` have names and dtypes. A thread has ``width``
     columns, and on a CPU ``vectors`` times as many. It loads ``at_once`` rows before it adds any. With ``pairs``
-    columns of pairs come first ones, second ones and the rest, and are to be neighbours. With ``awaits`` it is started
-    while the launch before ends, which is an ordinary one on the same stream: when that is over, so is all that came
-    before."""
+    columns of pairs come first ones, second ones and the rest, and are to be neighbours; with ``halves`` they come as
+    `aule.tile.column_sums.SumsLayout` has it. With ``awaits`` it is started while the launch before ends, which is an
+    ordinary one on the same stream: when that is over, so is all that came before. ``fixed`` are numbers that all calls
+    have, as in `Parameters`."""
 
     dtype: str
     outputs: tuple[tuple[str, str], ...]
@@ -35,6 +40,8 @@ class ColumnSumConfig:
     pairs: bool = False
     awaits: bool = False
     vectors: int = 1
+    fixed: tuple[tuple[str, int | float], ...] = ()
+    halves: bool = False
 
 
 _COLUMNS = (32, 16, 8)
@@ -51,14 +58,24 @@ H200, 32768 columns of 132 rows with the gradient that left them: 36.1 us with 1
 _CPU_VECTORS, _CPU_TOGETHER = 16, 4
 """Vectors of columns of a task on a CPU, and how many of them it adds up at a time: neighbouring lines of a row. 16
 rows of 16384 columns for two outputs took 0.18 ms on two cores with one line to a task, and so 0.10 (Zen 4)."""
-_FOLDED = 16
-"""Partial sums that one thread adds up at the end."""
 
 
 def column_sum_step(
-    dtype: str, outputs: Sequence[tuple[str, TensorView]], partials: int, length: int, target: Target, pairs: int = 0
+    dtype: str,
+    outputs: Sequence[tuple[str, TensorView]],
+    partials: int,
+    length: int,
+    target: Target,
+    pairs: int = 0,
+    usual: bool = False,
+    layout: SumsLayout = "whole",
 ) -> Step:
-    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours."""
+    """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours. With
+    ``usual`` there are as many rows in most calls, and a kernel for this number pays."""
+    if layout == "posted":
+        return column_trail_step(outputs, partials, length, target)
+    if layout == "short":
+        return short_sum_step(outputs, partials, length, target)
     vectors = 1
     if target.backend == "cpu" and pairs:
         columns = lanes = width = 1
@@ -75,6 +92,7 @@ def column_sum_step(
         if target.backend == "cuda" or target.vulkan_on_nvidia:
             while lanes > _FEWEST_LANES and groups * columns * lanes > target.compute_units * _RESIDENT:
                 lanes //= 2
+    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     config = ColumnSumConfig(
         dtype,
         tuple((name, view.dtype) for name, view in outputs),
@@ -86,6 +104,8 @@ def column_sum_step(
         pairs > 0,
         target.overlap,
         vectors,
+        tuple(numbers.items()) if usual else (),
+        layout == "halves",
     )
     groups = -(-length // (columns * width * vectors))
     if groups > target.max_grid[0]:
@@ -94,7 +114,6 @@ def column_sum_step(
             f"{length}; use backend='cpu'"
         )
     grid = (groups, len(outputs), 1)
-    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     return Step(config, build_column_sum, grid, numbers)
 
 
@@ -105,7 +124,7 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
         b.launch_await()
         b.launch_next()
     cpu = target.backend == "cpu"
-    p = Parameters(b, i64 if cpu or config.index64 else i32)
+    p = Parameters(b, i64 if cpu or config.index64 else i32, dict(config.fixed))
     work = work_type(SCALARS[config.dtype])
     length, partials = p.number("length"), p.number("partials")
     source = p.buffer("partial", work)
@@ -113,6 +132,8 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
     number = b.group_id(1)
     col = (b.group_id(0) * config.columns + column) * (config.width * config.vectors)
     step = b.cast(length, p.index)
+    known = dict(config.fixed).get("partials", 0)
+    alone = 0 < known <= config.lanes * config.at_once  # one round, and rows of which it is known that they are there
 
     def summed(start: Value, width: int, count: int) -> list[Value]:
         """What this thread's rows have at some places side by side."""
@@ -123,33 +144,24 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
                 for i, total in enumerate(totals):
                     total.value = total.value + b.load(source, at + i * width, width, align=1)
         else:
-            with b.loop(lane, partials, config.lanes * config.at_once, name="row") as first:
+            together = config.lanes * config.at_once
+            with nullcontext(lane) if alone else b.loop(lane, partials, together, name="row") as first:
                 rows = [first + i * config.lanes for i in range(config.at_once)]
-                found = [b.load(source, start + b.cast(b.min(row, partials - 1), p.index) * step) for row in rows]
-                there = [b.select(row < partials, x, 0.0) for row, x in zip(rows, found, strict=True)]
+                sure = [alone and (i + 1) * config.lanes <= known for i in range(config.at_once)]
+                places = [row if there else b.min(row, partials - 1) for row, there in zip(rows, sure, strict=True)]
+                found = [b.load(source, start + b.cast(place, p.index) * step) for place in places]
+                parts = zip(rows, found, sure, strict=True)
+                there = [x if there else b.select(row < partials, x, 0.0) for row, x, there in parts]
                 totals[0].value = totals[0].value + fold(b, "add", there)
         return [total.value for total in totals]
 
     def gathered(value: Value) -> Value:
         """The sum over the threads of a column, for the first of them."""
-        lanes, memory = config.lanes, None
-        while lanes > 1:
-            if memory is None:
-                memory = b.shared("sums", work, config.columns * config.lanes)
-                b.store(memory, lane * config.columns + column, value)
-            b.barrier()
-            count = min(lanes, _FOLDED)
-            lanes //= count
-            result = b.var(value)
-            with b.if_(lane < lanes):
-                at = [(lane + i * lanes) * config.columns + column for i in range(count)]
-                result.value = fold(b, "add", [b.load(memory, i) for i in at])
-            value = result.value
-            if lanes > 1:
-                b.barrier()
-                with b.if_(lane < lanes):
-                    b.store(memory, lane * config.columns + column, value)
-        return value
+        if config.lanes == 1:
+            return value
+        memory = b.shared("sums", work, config.columns * config.lanes)
+        b.store(memory, lane * config.columns + column, value)
+        return fold_lanes(b, memory, config.columns, config.lanes)
 
     def add(col: Value, width: int, count: int = 1) -> None:
         inside = b.min(col, length - width * count)
@@ -160,6 +172,8 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             half = p.number("pairs")
             neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
             to = b.select(inside < half * 2, neighbours, inside)
+        if config.halves:
+            to = column_in_halves(b, inside, length)
         outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
         with b.if_(b.eq(lane, 0) & (col < length)):
             for i, out in enumerate(outs):

@@ -3,96 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from aule.ir.types import SCALARS, f32
+from aule.ops.column_trail import trail_shape
+from aule.ops.row_tuning import (
+    LANDS,
+    LARGE_ROWS,
+    LONG,
+    NO_SUMS,
+    SUMS,
+    TUNING,
+    UNITS,
+    RowTuning,
+    SumTuning,
+    Work,
+    is_middle,
+)
 from aule.ops.step import grid_of
+from aule.ops.sum_tuning import choose_sums
 from aule.target import Target
-from aule.tile.rows import RowShape, Through
+from aule.tile.column_sums import SumsLayout
+from aule.tile.rows import RowShape
+from aule.tile.short_floats import RUN, short_words
 from aule.tile.spans import ColumnReads, SpanShape
 from aule.tile.stages import COPIED_BYTES, copies_past_registers
 from aule.tile.vector import vector_unit, work_type
 from aule.view import TensorView
 
-
-@dataclass(frozen=True)
-class RowTuning:
-    """Numbers by which `choose_rows` lays rows over a GPU.
-
-    Attributes
-    ----------
-    parts : int
-        Parts of 16 bytes that a thread has of a row at best.
-    most : int
-        Columns of a row that a thread may keep.
-    threads : int
-        Of a workgroup at least, where rows are short.
-    columns : str
-        When arrays of columns are read, as in `SpanShape`.
-    cluster : int
-        Workgroups that share a row, where they can: of smaller ones more fit a unit, and some load while others
-        compute.
-    registers : int
-        Of a thread at most, where a compiler can be told; 0 leaves it to that.
-    landed : bool
-        Rows are copied past the registers, as in `RowShape`, where they can be.
-    packed : bool
-        What registers hold stays as narrow as it is, as in `SpanShape`.
-    again : bool
-        Passes behind the first read rows again, as in `SpanShape`.
-    """
-
-    parts: int = 4
-    most: int = 64
-    threads: int = 128
-    columns: ColumnReads = "held"
-    cluster: int = 1
-    registers: int = 0
-    landed: bool = False
-    packed: bool = False
-    again: bool = False
-
-
-TUNING = RowTuning()
-
-
-@dataclass(frozen=True)
-class SumTuning(RowTuning):
-    """The same for kernels with sums of columns, which stay in registers, too.
-
-    Attributes
-    ----------
-    batch : int
-        Rows that a thread takes at once, where that leaves enough blocks.
-    widest : int
-        Threads of a row at most, as long as they can keep it: fewer leave room for a second workgroup, and have more
-        registers each, which sums of long rows need.
-    resident : int
-        Threads for each of the device's units: workgroups take one block of rows after the other.
-    ahead : int
-        Blocks of rows that are on their way while one is worked on, as far as shared memory has the room.
-    through : str
-        Where to, as in `RowShape`.
-    gather : int
-        2 where workgroups add up their sums of columns by two, as in `RowShape`, if they can and all have rows.
-    """
-
-    parts: int = 2
-    most: int = 32
-    batch: int = 1
-    widest: int = 256
-    resident: int = 512
-    ahead: int = 1
-    through: Through = "shared"
-    gather: int = 1
-
-
-SUMS = SumTuning(parts=1, most=16, widest=1024, resident=1024, ahead=0)
-"""Where rows are loaded when their turn comes."""
-
-_LONG = 8192
-"""Columns of a row that is not yet a long one."""
 _PARTS = {(1, False): 4, (1, True): 8, (2, False): 2, (2, True): 4}
 """Parts of a thread in norms on NVIDIA's GPUs, by arrays that are written (two with a residual) and whether rows are
 long; through Vulkan four for one array in any case, but for what `_vulkan_tuning` says.
@@ -117,13 +56,6 @@ with 128 threads 4.04, with 32 4.06. Longer rows, without and with that: rms_nor
 residual_rms_norm 3.86 to 3.93 and 4.09 to 4.12, residual_layer_norm 3.76 to 3.87 and 4.04 to 4.08."""
 _MANY_ROWS = 1 << 16
 _SHORT = 1024
-_LANDS = 4096
-"""Columns of a row that loses its mean and need not land in shared memory. 16384 columns, 64 MiB and 1 GiB: 3.53 and
-4.14, in registers 3.32 and 4.05; 8192 columns, 64 MiB, 3.65 and 3.60; 4096 columns 3.73, 4.09 and 3.68, 4.13. Through
-Vulkan such rows are packed, 16384 columns, 64 and 512 MiB: 2.95 and 3.85, before 2.75 and 3.68."""
-_LARGE_ROWS = 1 << 14
-"""Rows with a residual from which on a thread has one part. 4096 columns, 1 GiB, `lasts`, with one, two and four parts:
-residual_rms_norm 4.29, 4.26, 4.25, residual_layer_norm 4.29, 4.26, 4.25; 16384 columns the same with all."""
 _COLUMNS: ColumnReads = "late"
 """Through Vulkan on NVIDIA's GPUs. H200, bf16, 512 MiB, TB/s with weights read late and held: layer_norm of 4096
 columns 4.01, 3.79, of 16384 columns 3.63 (64 registers), 2.22 (78); residual_layer_norm of 16384 columns 3.47, 3.34,
@@ -140,40 +72,13 @@ past them a result of 40 MiB took 5 to 10% longer."""
 _LASTING_BYTES = (256 << 20, 64 << 20)
 """Of all rows that a kernel reads and writes, and where it writes two arrays of them: more than the second-level cache
 holds."""
-_UNITS = 16
-"""Assumed where a device does not say how many units it has."""
+_CLUSTERED = (10, 11)
+"""Of a device's units, how many clusters of eight find at once: those of a cluster are neighbours, and not all units
+have seven that are left. An H200 has place for 15, and 132 units; where there are more than that, some come last."""
 _ROW_SUMS = 5
 """Numbers for each row that kernels with sums of columns exchange, at most."""
 _RESERVED = 1024
 """Bytes of shared memory that CUDA takes of each workgroup's."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a kernel does to rows that matters for how they lie.
-
-    Attributes
-    ----------
-    sums : int
-        For each column, over all rows.
-    columns : bool
-        Arrays of one number for each column are read, or sums made.
-    copied : tuple of int
-        Bytes of an element of each array of rows that is read, where those may come ahead of their turn.
-    written : int
-        Arrays of rows that are written.
-    centred : bool
-        Rows lose their mean.
-    """
-
-    sums: int = 0
-    columns: bool = False
-    copied: tuple[int, ...] = ()
-    written: int = 1
-    centred: bool = False
-
-
-NO_SUMS = Work()
 
 
 def choose_rows(
@@ -215,6 +120,8 @@ def choose_rows(
         rest, block = _shared_bytes(target, dtype, shape, span, work)
         resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
         ahead = min(ahead, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
+    if summing.mail and not (shape.mail and ahead):  # a cluster's threads would not have as much each, or no room
+        return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
     if not ahead:
         return _over_threads(target, length, width, rows, SUMS)
     shape = replace(shape, resident=resident, ahead=ahead, through=summing.through)
@@ -229,7 +136,7 @@ def _can_gather(target: Target, dtype: str, rows: int, shape: RowShape, span: Sp
     pieces = span.parts * span.width * size // COPIED_BYTES
     room = (shape.ahead + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
     alike = shape.through == "shared" and shape.slots == 1 and not span.ragged and pieces % shape.gather == 0
-    groups = shape.resident * (target.compute_units or _UNITS)
+    groups = shape.resident * (target.compute_units or UNITS)
     return size == 4 and shape.gather == 2 <= target.max_cluster and alike and room and rows >= shape.block * groups
 
 
@@ -237,7 +144,7 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
     """Norms on NVIDIA's GPUs, forward."""
     tuning = replace(tuning, threads=_NORM_THREADS)
     if target.backend == "cuda" or work.written > 1:
-        tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > _LONG])
+        tuning = replace(tuning, parts=_PARTS[min(work.written, 2), length > LONG])
     if target.vulkan_on_nvidia:
         return _vulkan_tuning(length, work, tuning)
     if target.overlap and rows < _MANY_ROWS:
@@ -246,9 +153,9 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
             tuning = replace(tuning, parts=1)
         elif narrow and length <= _SHORT and work.centred:
             tuning = replace(tuning, registers=64)
-    if length > _LANDS and work.centred and work.written == 1 and copies_past_registers(target):
+    if length > LANDS and work.centred and work.written == 1 and copies_past_registers(target):
         tuning = replace(tuning, parts=4, columns="late", landed=narrow)
-    elif _is_middle(length) and work.written > 1 and rows >= _LARGE_ROWS:
+    elif is_middle(length) and work.written > 1 and rows >= LARGE_ROWS:
         tuning = replace(tuning, parts=1)
     return tuning
 
@@ -269,28 +176,23 @@ def _vulkan_tuning(length: int, work: Work, tuning: RowTuning) -> RowTuning:
     held 2.91 and 3.94 (3.04 and 4.07 where it reads strides and lengths), not packed 3.03 and 4.12.
     """
     residual = work.written > 1
-    tuning = replace(tuning, columns=_COLUMNS, packed=length > _LONG and work.centred and not residual)
+    tuning = replace(tuning, columns=_COLUMNS, packed=length > LONG and work.centred and not residual)
     if _SHORT // 2 < length <= _SHORT and residual:
         return replace(tuning, parts=1, threads=128)
     if _SHORT // 2 < length <= _SHORT and work.centred:
         return replace(tuning, parts=2, most=16, threads=64)
-    if _is_middle(length) and work.centred:
+    if is_middle(length) and work.centred:
         return replace(tuning, columns="held" if residual else "first")
-    if _is_middle(length) and not work.centred:
+    if is_middle(length) and not work.centred:
         return replace(tuning, parts=1 if residual else 2)
-    return replace(tuning, parts=8) if length > _LONG and residual == work.centred else tuning
-
-
-def _is_middle(length: int) -> bool:
-    """Rows of about 4096 columns."""
-    return _LANDS // 2 < length <= _LANDS
+    return replace(tuning, parts=8) if length > LONG and residual == work.centred else tuning
 
 
 def has_moments(target: Target, dtype: str, length: int, work: Work = NO_SUMS) -> bool:
     """Whether mean and squares of rows are to come from one exchange: on GPUs, of 16-bit numbers. H200, 64 MiB, without
     and with: layer_norm of 16384 columns 3.15 and 3.32, with a residual 3.39 and 3.48, of 1024 columns 3.63 and 3.74;
     through Vulkan, with a residual, 16384 columns 3.03 and 3.14, of 4096 3.42 and 3.46, without 3.19 and 3.14."""
-    long = length > _LONG or (work.written > 1 and _is_middle(length)) or not target.vulkan_on_nvidia
+    long = length > LONG or (work.written > 1 and is_middle(length)) or not target.vulkan_on_nvidia
     return target.backend != "cpu" and SCALARS[dtype].bytes == 2 and long
 
 
@@ -300,124 +202,8 @@ def rounds_fused(target: Target, length: int, work: Work = NO_SUMS) -> bool:
     1.76 and 1.83 (residual_layer_norm), 2.28 and 2.32, 2.54 and 2.55, layer_norm at 1 GiB 3.22 and 3.31. 4096 columns:
     layer_norm 3.19 and 3.14, its gradient 2.72 and 2.68, with a residual 2.36 and 2.34; residual_layer_norm forward
     (`_vulkan_tuning`) 3.46 and 3.48."""
-    middle = _is_middle(length) and work.written > 1 and work.centred
-    return target.vulkan_on_nvidia and (length > _LONG or middle)
-
-
-def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
-    """What was fastest on the H200 for kernels with sums of columns; on devices that nobody has measured, `SUMS`."""
-    if copies_past_registers(target):
-        measured = _COPIED
-    elif target.vulkan_on_nvidia:
-        measured = _CARRIED
-    else:
-        return SUMS
-    if len(set(work.copied)) > 1:
-        return _MIXED if measured is _COPIED and length <= _MIXED_LONGEST else SUMS
-    choices = measured[min(work.sums, 2), max(len(work.copied), 2)]
-    tuning = next((tuning for longest, tuning in choices if length <= longest), SUMS)
-    if tuning.again and work.sums > 1 and rows >= _STEADY * (target.compute_units or _UNITS):
-        return replace(tuning, ahead=0)
-    return tuning
-
-
-_Choices = dict[tuple[int, int], tuple[tuple[int, SumTuning], ...]]
-_FOUR = SumTuning(parts=4, gather=2)
-_ONE_PART = SumTuning(parts=1, widest=1024, resident=1024, through="registers")
-_AGAIN = SumTuning(parts=4, widest=512, ahead=0, columns="again")
-_PASSED = replace(_AGAIN, ahead=1, through="parked", again=True)
-_STEADY = 16
-"""Rows for each unit from which on nothing is to come ahead, where there are two sums and rows are read again; see the
-last lines of `_CARRIED`."""
-_COPIED: _Choices = {
-    (1, 2): (
-        (1024, SumTuning(resident=768, through="registers")),
-        (2048, SumTuning(threads=256, batch=2, ahead=2)),
-        (4096, SumTuning(batch=2)),
-        (16384, replace(_FOUR, ahead=2)),
-    ),
-    (1, 3): ((2048, SumTuning(through="registers")), (4096, SumTuning(batch=2)), (16384, replace(_FOUR, ahead=2))),
-    (2, 2): (
-        (1024, SumTuning(batch=2, ahead=2)),
-        (4096, SumTuning(threads=256, batch=2, ahead=2, gather=2)),
-        (8192, replace(_FOUR, ahead=2, registers=128)),
-        (16384, replace(_FOUR, ahead=2)),
-    ),
-    (2, 3): (
-        (2048, SumTuning(through="registers")),
-        (4096, SumTuning(batch=2, ahead=2, gather=2)),
-        (8192, SumTuning(widest=512, batch=2, gather=2)),
-        (16384, _FOUR),
-    ),
-}
-"""By sums for each column and arrays that are read (norms without and with a residual): rows of up to so many columns.
-
-H200, bf16, 512 MiB, TB/s of what must be read and written; in parentheses `SUMS`:
-
-=======  ===================  ===================  ===================  ===================  ==================
-columns  1024                 2048                 4096                 8192                 16384
-=======  ===================  ===================  ===================  ===================  ==================
-(1, 2)   4.10 (3.79)          3.93 (3.58)          3.96 (3.40)          3.98 (2.98)          3.85 (2.33)
-(1, 3)   4.02 (3.77)          4.01 (3.72)          3.92 (3.67)          3.92 (3.37)          3.85 (1.97)
-(2, 2)   3.84 (3.46)          3.83 (2.89)          3.83 (2.66)          3.74 (2.17)          3.59 (1.32)
-(2, 3)   3.86 (3.47)          3.82 (3.22)          3.83 (3.14)          3.80 (2.79)          3.63 (0.56)
-=======  ===================  ===================  ===================  ===================  ==================
-
-Others: (1, 2) of 1024 columns through shared memory 3.87, through registers with 512 threads 3.62; (1, 3) with 768, of
-which some wait, 3.29. Of 4096 columns through registers 3.41 and, with two sums, 3.15.
-
-Since then two workgroups gather, and LayerNorm has statistics of rows. 64 MiB, in parentheses before: (2, 2) 1024
-columns, with 128 threads in place of 256, 3.11 (2.95), 4096 2.94 (2.72), 8192 2.51 (2.35), 16384 2.58 (2.23); (2, 3)
-4096 2.66 (2.44), 8192 2.50 (2.23), 16384 2.19 (1.77). 1 GiB: (2, 2) 1024 columns 4.16, with 256 threads 4.09, 16384
-3.83, with one block ahead 3.67 (3.65); (2, 3) 16384 4.08 (4.03). Four that gather have 1.56 where two have 2.00.
-"""
-_CARRIED: _Choices = {
-    (1, 2): ((4096, _ONE_PART), (8192, _AGAIN), (16384, _PASSED)),
-    (1, 3): ((8192, _ONE_PART), (16384, _PASSED)),
-    (2, 2): ((8192, SumTuning(widest=512, through="registers")), (16384, _PASSED)),
-    (2, 3): (
-        (1024, replace(_ONE_PART, threads=384, resident=768)),
-        (2048, SumTuning(resident=768, through="registers")),
-        (4096, SumTuning(widest=512, through="parked")),
-        (8192, SumTuning(widest=512, through="registers")),
-        (16384, replace(_PASSED, through="parked alone")),
-    ),
-}
-"""The same through Vulkan, 512 MiB; in parentheses what was chosen before, with bf16 rounded as it is now:
-
-=======  ===================  ===================  ===================  ===================
-columns  1024                 4096                 8192                 16384
-=======  ===================  ===================  ===================  ===================
-(1, 2)   3.97                 3.63                 3.82 (3.50)          3.57 (2.29)
-(1, 3)   3.91                 3.90                 3.82                 3.47 (2.79)
-(2, 2)   3.38                 3.30                 3.15                 2.61 (1.61)
-(2, 3)   3.31                 3.31 (2.75)          3.37                 2.29 (0.33)
-=======  ===================  ===================  ===================  ===================
-
-What was chosen before spills at 16384 columns. Others there: (1, 2) with x parked alone 3.40, (1, 3) 3.52; (2, 2) and
-(2, 3) with nothing ahead 1.98 and 2.09.
-
-(2, 3) has changed since then. 64 MiB and 1 GiB, in parentheses what the table is of: 1024 columns 2.54 and 3.82 (2.32
-and 3.58), with 1024 threads, of which some wait, 2.18 and 3.26; 16384 columns, with 255 registers for each of 256
-threads, 1.59 and 2.95 (1.49 and 2.44). The same for (2, 2): 1.75 and 2.72 (1.86 and 2.95).
-
-Then three rows side by side for (2, 3) of 1024 columns, whose workgroups leave a third of the sums: 64 MiB 2.69 (2.50).
-Four side by side 2.20, in half as many workgroups 2.57; rows of 32 or 64 threads 1.95 to 2.70.
-
-With statistics of rows, 512 MiB, in parentheses without: (2, 2) 1024 columns 3.83 (3.40), 4096 3.76 (3.33); (2, 3) 4096
-3.84 (3.41). 16384 columns: (2, 2) all rows ahead, x parked, by 256 threads 3.11, x alone ahead by 512 3.06 (2.89),
-nothing ahead 2.67; (2, 3) nothing ahead, packed, 3.28, x alone ahead by 256 threads 2.72 (2.72).
-
-16384 columns, what is not parked read again in the last pass rather than kept, strides known, 64 MiB and 1 GiB, in
-parentheses before: (1, 2) x parked 2.71 and 3.92 (2.55 and 3.84), not parked 2.50 and 3.59, nothing ahead 2.00 and
-2.60; (1, 3) x parked 2.43 and 4.03 (2.31 and 3.89), alone ahead 2.38 and 3.98, not read again but packed, nothing
-ahead, 2.46 and 3.97; (2, 2) x parked 2.15 and 3.12 (2.01 and 3.22), alone ahead 1.98, not parked 2.05 and 3.23, by 256
-threads 2.09 and 3.31, nothing ahead 2.00 and 3.47, which is quicker from 2000 rows on by these; (2, 3) x alone ahead
-1.92 and 3.74 (1.89 and 3.66), all ahead 1.73 and 3.06, nothing ahead 1.90 and 3.74, as before with strides known 1.86
-and 3.75.
-"""
-_MIXED, _MIXED_LONGEST = SumTuning(widest=512, through="registers"), 8192
-"""Rows of float32 beside 16-bit ones (layer_norm_linear, 4096 x 4096): 45.0 us; `SUMS` 48.0, by copies 54 to 56."""
+    middle = is_middle(length) and work.written > 1 and work.centred
+    return target.vulkan_on_nvidia and (length > LONG or middle)
 
 
 def _over_threads(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
@@ -449,7 +235,7 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
         return RowShape(threads, slots, exact=rows % slots == 0, registers=tuning.registers, landed=landed), span
     if not span.parts:
         slots = 1  # sums that are not in registers are a workgroup's own
-    batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or _UNITS) else 1
+    batch = tuning.batch if span.parts and rows >= tuning.batch * slots * (target.compute_units or UNITS) else 1
     resident = max(tuning.resident // (threads * slots), 1)
     shape = RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident)
     return replace(shape, registers=tuning.registers), span
@@ -458,11 +244,13 @@ def _over_threads(target: Target, length: int, width: int, rows: int, tuning: Ro
 def _over_cluster(target: Target, length: int, width: int, rows: int, tuning: RowTuning) -> tuple[RowShape, SpanShape]:
     """The same over those of several workgroups, where all have as much of a row."""
     cluster, most = tuning.cluster, target.subgroup_size * target.subgroup_size
+    mail = tuning.mail if isinstance(tuning, SumTuning) else 0
     if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
         shape, span = _over_threads(target, length // cluster, width, rows, tuning)
-        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most // cluster
-        if even and shape.slots == 1 and span.parts and not span.ragged:
-            return replace(shape, cluster=cluster), span
+        most //= cluster * max(mail, 1)  # of a row's numbers from everyone each lane of a subgroup has one
+        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most
+        if even and (mail or shape.slots == 1) and span.parts and not span.ragged:
+            return replace(shape, cluster=cluster, mail=mail), span
     if cluster > 1:
         tuning = replace(tuning, registers=0)  # which are for shorter parts of a row
     return _over_threads(target, length, width, rows, tuning)
@@ -472,9 +260,12 @@ def _shared_bytes(target: Target, dtype: str, shape: RowShape, span: SpanShape, 
     """Bytes of shared memory that a workgroup has in any case, and for each block of rows."""
     size = work_type(SCALARS[dtype]).bytes
     block = sum(work.copied) * span.width * span.parts * shape.batch * shape.workgroup
-    block += size * _ROW_SUMS * shape.batch * shape.workgroup // max(target.subgroup_size, 1)
+    subgroups = shape.workgroup // max(target.subgroup_size, 1)
+    if shape.mail:  # of every subgroup from all that share its row; slots are put together where rows have come
+        senders = shape.threads * shape.cluster // target.subgroup_size
+        return _RESERVED, block + size * shape.mail * senders * subgroups
     slots = size * shape.workgroup * span.width if shape.slots > 1 else 0
-    return slots + _RESERVED, block
+    return slots + _RESERVED, block + size * _ROW_SUMS * shape.batch * subgroups
 
 
 def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: Work) -> tuple[RowShape, SpanShape]:
@@ -501,7 +292,10 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         return grid_of(op, blocks * shape.cluster, target)
     if target.backend == "cpu":
         return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    groups = shape.resident * (target.compute_units or _UNITS) // shape.cluster
+    units = target.compute_units or UNITS
+    if shape.mail:
+        units = units * _CLUSTERED[0] // _CLUSTERED[1]
+    groups = max(shape.resident * units // shape.cluster, 1)
     groups -= groups % shape.gather
     if shape.resident == 1:
         # So many are done no later, and leave fewer sums. H200, 64 MiB, 16384 columns, 132 workgroups and 128, gradient
@@ -513,6 +307,14 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 
+def usual_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
+    """Whether a kernel that loops has as many workgroups as it has for other numbers of rows, or nearly so, so that
+    whoever adds up what they leave may know how many there are: on NVIDIA's GPUs, where rows do not run out first. For
+    each number of columns that is one kernel, or up to seven where shares are made even; it takes 1.3 ms to make, and
+    a driver some ten."""
+    return target.backend == "cuda" and -(-rows // shape.block) > grid[0] // shape.cluster
+
+
 def fixes(target: Target, length: int, work: Work) -> bool:
     """Whether kernels over rows without gaps are to know strides and lengths, rather than to read them.
 
@@ -521,9 +323,57 @@ def fixes(target: Target, length: int, work: Work) -> bool:
     columns 3.27 and 3.39, 3.21 and 3.27, residual_layer_norm of 1024 columns 3.29 and 3.46, rms_norm_rope, which has
     divisions less, 3.05 and 3.36; 1 GiB, where timed, alike. Gradients of long rows: layer_norm of 16384 columns 2.01
     and 2.05, residual_rms_norm 2.31 and 2.39, residual_layer_norm at 1 GiB 3.68 and 3.79; of 4096 columns 2.74 and
-    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12. Through CUDA 0 to 1%.
+    2.72, 2.35 and 2.33. Packed rows: layer_norm of 16384 columns 3.06 and 3.12.
+
+    Through CUDA, where they come with a launch, code is shorter by 5 to 40 instructions of 150 to 1100, but has other
+    registers. Gradients, 64 MiB and 1 GiB, us without and with: residual_layer_norm of 1024, 4096 and 16384 columns
+    21.33 and 21.23, 256.5 and 256.9; 24.17 and 23.85, 259.5 and 257.7; 29.73 and 29.49, 262.2 and 261.7;
+    residual_rms_norm 20.25 and 20.04, 253.9 and 253.5; 22.32 and 22.21, 256.6 and 256.0; 25.97 and 25.77, 257.6 and
+    257.5; layer_norm 32.03 and 31.41, 384.0 and 398.1; 33.89 and 33.44, 393.9 and 392.2; 38.94 and 39.68, 413.9 and
+    416.4; rms_norm of 4096 columns 31.35 and 31.20, 387.1 and 390.9, others within 0.1. Forward, 64 MiB:
+    residual_layer_norm 16.62 and 16.54, 16.65 and 16.55, 19.88 and 19.82, residual_rms_norm of 1024 columns 16.37 and
+    16.08, of 16384 with 66 registers, of which one workgroup fits where two did; rms_norm of 16384 18.51 and 18.74.
+    Others were not timed, but for the gradient of residual_layer_norm of 5120 columns, which spills: 23.07 and 26.09.
     """
-    return target.vulkan_on_nvidia and (not work.sums or length > _LONG)
+    if target.vulkan_on_nvidia:
+        return not work.sums or length > LONG
+    alike = length & (length - 1) == 0 and (length <= _SHORT or is_middle(length) or length > LONG)
+    if target.backend != "cuda" or not alike:
+        return False
+    if work.sums:
+        return len(work.copied) > 2 or (work.sums > 1 and is_middle(length))
+    return work.written > 1 and (work.centred or length <= _SHORT)
+
+
+def fixes_heads(target: Target) -> bool:
+    """The same for rotations of heads, which divide by how many there are. H200, 64 MiB and 1 GiB, us without and with:
+    rms_norm_rope of 1024, 4096 and 16384 columns 19.73 and 19.38, 266.2 and 265.9; 18.92 and 18.39, 255.4 and 254.8;
+    18.35 and 18.12, 252.8 and 252.4; gradients 29.44 and 28.69, 410.9 and 398.9; 29.07 and 28.34, 399.8 and 387.0;
+    29.02 and 28.35, 397.3 and 384.5; rope of 4096 columns 17.16 and 16.98, 255.2 and 254.8."""
+    return target.backend == "cuda" or target.vulkan_on_nvidia
+
+
+def sums_layout(target: Target, length: int, span: SpanShape, sizes: Sequence[int], partials: int) -> SumsLayout:
+    """How kernels leave ``partials`` rows of sums of columns; ``sizes`` are bytes of each element of what becomes of
+    them. For sums that are posted see `aule.ops.column_trail`.
+
+    H200 through Vulkan, bf16, 64 MiB, us, gradients with sums in the order of columns, in halves and short. 16384
+    columns: residual_layer_norm 35.2, 30.8, 29.4, layer_norm 47.3, 43.6, 41.3, rms_norm 37.3, 35.1, 34.8,
+    residual_rms_norm 27.6, 26.2, 25.8. 4096 columns: 28.5, 27.1, 26.9; 36.8, 35.0, 35.0; 35.1, 34.5, 34.8; 24.3, 23.6,
+    24.0. 1024 columns: 25.0, 25.1, 25.2; 34.2, 33.9, 34.1; 31.5, 31.4, 32.1; 23.3, 23.1, 23.8. 1 GiB, 16384 columns:
+    residual_layer_norm 291.3, 287.8, 289.2, layer_norm 466.6, 462.9, 457.0.
+    """
+    if not target.vulkan_on_nvidia or not span.parts or span.width != RUN or not sizes:
+        return "whole"
+    if trail_shape(len(sizes), partials, length, target) is not None:
+        return "posted"
+    short = length > LONG and len(sizes) > 1 and max(sizes) == 2 and length % (2 * RUN) == 0
+    return "short" if short else "halves"
+
+
+def sum_words(length: int, layout: SumsLayout) -> int:
+    """Elements, of the type that is computed in, of a row of partial sums."""
+    return short_words(length) if layout == "short" else length
 
 
 def numbered(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:

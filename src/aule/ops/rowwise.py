@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from aule.errors import DeviceMismatchError, InvalidDtypeError, InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, i32, i64
+from aule.ir.types import SCALARS, Scalar, i32, i64, u32
 from aule.ops.attention.validate import FLOAT_DTYPES
+from aule.ops.column_trail import POSTED
 from aule.ops.parameters import Access, Parameters
 from aule.ops.spec import Result
 from aule.target import Target
 from aule.tile.carried import Carried
-from aule.tile.column_sums import ColumnSums, gather
+from aule.tile.column_sums import ColumnSums, Pieces, SumsLayout, gather, has_pieces, put_together
 from aule.tile.early import Early
 from aule.tile.matrix import divmod_const
 from aule.tile.parked import Parked
@@ -71,6 +72,7 @@ def check_rows(op: str, name: str, view: TensorView) -> None:
 
 
 def check_shape(op: str, name: str, view: TensorView, shape: tuple[int, ...], remedy: str) -> None:
+    """An array of this shape."""
     if view.shape != shape:
         raise InvalidShapeError(f"[{op}] expected {name} of shape {list(shape)}, got {list(view.shape)}; {remedy}")
 
@@ -140,6 +142,8 @@ class RowConfig:
         Results are rounded by a fused operation (`KernelIR.arithmetic`).
     fixed : tuple of (str, int or float)
         Numbers that all calls have, as in `Parameters`.
+    sums : str
+        How rows of partial sums of columns lie in memory.
     awaits : bool
         It begins while the launch before ends, waits for that itself, and lets the next launch do so.
     """
@@ -155,6 +159,7 @@ class RowConfig:
     lasting: bool = False
     fused_rounding: bool = False
     fixed: tuple[tuple[str, int | float], ...] = ()
+    sums: SumsLayout = "whole"
 
     def has(self, name: str) -> bool:
         return any(name == known for known, _ in self.operands)
@@ -329,7 +334,10 @@ class RowKernel:
 
     def partial(self, number: int = 0, shift: Value | int = 0) -> RowArray:
         """Rows of partial sums of columns, from column ``shift`` on; ``number`` tells several such apart."""
-        buffer = self.p.buffer("partial", self.work, "readwrite")
+        if self.config.sums == "posted":
+            buffer = self.p.buffer(POSTED, i32, "readwrite")
+        else:
+            buffer = self.p.buffer("partial", u32 if self.config.sums == "short" else self.work, "readwrite")
         index = self.p.index
         step = self.p.number("sums", index)
         base = step * self.b.cast(self.p.number("partials"), index) * number
@@ -344,9 +352,11 @@ class RowKernel:
         """Store sums of columns; the launch that adds them up may start."""
         if sums:
             self.b.launch_next()
-        if self.config.shape.gather > 1:
-            assert isinstance(self.span.early, Stages)
-            gather(list(sums), self.span.early.memory)  # whose rows nobody needs any more
+        shape, early = self.config.shape, self.span.early
+        if sums and isinstance(early, Stages) and (shape.gather > 1 or (shape.slots > 1 and has_pieces(self.span))):
+            assert self.config.sums == "whole"
+            pieces = Pieces(list(sums), early.memory)  # whose rows nobody needs any more
+            gather(pieces) if shape.gather > 1 else put_together(pieces)
             return
         for total in sums:
             total.finish()

@@ -53,3 +53,9 @@ def grid_of(op: str, blocks: int, target: Target) -> tuple[int, int, int]:
             f"{target.name}, got {blocks}; split the batch"
         )
     return (x, y, 1)
+
+
+def can_wait(target: Target) -> bool:
+    """Whether workgroups may wait for each other: where those that have begun all go on, which no interface promises,
+    it is known how many there is room for, and it was seen to be quicker than fences, or another launch."""
+    return target.vulkan_on_nvidia and target.device_fence and target.compute_units > 0

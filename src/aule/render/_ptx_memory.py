@@ -218,18 +218,28 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
 
 
 def cluster_load(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """A load from another workgroup's shared memory, whose addresses `mapa` knows."""
+    """A load from another workgroup's shared memory."""
     assert op.result is not None
+    memory = replace(addresses.memory(op.args[0]), load="ld.shared::cluster")
+    e.bind(op.result, tuple(_load(e, memory, _elsewhere(e, addresses, op, op.args[2]), lane_count(op.result))))
+
+
+def cluster_post(e: Emitter, addresses: Addresses, op: Op) -> None:
+    """A store to another workgroup's shared memory that may meet its atomics."""
+    memory = replace(addresses.memory(op.args[0]), space="shared::cluster")
+    _store(e, memory, _elsewhere(e, addresses, op, op.args[3]), e.registers(op.args[2]), ".relaxed.cluster")
+
+
+def _elsewhere(e: Emitter, addresses: Addresses, op: Op, number: Value) -> str:
+    """An address in shared memory of another workgroup of the cluster, which `mapa` knows."""
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
     if not base.startswith("%"):
         base = addresses.symbol_of(memory)
-    number = e.registers(op.args[2])[0]
-    there = e.once(("mapa", base, number), "mapa.shared::cluster.u32", "r", base, number)
-    found = _load(e, replace(memory, load="ld.shared::cluster"), at(there, offset), lane_count(op.result))
-    e.bind(op.result, tuple(found))
+    who = e.registers(number)[0]
+    return at(e.once(("mapa", base, who), "mapa.shared::cluster.u32", "r", base, who), offset)
 
 
 def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:

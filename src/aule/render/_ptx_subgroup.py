@@ -11,20 +11,24 @@ _CLAMP = "0x1F"
 """Shuffle segments of the whole warp: segment mask 0, highest lane 31."""
 
 
+def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
+    """A barrier of a cluster. Where it is the ``last`` that a kernel does, nobody looks at memory behind it, and what
+    was stored need not have arrived: it is there so that nobody ends while others read, and what was read is in
+    registers when what was made of it is stored."""
+    if e.arch.number < 90:
+        raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
+    e.line(f"barrier.cluster.arrive{'.relaxed' * last}.aligned;")  # which releases else, and the other acquires
+    e.line("barrier.cluster.wait.aligned;")
+
+
 def render(e: Emitter, op: Op) -> None:
-    """Any operation of the categories ``sync`` and ``subgroup``."""
+    """Any other operation of the categories ``sync`` and ``subgroup``."""
     if op.opcode == "barrier":
         e.line("bar.sync 0;")  # which orders all memory for the threads that take part
         return
     if op.opcode in ("launch_next", "launch_await"):
         if e.arch.number >= 90:
             e.line("griddepcontrol.launch_dependents;" if op.opcode == "launch_next" else "griddepcontrol.wait;")
-        return
-    if op.opcode == "cluster_barrier":
-        if e.arch.number < 90:
-            raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
-        e.line("barrier.cluster.arrive.aligned;")  # which releases, and the other acquires
-        e.line("barrier.cluster.wait.aligned;")
         return
     if op.opcode == "device_fence":
         e.line("fence.acq_rel.gpu;")

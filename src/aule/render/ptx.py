@@ -79,8 +79,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
     if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
         version = "8.1"  # the first with atomics of vectors
-    if version == "7.8" and any(_paired_words(op) for op in kernel.walk()):
-        version = "8.0"  # the first with arithmetic of pairs of 16-bit integers
+    if version == "7.8" and (_ends_together(kernel) or any(_paired_words(op) for op in kernel.walk())):
+        version = "8.0"  # the first with arithmetic of pairs of 16-bit integers, and barriers of clusters alone
     lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
     if dynamic:  # aligned for the panels of warpgroups' products
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]
@@ -101,6 +101,12 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         uses_subgroups=body.emitter.uses_subgroups,
         awaits=arch.number >= 90 and any(op.opcode == "launch_await" for op in kernel.walk()),
     )
+
+
+def _ends_together(kernel: KernelIR, op: Op | None = None) -> bool:
+    """Whether the last that a kernel does is a barrier of clusters: this one, where one is given."""
+    last = kernel.body[-1] if kernel.body else None
+    return last is not None and last.opcode == "cluster_barrier" and (op is None or op is last)
 
 
 def _directives(kernel: KernelIR) -> list[str]:
@@ -161,7 +167,9 @@ class _Body:
             "post": lambda op: _ptx_memory.store(e, self.addresses, op),
             "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
+            "cluster_barrier": lambda op: _ptx_subgroup.cluster_barrier(e, op, _ends_together(kernel, op)),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
+            "cluster_post": lambda op: _ptx_memory.cluster_post(e, self.addresses, op),
             "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),
             "async_copy": lambda op: _ptx_memory.async_copy(e, self.addresses, op),
             "var": self._var,
@@ -178,7 +186,7 @@ class _Body:
             if info.category in ("unary", "binary", "compare") or opcode == "fma":
                 self._handlers[opcode] = lambda op: _ptx_math.lanewise(e, op)
             elif info.category in ("sync", "subgroup"):
-                self._handlers[opcode] = lambda op: _ptx_subgroup.render(e, op)
+                self._handlers.setdefault(opcode, lambda op: _ptx_subgroup.render(e, op))
             elif info.category == "fragment":
                 self._handlers[opcode] = lambda op: _ptx_fragment.render(e, self.addresses, op)
             elif info.category == "warpgroup":

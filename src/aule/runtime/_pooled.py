@@ -227,17 +227,11 @@ class PooledDevice(Device, Generic[B]):
             raise ClosedError(f"[{self.target.backend}] expected live memory, got a freed allocation")
         return block
 
-    def _flat(self, array: npt.NDArray[Any], nbytes: int, offset: int) -> npt.NDArray[np.uint8]:
-        """The array's bytes, after checking that they fit into an allocation of ``nbytes`` at ``offset``."""
-        if not array.flags.c_contiguous:
-            raise InvalidArgumentError(
-                f"[{self.target.backend}] expected a C-contiguous array, got a strided one; use ascontiguousarray"
-            )
-        if offset < 0 or offset + array.nbytes > nbytes:
-            raise InvalidArgumentError(
-                f"[{self.target.backend}] expected a copy within the allocation's {nbytes} bytes, got {array.nbytes} "
-                f"at offset {offset}"
-            )
+    def _flat(
+        self, allocation: Allocation, array: npt.NDArray[Any], offset: int, *, into: bool = False
+    ) -> npt.NDArray[np.uint8]:
+        """The bytes of an array that can be copied, as `check_copy` has it."""
+        self.check_copy(allocation, array, offset, into=into)
         return array.reshape(-1).view(np.uint8)
 
     def _matched(self, program: Program, args: Sequence[Allocation | int | float]) -> list[B | int | float]:

@@ -239,9 +239,9 @@ class Instance:
         try:
             vk.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(self.handle))
         except AuleError as error:
-            raise BackendUnavailableError(
-                "vulkan", f"[vulkan] no driver could be started: {error.message}; {driver_remedy()}"
-            ) from None
+            if isinstance(error, BackendUnavailableError):  # which has the remedy
+                raise
+            raise BackendUnavailableError("vulkan", f"{error.message}; {driver_remedy()}") from None
         if messenger is not None:
             vk.vkCreateDebugUtilsMessengerEXT(self.handle, ctypes.byref(messenger), None, ctypes.byref(self._messenger))
 

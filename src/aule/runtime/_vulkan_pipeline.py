@@ -199,9 +199,9 @@ class Pipelines:
 
     def save_cache(self) -> None:
         """Writes the cache to disk if it changed; a disk that does not want it is no error."""
-        if not settings.disk_cache():
-            return
         try:
+            if not settings.disk_cache():
+                return
             data = self.cache_data()
             if data != self._saved and self._cache_fits(data):
                 store.write_whole(self._path, data)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy.typing as npt
 
 from aule.artifact import Artifact
+from aule.errors import InvalidArgumentError
 from aule.target import Target
 
 
@@ -82,6 +83,23 @@ class Device(ABC):
     @abstractmethod
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         """Copy from the allocation into a writable C-contiguous array; waits for the work before it."""
+
+    def check_copy(self, allocation: Allocation, array: npt.NDArray[Any], offset: int, *, into: bool = False) -> None:
+        """Refuse an array that cannot be copied to ``offset`` bytes into an allocation, or from there ``into`` it."""
+        backend = self.target.backend
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(
+                f"[{backend}] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
+            )
+        if into and not array.flags.writeable:
+            raise InvalidArgumentError(
+                f"[{backend}] expected a writable array to download into, got a read-only one; copy it"
+            )
+        if offset < 0 or offset + array.nbytes > allocation.nbytes:
+            raise InvalidArgumentError(
+                f"[{backend}] expected a copy within the allocation's {allocation.nbytes} bytes, got {array.nbytes} "
+                f"bytes at offset {offset}; allocate more or copy less"
+            )
 
     @abstractmethod
     def load(self, artifact: Artifact) -> Program:

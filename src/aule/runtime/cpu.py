@@ -251,31 +251,18 @@ class CpuDevice(Device):
             )
         return owner
 
-    def _range(self, allocation: Allocation, array: npt.NDArray[Any], offset: int) -> int:
-        """Address of the range of an allocation that an array is copied to or from."""
-        if not array.flags.c_contiguous:
-            raise InvalidArgumentError(
-                "[cpu] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
-            )
-        if offset < 0 or offset + array.nbytes > allocation.nbytes:
-            raise InvalidArgumentError(
-                f"[cpu] expected a copy within the allocation's {allocation.nbytes} bytes, got {array.nbytes} bytes at "
-                f"offset {offset}; allocate more or copy less"
-            )
-        return allocation.address + offset
-
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
         owner = self._own(allocation)
-        ctypes.memmove(self._range(allocation, data, offset), data.ctypes.data, data.nbytes)
+        self.check_copy(allocation, data, offset)
+        ctypes.memmove(allocation.address + offset, data.ctypes.data, data.nbytes)
         del owner
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
         owner = self._own(allocation)
-        if not out.flags.writeable:
-            raise InvalidArgumentError("[cpu] expected a writable array to download into, got a read-only one; copy it")
-        ctypes.memmove(out.ctypes.data, self._range(allocation, out, offset), out.nbytes)
+        self.check_copy(allocation, out, offset, into=True)
+        ctypes.memmove(out.ctypes.data, allocation.address + offset, out.nbytes)
         del owner
 
     # -- kernels -------------------------------------------------------------------------------------------------------

@@ -228,18 +228,10 @@ class CudaDevice(Device):
             )
 
     @contextlib.contextmanager
-    def _transfer(self, allocation: Allocation, array: npt.NDArray[Any], offset: int) -> Iterator[int]:
+    def _transfer(self, allocation: Allocation, array: npt.NDArray[Any], offset: int, into: bool) -> Iterator[int]:
         """Check a copy between an array and an allocation; inside, the device address of the range is given."""
         self._own(allocation)
-        if not array.flags.c_contiguous:
-            raise InvalidArgumentError(
-                "[cuda] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
-            )
-        if offset < 0 or offset + array.nbytes > allocation.nbytes:
-            raise InvalidArgumentError(
-                f"[cuda] expected a range inside {allocation.nbytes} bytes, got {array.nbytes} bytes at offset "
-                f"{offset}; allocate more or copy less"
-            )
+        self.check_copy(allocation, array, offset, into=into)
         with self._context.entered():
             if isinstance(allocation, _Wrapped):
                 # Whoever owns the memory may use it on any stream.
@@ -247,18 +239,14 @@ class CudaDevice(Device):
             yield allocation.address + offset
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
-        with self._transfer(allocation, data, offset) as address:
+        with self._transfer(allocation, data, offset, into=False) as address:
             if data.nbytes:
                 code = self._api.cuMemcpyHtoDAsync_v2(address, data.ctypes.data, data.nbytes, self._context.stream)
                 # The driver stages pageable memory, but it reads pinned memory, and with HMM or ATS any memory, later.
                 self._require(code or self._api.cuStreamSynchronize(self._context.stream), "upload")
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
-        if not out.flags.writeable:
-            raise InvalidArgumentError(
-                "[cuda] expected a writable array to download into, got a read-only one; copy it"
-            )
-        with self._transfer(allocation, out, offset) as address:
+        with self._transfer(allocation, out, offset, into=True) as address:
             if out.nbytes:
                 code = self._api.cuMemcpyDtoHAsync_v2(out.ctypes.data, address, out.nbytes, self._context.stream)
                 self._require(code, "download")

@@ -330,36 +330,21 @@ class MetalDevice(Device):
             ) from None
         return buffer
 
-    def _range(self, allocation: Allocation, array: npt.NDArray[Any], offset: int) -> tuple[_Buffer, npt.NDArray[Any]]:
-        buffer = self._buffer(allocation)
-        if not array.flags.c_contiguous:
-            raise InvalidArgumentError(
-                "[metal] expected a C-contiguous array to copy, got a strided one; use numpy.ascontiguousarray"
-            )
-        if offset < 0 or offset + array.nbytes > allocation.nbytes:
-            raise InvalidArgumentError(
-                f"[metal] expected a range inside {allocation.nbytes} bytes, got {array.nbytes} bytes at offset "
-                f"{offset}; allocate more or copy less"
-            )
-        return buffer, buffer.bytes[offset : offset + array.nbytes]
-
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
-        buffer, there = self._range(allocation, data, offset)
+        buffer = self._buffer(allocation)
+        self.check_copy(allocation, data, offset)
         with self._lock:
             self._check()
             used = buffer.used
         if not _finished(used):
             used.waitUntilCompleted()
-        there[...] = _as_bytes(data)
+        buffer.bytes[offset : offset + data.nbytes] = _as_bytes(data)
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
-        _, there = self._range(allocation, out, offset)
-        if not out.flags.writeable:
-            raise InvalidArgumentError(
-                "[metal] expected a writable array to download into, got a read-only one; copy it"
-            )
+        buffer = self._buffer(allocation)
+        self.check_copy(allocation, out, offset, into=True)
         self._wait()
-        _as_bytes(out)[...] = there
+        _as_bytes(out)[...] = buffer.bytes[offset : offset + out.nbytes]
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from aule.errors import (
     AuleError,
     BackendUnavailableError,
     DeviceLostError,
-    InvalidArgumentError,
     LaunchError,
     OutOfMemoryError,
     ShaderCompileError,
@@ -137,7 +136,7 @@ class OpenCLDevice(PooledDevice[_Block]):
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         queue = self._open()
         block = self._block(allocation)
-        flat = self._flat(data, allocation.nbytes, offset)
+        flat = self._flat(allocation, data, offset)
         if flat.nbytes:
             self._with_memory(
                 "upload",
@@ -148,9 +147,7 @@ class OpenCLDevice(PooledDevice[_Block]):
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         queue = self._open()
         block = self._block(allocation)
-        if not out.flags.writeable:
-            raise InvalidArgumentError("[opencl] expected a writable array to download into, got a read-only one")
-        flat = self._flat(out, allocation.nbytes, offset)
+        flat = self._flat(allocation, out, offset, into=True)
         if flat.nbytes:
             self._with_memory(
                 "download",

@@ -102,7 +102,7 @@ class VulkanDevice(Device):
         self._check_process()
         with self._lock:
             context, region = self._context(), self._region(allocation)
-            _check_range(allocation, data, offset)
+            self.check_copy(allocation, data, offset)
             if data.nbytes:
                 context.upload(region, offset, data.ctypes.data, data.nbytes)
 
@@ -110,9 +110,7 @@ class VulkanDevice(Device):
         self._check_process()
         with self._lock:
             context, region = self._context(), self._region(allocation)
-            _check_range(allocation, out, offset)
-            if not out.flags.writeable:
-                raise InvalidArgumentError("[vulkan] expected a writable array to download to, got a read-only one")
+            self.check_copy(allocation, out, offset, into=True)
             if out.nbytes:
                 context.download(region, offset, out.ctypes.data, out.nbytes)
 
@@ -265,15 +263,6 @@ class VulkanDevice(Device):
                 if self in _opened:
                     _opened.remove(self)
                 context.close()
-
-
-def _check_range(allocation: Allocation, array: npt.NDArray[Any], offset: int) -> None:
-    if not array.flags.c_contiguous:
-        raise InvalidArgumentError("[vulkan] expected a C-contiguous array, got a strided one; use ascontiguousarray")
-    if offset < 0 or offset + array.nbytes > allocation.nbytes:
-        raise InvalidArgumentError(
-            f"[vulkan] expected at most {allocation.nbytes} bytes, got {array.nbytes} at offset {offset}"
-        )
 
 
 _lock = threading.Lock()

@@ -24,7 +24,6 @@ from aule.errors import (
     AuleError,
     BackendUnavailableError,
     DeviceLostError,
-    InvalidArgumentError,
     LaunchError,
     OutOfMemoryError,
     ShaderCompileError,
@@ -155,7 +154,7 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        flat = self._flat(data, allocation.nbytes, offset)
+        flat = self._flat(allocation, data, offset)
         with self._lock, self._translated("upload", flat.nbytes):
             device = self._open()
             block = self._block(allocation)
@@ -183,9 +182,7 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        if not out.flags.writeable:
-            raise InvalidArgumentError("[webgpu] expected a writable array to download into, got a read-only one")
-        flat = self._flat(out, allocation.nbytes, offset)
+        flat = self._flat(allocation, out, offset, into=True)
         with self._lock:
             device = self._open()
             block = self._block(allocation)

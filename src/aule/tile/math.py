@@ -29,6 +29,17 @@ def fold(b: Builder, kind: str, values: list[Value]) -> Value:
     return values[0]
 
 
+def fold_lanes(b: Builder, kind: str, vector: Value) -> Value:
+    """Combine the lanes of a vector, halves first: as a processor with vectors does it."""
+    lanes = vector.type.lanes if isinstance(vector.type, Vector) else 1
+    while lanes > 1:
+        lanes //= 2
+        low = b.permute(vector, None, tuple(range(lanes)))
+        high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
+        vector = b.binary(kind, low, high)
+    return vector
+
+
 def tanh(b: Builder, x: Value) -> Value:
     """Hyperbolic tangent to a few ulp.
 

@@ -9,10 +9,10 @@ from aule.tile.rotary import Rotary
 from aule.tile.vector import Vectors
 
 
-def rows_in(engine: Vectors, array: Value, rows: Value, cols: int, stride: int, base: Value | None = None) -> Matrix:
-    """Rows of ``stride`` elements in an array of the kernel, from element ``base`` on, as a matrix."""
+def rows_in(engine: Vectors, array: Value, rows: Value, cols: int, stride: int) -> Matrix:
+    """Rows of ``stride`` elements in an array of the kernel as a matrix."""
     b = engine.b
-    return Matrix(array, b.const(0, i64) if base is None else base, rows, cols, b.const(stride, i64), None, False)
+    return Matrix(array, b.const(0, i64), rows, cols, b.const(stride, i64), None, False)
 
 
 def rotated_rows(

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Literal
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, Vector, element, i32
 from aule.target import Target
-from aule.tile.math import fold
+from aule.tile.mail import Mail
+from aule.tile.math import fold, fold_lanes
 from aule.tile.matrix import divmod_const
 
 if TYPE_CHECKING:
@@ -63,15 +64,18 @@ class RowShape:
         Workgroups for each of a device's units, in kernels that loop.
     ahead : int
         Blocks that are on their way while one is worked on (`aule.tile.early`), in kernels that loop.
-    cluster : int
-        Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
-        subgroups in all than one has lanes (`Target.max_cluster`).
-    registers : int
-        Of a thread at most, where a compiler can be told; 0 leaves it to that.
     through : str
         Where they are on their way to: ``shared`` memory (`aule.tile.stages`), or, with one block ahead, ``registers``
         (`aule.tile.carried`), from where one array is ``parked`` in shared memory when its turn comes, or the only one
         that comes ahead (`aule.tile.parked`).
+    cluster : int
+        Workgroups, a power of two, that share a row, each with ``threads`` of it: a power of two as well, of no more
+        subgroups in all than one has lanes (`Target.max_cluster`).
+    mail : int
+        In kernels that loop, with one row at a time: how many numbers of it those exchange, all at once and by mail
+        (`aule.tile.mail`); 0 where they meet at barriers.
+    registers : int
+        Of a thread at most, where a compiler can be told; 0 leaves it to that.
     landed : bool
         In kernels that do not loop: rows are copied to shared memory, past the registers, and each pass reads them
         there. Where registers decide, more workgroups fit.
@@ -92,6 +96,7 @@ class RowShape:
     ahead: int = 0
     through: Through = "shared"
     cluster: int = 1
+    mail: int = 0
     registers: int = 0
     landed: bool = False
     numbered: bool = False
@@ -194,6 +199,17 @@ class Rows:
         """Which of their blocks workgroups that loop are at, in a ring: neighbours do not share memory."""
         self._turns = max(shape.ahead + 1, 2) if shape.loops else 1
         self._exchanges = 0
+        self._mail: Mail | None = None
+        if shape.mail:
+            self._mail = Mail(
+                b,
+                self.lanes,
+                cluster=shape.cluster,
+                parts=shape.threads // self.lanes,
+                slots=shape.slots,
+                boxes=self._turns,
+                numbers=shape.mail,
+            )
         self.scratch: Value | None = None
         """Shared memory in which `ColumnSums` are added up."""
 
@@ -211,6 +227,8 @@ class Rows:
                 first, last, step = first * each, b.min(first * each + each, blocks), b.const(1, i32)
             for coming in early:
                 coming.start(first, last, step)
+            if self._mail is not None:
+                self._mail.open()
             turn = b.var(b.const(0, i32), "turn")
             with b.loop(first, last, step, name="block") as block:
                 self.turn = turn.value
@@ -429,6 +447,8 @@ class Rows:
 
     def _exchange(self, kind: str, values: list[Value]) -> list[Value]:
         """Combine over the subgroups of a row through shared memory."""
+        if self._mail is not None:
+            return self._by_mail(kind, values)
         b, parts, count = self.b, self.shape.threads // self.lanes, len(values)
         scratch, mine, lane = self._leave(kind, values)
         if self.shape.cluster > 1:
@@ -464,6 +484,15 @@ class Rows:
             b.barrier()
         return [self._read(kind, scratch, mine + i * parts, left) for i in range(count)]
 
+    def _by_mail(self, kind: str, values: list[Value]) -> list[Value]:
+        """Combine over the subgroups of a row, all in one exchange of a block."""
+        mail, count = self._mail, len(values)
+        assert mail is not None and count == mail.numbers and not self._exchanges, (count, self._exchanges)
+        self._exchanges += 1
+        mail.send(self._gathered(kind, values, 1, self.lanes)[0], self.turn)
+        found, width = mail.take(self.turn), mail.senders
+        return self._dealt(self._gathered(kind, [found], count, width * count), count, 1, count)
+
     def _read_cluster(self, kind: str, scratch: Value, mine: Value, lane: Value, count: int) -> list[Value]:
         """Combine what all subgroups of a cluster have left, each in memory of its workgroup."""
         b, parts = self.b, self.shape.threads // self.lanes
@@ -486,15 +515,6 @@ class Rows:
 
     def combine(self, kind: str, vector: Value) -> Value:
         """Combine the lanes of a vector."""
-        b = self.b
-        if not isinstance(vector.type, Vector):
-            return vector
-        lanes = vector.type.lanes
-        if not self.vectors:
-            return fold(b, kind, b.unpack(vector))
-        while lanes > 1:
-            lanes //= 2
-            low = b.permute(vector, None, tuple(range(lanes)))
-            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
-            vector = b.binary(kind, low, high)
-        return vector
+        if self.vectors or not isinstance(vector.type, Vector):
+            return fold_lanes(self.b, kind, vector)
+        return fold(self.b, kind, self.b.unpack(vector))

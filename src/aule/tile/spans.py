@@ -19,7 +19,7 @@ from aule.tile.rows import NEUTRAL, Columns, PerRow, RowArray, Rows, Source
 if TYPE_CHECKING:
     from aule.tile.column_sums import ColumnSums
 
-ColumnReads = Literal["held", "first", "late", "again"]
+ColumnReads = Literal["kept", "held", "first", "late", "again"]
 _LINE = 64
 """Bytes of a cache line."""
 
@@ -43,9 +43,9 @@ class SpanShape:
     scratch : int
         Where it is not: columns of a row for which a thread has memory of its own; 0 when that would be too much.
     columns : str
-        Where it is kept in registers: arrays of one number for each column are ``held`` from the start, as rows are;
-        read ``late``, when a pass first wants them, or all but the ``first`` part; or ``again`` in each pass that does.
-        All but the first spare registers.
+        Where it is kept in registers: arrays of one number for each column are ``kept`` from before the first row;
+        ``held`` from the start of each, as rows are; read ``late``, when a pass first wants them, or all but the
+        ``first`` part; or ``again`` in each pass that does. Each spares registers, as compared with those before.
     packed : bool
         Where it is kept in registers, and its elements are narrower than what is computed in: it is so as they are, and
         each pass makes them wider again. Compilers would else keep the wide ones.
@@ -197,7 +197,7 @@ class Span:
         early = self.early
         if self.shape.parts:
             for number in range(self.shape.parts):
-                held = self.shape.columns == "held" or (self.shape.columns == "first" and number == 0)
+                held = self.shape.columns in ("kept", "held") or (self.shape.columns == "first" and number == 0)
                 for source in sources:
                     if held if isinstance(source, Columns) else early is None or not early.holds(source):
                         for part in self.held_parts(number):

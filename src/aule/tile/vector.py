@@ -22,7 +22,7 @@ from typing import Any
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Ref, Scalar, Vector, bf16, element, f32, f64, i32, i64, u8, u16, u32
 from aule.target import Target
-from aule.tile.math import from_e4m3
+from aule.tile.math import fold_lanes, from_e4m3
 from aule.tile.matrix import Matrix
 
 _CACHE_LINE = 64
@@ -115,13 +115,7 @@ class Vectors:
 
     def reduce(self, kind: str, vector: Value) -> Value:
         """Combine the lanes of a vector, halves first."""
-        b, lanes = self.b, self.lanes
-        while lanes > 1:
-            lanes //= 2
-            low = b.permute(vector, None, tuple(range(lanes)))
-            high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
-            vector = b.binary(kind, low, high)
-        return vector
+        return fold_lanes(self.b, kind, vector)
 
     def index(self, value: Value) -> Value:
         return self.b.cast(value, i64)

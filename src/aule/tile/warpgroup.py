@@ -93,9 +93,9 @@ class Warpgroups(Fragments):
         # The same for all lanes, but only a lane's word tells ptxas so.
         self.group = b.shuffle(self.subgroup >> 2, b.const(0, i32))
 
-    def panels(self, source: Matrix, rows: int, memory: Value, copies: bool = True) -> PanelTransfer:
+    def panels(self, source: Matrix, rows: int, memory: Value) -> PanelTransfer:
         """Brings ``rows`` rows of a matrix at a time into panels; as `transfer`."""
-        return PanelTransfer(self, source, rows, memory, copies and self.copies)
+        return PanelTransfer(self, source, rows, memory, self.copies)
 
     def start_product(
         self,

@@ -117,6 +117,12 @@ class Memory:
                 self.shadow.update(op, row, active)
         self.data[address] = to_memory(self.elem, value)
 
+    def post_other(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
+        """The same to workgroups of the cluster."""
+        if self.shadow is not None:
+            self.shadow.update_other(op, address, active)
+        self.data[address] = to_memory(self.elem, value)
+
     def expect(self, op: Op, address: Array, active: Array | None) -> None:
         """A copy is under way. Of two to one place either might come last."""
         if self.expected is None:

@@ -148,6 +148,16 @@ class Shadow:
             self._race(self.writes, op, "reads", address, wrong, party)
         self.others[address] = self.lanes.tick(op)
 
+    def update_other(self, op: Op, address: Array, active: Array | None) -> None:
+        """Check and note an atomic on memory of any workgroup of the cluster: only barriers of clusters order it with
+        stores, and with the end of that workgroup."""
+        party = self._party(active, False)
+        wrong = self.writes.time.take(address) >= self.together.take(party.team)
+        if wrong.any():
+            self._race(self.writes, op, "updates", address, wrong, party)
+        self.update(op, address, active)
+        self.others[address] = len(self.lanes.history) - 1
+
     def update(self, op: Op, address: Array, active: Array | None) -> None:
         """Check and note an atomic. Where lanes meet, the record names several, whom only a barrier orders."""
         party = self._party(active, False)

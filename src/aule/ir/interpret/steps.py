@@ -181,26 +181,45 @@ def _load(m: Machine, op: Op) -> Step:
     return step
 
 
+def _elsewhere(m: Machine, op: Op, number: int, count: int, align: int) -> Array:
+    """Where an access goes in memory of other workgroups of the cluster, whose numbers are in a register."""
+    memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
+    active = lanes.active
+    who = registers[number] if active is None else registers[number].take(active)
+    if who.size and (int(who.min()) < 0 or int(who.max()) >= cluster):
+        where = int(np.flatnonzero((who < 0) | (who >= cluster))[0])
+        lane = where if active is None else int(active[where])
+        raise lanes.error(op, lane, f"no workgroup {int(who[where])} in a cluster of {cluster}")
+    address = memory.addresses(op, registers[m.slot(op.args[1])], active, count, align)
+    slot = lanes.slot if active is None else lanes.slot.take(active)
+    found: Array = address + (who - slot % cluster) * memory.length
+    return found
+
+
 def _cluster_load(m: Machine, op: Op) -> Step:
     assert op.result is not None
-    memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
-    index, number, result, align = m.slot(op.args[1]), m.slot(op.args[2]), m.result(op), op.attrs["align"]
+    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
+    number, result, align = m.slot(op.args[2]), m.result(op), op.attrs["align"]
     count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
     shape = (lanes.count,) if count == 1 else (count, lanes.count)
 
     def step() -> None:
-        active = lanes.active
-        who = registers[number] if active is None else registers[number].take(active)
-        if who.size and (int(who.min()) < 0 or int(who.max()) >= cluster):
-            where = int(np.flatnonzero((who < 0) | (who >= cluster))[0])
-            lane = where if active is None else int(active[where])
-            raise lanes.error(op, lane, f"no workgroup {int(who[where])} in a cluster of {cluster}")
-        address = memory.addresses(op, registers[index], active, count, align)
-        slot = lanes.slot if active is None else lanes.slot.take(active)
-        address = address + (who - slot % cluster) * memory.length
+        active, address = lanes.active, _elsewhere(m, op, number, count, align)
         value = np.zeros(shape, register_dtype(memory.elem))
         value[..., slice(None) if active is None else active] = memory.read_other(op, address, active)
         registers[result] = value
+
+    return step
+
+
+def _cluster_post(m: Machine, op: Op) -> Step:
+    memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
+    source, number = m.slot(op.args[2]), m.slot(op.args[3])
+
+    def step() -> None:
+        active, address = lanes.active, _elsewhere(m, op, number, 1, 1)
+        value = registers[source] if active is None else registers[source].take(active)
+        memory.post_other(op, address, value, active)
 
     return step
 
@@ -439,7 +458,8 @@ COMPILERS: dict[str, Compiler] = {
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,
     "stream": _store, "post": _store, "peek": _load, "atomic": _atomic,
-    "cluster_load": _cluster_load, "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
+    "cluster_load": _cluster_load, "cluster_post": _cluster_post,
+    "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip

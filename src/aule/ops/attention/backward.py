@@ -211,8 +211,9 @@ class _Kernel(BackwardBlock):
         kept: list[list[Value]] | None,
         keep: Callable[[Value, int, int], None] | None = None,
     ) -> None:
-        """dS in the place of dP. V of a dropped key may hold Inf or NaN, so its weight of zero decides. ``keep`` sees
-        the gradient of the scores as softmax got them, behind the softcap. ``kept`` is what dropout keeps."""
+        """dS in the place of dP. V of a dropped key may hold Inf or NaN, and K, by which the softcap's derivative
+        does too, so its weight of zero decides. ``keep`` sees the gradient of the scores as softmax got them, behind
+        the softcap. ``kept`` is what dropout keeps."""
         b = self.b
         if kept is not None:
             scale = self.p.number("keep_scale", f32)
@@ -221,11 +222,12 @@ class _Kernel(BackwardBlock):
         bends = None if slope is None else slope.values()
 
         def apply(dp: Value, r: int, c: int) -> Value:
-            p = weights[r][c]
-            ds = b.select(b.eq(p, 0.0), b.const(0.0, f32), p * (dp - delta(r, c)))
+            p, zero = weights[r][c], b.const(0.0, f32)
+            dropped = b.eq(p, 0.0)
+            ds = p * (dp - delta(r, c))
             if keep is not None:
-                keep(ds, r, c)
-            return ds if bends is None else ds * bends[r][c]
+                keep(b.select(dropped, zero, ds), r, c)
+            return b.select(dropped, zero, ds if bends is None else ds * bends[r][c])
 
         dP.map(apply)
 

@@ -90,8 +90,9 @@ class GradientKernel(BackwardBlock):
         kept: list[list[Value]] | None,
         guarded: bool = True,
     ) -> list[list[Value]]:
-        """dS. V of a dropped key may hold Inf or NaN, so its weight of zero decides, unless somebody else sees to that
-        (``guarded``). ``delta`` is None when ``dp`` is less by it already."""
+        """dS. V of a dropped key may hold Inf or NaN, and K, by which ``slope`` does too, so its weight of zero
+        decides, unless somebody else sees to that (``guarded``). ``delta`` is None when ``dp`` is less by it already.
+        """
         b, zero = self.b, self.b.const(0.0, f32)
         result = []
         for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
@@ -100,9 +101,9 @@ class GradientKernel(BackwardBlock):
                 if kept is not None:
                     x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
                 ds = weight * (x if delta is None else x - delta(r, c))
-                if guarded:
-                    ds = b.select(b.eq(weight, 0.0), zero, ds)
-                line.append(ds if slope is None else ds * slope[r][c])
+                if slope is not None:
+                    ds = ds * slope[r][c]
+                line.append(b.select(b.eq(weight, 0.0), zero, ds) if guarded else ds)
             result.append(line)
         return result
 

@@ -338,13 +338,13 @@ class TileList:
         at = self.start + self._index(self.b.min(i, self.last) + HEADER)
         return self.b.load(self.p.buffer("mask_order", i32), at)
 
-    def bits(self, tile: Value, row: Value, first: int = 0, count: int = 0) -> list[Value]:
-        """Words of a lane's bits of 16 rows, from ``16 row`` on, of a partly dropped tile: all, or some of them."""
+    def bits(self, tile: Value, row: Value) -> list[Value]:
+        """Words of a lane's bits of 16 rows, from ``16 row`` on, of a partly dropped tile."""
         b, each = self.b, words(self.shape.block_kv)
         place = (self.looked + self._index(tile * self.p.number("tile_step"))) * (self.shape.block_q // SIZE)
-        start = ((place + self._index(row)) * each + first) * LANES + self._index(b.lane_id())
+        start = (place + self._index(row)) * each * LANES + self._index(b.lane_id())
         buffer = self.p.buffer("mask_bits", u32)
-        return [b.load(buffer, start + i * LANES) for i in range(count or each)]
+        return [b.load(buffer, start + i * LANES) for i in range(each)]
 
     def _index(self, x: Value) -> Value:
         return self.b.cast(x, self.p.index)

@@ -88,6 +88,7 @@ def _gradients(
             raw = rounded(rounded((part.q @ part.k.T).astype(work)) * work(p.scale))
             bend = rounded(np.tanh(raw / work(p.softcap))) if p.softcap > 0 else np.zeros_like(raw)
             s = rounded(bend * work(p.softcap)) if p.softcap > 0 else raw
+            bend = np.where(part.keep, bend, work(0))  # a dropped key's may be NaN, and its weight is 0
             for term in part.terms:
                 s = rounded(s + rounded(term))
             s = np.where(part.keep, s, work(-np.inf))

@@ -150,7 +150,7 @@ class Scores:
             result.append(mod.additive(self._reader("bias", config.bias, head, columns["bias"])))
         if config.alibi:
             slope = b.load(self.p.buffer("alibi", f32), self.p.strided("alibi", self.batch, head))
-            result.append(mod.alibi(b.cast(slope * LOG2E, work)))
+            result.append(mod.alibi(b.cast(slope, work) * LOG2E))
         if config.mask == "bool":
             result.append(mod.boolean(self._reader("mask", "bool", head, columns["mask"])))
         result.append(mod.band(self.seq_kv, self.left, self.right))

@@ -8,6 +8,7 @@ from aule.ops.decode.await_parts import TRAIL_BYTES, span_of
 from aule.ops.decode.config import WIDEST, DecodeShape, FragmentDecodeShape
 from aule.ops.decode.gather import gather_bytes
 from aule.ops.decode.problem import DecodeProblem
+from aule.ops.step import can_wait
 from aule.target import Target
 from aule.tile.arrangement import SIZE, uniform
 from aule.tile.direct import choose_run, holds_pairs, mirrors
@@ -191,12 +192,6 @@ def reads_queries_direct(problem: DecodeProblem, target: Target) -> bool:
     run = choose_run(target.matrix_layout, problem.head_dim, problem.cache, "columns")
     lanes = 1 << sum(weight > 0 for weight in target.matrix_layout.lane_cols)
     return run == RUN and problem.head_dim % (lanes * run) == 0
-
-
-def can_wait(target: Target) -> bool:
-    """Whether workgroups may wait for each other: where those that have begun all go on, which no interface promises,
-    it is known how many there is room for, and it was seen to be quicker than fences."""
-    return target.backend == "vulkan" and target.vendor == "nvidia" and target.device_fence and target.compute_units > 0
 
 
 def choose_waiters(

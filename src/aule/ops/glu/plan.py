@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from aule.ops.glu.kernels import GluConfig, build_glu, build_glu_gradient
 from aule.ops.glu.problem import GluProblem
-from aule.ops.row_shapes import NO_SUMS, RowTuning, begins_early, choose_rows, lasts, row_grid, streams
+from aule.ops.row_shapes import begins_early, choose_rows, lasts, row_grid, streams
+from aule.ops.row_tuning import NO_SUMS, RowTuning
 from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target

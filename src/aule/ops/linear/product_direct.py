@@ -11,12 +11,13 @@ waits in registers until all have read this one.
 
 from __future__ import annotations
 
-from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir import KernelIR, Value, Var
 from aule.ir.types import i32
 from aule.ops.linear.config import DirectBlocks, ProductConfig
 from aule.ops.linear.pack_fragments import BLOCKS, LANES, PANEL, RUNS, left_fragment
-from aule.ops.linear.product_fragment import FragmentProduct, store_tile
+from aule.ops.linear.product_fragment import FragmentProduct
 from aule.ops.linear.product_lines import Lines
+from aule.ops.linear.results import store_tile
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment_shape import RUN
@@ -29,16 +30,15 @@ def build_product_direct(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     blocks = config.blocks
     assert isinstance(blocks, DirectBlocks) and blocks.stages == 1 and config.whole
-    b = Builder(
-        config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, arithmetic="quick"
-    )
-    _Product(b, config, blocks, target).run()
-    return b.finish()
+    product = _Product(config, blocks, target)
+    product.run()
+    return product.b.finish()
 
 
 class _Product(FragmentProduct):
-    def __init__(self, b: Builder, config: ProductConfig, blocks: DirectBlocks, target: Target) -> None:
-        super().__init__(b, config, blocks, target)
+    def __init__(self, config: ProductConfig, blocks: DirectBlocks, target: Target) -> None:
+        super().__init__(config, blocks, target)
+        b = self.b
         assert blocks.rows == blocks.down * PANEL and blocks.cols == blocks.along * PANEL
         self.first_col = self.col0
         # Rows behind the end are in the workspace; columns are moved back to where they exist.

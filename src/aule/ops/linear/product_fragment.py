@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, Scalar, Vector, f32, i32, i64, u32
+from aule.ir.types import f32, i32, i64
 from aule.ops.linear.config import FragmentBlocks, ProductConfig
-from aule.ops.linear.factors import Factor, Panel, Stored
+from aule.ops.linear.factors import Factor, Panel
+from aule.ops.linear.results import store_tile, tile_of
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.arrangement import SIZE
@@ -25,11 +26,9 @@ def build_product_fragment(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     blocks = config.blocks
     assert isinstance(blocks, FragmentBlocks)
-    b = Builder(
-        config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, arithmetic="quick"
-    )
-    _Product(b, config, blocks, target).run()
-    return b.finish()
+    product = _Product(config, blocks, target)
+    product.run()
+    return product.b.finish()
 
 
 class _Way:
@@ -64,11 +63,14 @@ class _Way:
 
 
 class FragmentProduct:
-    """What products on matrix units begin with, whichever way their factors come: lengths, the engine, the workgroup's
-    tile of the result, and where the subgroup's lies in it."""
+    """What products on matrix units begin with, whichever way their factors come: the kernel, lengths, the engine, the
+    workgroup's tile of the result, and where the subgroup's lies in it."""
 
-    def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
-        self.b, self.config, self.blocks = b, config, blocks
+    def __init__(self, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
+        self.config, self.blocks = config, blocks
+        b = self.b = Builder(
+            config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, arithmetic="quick"
+        )
         p = self.p = Parameters(b, i64 if config.index64 else i32)
         self.m, self.n, self.k = (p.number(name) for name in "mnk")
         shape = FragmentShape(
@@ -84,8 +86,8 @@ class FragmentProduct:
 
 
 class _Product(FragmentProduct):
-    def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
-        super().__init__(b, config, blocks, target)
+    def __init__(self, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
+        super().__init__(config, blocks, target)
         left = Factor(self.p, config.left, self.m, self.k, f32, config.whole)
         right = Factor(self.p, config.right, self.n, self.k, f32, config.whole)
         self.left = _Way(self, left, blocks.rows, self.row0, 0)
@@ -164,86 +166,3 @@ class _Product(FragmentProduct):
         for variables, row in zip(tile.vars, sums, strict=True):
             for variable, value in zip(variables, row, strict=True):
                 variable.value = value
-
-
-def store_tile(
-    p: Parameters,
-    config: ProductConfig,
-    tile: FragmentTile,
-    first: tuple[Value, Value],
-    keeps_row: Callable[[Value], Value],
-    keeps_col: Callable[[Value], Value],
-) -> None:
-    """Store a subgroup's tile, whose first row and column are ``first``, and add the bias on the way; of rows and
-    columns that are to be kept."""
-    b, engine, out = p.b, tile.engine, Stored(p, config.out, "write")
-    values = tile.values()
-    cols = [first[1] + tile.col(c) for c in range(len(values[0]))]
-    if config.bias is not None:
-        added = column_bias(p, config.bias, cols, p.number("n"), f32)
-        values = [[x + y for x, y in zip(row, added, strict=True)] for row in values]
-    run = engine.run if config.out.aligned else 1
-    if config.runs and holds_quads(engine):
-        for r, row in enumerate(values):
-            at = first[0] + tile.row(r)
-            found = [quad_run(engine, row[c : c + RUN], out.elem) for c in range(0, len(row), RUN)]
-            with b.if_(keeps_row(at)):
-                start = out.start(at)
-                for i, value in enumerate(found):
-                    col = first[1] + i * 4 * RUN + (engine.lane & 3) * RUN
-                    with b.if_(keeps_col(col)):
-                        b.store(out.buffer, out.index(start, col), value)
-        return
-    for r, row in enumerate(values):
-        at = first[0] + tile.row(r)
-        with b.if_(keeps_row(at)):
-            start = out.start(at)
-            for c in range(0, len(row), run):
-                with b.if_(keeps_col(cols[c])):
-                    parts = b.vector(row[c : c + run])
-                    b.store(out.buffer, out.index(start, cols[c]), b.cast(parts, out.elem))
-
-
-def holds_quads(engine: Fragments) -> bool:
-    """Whether four lanes hold a row of an accumulator in neighbouring pairs, as NVIDIA's do."""
-    return engine.layout.lane_cols[:2] == (2, 4) and engine.part_cols == [0, 1, 8, 9]
-
-
-def quad_run(engine: Fragments, row: list[Value], elem: Scalar) -> Value:
-    """Eight neighbours of a row out of the pairs that four lanes hold of four times eight: the first lane gets the
-    first eight, and so on."""
-    b = engine.b
-    words = [b.bitcast(b.cast(b.vector(row[i : i + 2]), elem), u32) for i in range(0, RUN, 2)]
-    for step in (2, 1):
-        upper = b.ne(engine.lane & step, 0)
-        for low in (i for i in range(4) if not i & step):
-            high = low | step
-            other = b.shuffle_xor(b.select(upper, words[low], words[high]), step)
-            words[low], words[high] = b.select(upper, other, words[low]), b.select(upper, words[high], other)
-    return b.bitcast(b.vector(words), Vector(elem, RUN))
-
-
-def tile_of(b: Builder, m: Value, n: Value, rows: int, cols: int, group: int) -> tuple[Value, Value]:
-    """The first row and column of a workgroup's tile."""
-    number = b.group_id(0) + b.group_id(1) * b.group_count(0)
-    row, col = tile_at(b, number, (m + (rows - 1)) // rows, (n + (cols - 1)) // cols, group)
-    return row * rows, col * cols
-
-
-def tile_at(b: Builder, number: Value, down: Value, along: Value, group: int) -> tuple[Value, Value]:
-    """Row and column of a tile among ``down`` by ``along``: ``group`` tiles down, then the next ones along."""
-    band = number // (along * group)
-    inside = number - band * (along * group)
-    height = b.min(down - band * group, group)
-    # Numbers behind the last tile, where the grid had to be cut, have no height and no row that exists.
-    column = inside // b.max(height, 1)
-    return band * group + (inside - column * b.max(height, 1)), column
-
-
-def column_bias(p: Parameters, dtype: str, cols: list[Value], n: Value, work: Scalar, run: int = 1) -> list[Value]:
-    """The bias of some columns, as numbers of a type; of columns that do not exist that of the last. ``run`` of them
-    are neighbours, and all there or not."""
-    b, buffer = p.b, p.buffer("bias", SCALARS[dtype])
-    start, step = p.strided("bias"), p.number("bias_col_stride", p.index)
-    places = [start + b.cast(b.min(col, n - run), p.index) * step for col in cols[::run]]
-    return [b.cast(b.load(buffer, place + step * i), work) for place in places for i in range(run)]

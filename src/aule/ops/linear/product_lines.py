@@ -12,11 +12,12 @@ but what is stored.
 
 from __future__ import annotations
 
-from aule.ir import Builder, KernelIR, Value
+from aule.ir import KernelIR, Value
 from aule.ir.types import i32
 from aule.ops.linear.config import FactorConfig, FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Stored
-from aule.ops.linear.product_fragment import FragmentProduct, store_tile
+from aule.ops.linear.product_fragment import FragmentProduct
+from aule.ops.linear.results import store_tile
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment_shape import RUN
@@ -27,11 +28,9 @@ def build_product_lines(config: ProductConfig, target: Target) -> KernelIR:
     """Trace the kernel."""
     blocks = config.blocks
     assert isinstance(blocks, FragmentBlocks) and blocks.stages == 1 and config.whole
-    b = Builder(
-        config.name, blocks.threads, subgroup_size=blocks.lanes, max_registers=blocks.registers, arithmetic="quick"
-    )
-    _Product(b, config, blocks, target).run()
-    return b.finish()
+    product = _Product(config, blocks, target)
+    product.run()
+    return product.b.finish()
 
 
 class Lines:
@@ -98,8 +97,9 @@ class Lines:
 
 
 class _Product(FragmentProduct):
-    def __init__(self, b: Builder, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
-        super().__init__(b, config, blocks, target)
+    def __init__(self, config: ProductConfig, blocks: FragmentBlocks, target: Target) -> None:
+        super().__init__(config, blocks, target)
+        b = self.b
         self.tile = self.row0, self.col0
         self.row0, self.col0 = b.min(self.row0, self.m - blocks.rows), b.min(self.col0, self.n - blocks.cols)
         self.left = Lines(self, True, blocks.rows, self.row0, self.sub_row)

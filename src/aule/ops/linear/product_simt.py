@@ -7,7 +7,7 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64
 from aule.ops.linear.config import ProductConfig
 from aule.ops.linear.factors import Factor, Panel, Stored
-from aule.ops.linear.product_fragment import column_bias, tile_of
+from aule.ops.linear.results import column_bias, tile_of
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.matrix import QUAD

@@ -11,7 +11,7 @@ from aule.ir.types import SCALARS, element, i32, i64
 from aule.ops.linear.config import ProductConfig, VectorBlocks
 from aule.ops.linear.factors import Factor, Stored
 from aule.ops.linear.pack_vector import Bringing
-from aule.ops.linear.product_fragment import tile_of
+from aule.ops.linear.results import tile_of
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.vector import Operand

@@ -13,20 +13,17 @@ the meeting itself it stores a result, if there is one.
 from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import PANEL, Vector, f32, i32, i64, u32, u64
+from aule.ir.types import PANEL, f32, i32, i64, u64
 from aule.ops.linear.config import WARPGROUP_STAGES as STAGES
 from aule.ops.linear.config import ProductConfig, WarpgroupBlocks
 from aule.ops.linear.factors import Factor, Stored
-from aule.ops.linear.product_fragment import column_bias, tile_at
+from aule.ops.linear.results import QUAD_LANES, column_bias, quad_run, tile_at
 from aule.ops.parameters import Parameters
 from aule.target import Target
 from aule.tile.arrangement import SIZE
 from aule.tile.fragment_shape import RUN, FragmentShape
 from aule.tile.matrix import divmod_const
 from aule.tile.warpgroup import ROWS, SUBGROUPS, PanelFactor, Warpgroups
-
-_QUAD = 4
-"""Lanes that have a row of a result."""
 
 
 def build_product_warpgroup(config: ProductConfig, target: Target) -> KernelIR:
@@ -204,24 +201,7 @@ class WarpgroupProduct:
             return [(col, b.cast(x, elem)) for col, x in zip(cols, part, strict=True)]
         if elem.bits != 16:
             return [(cols[i], b.cast(b.vector(part[i : i + 2]), elem)) for i in range(0, RUN, 2)]
-        words = self._exchanged(self._words(part))
+        run = quad_run(self.engine, part, elem)
         # This lane's first column is that of its own pair in the first eight; its run is the one of its number.
-        quad = self.engine.lane & (_QUAD - 1)
-        return [(cols[0] - quad * 2 + quad * RUN, b.bitcast(b.vector(words), Vector(elem, RUN)))]
-
-    def _words(self, values: list[Value]) -> list[Value]:
-        """Rounded, two in a word."""
-        b, elem = self.b, self.out.elem
-        pairs = zip(values[::2], values[1::2], strict=True)
-        return [b.bitcast(b.cast(b.vector(list(pair)), elem), u32) for pair in pairs]
-
-    def _exchanged(self, words: list[Value]) -> list[Value]:
-        """The words of four neighbouring lanes as a matrix of 4 x 4, which is transposed."""
-        b, words = self.b, list(words)
-        for step in (2, 1):
-            upper = b.ne(self.engine.lane & step, 0)
-            for low in (i for i in range(_QUAD) if not i & step):
-                high = low | step
-                other = b.shuffle_xor(b.select(upper, words[low], words[high]), step)
-                words[low], words[high] = b.select(upper, other, words[low]), b.select(upper, words[high], other)
-        return words
+        quad = self.engine.lane & (QUAD_LANES - 1)
+        return [(cols[0] - quad * 2 + quad * RUN, run)]

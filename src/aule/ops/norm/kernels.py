@@ -232,7 +232,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     weight = k.columns("weight")
     result = k.array("dx", "write") if config.has("dx") else None
     wanted = [name for name in ("dweight", "dbias") if config.has(name)]
-    sums = {name: ColumnSums(span, k.partial(i)) for i, name in enumerate(wanted)}
+    sums = {name: ColumnSums(span, k.partial(i), config.sums) for i, name in enumerate(wanted)}
 
     statistics = [k.statistic(number) for number in range(kept_numbers(k))] if config.has("statistics") else []
     numbers = Numbers(rows, statistics) if statistics and rows.shape.loops and not k.cpu else None
@@ -277,6 +277,8 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
             to = rows.source(result)
         span.each(write, list(sums.values()))
 
+    if weight is not None and span.shape.columns == "kept":
+        span.hold(weight)
     often = arrays.get("h", arrays.get("x", arrays["dy"]))
     early = k.read_ahead(list(arrays.values()), often)
     ahead = [x for x in (numbers, early) if x is not None]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
 from aule.ops.column_sum import column_sum_step
+from aule.ops.column_trail import POSTED
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
 from aule.ops.row_shapes import (
-    Work,
     begins_early,
     choose_rows,
     fixes,
@@ -20,7 +20,11 @@ from aule.ops.row_shapes import (
     rounds_fused,
     row_grid,
     streams,
+    sum_words,
+    sums_layout,
+    usual_grid,
 )
+from aule.ops.row_tuning import Work
 from aule.ops.rowwise import (
     RowOperand,
     common_width,
@@ -44,7 +48,7 @@ def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Tar
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
-    step, _ = norm_step(name, problem, views, target, build_norm)
+    step, *_ = norm_step(name, problem, views, target, build_norm)
     return StepPlan((step,) if step.grid[0] else ())
 
 
@@ -53,13 +57,17 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
     ``dbias``."""
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)
-    step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
+    step, partials, usual = norm_step(name, problem, views, target, build_norm_gradient, sums)
     if not step.grid[0]:
         return StepPlan(())
     if not sums:
         return StepPlan((step,))
-    finish = column_sum_step(problem.dtype, [(name, views[name]) for name in sums], partials, problem.length, target)
-    return StepPlan((step, finish), {"partial": partials * len(sums) * problem.length})
+    outputs, layout = [(name, views[name]) for name in sums], step.config.sums
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, usual=usual, layout=layout)
+    words = partials * len(sums) * sum_words(problem.length, layout)
+    if layout == "posted":
+        return StepPlan((step, finish), zeroed={POSTED: words})
+    return StepPlan((step, finish), {"partial": words})
 
 
 def norm_step(
@@ -69,8 +77,8 @@ def norm_step(
     target: Target,
     build: Callable[[NormConfig, Target], KernelIR],
     sums: tuple[str, ...] = (),
-) -> tuple[Step, int]:
-    """The launch over rows, and how many rows of partial sums it leaves."""
+) -> tuple[Step, int, bool]:
+    """The launch over rows, how many rows of partial sums it leaves, and whether it usually does."""
     statistics = has_statistics(views)
     views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
@@ -79,14 +87,18 @@ def norm_step(
     copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
     columns = any(n in views for n in _VECTORS)
     written = 2 if "y" in views and "h" in views else 1
-    work = Work(len(sums), columns, copied, written, centred=problem.center)
+    # A gradient adds up two numbers of each row, if it need not find the mean first.
+    at_once = len(copied) > 1 and (statistics or not problem.center)
+    work = Work(len(sums), columns, copied, written, problem.center, exchanged=2 if at_once else 0)
     shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
     shape = numbered(shape, grid, target)
     partials = grid[0] // max(shape.cluster, shape.gather)
     operands = tuple((n, operand(view, span.width)) for n, view in views.items())
+    left = sums_layout(target, problem.length, span, [views[n].itemsize for n in sums], partials)
     scalars = layout.scalars | view_numbers(views)
-    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
+    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length}
+    scalars["sums"] = sum_words(problem.length, left)
     dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
     whole = span.parts > 0 and not span.ragged  # so that rows of this shape have this length alone
     if statistics:
@@ -105,6 +117,8 @@ def norm_step(
         fused_rounding=rounds_fused(target, problem.length, work),
         awaits=begins_early(target, shape),
         moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
+        sums=left,
         fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
-    return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials
+    step = Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})
+    return step, partials, usual_grid(target, shape, count, grid)

@@ -11,16 +11,16 @@ from aule.ops.rope.kernels import RopeConfig, build_norm_rope_gradient, build_ro
 from aule.ops.rope.problem import RopeProblem
 from aule.ops.row_shapes import (
     AWAITING,
-    NO_SUMS,
-    Work,
     begins_early,
     choose_rows,
-    fixes,
+    fixes_heads,
     lasts,
     numbered,
     row_grid,
     streams,
+    usual_grid,
 )
+from aule.ops.row_tuning import NO_SUMS, Work
 from aule.ops.rowwise import RowLayout, extent, fixed_numbers, lay_out, operand, view_numbers, view_width
 from aule.ops.step import Step, StepPlan
 from aule.target import Target
@@ -78,7 +78,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     ids = views.get("position_ids")
     scalars = layout.scalars | view_numbers(views) | {"length": problem.pairs, "length1": problem.rest}
     scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
-    known = ids is None and _positions_first(problem, views, layout) and fixes(target, problem.length, NO_SUMS)
+    known = ids is None and _positions_first(problem, views, layout) and fixes_heads(target)
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -106,7 +106,8 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         return StepPlan((step,))
     outputs = [("dweight", views["dweight"])]
     pairs = problem.pairs if problem.interleaved else 0
-    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs)
+    usual = usual_grid(target, shape, count, grid)
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs, usual)
     return StepPlan((step, finish), {"partial": partials * problem.length})
 
 

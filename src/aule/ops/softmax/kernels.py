@@ -161,7 +161,7 @@ class _Kernel:
             factor = self.k.number("factor")
             return Derived(lambda p: b.exp2((p[self.scores] - p[largest]) * factor), costly)
         factors = largest.map(self._factor)
-        low = largest.map(lambda m: -(m * self._factor(m)))
+        low = largest.map(lambda m, f: -(m * f), factors)
         return Derived(lambda p: b.exp2(b.fma(p[self.scores], p[factors], p[low])), costly)
 
     def share(self, m: Value, most: Value) -> Value:
@@ -231,7 +231,7 @@ class _Kernel:
         """Draw while rows are on their way.
 
         Rows then depend on what was drawn, by a zero that no compiler knows. All of them would draw when it is wanted
-        else: behind the sums, where nobody waits for memory any more.
+        else: behind the sums, where nobody waits for memory any more. Gradients want it before those.
         """
         b, config, dropout, source = self.k.b, self.config, self.dropout, self.x
         elem, octet = SCALARS[config.dtype], Vector(u32, OCTET // 2)
@@ -244,6 +244,8 @@ class _Kernel:
         for number in range(self.span.shape.parts):
             for part in self.span.held_parts(number):
                 part[drawn]
+        if config.has("dy"):
+            return
         zero = b.cast(b.min(self.k.rows.count, 0), u32)
 
         def tied(p: Part) -> Value:
@@ -256,9 +258,13 @@ class _Kernel:
         b = self.k.b
         if self.drawn is None or self.config.early == "words":
             return self.small(self.kept(p, value))
-        elem = SCALARS[self.config.dtype]
-        rounded = b.bitcast(b.cast(self.small(value), elem), Vector(u32, OCTET // 2))
-        return b.bitcast(rounded & p[self.drawn], Vector(elem, OCTET))
+        return self.masked(p, b.cast(self.small(value), SCALARS[self.config.dtype]))
+
+    def masked(self, p: Part, value: Value) -> Value:
+        """Elements of rows where their weights are kept, else zero, by masks that wait."""
+        assert self.drawn is not None
+        b, elem = self.k.b, SCALARS[self.config.dtype]
+        return b.bitcast(b.bitcast(value, Vector(u32, OCTET // 2)) & p[self.drawn], Vector(elem, OCTET))
 
     def small(self, value: Value) -> Value:
         """A weight, for whoever rounds it."""
@@ -344,6 +350,7 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
     k, b, span, rows = kernel.k, kernel.k.b, kernel.span, kernel.k.rows
     dy_array, dx_array = k.array("dy"), k.array("dx", "write")
     scale = k.number("scale")
+    masks = config.early == "masks"
 
     def body() -> None:
         dy = rows.source(dy_array)
@@ -353,11 +360,11 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
 
         def gradient(p: Part) -> Value:
             """Of a weight; whatever comes for one that does not count is nothing."""
-            value = kernel.kept(p, p[dy])
+            value = kernel.masked(p, p.raw(dy)) if masks else kernel.kept(p, p[dy])
             counts = kernel.counts(p)
             return value if counts is None else b.select(counts, value, 0.0)
 
-        dp = Derived(gradient, costly=kernel.seed is not None)
+        dp = Derived(gradient, costly=kernel.seed is not None, narrow=masks)
         if kernel.y is not None and config.has("statistics"):
             # P * dP is y * dy, and weights are made once.
             y = kernel.y
@@ -371,8 +378,10 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
         elif config.has("statistics"):
             largest, inverse = (rows.get(k.statistic(number)) for number in range(STATISTICS))
             weights, own = kernel.exponentials(largest, costly=True), None
-            along = span.sum(lambda p: Product(p[weights], p[dp]))
-            mean = along.map(lambda s, i: s * i * kernel.scaled(i) * scale, inverse)
+            # Times one over the sum before they meet: compilers would send for that number behind the exchange.
+            mine = span.partials("add", lambda p: [Product(p[weights], p[dp])], 1)[0].map(lambda s, i: s * i, inverse)
+            along = rows.reduce("add", [mine])[0]
+            mean = along.map(lambda s, i: s * kernel.scaled(i) * scale, inverse)
         else:
             weights, (total, along), own = kernel.weigh(dp)
             inverse = total.map(kernel.inverse)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from aule.ir.types import SCALARS
 from aule.ops.attention.dropout import OCTET, keep_scale, threshold
-from aule.ops.row_shapes import NO_SUMS, RowTuning, begins_early, choose_rows, row_grid, streams
+from aule.ops.row_shapes import begins_early, choose_rows, lasts, row_grid, streams
+from aule.ops.row_tuning import NO_SUMS, RowTuning
 from aule.ops.rowwise import RowOperand, extent, has_statistics, lay_out, operand, view_numbers, view_width
 from aule.ops.softmax.kernels import (
     Early,
@@ -77,21 +78,32 @@ def _way(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Targ
 
     Backward with statistics of rows, 512 MiB, 32 random bits for each weight, without and with them: 16384 columns 3.39
     and, by clusters of four, 3.61, by one workgroup with at most 64 registers 3.96; through Vulkan 2.64 and, with four
-    parts, 2.82, eight 3.40; 4096 columns 3.60 and 4.02, 1024 columns 3.69 and 4.04.
+    parts, 2.82, eight 3.40; 4096 columns 3.60 and 4.02, 1024 columns 3.69 and 4.04. Since then, 64 MiB and 1 GiB: 16384
+    columns 3.29 and 3.94 with ten numbers of a thread spilled; with masks and what comes for weights packed none is:
+    4.02 and 4.35, rows that depend on masks 3.97 and 4.35, rows that land in shared memory 3.82 and 4.35, and weights
+    made again, so that three workgroups fit, 3.61 and 4.29; later rows fetched 2.79 and 2.92. 4096 and 1024 columns
+    packed with masks 4.07 and 4.34, 4.07 and 4.33, as they are 4.12 and 4.35, 4.15 and 4.34. Starting while the launch
+    before ends 4.18 and 4.20, at 16384 columns 3.82 -> 3.85; rows that last 1% more at 1 GiB, 3% less at 64 MiB.
+    Through Vulkan, us: 4096 columns with two parts 26.6 and 374, four 27.3 and 379, packed 27.2 and 375, with masks
+    27.3 and 379; 1024 columns 27.4 and 376, 27.3 and 378; 16384 columns with eight parts 33.4 and 420, packed 33.3 and
+    417, with masks 33.9 and 457, two parts packed 36.7 and 534, four 38.3 and 524.
     """
     long, drops = problem.length > _LONG, problem.dropout_p > 0.0
     if long and backward and statistics and (target.max_cluster >= _CLUSTER or target.vulkan_on_nvidia):
-        return _Way(RowTuning(parts=8) if target.vulkan_on_nvidia else RowTuning(registers=64))
+        if target.vulkan_on_nvidia:
+            return _Way(RowTuning(parts=8))
+        return _Way(RowTuning(registers=64, packed=True), early="masks", awaits=True)
     if target.max_cluster >= _CLUSTER:
         if backward:
-            return _Way(RowTuning(cluster=_CLUSTER, registers=72) if long else None, meets=True)
+            return _Way(RowTuning(cluster=_CLUSTER, registers=72) if long else None, meets=True, awaits=not long)
         if not (drops or long):
             return _Way()
         tuning, meets = RowTuning(registers=64) if drops else None, problem.length > _SHORT
         return _Way(tuning, meets, "masks", fetches=True, awaits=drops)
     if target.vulkan_on_nvidia:
         if backward:
-            return _Way(RowTuning(parts=2) if long else None, meets=True)
+            few = long or (statistics and problem.length > _SHORT)
+            return _Way(RowTuning(parts=2) if few else None, meets=True)
         return _Way(meets=long and drops, early="words", small=True)
     return _Way(meets=backward)
 
@@ -124,7 +136,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
     shape, span = choose_rows(target, problem.dtype, problem.length, width, count, NO_SUMS, way.tuning)
     folded = problem.scale > 0 and problem.mask in (None, "bool")
     plain = folded and problem.mask is None and not problem.causal
-    draws = problem.dropout_p > 0.0 and not backward and "weights" not in views
+    draws = problem.dropout_p > 0.0 and "weights" not in views
     operands = tuple((name, operand(view, span.width)) for name, view in along.items())
     if statistics:
         operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
@@ -147,6 +159,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         index64=max(extent(view) for view in along.values()) > 2**31 - 1,
         operands=operands,
         stream=streams(rows, target),
+        lasting=backward and lasts(rows, target, NO_SUMS),
     )
     scalars = layout.scalars | view_numbers(views) | {"length": problem.length, "seq": problem.rows}
     factor = problem.scale * LOG2E if folded else LOG2E

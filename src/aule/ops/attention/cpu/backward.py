@@ -301,12 +301,16 @@ class _Backward:
                     dp = dp * factor
                     b.store(self.p_panel, to, p * factor)
                 ds = p * (dp - delta)
-                if guarded:  # V of a dropped key may hold Inf or NaN
-                    ds = b.select(b.eq(p, 0.0), engine.const(0.0), ds)
+
+                def kept(ds: Value, p: Value = p) -> Value:
+                    """V of a dropped key may hold Inf or NaN, and K, by which the softcap's derivative does too."""
+                    return b.select(b.eq(p, 0.0), engine.const(0.0), ds) if guarded else ds
+
                 if config.scores:
-                    self._keep_scores(head, at_row, key + j * shape.lanes, ds)
+                    self._keep_scores(head, at_row, key + j * shape.lanes, kept(ds))
                 if config.softcap:
                     ds = ds * b.load(self.ds_panel, to, shape.lanes)
+                ds = kept(ds)
                 b.store(self.ds_panel, to, ds)
                 if config.pairs:
                     by_keys = (width >> 1) + (r * shape.block_kv + j * shape.lanes) // 2

@@ -49,7 +49,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
         return StepPlan(())
     work = work_type(SCALARS[problem.dtype])
     unit = vector_unit(target, work)
-    grouped = problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
+    grouped = _grouped(problem)
     unit_strides = tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in (views[n] for n in "qkvo"))
     pairs = not grouped and has_pairs(target, SCALARS[problem.dtype])
     in_place = problem.dtype == work.name and unit_strides[2] and problem.value_dim % unit.lanes == 0
@@ -114,6 +114,10 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
     return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
 
 
+def _grouped(problem: AttentionProblem) -> bool:
+    return problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
+
+
 def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Step:
     """The forward pass as one launch without a workspace: each task packs what it needs. For looking at and for kernels
     that somebody launches by hand; `plan_forward` is faster where several blocks of rows share their keys."""
@@ -142,7 +146,9 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
         name: view.strides[3] == 1 or view.shape[3] == 1 for name, view in views.items() if len(view.strides) == 4
     }
     heads_kv = problem.batch * problem.heads_kv
-    pairs = has_pairs(target, SCALARS[problem.dtype])
+    # Pairs are of rotated rows that were rounded, which the forward pass over few rows does not do: its log-sum-exps
+    # are those of other scores, and with large ones P would be off by percents.
+    pairs = has_pairs(target, SCALARS[problem.dtype]) and not (problem.rope is not None and _grouped(problem))
     threads = max(target.compute_units, 1)
     shape = _backward_shape(problem, unit, threads, pairs)
     blocks_kv = -(-problem.seq_kv // shape.block_kv)
