@@ -174,6 +174,25 @@ def test_long_rows_that_lose_their_mean_land_in_shared_memory(tmp_path: Path) ->
     assert begun == {1024: (512, True), 1 << 20: (32, False), 1 << 14: (128, True)}
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_two_workgroups_of_long_rows_with_a_residual_fit(kept: bool, tmp_path: Path) -> None:
+    """Also where the gradient's numbers are stored, at the price of one that is spilled."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas")
+    target = replace(HOPPER, max_shared_bytes=232448, overlap=True)
+    spec, shape = CATALOGUE["residual_layer_norm"], (512, 16384)
+    shapes = {"x": shape, "residual": shape, "weight": shape[1:], "bias": shape[1:]}
+    views = {n: TensorView("bf16", x, contiguous_strides(x), "cuda", None) for n, x in shapes.items()}
+    wanted = (*spec.outputs, *spec.kept) if kept else spec.outputs
+    call = spec.call(views, {o.name: o.default for o in spec.options}, wanted)
+    step = spec.plan(call.problem, {**call.views, **result_views(call)}, target).steps[0]
+    said = assembled(ptxas, generate(step.build(step.config, target), target), tmp_path)
+    registers, spilled = (re.search(words, said) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    assert registers is not None and spilled is not None
+    assert step.config.shape.workgroup * 2 * int(registers[1]) <= 1 << 16 and int(spilled[1]) <= 4 * kept
+
+
 def test_long_arrays_of_rows_are_given_up_last() -> None:
     """Rows that are read, but not weights, where arrays are larger than the cache, and without a residual several times
     as large."""

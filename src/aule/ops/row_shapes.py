@@ -157,6 +157,8 @@ def _norm_tuning(target: Target, length: int, rows: int, work: Work, tuning: Row
         tuning = replace(tuning, parts=4, columns="late", landed=narrow)
     elif is_middle(length) and work.written > 1 and rows >= LARGE_ROWS:
         tuning = replace(tuning, parts=1)
+    elif narrow and LONG < length <= 2 * LONG and work.centred and work.written > 1:
+        tuning = replace(tuning, registers=64)  # two workgroups of 512 threads fit; left alone it has 64, 91 or 112
     return tuning
 
 
