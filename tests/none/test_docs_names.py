@@ -112,7 +112,7 @@ def test_places() -> None:
     assert len(said) > 3 and not wrong
 
 
-@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PRESENT, "CHANGELOG.md", "docs/performance.md"])
 def test_lines(page: str) -> None:
     """Tables have rows as long as they are."""
     lines = text_of(page).splitlines()
