@@ -100,14 +100,12 @@ def test_kept_nan_does_come_out(device: Device) -> None:
     assert np.isfinite(np.delete(out[0, 0], 2, axis=1)).all()
 
 
-@pytest.mark.parametrize("where", ["q", "k", "mask", "bias"])
+@pytest.mark.parametrize("where", ["q", "k"])
 def test_nan_score_makes_its_rows_nan(device: Device, where: str) -> None:
     arrays = {name: random(1, 1, 8, 16, seed=i) for i, name in enumerate("qkv")}
-    if where in ("mask", "bias"):
-        arrays[where] = np.zeros((1, 1, 8, 8), np.float32)
     arrays[where][0, 0, 3, 2] = np.nan
     out, lse = run(device, arrays, causal=True, return_lse=True)
-    wild = range(3, 8) if where == "k" else [3]
+    wild = [3] if where == "q" else range(3, 8)
     calm = [row for row in range(8) if row not in wild]
     assert lse is not None
     assert np.isnan(out[0, 0, wild]).all() and np.isnan(lse[0, 0, wild]).all()

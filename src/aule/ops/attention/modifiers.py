@@ -64,11 +64,11 @@ def additive(read: Callable[[Site], Value]) -> Modifier:
 
 
 def added(b: Builder, s: Value, x: Value) -> Value:
-    """A score with an element of a mask or bias; -inf, and NaN, which `max` would lose, take its place."""
+    """A score with an element of a mask or bias."""
     elem = element(s.type)
     value = b.cast(x, elem)
     finite = b.max(value * LOG2E, lowest(elem))
-    return b.select(value >= lowest(elem), s + finite, value)
+    return b.select(value < lowest(elem), b.const(NEG_INF, elem), s + finite)
 
 
 def boolean(read: Callable[[Site], Value]) -> Modifier:
