@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from aule.dispatch import count_op
 from aule.errors import InvalidDtypeError, InvalidShapeError
@@ -40,6 +41,19 @@ def _rows(op: str, x: Any, shape: tuple[int, ...]) -> Any:
             f"[{op}] expected x of [..., {', '.join(map(str, shape))}], got {list(x.shape)}; these axes are normalised"
         )
     return x if len(shape) == 1 else x.flatten(-len(shape))
+
+
+def _default_eps(dtype: Any) -> float:
+    """What `torch.nn.RMSNorm` adds where no eps is given: that of the type it computes in, or, in older versions and in
+    its documentation, that of x. A small number tells which."""
+    with _disable_current_modes():  # wherever this module is imported, such as where all tensors are fake
+        small = torch.full((1,), 2.0**-6, dtype=dtype, device="cpu")
+        found = torch.nn.functional.rms_norm(small, (1,)).item()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return float(torch.finfo(wide if found > 0.75 else dtype).eps)
+
+
+_DEFAULT_EPS = {x: _default_eps(x) for x in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
@@ -83,7 +97,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
             weight = weight.flatten()
             if self.weight_offset:
                 weight = weight.float() + self.weight_offset
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = _DEFAULT_EPS.get(x.dtype, 0.0) if self.eps is None else self.eps
         return rms_norm(rows, weight, eps=eps).reshape(x.shape)
 
     def extra_repr(self) -> str:

@@ -120,6 +120,20 @@ def test_out_of_torch(dtype: str, rank: int) -> None:
     assert torch.equal(wide[..., ::2], expected) and bool((wide[..., 1::2] == 7).all())
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_storages_can_be_resized_afterwards(dtype: str) -> None:
+    """As FSDP does with parameters that are in use elsewhere, to free them; `Tensor.numpy` would have forbidden it."""
+    q, k, v = (tensor(array).clone() for array in inputs(4, dtype))
+    x, weight, target = (y.clone() for y in (q[0, 0], q[0, 0, 0], torch.zeros(q.shape[2], dtype=torch.int64)))
+    for backend in (None, "numpy"):
+        aule.flash_attention(q, k, v, backend=backend)
+        aule.rms_norm(x, weight, backend=backend)
+        aule.cross_entropy(x, target, backend=backend)
+    for used in (q, k, v, x, weight, target):
+        used.untyped_storage().resize_(0)
+        assert used.untyped_storage().nbytes() == 0
+
+
 def test_torch_cpu_memory_is_used_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the engine are views of the tensors' own memory, the result's included."""
     from aule.frontends import torch_host as front_end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -189,6 +190,26 @@ def test_norms_as_pytorch(shape: tuple[int, ...]) -> None:
         ours.load_state_dict(theirs.state_dict())
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
     assert aule.dispatch_stats()["ops"] == {"rms_norm": 1, "layer_norm": 1}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_eps_is_pytorchs(dtype: Any, compiled: bool) -> None:
+    """In 16 bits that of float32, in versions that compute in it: rows of small numbers show the difference."""
+    x = (torch.randn(5, 24) / 256).to(dtype)
+    ours, theirs = (of.RMSNorm(24, dtype=dtype) for of in (aule.nn, torch.nn))
+    found = (torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours)(x)
+    torch.testing.assert_close(found, theirs(x))
+
+
+def test_layers_are_imported_where_tensors_are_fake() -> None:
+    lines = (
+        "import torch, aule",
+        "from torch._subclasses.fake_tensor import FakeTensorMode",
+        "with torch.device('meta'), FakeTensorMode(), torch.inference_mode():",
+        "    assert aule.nn.RMSNorm(8)(torch.ones(2, 8)).shape == (2, 8)",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_offset_of_fresh_weights() -> None:

@@ -24,7 +24,15 @@ from aule.frontends.torch_launches import prepared_steps
 from aule.frontends.torch_repeated_host import remember, repeated
 from aule.frontends.torch_routes import dispatches, mps, route, wrapped
 from aule.frontends.torch_seeds import seed_on
-from aule.frontends.torch_views import NAMES, dtype_name, refuse_tracing, require_dense, require_tensor, written
+from aule.frontends.torch_views import (
+    NAMES,
+    dtype_name,
+    host_array,
+    refuse_tracing,
+    require_dense,
+    require_tensor,
+    written,
+)
 from aule.frontends.torch_vmap import one_by_one
 from aule.ops.attention.validate import checked_dropout, checked_seed
 from aule.ops.catalogue import CATALOGUE
@@ -510,7 +518,8 @@ def _on_host(
         known[key] = ready
     if spec.check is not None:
         given = zip(spec.operands, tensors, strict=True)
-        plain = {operand.name: x.numpy() for operand, x in given if x is not None and not x.is_floating_point()}
+        whole = [(o.name, x) for o, x in given if x is not None and not x.is_floating_point()]
+        plain = {name: host_array(x, dtype_name(x, name, spec.name)) for name, x in whole}
         spec.check(spec.name, ready.problem, plain)
     memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True) if x is not None}
     results = {
@@ -576,8 +585,6 @@ def view_of(spec: OpSpec, name: str, x: Any, arrays: bool = False) -> TensorView
     if arrays:
         if not x.is_cpu:
             raise _elsewhere(spec, name, x, "the CPU")
-        plain = x.detach()
-        storage = (plain.view(torch.uint16) if dtype == "bf16" else plain).numpy()
-        return TensorView(dtype, tuple(plain.shape), plain.stride(), "host", storage)
+        return TensorView(dtype, tuple(x.shape), x.stride(), "host", host_array(x.detach(), dtype))
     at = x.data_ptr()
     return TensorView(dtype, tuple(x.shape), x.stride(), str(x.device), at, alignment=min(at & -at, 16) if at else 16)

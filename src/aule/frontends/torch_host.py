@@ -27,6 +27,7 @@ from aule.frontends.torch_views import (
     checked_out,
     dtype_name,
     extent,
+    host_array,
     refuse_tracing,
     require_plain,
     require_tensor,
@@ -40,8 +41,6 @@ from aule.view import TensorView, contiguous_strides
 _MAX_SIGNATURES = 1024
 _BUFFERS = {"alibi_slopes": "alibi", "rope_cos": "cos", "rope_sin": "sin"}
 """Names of buffers that are not those of the options."""
-_BITS = {"bf16": torch.uint16, "e4m3": torch.uint8}
-"""What elements are viewed as that NumPy has not."""
 
 
 def on_host(q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
@@ -264,9 +263,7 @@ def host_view_of(tensor: Any, name: str, op: str = "flash_attention") -> TensorV
     if tensor.device.type != "cpu":
         raise DeviceMismatchError(f"[{op}] expected {name} on the CPU like q, got {tensor.device}; move it with .to")
     dtype = dtype_name(tensor, name, op)
-    plain = tensor.detach()
-    array = (plain.view(_BITS[dtype]) if dtype in _BITS else plain).numpy()
-    return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", array)
+    return TensorView(dtype, tuple(tensor.shape), tensor.stride(), "host", host_array(tensor.detach(), dtype))
 
 
 def _four_axes(array: Any) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from aule.engine.memory import STORED
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import window_sides
 from aule.ops.checked import checked_flag, checked_number
@@ -24,6 +26,34 @@ NAMES = {
     torch.int64: "i64",
     torch.float8_e4m3fn: "e4m3",
 }
+
+
+_STORED = STORED | {
+    "bool": np.bool_, "u8": np.uint8, "i8": np.int8, "i32": np.int32, "i64": np.int64, "e4m3": np.uint8
+}  # fmt: skip
+"""NumPy's type for the elements of any array."""
+
+
+class _Memory:
+    """A tensor as NumPy asks for its memory; an array of it keeps the tensor."""
+
+    def __init__(self, tensor: Any, interface: dict[str, Any]) -> None:
+        self.tensor, self.__array_interface__ = tensor, interface
+
+
+def host_array(tensor: Any, dtype: str) -> Any:
+    """The memory of a CPU tensor as a NumPy array of stored elements. ``Tensor.numpy`` would leave the tensor with a
+    storage that can never be resized, as FSDP does with parameters between their uses."""
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), _STORED[dtype])
+    interface = {
+        "version": 3,
+        "shape": tuple(tensor.shape),
+        "typestr": np.dtype(_STORED[dtype]).str,
+        "data": (tensor.data_ptr(), False),
+        "strides": tuple(tensor.element_size() * step for step in tensor.stride()),
+    }
+    return np.asarray(_Memory(tensor, interface))
 
 
 def require_tensor(tensor: Any, name: str, op: str = "flash_attention", like: str = "q") -> None:
