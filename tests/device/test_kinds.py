@@ -73,6 +73,7 @@ ATTENTION = [
     Kind("none", "f32", 64, ("mask", "bias", "rope", "seed"), options={"dropout_p": 0.25}),
 ]
 ROWS = {case.op: case for case in fused_cases.CASES if case.dtype == "bf16"} | {
+    "rms_norm over clusters": fused_cases.Case("rms_norm", (37, 8192), "bf16"),
     "rms_norm of long rows": next(case for case in fused_cases.CASES if case.shape == (3, 20001)),
     "swiglu of one matrix": next(case for case in fused_cases.CASES if case.without == ("up",)),
     "softmax of a mask": next(case for case in fused_cases.CASES if case.mask == "bool"),

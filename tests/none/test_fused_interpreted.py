@@ -343,21 +343,13 @@ def test_rows_that_are_exchanged_by_mail(op: str, dtype: str, way: SumTuning, mo
     monkeypatch.setattr(row_shapes, "choose_sums", lambda *_: way)
     target = replace(TARGETS["subgroups"], arch="sm_90", max_cluster=8, max_shared_bytes=232448, compute_units=18)
     case = fused_cases.Case(op, (23, 4096 if way.parts > 1 else 2048), dtype)
-    spec = CATALOGUE[op]
-    assert spec.gradient is not None
-    arrays, options = fused_cases.operands(case), fused_cases.options(spec, case)
-    for array, _ in arrays.values():
-        if array.ndim > 1:
-            array[3:5] = 0
-    plain = fused_cases.bound(spec, arrays, options)
-    call = spec.call(plain.views, options, (*spec.outputs, *spec.kept))
-    backward = fused_cases.gradient_call(spec, arrays, call, run(spec, call, target), case)
-    plan = spec.gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
+    gradient, backward = fused_cases.kept_gradient(case, lambda spec, call: run(spec, call, target))
+    plan = gradient.plan(backward.problem, {**backward.views, **result_views(backward)}, target)
     shape = plan.steps[0].config.shape
     assert shape.mail == 2 and shape.cluster == way.cluster and shape.slots > 1
     assert plan.steps[0].scalars["partials"] * shape.cluster == plan.steps[0].grid[0] <= 18
-    expected = fused_cases.right(spec.gradient, backward)
-    fused_cases.judge(backward, run(spec.gradient, backward, target), expected, gradient=True)
+    expected = fused_cases.right(gradient, backward)
+    fused_cases.judge(backward, run(gradient, backward, target), expected, gradient=True)
 
 
 @pytest.mark.parametrize("columns", [1024, 4096, 9216])

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from aule.errors import InvalidShapeError
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, element, i32, i64
+from aule.ir.types import SCALARS, i32, i64
 from aule.ops.column_trail import column_trail_step
 from aule.ops.parameters import Parameters
 from aule.ops.short_sum import short_sum_step
 from aule.ops.step import Step
 from aule.target import Target
-from aule.tile.column_sums import SumsLayout, column_in_halves, fold_lanes
+from aule.tile.column_sums import SumsLayout, column_in_halves, fold_threads, store_numbered
 from aule.tile.math import fold
 from aule.tile.matrix import divmod_const
 from aule.tile.vector import vector_unit, work_type
@@ -71,7 +71,8 @@ def column_sum_step(
     layout: SumsLayout = "whole",
 ) -> Step:
     """Add up ``partials`` rows of ``length`` sums for each output; ``pairs`` of columns are to be neighbours. With
-    ``usual`` there are as many rows in most calls, and a kernel for this number pays."""
+    ``usual`` there are as many rows in most calls, and a kernel for this number pays. ``layout`` is how they lie, which
+    may want another kernel."""
     if layout == "posted":
         return column_trail_step(outputs, partials, length, target)
     if layout == "short":
@@ -161,7 +162,7 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             return value
         memory = b.shared("sums", work, config.columns * config.lanes)
         b.store(memory, lane * config.columns + column, value)
-        return fold_lanes(b, memory, config.columns, config.lanes)
+        return fold_threads(b, memory, config.columns, config.lanes)
 
     def add(col: Value, width: int, count: int = 1) -> None:
         inside = b.min(col, length - width * count)
@@ -176,10 +177,7 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
             to = column_in_halves(b, inside, length)
         outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
         with b.if_(b.eq(lane, 0) & (col < length)):
-            for i, out in enumerate(outs):
-                with b.if_(b.eq(number, i)):
-                    for j, value in enumerate(values):
-                        b.store(out, b.cast(to, p.index) + j * width, b.cast(value, element(out.type)), align=1)
+            store_numbered(b, outs, number, b.cast(to, p.index), values)
 
     if config.width == 1:
         add(col, 1)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
-from aule.ir.types import SCALARS, Vector, element, f32, i32, u32
+from aule.ir.types import SCALARS, Vector, f32, i32, u32
 from aule.ops.parameters import Parameters
 from aule.ops.step import Step, can_wait
 from aule.target import Target
-from aule.tile.column_sums import MIN_LANES, column_in_halves, fold_lanes
+from aule.tile.column_sums import MIN_LANES, column_in_halves, fold_threads, store_numbered
 from aule.tile.math import fold
 from aule.tile.matrix import QUAD, divmod_const
 from aule.view import TensorView
@@ -116,14 +116,12 @@ def build_column_trail(config: ColumnTrailConfig, target: Target) -> KernelIR:
     total = fold(b, "add", [b.splat(b.const(0.0, f32), QUAD), *(item.sums for item in items)])
     memory = b.shared("sums", f32, config.threads * QUAD)
     b.store(memory, b.thread_id() * QUAD, total)
-    value = fold_lanes(b, memory, config.columns, config.lanes)
+    value = fold_threads(b, memory, config.columns, config.lanes)
     chosen, column = divmod_const(b, b.thread_id(), config.columns)
     column = first + column
     outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
     with b.if_(b.eq(chosen, 0) & (column < length)):
-        for i, out in enumerate(outs):
-            with b.if_(b.eq(number, i)):
-                b.store(out, column_in_halves(b, column, length), b.cast(value, element(out.type)))
+        store_numbered(b, outs, number, column_in_halves(b, column, length), [value])
     return b.finish()
 
 

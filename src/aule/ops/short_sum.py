@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
-from aule.ir.types import SCALARS, element, f32, i32, i64, u32
+from aule.ir.types import SCALARS, f32, i32, i64, u32
 from aule.ops.parameters import Parameters
 from aule.ops.step import Step
 from aule.target import Target
-from aule.tile.column_sums import fold_lanes
+from aule.tile.column_sums import fold_threads, store_numbered
 from aule.tile.math import fold
 from aule.tile.matrix import QUAD, divmod_const
 from aule.tile.short_floats import RUN, short_words, widened
@@ -88,12 +88,10 @@ def build_short_sum(config: ShortSumConfig, target: Target) -> KernelIR:
     memory = b.shared("found", f32, config.threads * RUN)
     for i in range(0, RUN, QUAD):
         b.store(memory, b.thread_id() * RUN + i, b.vector(totals[i : i + QUAD]))
-    value = fold_lanes(b, memory, config.columns, config.lanes)
+    value = fold_threads(b, memory, config.columns, config.lanes)
     chosen, column = divmod_const(b, b.thread_id(), config.columns)
     to = first + column
     outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
     with b.if_(b.eq(chosen, 0) & (to < length)):
-        for i, out in enumerate(outs):
-            with b.if_(b.eq(number, i)):
-                b.store(out, b.cast(to, p.index), b.cast(value, element(out.type)))
+        store_numbered(b, outs, number, b.cast(to, p.index), [value])
     return b.finish()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import Vector, element, i32
-from aule.tile.math import fold
+from aule.tile.math import fold, posted_words
 from aule.tile.matrix import divmod_const
 from aule.tile.rows import RowArray
 from aule.tile.short_floats import RUN, shortened
@@ -25,7 +25,7 @@ ways does one come right behind the other: memory takes 32 at once."""
 _FOLDED = 16
 """Partial sums that one thread adds up at a time."""
 MIN_LANES = 8
-"""For `fold_lanes`, where each thread has left up to eight columns: so there are threads enough for one column each."""
+"""For `fold_threads`, where each thread has left up to eight columns: so there are enough for one column each."""
 
 
 class ColumnSums:
@@ -125,8 +125,7 @@ class ColumnSums:
             b.store(buffer, first, b.vector(values[:_PIECE]), align=_PIECE)
             b.store(buffer, second + (col >> 1), b.vector(values[_PIECE:]), align=_PIECE)
         elif self.layout == "posted":
-            words = [b.bitcast(x, i32) for x in values]
-            words = [b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in words]  # zero stands for nothing yet
+            words = posted_words(b, values)
             b.post(buffer, first, b.vector(words[:_PIECE]))
             b.post(buffer, second + (col >> 1), b.vector(words[_PIECE:]))
         else:
@@ -143,7 +142,7 @@ def column_in_halves(b: Builder, place: Value, length: Value) -> Value:
     return (place >> 2 << 3) + (place & 3) + b.select(second, b.const(4, i32), b.const(0, i32))
 
 
-def fold_lanes(b: Builder, memory: Value, columns: int, lanes: int) -> Value:
+def fold_threads(b: Builder, memory: Value, columns: int, lanes: int) -> Value:
     """The sum of each of ``columns`` over what ``lanes`` have in shared memory, in rows of columns; for as many first
     threads, of at least ``columns`` and one for each ``_FOLDED`` numbers."""
     lane, column = divmod_const(b, b.thread_id(), columns)
@@ -163,6 +162,16 @@ def fold_lanes(b: Builder, memory: Value, columns: int, lanes: int) -> Value:
             with b.if_(lane < lanes):
                 b.store(memory, lane * columns + column, value)
     return value
+
+
+def store_numbered(b: Builder, outs: Sequence[Value], number: Value, at: Value, values: Sequence[Value]) -> None:
+    """Store vectors that follow each other, of which none need be aligned, to the one of some arrays that has this
+    number."""
+    for i, out in enumerate(outs):
+        with b.if_(b.eq(number, i)):
+            for j, value in enumerate(values):
+                width = value.type.lanes if isinstance(value.type, Vector) else 1
+                b.store(out, at + j * width, b.cast(value, element(out.type)), align=1)
 
 
 def has_pieces(span: Span) -> bool:

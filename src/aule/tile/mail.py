@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
+from aule.tile.math import posted_words
 from aule.tile.matrix import divmod_const
 
 
@@ -61,13 +62,12 @@ class Mail:
     def send(self, value: Value, box: Value) -> None:
         """Send numbers to all subgroups of the row: each lane has the one whose number is the lane's last digits."""
         b = self.b
-        bits = b.bitcast(value, i32)
-        bits = b.select(b.eq(bits, 0), b.const(-(2**31), i32), bits)
+        [word] = posted_words(b, [value])
         to, number = divmod_const(b, self._lane, self.numbers)
         group, part = divmod_const(b, to, self._parts)
         at = self._place(box, self._slot * self._parts + part) + self._sender * self.numbers + number
         with b.if_(to < self.senders):
-            b.cluster_post(self._memory, at, group, bits)
+            b.cluster_post(self._memory, at, group, word)
 
     def take(self, box: Value) -> Value:
         """What everyone has sent, as soon as it is there: lanes have all numbers of the first sender, those of the

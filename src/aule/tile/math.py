@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aule.ir import Builder, Value
-from aule.ir.types import Scalar, Vector, bf16, element, f16, f32, f64, i8, i16, u16, u32
+from aule.ir.types import Scalar, Vector, bf16, element, f16, f32, f64, i8, i16, i32, u16, u32
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -38,6 +40,12 @@ def fold_lanes(b: Builder, kind: str, vector: Value) -> Value:
         high = b.permute(vector, None, tuple(range(lanes, 2 * lanes)))
         vector = b.binary(kind, low, high)
     return vector
+
+
+def posted_words(b: Builder, values: Sequence[Value]) -> list[Value]:
+    """Numbers of f32 as words for whoever waits until a word is not zero: one that is zero as the negative zero."""
+    bits = [b.bitcast(x, i32) for x in values]
+    return [b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in bits]
 
 
 def tanh(b: Builder, x: Value) -> Value:

@@ -17,7 +17,7 @@ from functools import cached_property
 from aule.ir import Builder, Value
 from aule.ir.types import bool_, f32, i32, u32
 from aule.ops.decode.result import Result
-from aule.tile.math import LOWEST, fold
+from aule.tile.math import LOWEST, fold, posted_words
 from aule.tile.matrix import QUAD
 
 PAIR = 2
@@ -56,17 +56,12 @@ class PostedParts:
     def leave(self, column: Value, highest: Value, total: Value, values: list[Value]) -> None:
         """Leave four columns of this workgroup's part."""
         quad, pair = self._at(self.place.part, column)
-        self.b.post(self._words, quad, self._there(values))
-        self.b.post(self._words, pair, self._there([highest, total]))
+        self.b.post(self._words, quad, self.b.vector(posted_words(self.b, values)))
+        self.b.post(self._words, pair, self.b.vector(posted_words(self.b, [highest, total])))
 
     def _at(self, part: Value, column: Value) -> tuple[Value, Value]:
         first = self._start + part * self._part_words
         return first + column, first + ((column >> 1) + self._columns)
-
-    def _there(self, values: list[Value]) -> Value:
-        b = self.b
-        bits = [b.bitcast(x, i32) for x in values]
-        return b.vector([b.select(b.eq(x, 0), b.const(-(2**31), i32), x) for x in bits])
 
 
 class AwaitedParts(PostedParts):

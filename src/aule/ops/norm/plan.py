@@ -48,7 +48,7 @@ def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Tar
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
-    step, *_ = norm_step(name, problem, views, target, build_norm)
+    step, _ = norm_step(name, problem, views, target, build_norm)
     return StepPlan((step,) if step.grid[0] else ())
 
 
@@ -57,12 +57,13 @@ def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], ta
     ``dbias``."""
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)
-    step, partials, usual = norm_step(name, problem, views, target, build_norm_gradient, sums)
+    step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
     if not step.grid[0]:
         return StepPlan(())
     if not sums:
         return StepPlan((step,))
     outputs, layout = [(name, views[name]) for name in sums], step.config.sums
+    usual = usual_grid(target, step.config.shape, math.prod(problem.shape[:-1]), step.grid)
     finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, usual=usual, layout=layout)
     words = partials * len(sums) * sum_words(problem.length, layout)
     if layout == "posted":
@@ -77,8 +78,8 @@ def norm_step(
     target: Target,
     build: Callable[[NormConfig, Target], KernelIR],
     sums: tuple[str, ...] = (),
-) -> tuple[Step, int, bool]:
-    """The launch over rows, how many rows of partial sums it leaves, and whether it usually does."""
+) -> tuple[Step, int]:
+    """The launch over rows, and how many rows of partial sums it leaves."""
     statistics = has_statistics(views)
     views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
@@ -120,5 +121,4 @@ def norm_step(
         sums=left,
         fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
     )
-    step = Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials})
-    return step, partials, usual_grid(target, shape, count, grid)
+    return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials

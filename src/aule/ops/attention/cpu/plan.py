@@ -115,6 +115,7 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
 
 
 def _grouped(problem: AttentionProblem) -> bool:
+    """Whether the forward pass takes the few query rows of all heads that share keys together, and none is rounded."""
     return problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
 
 
