@@ -21,12 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
 from aule.backends import registry
-from aule.engine.attention import contiguous_strides, prepare_backward
-from aule.engine.memory import zeroed
-from aule.engine.programs import launch_steps
+from aule.engine.attention import prepare_backward
+from aule.engine.memory import device_scratch
 from aule.errors import AuleError
 from aule.ops.attention.problem import AttentionProblem
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 
 def error_of(found: Any, wanted: Any) -> float:
@@ -54,20 +53,17 @@ def vulkan_run(tensors: dict[str, torch.Tensor], causal: bool, repeats: int, wan
             host = tensors[key].detach().cpu().contiguous()
             device.upload(memory[key], (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy())
         ready = prepare_backward(problem, views, device)
-        memory |= {key: device.alloc(4 * count) for key, count in ready.workspace.items()}
-        shared = {key: zeroed(device, words) for key, words in ready.zeroed.items()}  # the device's own
-        launch_steps(ready, device, memory | shared)
+        ready.run(memory)
+        memory |= {key: device.alloc(4 * count) for key, count in ready.plan.workspace.items()}
+        shared = {key: device_scratch(device, words) for key, words in ready.plan.scratch.items()}  # the device's own
         found = []
         for key in ("dq", "dk", "dv"):
             host = torch.empty(shape, dtype=q.dtype)
             device.download(memory[key], (host.view(torch.uint16) if name == "bf16" else host).numpy())
             found.append(host.to(q.device))
-        values = {f"{key}_ptr": m for key, m in (memory | shared).items()}
         total = 0.0
-        for step, loaded in ready.steps:  # each several times: what is added up is too large from here on
-            arguments = values | dict(step.scalars)
-            args = [arguments[p.name] for p in loaded.artifact.params]
-            total += statistics.median([device.time_launch(loaded, step.grid, args) for _ in range(repeats + 2)][2:])
+        for launch in ready.launches(memory | shared):  # each several times: sums are too large from here on
+            total += statistics.median([device.time_launch(*launch) for _ in range(repeats + 2)][2:])
         return total, error_of(found, wanted)
     finally:
         for allocation in memory.values():

@@ -30,7 +30,7 @@ from aule.backends import registry
 from aule.engine.programs import program
 from aule.ir import Builder
 from aule.ir.types import Vector, bf16, f32, i64, u32
-from aule.tile.vector import has_pairs, vector_unit
+from aule.tile.vector.engine import has_pairs, vector_unit
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ at the same time.
 An alternative for ``--tune`` is ``keys:subgroups:registers:splits`` of the kernel for plain arithmetic, with ``-`` for
 what the table has, and may name the rows and the run behind it: ``4:8:128:-:4:8``. With an ``m`` before it is one of
 the kernel for matrix units, ``m:blocks:subgroups:registers:splits``. What the plan chooses comes first. Where
-sequences are split, each is timed with the parts added up by the last workgroup, by a second launch, behind the first
-or beside it, by two or eight workgroups of each block of rows that wait for them, and by a cluster;
-``--at-once`` are the parts that a thread of the last workgroup has under way.
+sequences are split, each is timed with the parts combined by the last workgroup, by a second launch, and by a cluster;
+``--at-once`` is the number of parts that a thread of the last workgroup loads at a time.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
 from aule.backends import registry
-from aule.engine.attention import contiguous_strides, load_steps
-from aule.engine.memory import zeroed
+from aule.engine.memory import device_scratch
 from aule.engine.probe import find_layout
+from aule.engine.run import prepare
 from aule.errors import AuleError
-from aule.ops.decode import last
+from aule.ops.combine import last_workgroup as last
 from aule.ops.decode.config import FragmentDecodeShape
-from aule.ops.decode.plan import decode_views, plan_decode
-from aule.ops.decode.shapes import choose_decode_shape
+from aule.ops.decode.plan.decode import decode_views, plan_decode
+from aule.ops.decode.plan.shapes import choose_decode_shape
 from aule.ops.decode.validate import decode_problem
 from aule.runtime.cuda import CudaDevice
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 WARM = 0.1
@@ -281,33 +280,26 @@ class Engine:
         self.memory["o"] = self.device.alloc(2 * int(np.prod(self.problem.out_shape)))
 
     def run(
-        self, shape: Any = None, splits: int | None = None, gather: bool | None = None, cluster: bool | None = None,
-        awaits: int | None = None, trails: bool | None = None,
+        self, shape: Any = None, splits: int | None = None, combine: Any = None,
     ) -> tuple[float, float, str]:  # fmt: skip
         """Median seconds, error, and what was planned."""
         target = self.device.target
-        plan = plan_decode(self.problem, self.views, target, None, shape, splits, gather, cluster, awaits, trails)
-        ready = load_steps(plan, self.device)
-        memory = self.memory | {name: self.device.alloc(4 * n) for name, n in ready.workspace.items()}
-        memory |= {name: zeroed(self.device, words) for name, words in ready.zeroed.items()}
-        values = {f"{name}_ptr": x for name, x in memory.items()}
-        launches = []
-        for step, loaded in ready.steps:
-            arguments = values | dict(step.scalars)
-            launches.append((loaded, step.grid, [arguments[p.name] for p in loaded.artifact.params]))
+        plan = plan_decode(self.problem, self.views, target, None, shape, splits, combine)
+        memory = self.memory | {name: self.device.alloc(4 * n) for name, n in plan.workspace.items()}
+        memory |= {name: device_scratch(self.device, words) for name, words in plan.scratch.items()}
+        launches = prepare(plan, self.device).launches(memory)
         calls = 50 if self.inputs.case.small else 20
-        together = any(step.together for step in plan.steps)  # of which there are two then
         if self.device.target.backend == "cuda":
             seconds = graph_seconds(lambda: self._launch(launches, torch.cuda.current_stream().cuda_stream), calls)
         else:
             start = time.perf_counter()
             while time.perf_counter() - start < WARM:
-                self.device.time_launches(launches, calls, together)
-            seconds = statistics.median(self.device.time_launches(launches, calls, together) for _ in range(11))
+                self.device.time_launches(launches, calls)
+            seconds = statistics.median(self.device.time_launches(launches, calls) for _ in range(11))
         found = np.empty(self.problem.out_shape, np.uint16)
         self.device.download(memory["o"], found)
         error = self.inputs.error(torch.from_numpy(found).view(torch.bfloat16).cuda())
-        for name in ready.workspace:
+        for name in plan.workspace:
             self.device.free(memory[name])
         config, count = plan.steps[0].config, plan.steps[0].scalars.get("splits", 1)
         return seconds, error, f"{config.shape} splits {count} launches {len(launches)}"
@@ -378,7 +370,7 @@ def compile_case(name: str, args: argparse.Namespace) -> None:
     if not args.no_vulkan:
         with suppress(AuleError):
             engine = Engine(inputs, "vulkan")
-            load_steps(plan_decode(engine.problem, engine.views, engine.device.target), engine.device)
+            prepare(plan_decode(engine.problem, engine.views, engine.device.target), engine.device)
     if not args.no_flex:
         with suppress(RuntimeError):
             flex(inputs)()
@@ -402,12 +394,9 @@ PLAIN = ("keys", "subgroups", "registers", "splits", "rows", "run")
 FRAGMENT = ("blocks", "subgroups", "registers", "splits")
 FORMS: dict[str, dict[str, Any]] = {
     "as planned": {},
-    "one launch": {"gather": True, "awaits": 0},
-    "two launches": {"gather": False, "awaits": 0},
-    "two launches, one of which waits": {"gather": False, "awaits": 0, "trails": True},
-    "two that wait": {"gather": True, "awaits": 2},
-    "eight that wait": {"gather": True, "awaits": 8},
-    "a cluster": {"cluster": True},
+    "one launch": {"combine": "last_workgroup"},
+    "two launches": {"combine": "second_launch"},
+    "a cluster": {"combine": "cluster"},
 }
 
 

@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import aule
 from aule.backends import registry
-from aule.engine.attention import contiguous_strides, prepare_forward
-from aule.engine.memory import Arena
+from aule.engine.attention import prepare_forward
+from aule.engine.memory import device_scratch
 from aule.errors import AuleError
 from aule.ops.attention.problem import AttentionProblem
-from aule.view import TensorView
+from aule.view import TensorView, contiguous_strides
 
 ROWS: list[dict[str, object]] = []
 PAUSE = 2_000_000
@@ -77,10 +77,11 @@ def vulkan_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
             host = x.cpu()
             device.upload(memory[n], (host.view(torch.uint16) if name == "bf16" else host).numpy())
         views = {n: TensorView(name, shape, contiguous_strides(shape), "vulkan", m) for n, m in memory.items()}
-        launch = prepare_forward(problem, views, device)
-        with Arena(device) as arena:
-            launches = launch.launches(memory | launch.workspace(device, arena))
-            times = [device.time_launches(launches, 1, together=True) for _ in range(repeats + 3)][3:]
+        call = prepare_forward(problem, views, device)
+        memory |= {name: device.alloc(4 * count) for name, count in call.plan.workspace.items()}
+        shared = {name: device_scratch(device, words) for name, words in call.plan.scratch.items()}  # the device's own
+        launches = call.launches(memory | shared)
+        times = [device.time_launches(launches, 1) for _ in range(repeats + 3)][3:]
         host = torch.empty(shape, dtype=q.dtype)
         device.download(memory["o"], (host.view(torch.uint16) if name == "bf16" else host).numpy())
     finally:

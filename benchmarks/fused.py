@@ -1,7 +1,7 @@
 """The ops beside attention, ours and PyTorch's in one run, each result checked against float64 before it is timed.
 
     python benchmarks/fused.py [--csv FILE] [--ops rms_norm,swiglu] [--lengths 1024,4096] [--mib 64,1024] [--no-compile]
-    python benchmarks/fused.py --sweep rms_norm,layer_norm --ways "ahead=1,2 parts=1,2,4"   # fields of SumTuning
+    python benchmarks/fused.py --sweep rms_norm,layer_norm --ways "prefetch=1,2 parts=1,2,4"   # fields of SumTuning
     python benchmarks/fused.py --cpu [--one-thread] [--csv FILE]  # PyTorch eager on the CPU, fp32 and bf16
 
 On a CUDA machine, bf16: a plain copy of as many bytes, PyTorch eager, torch.compile, aule on the same tensors, and aule
@@ -42,6 +42,7 @@ from result_file import written
 from row_cases import (
     CASES,
     error_of,
+    forget,
     gradient_error,
     gradient_tensors,
     gradients,
@@ -54,20 +55,20 @@ from turns import GraphRun, Run, in_turns, launches_run, warm_up
 
 import aule
 from aule.backends import registry
-from aule.engine.fused import prepare, result_views
-from aule.engine.memory import zeroed
-from aule.engine.programs import launch_of
+from aule.engine.memory import device_scratch
+from aule.engine.row_ops import prepare_row_op, result_views
 from aule.errors import AuleError
-from aule.frontends import torch_fused
-from aule.ops import row_shapes
+from aule.frontends.torch.checks import NAMES
+from aule.frontends.torch.passes import compute
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.spec import OpSpec
+from aule.ops.rows import layout as row_shapes
+from aule.ops.shared.spec import OpSpec
 from aule.view import TensorView, contiguous_strides
 
 ROWS: list[dict[str, Any]] = []
 READY = "ready"
 """What a worker says when it has compiled."""
-WAYS = "ahead=0 parts=1 most=16 widest=1024 resident=1024|ahead=1,2,3 parts=2,4 resident=512,768"
+WAYS = "prefetch=0 parts=1 most=16 widest=1024 resident=1024|prefetch=1,2,3 parts=2,4 resident=512,768"
 """What a sweep tries, backward: changes of what is chosen otherwise."""
 _GRAPH_BYTES = 1.6e9
 """Moved by all calls of a graph: some 400 us."""
@@ -88,13 +89,13 @@ def vulkan_call(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple
     device = registry.find("vulkan")
     assert device is not None
     views = {
-        operand.name: TensorView(torch_fused.NAMES[x.dtype], tuple(x.shape), x.stride(), "vulkan", None)
+        operand.name: TensorView(NAMES[x.dtype], tuple(x.shape), x.stride(), "vulkan", None)
         for operand, x in zip(spec.operands, tensors, strict=True)
         if x is not None
     }
     call = spec.call(views, dict(zip((o.name for o in spec.options), options, strict=True)))
     results = result_views(call)
-    return views, results, prepare(spec, call, dict(call.views) | results, device)
+    return views, results, prepare_row_op(spec, call, dict(call.views) | results, device)
 
 
 @functools.cache
@@ -124,10 +125,10 @@ def vulkan_run(spec: OpSpec, tensors: list[torch.Tensor | None], options: tuple[
         for name, view in results.items():
             count = contiguous_strides((1, *view.shape))[0]
             memory[name] = device.alloc(count * view.itemsize)
-        memory |= {name: device.alloc(4 * count) for name, count in ready.workspace.items()}
-        shared = {name: zeroed(device, words) for name, words in ready.zeroed.items()}  # the device's own
-        launches = [launch_of(step, loaded, memory | shared) for step, loaded in ready.steps]
-        yield launches_run(device, launches, calls, ready.steps[-1][0].together)
+        memory |= {name: device.alloc(4 * count) for name, count in ready.plan.workspace.items()}
+        shared = {name: device_scratch(device, words) for name, words in ready.plan.scratch.items()}  # the device's own
+        launches = ready.launches(memory | shared)
+        yield launches_run(device, launches, calls)
     finally:
         for allocation in memory.values():
             device.free(allocation)
@@ -153,7 +154,7 @@ def on_vulkan(name: str, tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     given = seeded(name, padded(name, tensors))
     assert spec.gradient is not None
     on_device = [x if x is None else x.to(tensors[0].device) for x in given]
-    made = torch_fused.compute(spec, on_device, case.options, None, spec.results)
+    made = compute(spec, on_device, case.options, None, spec.results)
     backward = gradient_tensors(name, given, made)
     return [(spec, given, case.options), (spec.gradient, backward, case.options)]
 
@@ -254,8 +255,8 @@ def compare_all(names: list[str], lengths: list[int], sizes: list[int], compiles
 
 
 def grid_of_ways(text: str) -> list[dict[str, Any]]:
-    """From ``ahead=1,2 parts=4`` to all choices of values for fields of `SumTuning`, or forward of `RowTuning`; ``|``
-    parts several such."""
+    """From ``prefetch=1,2 parts=4`` to all choices of values for fields of `SumTuning`, or forward of `RowTuning`;
+    ``|`` parts several such."""
     ways = []
     for grid in text.split("|"):
         fields = [field.split("=") for field in grid.split()]
@@ -272,12 +273,12 @@ def tuned(way: dict[str, Any], direction: str) -> Iterator[None]:
         row_shapes.choose_sums = lambda *args: replace(choose(*args), **way)
     else:
         row_shapes._over_cluster = lambda *args: over(*args[:-1], replace(args[-1], **way))
-    torch_fused._cuda_launches.clear()
+    forget()
     try:
         yield
     finally:
         row_shapes._over_cluster, row_shapes.choose_sums = over, choose
-        torch_fused._cuda_launches.clear()
+        forget()
 
 
 def sweep(name: str, lengths: list[int], mib: int, ways: list[dict[str, Any]], direction: str) -> None:

@@ -21,7 +21,9 @@ from decode import graph_seconds
 from result_file import write_csv
 
 import aule
-from aule.frontends import torch_kvcache
+from aule.frontends.torch import kvcache as torch_kvcache
+from aule.frontends.torch import route
+from aule.frontends.torch.views import view_on_device
 
 HEADS, DIM, PAGE = 8, 128, 16
 CALLS = 20
@@ -131,10 +133,12 @@ def copied_pages(pages: int, layers: int) -> tuple[float, float]:
             pool[:, there[:, 1]] = pool[:, there[:, 0]]
 
     # A graph cannot hold the copy of the pairs to the device: the launch alone.
-    launches = dict(torch_kvcache._launches)
-    (ready,) = (x for key, x in launches.items() if key[0] == "copy" and key[1] == pages)
-    memory = {"pairs": there.to(torch.int32), **{name: pool.flatten(2) for name, pool in pools.items()}}
-    ours = graph_seconds(lambda: torch_kvcache._start(ready, memory, memory["k_cache"]), CALLS)
+    flat = {name: pool.flatten(2) for name, pool in pools.items()}
+    call = torch_kvcache._Copy(flat, pairs, None).placed(on_host=False)
+    device = route.CUDA.device(call)
+    prepared = call.prepare(call.bind(view_on_device), device, route.CUDA.memory(call, device), {})
+    launch, tensors = prepared.bind(tuple(call.tensors)), list(call.tensors.values())
+    ours = graph_seconds(lambda: route.CUDA.launch(launch, tensors), CALLS)
     return ours, graph_seconds(theirs, CALLS)
 
 

@@ -19,24 +19,30 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fused import copy_run, vulkan_run
 from result_file import written
-from row_cases import gradient_tensors
+from row_cases import forget, gradient_tensors
 from turns import GraphRun, in_turns, warm_up
 
 import aule
+from aule import tuning
 from aule.backends import registry
-from aule.engine.fused import prepare, result_views
+from aule.engine.run import prepare
 from aule.errors import AuleError
-from aule.frontends import torch_fused
+from aule.frontends.torch.devices.scratch import StreamMemory
+from aule.frontends.torch.passes import compute
+from aule.frontends.torch.row_ops import RowOp
+from aule.frontends.torch.views import view_on_device
 from aule.ops.catalogue import CATALOGUE
 from aule.ops.linear import blocks
 from aule.ops.linear.config import FragmentBlocks, WarpgroupBlocks
-from aule.ops.spec import OpSpec
+from aule.ops.shared.plan import Plan
+from aule.ops.shared.spec import OpSpec
 
 ROWS: list[dict[str, Any]] = []
 PRODUCTS = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 4096), (4096, 12288, 4096), (2048, 2048, 8192)]
@@ -135,7 +141,7 @@ def compare(name: str, sizes: tuple[int, ...], compiles: bool) -> None:
         options = tuple(option.default for option in spec.options)
         row["vulkan_forward"] = forward_work / vulkan_seconds(spec, list(tensors), options)
         assert spec.gradient is not None
-        outs = torch_fused.compute(spec, tensors, options, None, spec.outputs)
+        outs = compute(spec, tensors, options, None, spec.outputs)
         row["vulkan_backward"] = backward_work / vulkan_seconds(
             spec.gradient, gradient_tensors(name, tensors, outs), options
         )
@@ -162,8 +168,8 @@ def sweep(sizes: tuple[int, int, int]) -> None:
     """Tiles of the product: TFLOPS of both directions, best first."""
     tensors = linear_operands(*sizes, torch.bfloat16, "cuda")
     forward_work, backward_work = WORK["layer_norm_linear"](*sizes)
-    (default, warpgroups), found = (blocks.COPIED, blocks.WARPGROUPS), []
-    blocks.WARPGROUPS = ()
+    found: list[tuple[float, FragmentBlocks]] = []
+    warpgroups, blocks._choose_warpgroups = blocks._choose_warpgroups, lambda *_: None
     shapes = [
         (rows, cols, down, along)
         for rows, cols, down, along in itertools.product((64, 128, 256), (64, 128, 256), (1, 2, 4), (1, 2, 4))
@@ -175,22 +181,22 @@ def sweep(sizes: tuple[int, int, int]) -> None:
             continue
         if group != 8 and (depth, stages) != (64, 3):
             continue
-        blocks.COPIED = (tile,)
-        torch_fused._cuda_launches.clear()
+        forget()
         try:
-            check("layer_norm_linear", aule.layer_norm_linear, eager_linear, tensors)
-            with torch.no_grad():
-                forward = graph_seconds(lambda: aule.layer_norm_linear(*tensors), 7)
+            with tuning.trying(tuning.Record("linear.fragment", {}, {"shape": asdict(tile)})):
+                check("layer_norm_linear", aule.layer_norm_linear, eager_linear, tensors)
+                with torch.no_grad():
+                    forward = graph_seconds(lambda: aule.layer_norm_linear(*tensors), 7)
         except (AuleError, RuntimeError, AssertionError) as failed:
             print(f"{tile}: {failed}")
             continue
         found.append((forward_work / forward, tile))
     for speed, tile in sorted(found, key=lambda entry: -entry[0])[:12]:
-        blocks.COPIED = (tile,)
-        torch_fused._cuda_launches.clear()
-        _, backward, _ = times(aule.layer_norm_linear, tensors)
+        forget()
+        with tuning.trying(tuning.Record("linear.fragment", {}, {"shape": asdict(tile)})):
+            _, backward, _ = times(aule.layer_norm_linear, tensors)
         print(f"{speed:.0f} TFLOPS forward, {backward_work / backward:.0f} backward: {tile}", flush=True)
-    blocks.COPIED, blocks.WARPGROUPS = default, warpgroups
+    blocks._choose_warpgroups = warpgroups
 
 
 def launches(sizes: tuple[int, int, int]) -> None:
@@ -205,10 +211,10 @@ def launches(sizes: tuple[int, int, int]) -> None:
     spec = CATALOGUE["layer_norm_linear"]
     assert spec.gradient is not None
     options = tuple(option.default for option in spec.options)
-    default = blocks.WARPGROUPS
+    default = blocks._choose_warpgroups
     for tile in [WarpgroupBlocks(128, 256, group=group) for group in (8, 16)]:
-        blocks.WARPGROUPS = ((tile, 1.0),)
-        torch_fused._cuda_launches.clear()
+        blocks._choose_warpgroups = lambda *_, tile=tile: tile
+        forget()
         error = check("layer_norm_linear", aule.layer_norm_linear, eager_linear, tensors)
         line = []
         for made, given in ((spec, tensors), (spec.gradient, gradient_tensors("layer_norm_linear", tensors, [dy]))):
@@ -216,21 +222,23 @@ def launches(sizes: tuple[int, int, int]) -> None:
                 speed = f" ({2e-12 * m * n * k / seconds:.0f})" if "linear" in name else ""
                 line.append(f"{name} {1e6 * seconds:.1f}{speed}")
         print(f"{tile} error {error:.1e}: {', '.join(line)}", flush=True)
-    blocks.WARPGROUPS = default
+    blocks._choose_warpgroups = default
 
 
 def launch_seconds(spec: OpSpec, tensors: list[Any], options: tuple[Any, ...]) -> list[tuple[str, float]]:
     """Seconds of each launch of a call, with the name of its kernel."""
     device = registry.find("cuda")
-    found = torch_fused.prepare_on(spec, tensors, options, spec.outputs, device)
-    memory = {operand.name: x for operand, x in zip(spec.operands, tensors, strict=True)}
-    memory |= {name: torch.empty(shape, dtype=dtype, device="cuda") for name, dtype, shape, _ in found.outputs}
-    memory |= {name: torch.randn(count, device="cuda") for name, count in found.workspace.items()}
-    call = torch_fused._bound(spec, tensors, options, spec.outputs)
-    ready = prepare(spec, call, dict(call.views) | result_views(call), device)
+    source = StreamMemory(device, torch.device("cuda", 0))
+    call = RowOp(spec, tensors, options, None, spec.outputs)
+    bound = call.bind(view_on_device)
+    plan = call.prepare(bound, device, source, {}).plan
+    memory = call.tensors | {x.name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in bound.outputs}
+    memory |= {name: torch.randn(count, device="cuda") for name, count in plan.workspace.items()}
+    memory |= {name: torch.zeros(words, device="cuda", dtype=torch.int32) for name, words in plan.scratch.items()}
     times = []
-    for (step, _), (launch, buffers) in zip(ready.steps, found.launches, strict=True):
-        pointers = [memory[name].data_ptr() for name in buffers]
+    for step in plan.steps:
+        launch = prepare(Plan((step,)), device, memory=source).bind(tuple(memory))
+        pointers = [x.data_ptr() for x in memory.values()]
 
         def run(launch: Any = launch, pointers: list[int] = pointers) -> None:
             launch(pointers, torch.cuda.current_stream().cuda_stream)

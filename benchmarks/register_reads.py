@@ -5,7 +5,7 @@
 The model: an FFMA takes as many cycles as it reads registers from one of the two banks (even and odd numbers), at least
 one; an operand that the instruction before kept in the operand cache (``.reuse`` in the same place) is not read. With
 all other instructions at one cycle it bounds the rate of the simt kernel; measured rates on an H200 were 5% (three
-workgroups to a multiprocessor) to 11% (two) below that (docs/performance.md). Shapes as in tune_forward.py. nvdisasm
+workgroups to a multiprocessor) to 11% (two) below that (docs/lab/README.md). Shapes as in tune_forward.py. nvdisasm
 comes with CUDA or with PyPI's nvidia-cuda-nvdisasm; NVDISASM names another.
 """
 
@@ -19,11 +19,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import ForwardConfig
-from aule.ops.attention.forward import build_forward
 from aule.render import ptx
 from aule.target import Target
-from aule.tile.simt_shape import SimtShape
+from aule.tile.simt.shape import SimtShape
 
 TARGET = Target(
     "cuda", vendor="nvidia", arch="sm_90", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,

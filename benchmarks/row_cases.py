@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from aule.frontends import torch_fused
+from aule.engine.signatures import signatures
+from aule.frontends.torch import entry, repeated
 from aule.ops.catalogue import CATALOGUE
 
 HEAD = 128
@@ -101,7 +102,7 @@ CASES: dict[str, Case] = {
 
 
 def ours(name: str, options: tuple[Any, ...]) -> Callable[..., Any]:
-    return lambda *tensors: torch_fused.fused(name, tuple(padded(name, list(tensors))), options, None)
+    return lambda *tensors: entry.fused(name, tuple(padded(name, list(tensors))), options, None)
 
 
 def flat(found: Any) -> tuple[Any, ...]:
@@ -169,3 +170,9 @@ def seeded(name: str, tensors: list[Any]) -> list[Any]:
     if number is not None:
         tensors[number] = torch.tensor([1, 2], dtype=torch.int32)
     return tensors
+
+
+def forget() -> None:
+    """Let all calls be planned anew."""
+    signatures.clear()
+    repeated.forget()

@@ -27,18 +27,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tune_forward import warm_up
 
 from aule.backends import registry
-from aule.engine.attention import contiguous_strides, forward_on_host
-from aule.engine.memory import zeroed
+from aule.engine.attention import forward_on_host
+from aule.engine.memory import device_scratch
 from aule.engine.probe import find_layout
 from aule.engine.programs import program
 from aule.errors import AuleError
-from aule.ops.attention.plan import plan_backward
+from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.runtime.base import Device
-from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt_shape import SimtShape
-from aule.view import TensorView
+from aule.tile.fragment.shape import FragmentShape
+from aule.tile.simt.shape import SimtShape
+from aule.view import TensorView, contiguous_strides
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -84,7 +84,7 @@ class Case:
         try:
             plan = plan_backward(problem, self.views, device.target, shapes=(shape, shape))
             extra = {name: device.alloc(4 * count) for name, count in plan.workspace.items() if name not in self.memory}
-            shared = {name: zeroed(device, words) for name, words in plan.zeroed.items()}  # the device's own
+            shared = {name: device_scratch(device, words) for name, words in plan.scratch.items()}  # the device's own
             chosen = [step for step in plan.steps if of == "sums" or getattr(step.config, "of", of) == of]
             for step in chosen:
                 loaded = program(device, step.config, lambda step=step: step.build(step.config, device.target))
@@ -150,7 +150,7 @@ def parsed(text: str) -> SimtShape | FragmentShape:
     listed, *options = rest.split("+")
     numbers = [int(x) for x in listed.split(",")]
     if kind in ("f", "fr", "w"):
-        further: dict[str, Any] = dict(zip(("registers", "columns", "held"), numbers[4:], strict=False))
+        further: dict[str, Any] = dict(zip(("registers", "columns", "register_columns"), numbers[4:], strict=False))
         further |= dict.fromkeys(options, True)
         return FragmentShape(*numbers[:4], kind == "fr", warpgroups=kind == "w", **further)
     return SimtShape(*numbers[:6], kind == "r", 0, *numbers[6:])

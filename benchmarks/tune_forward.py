@@ -4,8 +4,8 @@
     python benchmarks/tune_forward.py cuda bf16 128:2048:full,128:8192:causal f:128,64,4,2,0 f:128,64,8,2,1
 
 Cases are head_dim:seq:kind, B·S = 16384, H·D = 2048. A shape is block_q,block_kv,threads_x,threads_y,chunk_k,chunk_v,
-resident_q[,block_p[,registers[,late[,apart[,sums_kept[,down[,ahead_k[,ahead_v[,steady]]]]]]]]], or for matrix units
-f:block_q,block_kv,subgroups,stages,resident_q[,held], for warpgroups
+resident_q[,block_p[,registers[,late_values[,edge_loop[,sums_in_shared[,by_columns[,prefetch_k[,prefetch_v[,full_tiles
+]]]]]]]]], or for matrix units f:block_q,block_kv,subgroups,stages,resident_q[,register_columns], for warpgroups
 w:block_q,block_kv,subgroups[,registers[,stages]]. ``--peers`` times PyTorch's FLASH_ATTENTION and CUDNN_ATTENTION
 first, or EFFICIENT_ATTENTION for f32. ``--precision`` rounds f32 inputs to that type for matrix units.
 """
@@ -22,17 +22,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aule.backends import registry
-from aule.engine.attention import contiguous_strides
 from aule.engine.probe import find_layout
-from aule.engine.programs import program
+from aule.engine.run import prepare
 from aule.errors import AuleError
-from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import plan_forward
+from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.runtime.base import Device
-from aule.tile.fragment_shape import FragmentShape
-from aule.tile.simt_shape import SimtShape
-from aule.view import TensorView
+from aule.tile.fragment.shape import FragmentShape
+from aule.tile.simt.shape import SimtShape
+from aule.view import TensorView, contiguous_strides
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -69,21 +67,19 @@ class Case:
         views = {n: TensorView(self.dtype, dims, contiguous_strides(dims), "d", self.memory[n]) for n in "qkvo"}
         try:
             plan = plan_forward(self.problem, views, device.target, shape=shape)
-            loaded = program(device, plan.config, lambda: build_forward(plan.config, device.target))
-            values = {f"{n}_ptr": m for n, m in self.memory.items()} | plan.scalars
-            args = [values[p.name] for p in loaded.artifact.params]
+            (launch,) = prepare(plan, device).launches(self.memory)
             out = torch.full(dims, float("nan")).to(DTYPES[self.dtype])
             plain = (out.view(torch.uint16) if self.dtype == "bf16" else out).numpy()
             device.upload(self.memory["o"], plain)
-            warm_up(device, loaded, plan.grid, args)
-            times = [device.time_launch(loaded, plan.grid, args) for _ in range(repeats)]
+            warm_up(device, *launch)
+            times = [device.time_launch(*launch) for _ in range(repeats)]
             device.download(self.memory["o"], plain)
         except AuleError as error:
             return f"refused: {error.message[:150]}"
         error = float((out[-1:, -1:].double() - self.want).abs().max() / self.want.abs().max())
         written = bool(torch.isfinite(out).all())
         median = statistics.median(times)
-        stats = device.statistics(loaded) if hasattr(device, "statistics") else {}
+        stats = device.statistics(launch[0]) if hasattr(device, "statistics") else {}
         wanted = ("registers", "local_bytes", "Register Count", "Binary Size")
         shown = ", ".join(f"{k} {v}" for k, v in stats.items() if k in wanted)
         bound = {"f32": 1e-5, "f16": 1e-3, "tf32": 1e-3, "bf16": 8e-3}[self.problem.precision or self.dtype]
@@ -116,7 +112,7 @@ def parsed(text: str) -> SimtShape | FragmentShape:
         registers, stages = (*numbers[3:], 255, 2)[0], (*numbers[4:], 2)[0]
         return FragmentShape(*numbers[:3], stages, False, registers, warpgroups=True)
     if kind == "f":
-        return FragmentShape(*numbers[:4], bool(numbers[4]), held=sum(numbers[5:]))
+        return FragmentShape(*numbers[:4], bool(numbers[4]), register_columns=sum(numbers[5:]))
     return SimtShape(*numbers[:6], bool(numbers[6]), *numbers[7:])
 
 

@@ -52,10 +52,10 @@ class GraphRun:
         return self.begin.elapsed_time(self.end) * 1e-3 / self.calls
 
 
-def launches_run(device: Device, launches: list[Launch], calls: int, together: bool = False) -> Run:
-    """The same of launches on another device: through Vulkan, of as many in one command buffer, each waiting for the
-    one before, or where those of a call go ``together`` for the call before."""
-    return lambda: device.time_launches(launches, calls, together)
+def launches_run(device: Device, launches: list[Launch], calls: int) -> Run:
+    """Runs launches on another device: through Vulkan, all calls in one command buffer, each launch waiting for the one
+    before."""
+    return lambda: device.time_launches(launches, calls)
 
 
 def in_turns(runs: Mapping[str, Run], rounds: int = 15) -> dict[str, float]:

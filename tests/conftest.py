@@ -1,4 +1,4 @@
-"""Makes the helper modules beside this file (`grid`) importable from tests in every subfolder."""
+"""Makes helper modules importable from tests in every folder, and tests from each other."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), *sorted({str(path.parent) for path in TESTS.rglob("*.py")} - {str(TESTS)})]
 pytest.register_assert_rewrite("runtime_contract")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from aule.engine.memory import STORED, host_view
-from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.reference import unit_in_last_place
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.elements import as_float, stored
-from aule.ops.spec import Call, OpSpec
+from aule.ops.shared.elements import as_float, stored
+from aule.ops.shared.spec import Call, OpSpec
+from aule.ops.softmax.dropout import seed_words
 
 Arrays = dict[str, tuple[np.ndarray, str]]
 """Stored elements and dtype of each operand."""

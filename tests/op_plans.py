@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from aule.engine.fused import on_host, result_views, work_dtype
-from aule.engine.memory import STORED
+from aule.engine.memory import STORED, work_dtype
+from aule.engine.row_ops import on_host, result_views
 from aule.frontends.numpy import view
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
-from aule.ops.elements import as_float
-from aule.ops.spec import Call, OpSpec
-from aule.ops.step import Step
+from aule.ops.shared.elements import as_float
+from aule.ops.shared.plan import Step
+from aule.ops.shared.spec import Call, OpSpec
 from aule.runtime.base import Device
 from aule.target import FragmentLayout, Target
 
@@ -50,7 +50,7 @@ def interpreted(spec: OpSpec, arrays: Arrays, options: Mapping[str, Any], target
     plan = spec.plan(call.problem, {**call.views, **result_views(call)}, target)
     results = {name: np.zeros(x.shape, STORED[x.dtype]) for name, x in call.outputs.items()}
     memory = {name: np.ascontiguousarray(x.storage) for name, x in call.views.items()} | results
-    memory |= {name: np.zeros(count, work_dtype(call)) for name, count in plan.workspace.items()}
+    memory |= {name: np.zeros(count, work_dtype(call.problem.dtype)) for name, count in plan.workspace.items()}
     for step in plan.steps:
         kernel = step.build(step.config, target)
         arguments = [step.scalars.get(p.name, memory.get(step.memory_of(p.name))) for p in kernel.params]

@@ -8,7 +8,8 @@ from typing import Any
 import grid
 import numpy as np
 
-from aule.engine.attention import backward_on_host, forward_on_host, host_view
+from aule.engine.attention import backward_on_host, forward_on_host
+from aule.engine.memory import host_view
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare, expect, to_f64
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients

@@ -16,7 +16,8 @@ import grid
 import numpy as np
 
 from aule.backends import registry
-from aule.engine.attention import backward_on_host, forward_on_host, host_view
+from aule.engine.attention import backward_on_host, forward_on_host
+from aule.engine.memory import host_view
 from aule.ops.attention.reference import compare
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 

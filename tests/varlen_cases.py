@@ -9,10 +9,10 @@ from typing import Any
 import grid
 import numpy as np
 
-from aule.ops.attention.dropout import seed_words
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.validate import Operands
 from aule.ops.attention.varlen import varlen_problem
+from aule.ops.softmax.dropout import seed_words
 from aule.view import TensorView
 
 

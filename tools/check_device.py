@@ -5,7 +5,7 @@
     python tools/check_device.py --limit 60 --backends vulkan --out FOLDER
 
 Parts: ``grids`` are the pairwise grids of attention, forward, gradients and deterministic gradients; ``tests`` what
-else `tests/device` has for these backends, but for the tests of runtimes; ``big`` long sequences against PyTorch;
+else is marked `device` for these backends, but for the tests of runtimes; ``big`` long sequences against PyTorch;
 ``sanitize`` a problem for each kind of kernel under compute-sanitizer. What matters most is run first. At the end of
 the time everything is stopped, and the summary says what was not run. The exit status is 1 where something failed, 2
 where nothing did but something was not run, else 0.
@@ -161,12 +161,13 @@ def pools(args: argparse.Namespace, work: Path, until: float) -> list[Pool]:
     made = []
     parts = [part for part in args.only if part != "sanitize"]
     if parts:
-        asked = [f"--backends={','.join(args.backends)}", f"--parts={','.join(parts)}", str(args.folder)]
+        marked = [path for path in args.folder.rglob("test_*.py") if "pytest.mark.device" in path.read_text()]
+        asked = [f"--backends={','.join(args.backends)}", f"--parts={','.join(parts)}", *map(str, sorted(marked))]
         made.append(Pool("tests", work / "tests", [*pytest, *asked], args.workers, spare=args.workers))
     sanitizer = next(filter(None, map(shutil.which, SANITIZER)), None)
     if "sanitize" in args.only and sanitizer and "cuda" in args.backends:
         for tool, count in TOOLS.items():
-            asked = ["--backends=cuda", "--parts=sanitize", str(args.folder / "test_kinds.py")]
+            asked = ["--backends=cuda", "--parts=sanitize", *map(str, args.folder.rglob("test_kinds.py"))]
             made.append(Pool(tool, work / tool, [sanitizer, "--tool", tool, *pytest, *asked], count))
     for pool in made:
         pool.folder.mkdir()
@@ -221,7 +222,7 @@ def summary(groups: dict[tuple[str, str, str], dict[str, Result]], seconds: floa
         listed = [(place, t, r) for place in order for t, r in groups[place].items() if r.outcome == word]
         for place, test, result in listed[:MOST_LISTED]:
             said = f": {shortened(last(result.text))}" if result.text else ""
-            lines.append(f"{word.upper()} {place[0]} {place[1]} {test.removeprefix('tests/device/')}{said}")
+            lines.append(f"{word.upper()} {place[0]} {place[1]} {test.removeprefix('tests/')}{said}")
         if len(listed) > MOST_LISTED:
             lines.append(f"and {len(listed) - MOST_LISTED} more {word}")
     lines.append(f"{seconds:.0f} of {limit:.0f} s; " + ", ".join(f"{total[name]} {name}" for name in OUTCOMES))
@@ -280,7 +281,7 @@ def main() -> int:
     parser.add_argument("--only", type=names(PARTS), default=list(PARTS), help="parts, separated by commas")
     parser.add_argument("--backends", type=names(BACKENDS), default=list(BACKENDS), help="likewise")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that run tests")
-    parser.add_argument("--folder", type=Path, default=ROOT / "tests" / "device", help="where the tests are")
+    parser.add_argument("--folder", type=Path, default=ROOT / "tests", help="where the tests are")
     args = parser.parse_args()
     began, now = time.monotonic(), time.time()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from aule.ir import KernelIR
+from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import ForwardConfig, FragmentBackwardConfig, FragmentConfig
-from aule.ops.attention.forward import build_forward
-from aule.ops.attention.plan import plan_backward, plan_forward
+from aule.ops.attention.plan.backward import plan_backward
+from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.problem import AttentionProblem
 from aule.render import opencl, ptx, spirv
 from aule.runtime.opencl import LARGE_REGISTERS
 from aule.target import RDNA3_LAYOUTS, Target
-from aule.tile.fragment import has_units
-from aule.tile.fragment_shape import FragmentShape
+from aule.tile.fragment.engine import has_units
+from aule.tile.fragment.shape import FragmentShape
 from aule.view import TensorView
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +89,7 @@ class Case:
 
     def config(self, target: Target) -> ForwardConfig | FragmentConfig:
         """The kernel that a call on contiguous arrays gets, tiles and all."""
-        return plan_forward(self.problem(), self.views(), target).config
+        return plan_forward(self.problem(), self.views(), target).steps[-1].config
 
     def views(self) -> dict[str, TensorView]:
         """Contiguous operands, results and their gradients."""
@@ -193,6 +194,7 @@ def nvidia_target(arch: str) -> Target:
         max_shared_bytes=SHARED_LIMITS[arch], max_grid=(2**31 - 1, 65535, 65535), max_buffers=256,
         max_buffer_bytes=1 << 40, f16=True, f64=True, int64=True, storage16=True, storage8=True,
         bf16=arch != "sm_75", e4m3=int(arch.removeprefix("sm_")) >= 90, device_fence=True,
+        atomic_f32_add=True,
     )  # fmt: skip
 
 

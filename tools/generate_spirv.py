@@ -56,7 +56,7 @@ ENUMERANTS = {
     "AddressingModel": "Logical",
     "MemoryModel": "GLSL450 Vulkan",
     "MemorySemantics": "AcquireRelease UniformMemory WorkgroupMemory MakeAvailable MakeVisible",
-    "MemoryAccess": "Volatile MakePointerAvailable MakePointerVisible NonPrivatePointer",
+    "MemoryAccess": "NonPrivatePointer",
     "Scope": "Device Workgroup Subgroup QueueFamily",
     "GroupOperation": "Reduce",
     "LoopControl": "None Unroll DontUnroll PartialCount",

@@ -1,6 +1,6 @@
 """A pytest plugin with which several processes take tests from one list: what `check_device.py` starts them with.
 
-    python -m pytest -p shared_tests --shared FOLDER --backends cuda,vulkan tests/device
+    python -m pytest -p shared_tests --shared FOLDER --backends cuda,vulkan -m device tests
 
 Every process collects the same tests in the same order, and draws the next from a number that they share. What became
 of each is written down at once, a line of JSON for its start and one for its end, so that a process that is killed
@@ -28,7 +28,7 @@ GRIDS = {
     "test_backward.py::test_grid_deterministic": "deterministic gradients",
 }
 UNNAMED = {
-    "test_decode_streams.py": "cuda", "test_decode_trail.py": "vulkan", "test_spirv_execute.py": "vulkan",
+    "test_decode_streams.py": "cuda", "test_spirv_execute.py": "vulkan",
     "test_tail_devices.py": "vulkan",
 }  # fmt: skip
 """Files whose tests are one backend's though they have no parameter that says so."""

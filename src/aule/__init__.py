@@ -20,20 +20,32 @@ if _TYPE_CHECKING:
     from aule import codegen, kernels
     from aule import integrations as integrations
     from aule import nn as nn
-    from aule.api import (
+    from aule.api.attention import (
         attention,
         aule_attention,
-        cascade_attention,
-        decode_attention,
         flash_attention,
-        flash_attention_paged,
         flash_attention_rope,
         flash_attention_varlen,
-        merge_states,
         precompute_rope_frequencies,
     )
-    from aule.context import Aule, Tensor
-    from aule.dispatch import (
+    from aule.api.context import Aule, Tensor
+    from aule.api.decode import cascade_attention, decode_attention, flash_attention_paged, merge_states
+    from aule.api.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
+    from aule.api.kvcache import KVCache
+    from aule.api.row_ops import (
+        cross_entropy,
+        geglu,
+        layer_norm,
+        layer_norm_linear,
+        residual_layer_norm,
+        residual_rms_norm,
+        rms_norm,
+        rms_norm_rope,
+        rope,
+        softmax_dropout,
+        swiglu,
+    )
+    from aule.api.sdpa import (
         dispatch_stats,
         install,
         installed,
@@ -58,23 +70,8 @@ if _TYPE_CHECKING:
         OutOfMemoryError,
         ShaderCompileError,
     )
-    from aule.fused import (
-        cross_entropy,
-        geglu,
-        layer_norm,
-        layer_norm_linear,
-        residual_layer_norm,
-        residual_rms_norm,
-        rms_norm,
-        rms_norm_rope,
-        rope,
-        softmax_dropout,
-        swiglu,
-    )
-    from aule.info import get_available_backends, get_backend_errors, get_backend_info, print_backend_info
     from aule.integrations.patching import PatchReport as PatchReport
     from aule.integrations.patching import patch_model as patch_model
-    from aule.kvcache import KVCache
 
 _logging.getLogger("aule").addHandler(_logging.NullHandler())
 
@@ -134,7 +131,7 @@ __all__ = [
 ]
 
 
-_HOMES = ("errors", "api", "fused", "context", "info", "dispatch", "kvcache")
+_HOMES = ("errors", "api.attention", "api.decode", "api.row_ops", "api.context", "api.info", "api.sdpa", "api.kvcache")
 """Modules of the names above."""
 
 

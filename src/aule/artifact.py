@@ -1,6 +1,6 @@
-"""Artifact: a rendered kernel, and how its parameters are laid out. It knows neither the IR nor a driver.
+"""Artifact: a rendered kernel and the layout of its parameters. Independent of the IR and of any driver.
 
-Parameters are buffers and scalars, in one order. Two conventions carry them to a kernel:
+Parameters are buffers and scalars, in one order. Two calling conventions pass them to a kernel:
 
 * *args* (PTX, OpenCL C): one kernel argument per parameter, in order.
 * *block* (SPIR-V, WGSL, MSL): buffers at bindings ``0, 1, ...`` in their own order, and one read-only block at the
@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 SCALAR_FORMATS = {"i32": "i", "u32": "I", "f32": "f", "i64": "q", "u64": "Q", "f64": "d"}
-"""Types a scalar parameter may have, with their `struct` codes."""
+"""Types of scalar parameters, with their `struct` codes."""
 
 
 @dataclass(frozen=True)
@@ -30,46 +30,49 @@ class Param:
     dtype: str
     """Element type of a buffer, or type of a scalar, by its IR name (``f16``, ``i32`` ...)."""
     access: Literal["read", "write", "readwrite"] = "read"
-    """What the kernel does with a buffer."""
+    """Accesses of the kernel to a buffer."""
     lasting: bool = False
-    """A hint: what is read of a buffer is the last that the second-level cache gives up."""
+    """Hint: keep data read from this buffer in the L2 cache as long as possible (evict last)."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A kernel in the language of a driver."""
+    """A kernel rendered in a language that a driver compiles."""
 
-    language: Literal["ptx", "spirv", "opencl", "wgsl", "msl", "llvm"]
+    language: str
+    """``ptx``, ``spirv`` ...: as in the list of backends."""
     code: bytes
     """Source text in UTF-8, or binary words for SPIR-V."""
     entry: str
     params: tuple[Param, ...]
     workgroup: int
-    """Threads of a workgroup; workgroups are one-dimensional."""
+    """Threads per workgroup; workgroups are one-dimensional."""
     shared_bytes: int = 0
-    """Shared memory that the kernel uses."""
+    """Shared memory that the kernel uses, in bytes."""
     dynamic_shared: bool = False
-    """The shared memory is to be given at launch (PTX above 48 KiB) and is not declared in the code."""
+    """Shared memory must be requested at launch (PTX above 48 KiB); the code does not declare its size."""
     subgroup_size: int = 0
-    """Subgroup size that must be in force; 0 when the kernel does not care."""
+    """Required subgroup size; 0 if any will do."""
     uses_subgroups: bool = False
-    """The kernel uses subgroup operations and wants full subgroups."""
+    """The kernel uses subgroup operations and needs full subgroups."""
     awaits: bool = False
-    """The kernel waits itself for the launch before it, and may be started while that ends."""
+    """The kernel itself waits for the previous launch, so it may be started before that one has finished."""
     extensions: tuple[str, ...] = ()
-    """Device features the code needs, by their names in the language (``shader-f16``, ``cl_khr_fp16`` ...)."""
+    """Device features that the code needs, named as in the language (``shader-f16``, ``cl_khr_fp16`` ...)."""
 
     @property
     def text(self) -> str:
-        """The source as text; SPIR-V has none."""
+        """The source as text; not for SPIR-V."""
         return self.code.decode()
 
     @property
     def buffers(self) -> tuple[Param, ...]:
+        """Buffer parameters, in order."""
         return tuple(p for p in self.params if p.kind == "buffer")
 
     @property
     def scalars(self) -> tuple[Param, ...]:
+        """Scalar parameters, in order."""
         return tuple(p for p in self.params if p.kind == "scalar")
 
     @cached_property
@@ -96,6 +99,7 @@ def scalar_offsets(scalars: Sequence[Param]) -> tuple[list[int], int]:
 
 
 def scalar_struct(scalars: Sequence[Param]) -> struct.Struct:
+    """Packer for the parameter block of some scalars."""
     offsets, size = scalar_offsets(scalars)
     fmt, end = "<", 0
     for p, start in zip(scalars, offsets, strict=True):

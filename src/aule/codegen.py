@@ -26,7 +26,8 @@ TARGETS: dict[str, Target] = {
         "cuda", "generic NVIDIA", "nvidia", arch="sm_80", subgroup_size=32, subgroup_sizes=(32,), max_threads=1024,
         max_shared_bytes=99 * 1024, max_grid=(2**31 - 1, 65535, 65535), max_buffers=256, max_buffer_bytes=1 << 40,
         offset_alignment=1, f16=True, bf16=True, f64=True, int64=True, storage16=True, storage8=True,
-        device_fence=True, matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"), matrix_layout=NVIDIA_LAYOUT,
+        device_fence=True, atomic_f32_add=True, matrix_units=("m16n8k16:f16:f32", "m16n8k16:bf16:f32"),
+        matrix_layout=NVIDIA_LAYOUT,
     ),
     "spirv": Target(
         "vulkan", "generic Vulkan 1.2", subgroup_size=32, max_threads=256, max_shared_bytes=32768, f16=True,

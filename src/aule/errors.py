@@ -1,4 +1,4 @@
-"""The error tree. Every failure a user can meet is an :class:`AuleError` with a stable ``code``.
+"""Exceptions. Every error that a user can see is an :class:`AuleError` with a stable ``code``.
 
 Messages read ``[op] expected ..., got ...; remedy``.
 """
@@ -26,7 +26,7 @@ class AuleError(Exception):
         return f"{self.message} [{self.code}]"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Children take other constructor arguments than ``args`` holds; pickling (multiprocessing) must survive that.
+        # Subclasses have other constructor arguments than ``args``, so the default pickling would fail.
         return (_rebuild, (type(self), dict(self.__dict__), self.args))
 
 
@@ -38,7 +38,7 @@ def _rebuild(cls: type[AuleError], state: dict[str, object], args: tuple[object,
 
 
 class BackendUnavailableError(AuleError):
-    """A backend was asked for that this machine cannot serve."""
+    """The requested backend is not available on this machine."""
 
     def __init__(self, backend: str, message: str) -> None:
         super().__init__(f"AULE_ERROR_{backend.split(':')[0].upper()}_INIT", message)
@@ -46,7 +46,7 @@ class BackendUnavailableError(AuleError):
 
 
 class NoComputeQueueError(BackendUnavailableError):
-    """A device exists but offers no compute queue."""
+    """A device has no compute queue."""
 
     def __init__(self, backend: str, message: str) -> None:
         super().__init__(backend, message)
@@ -67,7 +67,7 @@ class CacheFullError(OutOfMemoryError):
     Attributes
     ----------
     pages_needed, pages_free : int
-        What the call needed, and what there was.
+        Pages that the call needed, and pages that were free.
     """
 
     def __init__(self, message: str, pages_needed: int, pages_free: int, requested_bytes: int | None = None) -> None:
@@ -144,7 +144,7 @@ class ClosedError(AuleError):
 
 
 class KernelError(AuleError):
-    """A kernel breaks a rule of the IR, or asks a language for something it cannot say."""
+    """A kernel breaks a rule of the IR, or uses something that its target language lacks."""
 
     def __init__(self, message: str) -> None:
         super().__init__("AULE_ERROR_KERNEL", message)

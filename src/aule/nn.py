@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from aule.dispatch import count_op
+from aule.api.row_ops import geglu, layer_norm, rms_norm, rope, swiglu
+from aule.api.sdpa import count_op
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.fused import geglu, layer_norm, rms_norm, rope, swiglu
 from aule.ops.attention.rope import checked_frequencies, frequencies
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
@@ -44,8 +44,11 @@ def _rows(op: str, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _default_eps(dtype: Any) -> float:
-    """What `torch.nn.RMSNorm` adds where no eps is given: that of the type it computes in, or, in older versions and in
-    its documentation, that of x. A small number tells which."""
+    """Return the eps that `torch.nn.RMSNorm` uses where none is given.
+
+    It is that of the type it computes in or, in older versions and in its documentation, that of x. A small number
+    tells which.
+    """
     with _disable_current_modes():  # wherever this module is imported, such as where all tensors are fake
         small = torch.full((1,), 2.0**-6, dtype=dtype, device="cpu")
         found = torch.nn.functional.rms_norm(small, (1,)).item()
@@ -234,8 +237,10 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
                 self.register_buffer(name, torch.as_tensor(table.astype(kind), device=device), persistent=False)
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        """What all conversions of a module go through. The table has 32 bits, beside narrower heads too, and 64 for
-        float64: it is made for either, not converted."""
+        """Convert the module, but keep the table in float32, or float64 for float64.
+
+        All conversions go through here. The table is computed anew for its type, not converted.
+        """
         before = self.cos
         super()._apply(*arguments, **options)
         dtype = torch.float64 if self.cos.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""AttentionOptions, DecodeOptions: what a call asks for besides q, k and v. Arrays are of the caller's own kind."""
+"""AttentionOptions, DecodeOptions: all arguments of a call besides q, k and v. Arrays are still the caller's type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class AttentionOptions(NamedTuple):
-    """Options of `aule.flash_attention`, as the user gave them. A tuple, because one is made on every call."""
+    """Options of `aule.flash_attention` as given by the user. A tuple, because every call makes one."""
 
     causal: bool = True
     scale: float | None = None
@@ -30,7 +30,7 @@ class AttentionOptions(NamedTuple):
     precision: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The options that are not arrays, as `attention_problem` takes them."""
+        """Options that are not arrays, named as in `attention_problem`."""
         return {
             "causal": self.causal,
             "scale": self.scale,
@@ -45,7 +45,7 @@ class AttentionOptions(NamedTuple):
         }
 
     def arrays(self) -> dict[str, Any]:
-        """The options that are arrays and were given, as `attention_problem` names them; a seed once it is one."""
+        """Array options that were given, named as in `attention_problem`; includes the seed if it is an array."""
         given = {"mask": self.mask, "bias": self.bias, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         given |= {"rope_cos": self.rope_cos, "rope_sin": self.rope_sin}
         given["seed"] = None if isinstance(self.seed, int) else self.seed
@@ -53,8 +53,7 @@ class AttentionOptions(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """What a call of `aule.decode_attention` or, with block tables, of `aule.flash_attention_paged` asks for besides
-    queries, keys and values, as the user gave it."""
+    """Options of `aule.decode_attention` or, with block tables, `aule.flash_attention_paged`, as given by the user."""
 
     context_lens: Any = None
     block_tables: Any = None
@@ -75,20 +74,20 @@ class DecodeOptions(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The public function that was called, for messages."""
+        """Name of the public function that was called, for error messages."""
         return "decode_attention" if self.block_tables is None else "flash_attention_paged"
 
     def plain(self) -> dict[str, Any]:
-        """The options that are not arrays, as `decode_problem` takes them."""
+        """Options that are not arrays, named as in `decode_problem`."""
         names = ("max_seqlen_q", "layout", "causal", "scale", "window", "softcap", "return_lse")
         return {name: getattr(self, name) for name in names}
 
     def indices(self) -> dict[str, Any]:
-        """The arrays of integers that were given."""
+        """Integer array options that were given."""
         given = {name: getattr(self, name) for name in ("context_lens", "block_tables", "cu_seqlens_q")}
         return {name: array for name, array in given.items() if array is not None}
 
     def arrays(self) -> dict[str, Any]:
-        """The other options that are arrays and were given, as `decode_problem` names them."""
+        """Other array options that were given, named as in `decode_problem`."""
         given = {name: getattr(self, name) for name in ("k_scale", "v_scale", "alibi_slopes", "sinks")}
         return {name: array for name, array in given.items() if array is not None}

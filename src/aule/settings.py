@@ -1,4 +1,4 @@
-"""Every environment variable that aule reads, typed, in one place. They are read at use, not at import."""
+"""All environment variables that aule reads. Each is read at use, not at import."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _BACKEND, _NUM_THREADS = (
 
 
 def _missing(key: bytes | str) -> bool:
-    """Whether a variable is known not to be set, by the dictionary inside of `os.environ`: `os.environ.get` calls four
-    functions and catches an exception to say so, which calls on CPU tensors wait for."""
-    found = getattr(os.environ, "_data", None)
-    return found is not None and key not in found
+    """True if a variable is known to be unset.
+
+    Looks into the dictionary inside `os.environ`, because `os.environ.get` is slow for unset variables and small CPU
+    calls would notice.
+    """
+    data = getattr(os.environ, "_data", None)
+    return data is not None and key not in data
 
 
 def _switch(name: str, default: str) -> bool:
@@ -28,19 +31,23 @@ def _switch(name: str, default: str) -> bool:
 
 
 def backend() -> str | None:
-    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``). With CUDA tensors it is read when a
-    call's signature is first seen."""
+    """``AULE_BACKEND``: force a backend or a device (``vulkan``, ``cuda:1``).
+
+    For CUDA tensors it is read only when a call's signature is first seen.
+    """
     return None if _missing(_BACKEND) else os.environ.get("AULE_BACKEND") or None
 
 
 def cache_dir() -> Path:
-    """``AULE_CACHE_DIR``: where compiled kernels are kept; by default the platform's cache folder. Whoever has neither
-    (a container's user without a home) has one that cannot be written to: code that runs is taken from no folder that
-    others may write to."""
+    """``AULE_CACHE_DIR``: folder for compiled kernels; by default the platform's cache folder.
+
+    A user with neither (no home, as in some containers) gets a path that cannot be written: cached code must never
+    come from a folder that others may write to.
+    """
     chosen = os.environ.get("AULE_CACHE_DIR")
     try:
         if chosen:
-            return Path(chosen).expanduser()  # where no shell has done it, as in a Dockerfile
+            return Path(chosen).expanduser()  # no shell has expanded ~ in, for example, a Dockerfile
         if sys.platform == "win32":
             return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "aule" / "cache"
         if sys.platform == "darwin":
@@ -56,8 +63,11 @@ def disk_cache() -> bool:
 
 
 def cpu_features() -> str:
-    """``AULE_CPU_FEATURES``: which instructions kernels for the CPU may use. ``native`` (the default) is all that this
-    processor has, ``avx2`` those of x86-64-v3, ``baseline`` those that every processor of its kind has."""
+    """``AULE_CPU_FEATURES``: which instructions CPU kernels may use.
+
+    ``native`` (the default): all that this processor has; ``avx2``: x86-64-v3; ``baseline``: only those that every
+    processor of the architecture has.
+    """
     chosen = os.environ.get("AULE_CPU_FEATURES") or "native"
     if chosen not in ("native", "avx2", "baseline"):
         raise InvalidArgumentError(
@@ -67,8 +77,11 @@ def cpu_features() -> str:
 
 
 def num_threads() -> int | None:
-    """``AULE_NUM_THREADS``: threads that share a launch on the CPU; None leaves it to PyTorch's number where PyTorch is
-    loaded, else to ``OMP_NUM_THREADS``, else to the processors of this process."""
+    """``AULE_NUM_THREADS``: number of threads for a launch on the CPU.
+
+    None if unset: then PyTorch's number if PyTorch is loaded, else ``OMP_NUM_THREADS``, else the number of processors
+    available to this process.
+    """
     chosen = None if _missing(_NUM_THREADS) else os.environ.get("AULE_NUM_THREADS")
     if not chosen:
         return None
@@ -80,8 +93,10 @@ def num_threads() -> int | None:
 
 
 def omp_num_threads() -> int | None:
-    """``OMP_NUM_THREADS``: how many threads OpenMP programs start. Its first number, where it is a list by level of
-    nesting; None when it is not set to a number, which OpenMP ignores too."""
+    """``OMP_NUM_THREADS``: number of threads for OpenMP programs.
+
+    The first number if it is a list by nesting level; None if it is not a number, which OpenMP ignores too.
+    """
     chosen = os.environ.get("OMP_NUM_THREADS")
     if not chosen:
         return None
@@ -90,16 +105,16 @@ def omp_num_threads() -> int | None:
 
 
 def omp_stack_size() -> str | None:
-    """``OMP_STACKSIZE`` or ``GOMP_STACKSIZE``: the stack of OpenMP's threads, where it is not the usual one."""
+    """``OMP_STACKSIZE`` or ``GOMP_STACKSIZE``: stack size of OpenMP threads; None if unset."""
     return os.environ.get("OMP_STACKSIZE") or os.environ.get("GOMP_STACKSIZE")
 
 
 def vulkan_validation() -> bool:
-    """``AULE_VULKAN_VALIDATION=1`` loads Khronos' validation layer and logs what it says."""
+    """``AULE_VULKAN_VALIDATION=1`` loads the Khronos validation layer and logs its messages."""
     return _switch("AULE_VULKAN_VALIDATION", "0")
 
 
 def vulkan_sdk() -> Path | None:
-    """``VULKAN_SDK``: where LunarG's SDK is; on macOS the Vulkan loader is looked for in it first."""
+    """``VULKAN_SDK``: folder of the LunarG SDK; on macOS the Vulkan loader is searched there first."""
     chosen = os.environ.get("VULKAN_SDK")
     return Path(chosen) if chosen else None

@@ -1,7 +1,7 @@
-"""Files of the disk cache: written whole or not at all, and read only when they are what was written.
+"""Disk cache files: written atomically, and checked when read.
 
-A file is a digest and a body. It is written under a temporary name and renamed, so that readers and other processes see
-all of it or nothing; the digest makes a damaged file a miss.
+A file is a digest and a body. It is written under a temporary name and renamed, so readers and other processes never
+see a partial file; a digest that does not match counts as a cache miss.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _MAGIC = b"AULE1\n"
 
 
 def path(name: str) -> Path:
-    """Where a file of the cache is.
+    """Path of a cache file.
 
     Parameters
     ----------
     name : str
-        Path below `settings.cache_dir`.
+        Path relative to `settings.cache_dir`.
     """
     return settings.cache_dir() / name
 
 
 def read(name: str) -> bytes | None:
-    """The body of a file; None when there is none, it is damaged, or the cache is turned off."""
+    """Body of a cache file; None if it is missing or damaged, or the cache is off."""
     if not settings.disk_cache():
         return None
     try:
@@ -45,7 +45,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, body: bytes) -> None:
-    """Keep a body. A disk that is full or read-only costs speed, not correctness."""
+    """Write a cache file. A full or read-only disk is ignored: it costs speed, not correctness."""
     if not settings.disk_cache():
         return
     place = path(name)
@@ -56,8 +56,8 @@ def write(name: str, body: bytes) -> None:
 
 
 def write_whole(place: Path, data: bytes) -> None:
-    """Write a file, with the folders above it: others see the old one or the new one, never a part."""
-    import tempfile  # which loads much that a process without a new kernel never needs
+    """Write a file atomically, creating its folders: readers see the old file or the new one, never a part."""
+    import tempfile  # slow to import, and needed only when a kernel is new
 
     place.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".tmp-")
@@ -71,5 +71,5 @@ def write_whole(place: Path, data: bytes) -> None:
 
 
 def say_damaged(name: str) -> None:
-    """Log that a file is not what was written; whoever reads it makes it anew."""
+    """Log that a cache file is damaged; the caller rebuilds it."""
     log.warning("kernel cache: entry %s is damaged and is rebuilt", path(name))

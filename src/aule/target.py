@@ -1,4 +1,4 @@
-"""Target: what a device can do, resolved once, frozen, and passed down. It holds no handle."""
+"""Target: a device's capabilities, resolved once, frozen and passed down. It holds no driver handle."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class FragmentLayout:
-    """Which element of a matrix a lane holds in which component of a fragment.
+    """Maps each lane and component of a fragment to a row and column of the matrix.
 
-    Row and column are sums over the bits of the lane's and of the component's number: bit i of the lane adds
-    ``lane_rows[i]`` and ``lane_cols[i]``, bit i of the component ``part_rows[i]`` and ``part_cols[i]``. A bit of the
-    lane that adds nothing stands for a second copy of the matrix.
+    Row and column are sums over the set bits of the lane number and the component number: bit i of the lane adds
+    ``lane_rows[i]`` and ``lane_cols[i]``, bit i of the component ``part_rows[i]`` and ``part_cols[i]``. A lane bit
+    that adds nothing means a second copy of the matrix.
     """
 
     lane_rows: tuple[int, ...]
@@ -21,44 +21,44 @@ class FragmentLayout:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a subgroup."""
+        """Lanes per subgroup."""
         return 1 << len(self.lane_rows)
 
     @property
     def parts(self) -> int:
-        """Components of a lane."""
+        """Components per lane."""
         return 1 << len(self.part_rows)
 
     @property
     def lane_bits(self) -> tuple[tuple[int, int], ...]:
-        """Row and column that each bit of the lane adds."""
+        """(row, column) added by each bit of the lane number."""
         return tuple(zip(self.lane_rows, self.lane_cols, strict=True))
 
     @property
     def part_bits(self) -> tuple[tuple[int, int], ...]:
-        """Row and column that each bit of the component adds."""
+        """(row, column) added by each bit of the component number."""
         return tuple(zip(self.part_rows, self.part_cols, strict=True))
 
     @property
     def transposed(self) -> FragmentLayout:
-        """The same of the transpose."""
+        """Layout of the transposed matrix."""
         return FragmentLayout(self.lane_cols, self.lane_rows, self.part_cols, self.part_rows)
 
     def place(self, lane: int, part: int) -> tuple[int, int]:
-        """Row and column of an element."""
+        """Row and column of a lane's component."""
         bits = [bit for i, bit in enumerate(self.lane_bits) if lane >> i & 1]
         bits += [bit for i, bit in enumerate(self.part_bits) if part >> i & 1]
         return sum(row for row, _ in bits), sum(col for _, col in bits)
 
 
 NVIDIA_LAYOUT = FragmentLayout((0, 0, 1, 2, 4), (2, 4, 0, 0, 0), (0, 8, 0), (1, 0, 8))
-"""Of mma.sync, and so of fragments in PTX: accumulators, and left factors alike."""
+"""Layout of mma.sync accumulators and left factors, used by fragments in PTX."""
 
 WARPGROUP_UNITS = ("m64n256k16:f16:f32", "m64n256k16:bf16:f32")
-"""Products of four subgroups (wgmma), among the matrix units of those NVIDIA GPUs that have them."""
+"""Entries of ``matrix_units`` for products of four subgroups (wgmma)."""
 
 APPLE_LAYOUT = FragmentLayout((0, 1, 2, 0, 4), (2, 0, 0, 4, 0), (0, 0, 8), (1, 8, 0))
-"""Of fragments in MSL, four blocks of 8x8. Apple does not document it: code is shown with it, but a device is asked."""
+"""Layout of fragments in MSL: four 8x8 blocks. Apple does not document it; real devices are probed instead."""
 
 RDNA3_LAYOUTS: dict[int, tuple[FragmentLayout, FragmentLayout, FragmentLayout]] = {
     32: (
@@ -72,93 +72,160 @@ RDNA3_LAYOUTS: dict[int, tuple[FragmentLayout, FragmentLayout, FragmentLayout]] 
         FragmentLayout((0, 0, 0, 0, 0, 0), (1, 2, 4, 8, 0, 0), (1, 2, 4, 8), (0, 0, 0, 0)),
     ),
 }
-"""Of AMD's v_wmma by lanes of a wave: accumulators, left and right factors (RDNA 3 ISA guide, 7.9). Factors are there
-once in every 16 lanes. For compilers without a device; a device is asked."""
+"""Layouts of v_wmma by wave size: accumulator, left factor, right factor (RDNA 3 ISA guide, 7.9).
+
+Every 16 lanes hold a full copy of a factor. Used when compiling without a device; real devices are probed instead."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Capabilities of one device, as kernels and renderers need them.
+    """Capabilities of one device that kernels and renderers depend on.
 
-    A Target can be made by hand to compile for hardware that is not present.
+    Construct one by hand to compile for hardware that is not present.
     """
 
     backend: str
     """``cuda``, ``vulkan``, ``opencl``, ``webgpu``, ``metal``, ``cpu`` or ``numpy``."""
     name: str = "generic"
-    """The driver's name of the device."""
+    """Device name reported by the driver."""
     vendor: str = "unknown"
     """``nvidia``, ``amd``, ``intel``, ``apple``, ``software`` or ``unknown``."""
     driver: str = ""
-    """The driver's own version text; part of the cache key."""
+    """Version text reported by the driver; part of the cache key."""
     arch: str = ""
-    """Instruction set where the language needs one: ``sm_90`` for PTX, empty elsewhere."""
+    """Instruction set, if the language needs one (``sm_90`` for PTX, ``x86_64`` for LLVM); else empty."""
     software: bool = False
     """True for a software rasteriser: never preferred over the CPU."""
     subgroup_size: int = 0
-    """Lanes that run together and can shuffle; 0 when the device offers no subgroup operations."""
+    """Lanes per subgroup (warp, wave, simdgroup); 0 if the device has no subgroup operations."""
     subgroup_sizes: tuple[int, ...] = ()
-    """Sizes that a kernel may require explicitly (empty: only ``subgroup_size``, not controllable)."""
+    """Subgroup sizes a kernel may request; empty if the size cannot be chosen."""
     max_threads: int = 256
-    """Largest workgroup, in threads."""
+    """Maximum threads per workgroup."""
     max_shared_bytes: int = 16384
-    """Shared (workgroup) memory one workgroup may use."""
+    """Maximum shared memory per workgroup, in bytes."""
     max_grid: tuple[int, int, int] = (65535, 65535, 65535)
-    """Largest number of workgroups along each axis."""
+    """Maximum workgroups along each axis."""
     max_buffers: int = 8
-    """Storage buffers one kernel may bind."""
+    """Maximum storage buffers per kernel."""
     max_buffer_bytes: int = 1 << 30
-    """Largest range of one buffer that a kernel can address."""
+    """Maximum bytes of one buffer that a kernel can address."""
     offset_alignment: int = 256
-    """Bytes to which an offset into a bound buffer must be aligned."""
+    """Required alignment, in bytes, of an offset into a bound buffer."""
     memory_bytes: int = 0
-    """Device memory (host memory for a CPU); 0 when unknown."""
+    """Device memory (host memory for a CPU), in bytes; 0 if unknown."""
     cache_bytes: int = 0
-    """Last-level cache of a CPU; 0 when unknown."""
+    """Last-level cache of a CPU, in bytes; 0 if unknown."""
+    l2_bytes: int = 0
+    """Second-level cache of a GPU, in bytes; 0 if unknown."""
     compute_units: int = 0
-    """Multiprocessors, compute units or cores; 0 when unknown."""
+    """Multiprocessors, compute units or cores; 0 if unknown."""
+    shared_per_unit: int = 0
+    """Shared memory of a compute unit, in bytes; 0 if unknown."""
+    registers_per_unit: int = 0
+    """32-bit registers of a compute unit; 0 if unknown."""
     unified_memory: bool = False
-    """Device memory is host memory."""
+    """Device and host share one memory."""
     f16: bool = False
     """fp16 arithmetic in registers."""
     f64: bool = False
     """fp64 arithmetic."""
     int64: bool = False
-    """64-bit integers."""
+    """64-bit integer arithmetic."""
     storage16: bool = False
-    """16-bit elements in buffers can be read and written directly."""
+    """Kernels can read and write 16-bit buffer elements directly."""
     storage8: bool = False
-    """8-bit elements in buffers can be read and written directly."""
+    """Kernels can read and write 8-bit buffer elements directly."""
     bf16: bool = False
     """bf16 conversion in hardware."""
     e4m3: bool = False
-    """Conversion of four e4m3 numbers to fp16 in hardware."""
+    """e4m3 to fp16 conversion in hardware."""
     device_fence: bool = False
-    """Workgroups of a launch can order what they do to buffers: the language has fences of the whole device."""
+    """The language has device-wide memory fences, which order buffer accesses between workgroups of a launch."""
+    atomic_f32_add: bool = False
+    """Atomic fp32 addition in buffers."""
     overlap: bool = False
-    """A launch can begin while the one before ends, and wait for it in the kernel."""
+    """A launch can start before the previous one has finished and wait for it inside the kernel (``launch_await``)."""
     max_cluster: int = 1
-    """Workgroups that can run together and read each other's shared memory."""
+    """Maximum workgroups per cluster, which run at the same time and can access each other's shared memory."""
     matrix_units: tuple[str, ...] = ()
-    """Matrix shapes that the device multiplies natively, as ``m16n16k16:f16:f32``; empty when none."""
+    """Matrix products in hardware, as ``m16n16k16:f16:f32`` (shape, factors, accumulator); empty if none."""
     matrix_shape: tuple[int, int, int] = (16, 16, 16)
-    """Rows, columns and depth of the product of fragments of which the layouts tell."""
+    """Rows, columns and depth of the fragment product that the layouts below describe."""
     matrix_layout: FragmentLayout | None = None
-    """How accumulators lie over a subgroup; None when it is not known."""
+    """Layout of accumulators over a subgroup; None if unknown."""
     matrix_right: FragmentLayout | None = None
-    """How right factors lie over a subgroup, where a device was asked."""
+    """Layout of right factors over a subgroup; None if the device was not probed."""
     matrix_factors: tuple[FragmentLayout | None, FragmentLayout | None] | None = None
-    """How left and right factors lie, each None when it is not known; None when left factors lie as accumulators do."""
+    """Layouts of left and right factors, each None if unknown; None if left factors use the accumulator layout."""
     language_version: int = 0
-    """Of the kernel language: 12, 13 for Vulkan 1.2, 1.3; 120, 300 for OpenCL C; 0 when it does not matter."""
+    """Version of the kernel language: 12, 13 for Vulkan 1.2, 1.3; 120, 300 for OpenCL C; 0 if it does not matter."""
     extensions: tuple[str, ...] = ()
-    """Extensions that renderers use, by their official names."""
+    """Language extensions and device features that renderers may use, by their official names."""
 
     @property
     def vulkan_on_nvidia(self) -> bool:
-        """NVIDIA's GPU through its Vulkan driver, whose compiler has habits of its own."""
+        """True for NVIDIA's Vulkan driver, whose compiler needs workarounds."""
         return self.backend == "vulkan" and self.vendor == "nvidia"
 
+    @property
+    def host(self) -> bool:
+        """The processor that runs Python: kernels are its own machine code, and arrays lie in host memory."""
+        return self.backend == "cpu"
+
+    @property
+    def sure_subgroup(self) -> int:
+        """Lanes of a subgroup that a kernel has without asking for a size.
+
+        Intel's compilers choose one for each kernel, and 8 is the smallest.
+        """
+        return min(self.subgroup_size, 8) if self.vendor == "intel" else self.subgroup_size
+
+    @property
+    def subgroup_barriers(self) -> bool:
+        """The language has barriers of subgroups, and lets threads of a workgroup branch around them; WGSL does not."""
+        return self.backend != "webgpu"
+
+    @property
+    def async_copies(self) -> bool:
+        """Copies to shared memory bypass the registers (cp.async, from sm_80 on)."""
+        return self.backend == "cuda" and self.arch != "sm_75"
+
+    @property
+    def compares_pairs(self) -> bool:
+        """One instruction compares two 16-bit floats (from sm_80 on)."""
+        return self.backend == "cuda" and self.arch != "sm_75"
+
+    @property
+    def converts_factors(self) -> bool:
+        """Matrix factors are rounded from fp32 by one instruction for two numbers."""
+        return self.backend == "cuda"
+
+    @property
+    def exact_fma(self) -> bool:
+        """A product and a sum are sure to be rounded once."""
+        if self.host:
+            return "fma" in self.extensions or self.arch == "aarch64"
+        return self.backend == "cuda" or self.vulkan_on_nvidia
+
+    @property
+    def atomic_f32_width(self) -> int:
+        """Neighbouring fp32 numbers that one atomic addition takes: four from sm_90 on."""
+        return 4 if self.backend == "cuda" and int(self.arch.removeprefix("sm_").rstrip("af") or 0) >= 90 else 1
+
+    @property
+    def composed_units(self) -> tuple[str, ...]:
+        """Shapes of matrix units from which the language composes fragments of 16 x 16."""
+        return {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}.get(self.backend, ())
+
+    @property
+    def ends_with_barrier(self) -> bool:
+        """Kernels must end with a barrier.
+
+        PoCL 3.1 assumes that all threads agree on the last condition of a kernel unless a barrier follows.
+        """
+        return self.backend == "opencl"
+
     def to_dict(self) -> dict[str, object]:
-        """Plain dictionary, for JSON."""
+        """All fields as a plain dictionary, for JSON."""
         return asdict(self)

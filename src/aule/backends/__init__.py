@@ -1,1 +1,1 @@
-
+"""Backends: pairs of a renderer and a runtime."""

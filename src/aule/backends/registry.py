@@ -1,6 +1,6 @@
-"""ADD A BACKEND HERE: which renderer feeds which runtime, and how a device is chosen.
+"""The list of backends (ADD A BACKEND HERE), each a renderer and a runtime, and the choice of a device.
 
-Nothing is imported or probed until it is asked for. What a probe found is remembered for the life of the process.
+A backend is imported and probed on first use. The result of a probe is kept for the life of the process.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class Backend:
     runtime_module: str
 
     def render(self, kernel: KernelIR, target: Target) -> Artifact:
+        """Render a kernel in the backend's language."""
         return cast(Artifact, importlib.import_module(self.render_module).render(kernel, target))
 
     def devices(self) -> list[Device]:
+        """List the runtime's devices, without caching; see `devices` of this module."""
         return cast("list[Device]", importlib.import_module(self.runtime_module).devices())
 
 
@@ -53,7 +55,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("webgpu", "wgsl", "aule.render.wgsl", "aule.runtime.webgpu"),
     Backend("cpu", "llvm", "aule.render.llvm", "aule.runtime.cpu"),
 )
-"""In order of preference. NumPy comes after them all; it needs no device."""
+"""All backends in order of preference. NumPy, which needs no device, comes last."""
 
 NUMPY = "numpy"
 NAMES: tuple[str, ...] = (*(b.name for b in BACKENDS), NUMPY)
@@ -65,7 +67,7 @@ _pid = os.getpid()
 
 
 def backend(name: str) -> Backend:
-    """The backend of a name."""
+    """Return the backend with a name."""
     for candidate in BACKENDS:
         if candidate.name == name:
             return candidate
@@ -73,7 +75,7 @@ def backend(name: str) -> Backend:
 
 
 def by_language(language: str) -> Backend:
-    """The backend that a kernel language belongs to."""
+    """Return the backend for a kernel language or a backend's name."""
     for candidate in BACKENDS:
         if isinstance(language, str) and language in (candidate.language, candidate.name):
             return candidate
@@ -83,32 +85,32 @@ def by_language(language: str) -> Backend:
 
 def _unknown(name: str, message: str) -> BackendUnavailableError:
     error = BackendUnavailableError(name, message)
-    error.code = "AULE_ERROR_UNKNOWN_BACKEND"  # not one of whatever was typed
+    error.code = "AULE_ERROR_UNKNOWN_BACKEND"  # the default code would contain the unknown name
     return error
 
 
 def devices(name: str) -> list[Device]:
-    """Devices of a backend; raises `BackendUnavailableError` with the remedy when there are none."""
+    """List the devices of a backend; raises `BackendUnavailableError` with the remedy if there are none."""
     global _pid
     with _lock:
-        if os.getpid() != _pid:  # a forked child finds its own devices; the parent's refuse to work here
+        if os.getpid() != _pid:  # in a forked child the parent's devices do not work
             _found.clear()
             _errors.clear()
             _pid = os.getpid()
         if name in _errors:
-            # A copy: an exception that is raised again and again collects every caller's frames.
+            # Raise a copy: an exception that is raised repeatedly collects every caller's frames.
             raise copy.copy(_errors[name])
         if name not in _found or any(device.closed for device in _found[name]):
-            served = backend(name)
+            candidate = backend(name)
             try:
-                _found[name] = served.devices()
-            except InvalidArgumentError:  # a variable of the environment, which the program may correct
+                _found[name] = candidate.devices()
+            except InvalidArgumentError:  # an environment variable, which the program may correct
                 raise
             except AuleError as error:
                 _errors[name] = copy.copy(error)
                 log.debug("backend %s: %s", name, error)
                 raise
-            except Exception as error:  # one broken driver or package must not take the other backends away
+            except Exception as error:  # a broken driver or package must not affect the other backends
                 log.warning("backend %s could not be probed", name, exc_info=True)
                 _errors[name] = BackendUnavailableError(
                     name,
@@ -120,7 +122,7 @@ def devices(name: str) -> list[Device]:
 
 
 def available() -> dict[str, list[Device]]:
-    """Every backend that has devices."""
+    """Return the devices of every backend that has any."""
     result = {}
     for candidate in BACKENDS:
         try:
@@ -131,7 +133,7 @@ def available() -> dict[str, list[Device]]:
 
 
 def errors() -> dict[str, str]:
-    """Why each other backend was refused, and the remedy."""
+    """Return why each other backend is unavailable, with the remedy."""
     result = {}
     for candidate in BACKENDS:
         try:
@@ -142,31 +144,31 @@ def errors() -> dict[str, str]:
 
 
 def choose(spec: str | None = None) -> Device | None:
-    """The device for arrays in host memory; None stands for NumPy.
+    """Choose the device for arrays in host memory; None means NumPy.
 
-    ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``); one that is missing
-    raises. Without it the first real device in order of preference is taken; a software rasteriser never is. A wrong
-    variable of the environment raises too, rather than cost a device.
+    ``spec`` (else ``AULE_BACKEND``) forces a backend (``"vulkan"``) or a device (``"vulkan:1"``) and raises if it is
+    missing. Without it the first hardware device in order of preference is chosen, never a software renderer. An
+    invalid environment variable raises too, instead of silently excluding a device.
     """
     wanted = settings.backend() if spec is None else asked(spec)
     if wanted is not None:
         return find(wanted)
     for candidate in BACKENDS:
         if candidate.name in _errors and os.getpid() == _pid:
-            continue  # raising its refusal again would cost more than a small call of attention
+            continue  # raising the error again would take longer than a small attention call
         try:
-            real = [d for d in devices(candidate.name) if not d.target.software]
+            hardware = [d for d in devices(candidate.name) if not d.target.software]
         except InvalidArgumentError:
             raise
         except AuleError:
             continue
-        if real:
-            return real[0]
+        if hardware:
+            return hardware[0]
     return None
 
 
 def asked(spec: str | None) -> str | None:
-    """What a call's ``backend=`` forces, else ``AULE_BACKEND``; None where nothing does."""
+    """Return the backend that a call's ``backend=`` forces, else ``AULE_BACKEND``; None if neither is set."""
     if spec is not None and not isinstance(spec, str):
         raise InvalidArgumentError(
             f"[backend] expected a name such as 'vulkan' or 'cuda:1', got {spec!r}; pass None for the best device"
@@ -175,13 +177,15 @@ def asked(spec: str | None) -> str | None:
 
 
 def find(spec: str) -> Device | None:
-    """The device that ``"backend"`` or ``"backend:index"`` names; None for ``"numpy"``."""
+    """Return the device named by ``"backend"`` or ``"backend:index"``; None for ``"numpy"``."""
     asked(spec)
     name, colon, number = spec.partition(":")
     if spec == NUMPY:
         return None
     if name == NUMPY:
-        raise BackendUnavailableError(name, f"[{name}] expected no number, for it is no device, got {spec!r}; drop it")
+        raise BackendUnavailableError(
+            name, f"[{name}] expected {name!r} without an index, got {spec!r}; drop the index, NumPy is not a device"
+        )
     if name not in NAMES:
         raise _unknown(
             name, f"[backend] expected one of {', '.join(NAMES)}, got {spec!r}; aule.print_backend_info() lists devices"
@@ -206,7 +210,7 @@ def forget() -> None:
 
 
 def _after_fork() -> None:
-    # Another thread of the parent may have held the lock; nobody would ever release it here.
+    # A thread of the parent may have held the lock; nothing in the child would release it.
     global _lock
     _lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""``aule info | check | tune | show``.
+"""The command line: ``aule info | check | tune | show``.
 
 ADD A COMMAND HERE: a module with ``add_arguments(parser)`` and ``run(args) -> int``.
 """
@@ -15,12 +15,12 @@ from aule._version import __version__
 from aule.errors import AuleError
 
 COMMANDS: tuple[tuple[str, str, str], ...] = (
-    ("info", "aule.cli.info", "what this machine has: devices, the default, and why other backends were refused"),
-    ("check", "aule.cli.check", "attention on every device against the fp64 reference, with errors and times"),
-    ("tune", "aule.cli.tune", "the fastest tiles on this machine's device, measured and kept for later calls"),
-    ("show", "aule.cli.show", "the source of a kernel in any language, or its IR"),
+    ("info", "aule.cli.info", "list devices, the default one, and why other backends are unavailable"),
+    ("check", "aule.cli.check", "compare attention on every device with the fp64 reference, with errors and times"),
+    ("tune", "aule.cli.tune", "measure the fastest tiles on a device and keep them for later calls"),
+    ("show", "aule.cli.show", "print the source of a kernel in any language, or its IR"),
 )
-"""Name, module and one line of help of each command."""
+"""Name, module and help line of each command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0 when all is well, 1 when a check found something wrong, 2 for a request that cannot be served.
+        Exit status: 0 for success, 1 if a check failed, 2 for an invalid or unavailable request.
     """
     parser = argparse.ArgumentParser(prog="aule", description="FlashAttention for whatever hardware you have.")
     parser.add_argument("--version", action="version", version=f"aule {__version__}")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"aule: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader left (``aule show ... | head``). Python would complain once more when it flushes at exit.
+        # The reader closed the pipe (``aule show ... | head``). Without this, Python's flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

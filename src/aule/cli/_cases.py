@@ -1,4 +1,4 @@
-"""The cases of ``aule check``: few, small, and between them every option of the forward pass."""
+"""The cases of ``aule check``: few and small, and together they cover every option of the forward pass."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Case:
     Attributes
     ----------
     heads : tuple of int
-        Query heads, key and value heads.
+        Number of query heads, and of key and value heads.
     seqs : tuple of int
-        Queries, keys.
+        Number of queries and of keys.
     dims : tuple of int
-        Head dimension, value dimension.
+        Head dimension and value dimension.
     options : dict
         Options that are not arrays.
     arrays : tuple of str
-        Options that are arrays, to be made at random.
+        Options that are arrays, which are filled with random values.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Case:
 
     @cached_property
     def inputs(self) -> dict[str, Array]:
-        """Arrays under the names of `aule.flash_attention`'s arguments; bfloat16 as its bits in uint16."""
+        """Input arrays by the names of `aule.flash_attention`'s arguments; bfloat16 as bits in uint16."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         (heads_q, heads_kv), (seq_q, seq_kv), (head_dim, value_dim) = self.heads, self.seqs, self.dims
         scores = (self.batch, heads_q, seq_q, seq_kv)
@@ -77,13 +77,13 @@ class Case:
         values: Array = rng.standard_normal(shape)
         if self.transposed:
             values = np.ascontiguousarray(values.swapaxes(1, 2)).swapaxes(1, 2)
-        if self.dtype == "bf16":  # cut off, not rounded: any bits will do
+        if self.dtype == "bf16":  # truncated, not rounded: any values will do
             return (values.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return values.astype({"f32": np.float32, "f16": np.float16, "f64": np.float64}[self.dtype])
 
     @cached_property
     def problem(self) -> AttentionProblem:
-        """The problem, through the validation that users pass."""
+        """The problem, validated like a user's call."""
         views: dict[str, Any] = {name: self._view(name, array) for name, array in self.inputs.items()}
         return attention_problem(**views, **self.options, return_lse=True)[0]
 
@@ -95,7 +95,7 @@ class Case:
 
     @cached_property
     def expected(self) -> Expected:
-        """What every device must come close to."""
+        """The reference result and its tolerance."""
         arrays = {"alibi" if name == "alibi_slopes" else name: array for name, array in self.inputs.items()}
         return expect(self.problem, **arrays)
 
@@ -120,7 +120,7 @@ CASES: tuple[Case, ...] = (
     Case("head_dim 256", dims=(256, 256), seqs=(33, 65), options=CAUSAL),
     Case("fp64", "f64", options=CAUSAL),
 )
-"""In the order of the table. fp64 is for NumPy alone."""
+"""Cases in the order of the printed table. fp64 runs only with NumPy and on the CPU."""
 
 HEADLINE = Case("headline", heads=(8, 8), seqs=(1024, 1024), dims=(64, 64), options=CAUSAL)
-"""What the first line of ``aule check`` computes and times."""
+"""The case that the first line of ``aule check`` reports."""

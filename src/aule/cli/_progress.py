@@ -1,4 +1,4 @@
-"""A progress bar under lines that are printed as they come."""
+"""A progress bar that stays below the printed lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _WIDTH = 24
 
 
 class Progress:
-    """Draws on a terminal; anywhere else, and in logs, only the lines are seen.
+    """A progress bar, drawn only on a terminal. Elsewhere only the lines are printed.
 
     Parameters
     ----------
     total : int
-        Steps to come.
+        Number of steps.
     """
 
     def __init__(self, total: int) -> None:
@@ -23,7 +23,7 @@ class Progress:
         self.drawn = sys.stdout.isatty() and sys.stderr.isatty()
 
     def step(self, label: str) -> None:
-        """Say what is being done now."""
+        """Start the next step and show its label."""
         if self.drawn:
             filled = _WIDTH * self.done // max(self.total, 1)
             bar = "#" * filled + "-" * (_WIDTH - filled)
@@ -37,7 +37,7 @@ class Progress:
         print(text, flush=True)
 
     def clear(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self.drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``aule check``: every device of the machine against the fp64 reference."""
+"""``aule check``: compares every device with the fp64 reference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aule._version import __version__
-from aule.api import flash_attention
+from aule.api.attention import flash_attention
+from aule.api.context import Aule
 from aule.backends import registry
 from aule.cli._cases import CASES, HEADLINE, Case
 from aule.cli._progress import Progress
-from aule.context import Aule
 from aule.frontends.numpy import bfloat16
 from aule.ops.attention.reference import compare
 
@@ -27,15 +27,15 @@ _OK, _WRONG, _SKIPPED = "ok", "WRONG", "skipped"
 
 @dataclass(frozen=True)
 class Result:
-    """One case on one device.
+    """The result of one case on one device.
 
     Attributes
     ----------
     error, tolerance : float or None
-        Largest error of the output, and what is allowed; None when there is no output.
+        Largest error of the output, and the allowed error; None without an output.
     first_seconds, seconds : float or None
-        The first call, which builds the kernel or finds it on disk, and the one after it; host arrays go to the
-        device and back in both.
+        Times of the first call, which builds the kernel or loads it from disk, and of the second. Both include the
+        copies of host arrays to the device and back.
     """
 
     device: str
@@ -50,8 +50,8 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--backend", metavar="SPEC", help="check this backend ('vulkan') or device ('vulkan:1') alone")
-    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--backend", metavar="SPEC", help="check only this backend ('vulkan') or device ('vulkan:1')")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(answer, indent=2))
     else:
-        headline, results = _run_shown(best, devices, refused)
+        headline, results = _run_printing(best, devices, refused)
     return int(any(r.status == _WRONG for r in (headline, *results)))
 
 
-def _run_shown(best: str, devices: dict[str, str], refused: dict[str, str]) -> tuple[Result, list[Result]]:
+def _run_printing(best: str, devices: dict[str, str], refused: dict[str, str]) -> tuple[Result, list[Result]]:
     work = [(device, case) for device in devices for case in CASES if _applies(device, case)]
     with Progress(len(work) + 1) as progress:
         progress.step(f"{best} {HEADLINE.name}")
@@ -101,7 +101,7 @@ def _run_shown(best: str, devices: dict[str, str], refused: dict[str, str]) -> t
 
 
 def _devices(spec: str | None) -> dict[str, str]:
-    """What is checked: for each device, as ``backend=`` takes it, the driver's name of it."""
+    """Return the devices to check: their names for ``backend=``, and the driver's names."""
     chosen = None if spec is None else registry.find(spec)
     if spec is None:
         found = [d for group in registry.available().values() for d in group]
@@ -125,7 +125,7 @@ def _applies(device: str, case: Case) -> bool:
 
 
 def _check(device: str, case: Case) -> Result:
-    """Run a case twice and judge it. Whatever a device throws is a finding, not the end of the check."""
+    """Run a case twice and compare it with the reference. Any exception counts as a failed case."""
     if case.dtype == "bf16" and device == registry.NUMPY and bfloat16() is None:
         return Result(device, case.name, _SKIPPED, message="NumPy needs ml_dtypes for bfloat16")
     try:
@@ -160,7 +160,7 @@ def _compute(device: str, case: Case) -> tuple[Array, Array]:
 
 
 def _bf16(device: str, case: Case) -> tuple[Array, Array]:
-    """bfloat16 without ml_dtypes: device tensors take its bits, and are so checked as well."""
+    """Compute a bfloat16 case. Device tensors take the bits, so ml_dtypes is not needed, and are tested this way."""
     if device == registry.NUMPY:
         arrays: dict[str, Any] = {name: array.view(bfloat16()) for name, array in case.inputs.items()}
         out, lse = flash_attention(**arrays, **case.options, return_lse=True, backend=device)
@@ -173,7 +173,7 @@ def _bf16(device: str, case: Case) -> tuple[Array, Array]:
         return result.download(), sums.download()
 
 
-# -- what is printed -------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def _headline(result: Result, name: str) -> str:

@@ -1,16 +1,16 @@
-"""``aule info``: what this machine has."""
+"""``aule info``: lists this machine's devices and backends."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from aule.info import get_backend_info, print_backend_info
+from aule.api.info import get_backend_info, print_backend_info
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``aule show``: the code of a kernel."""
+"""``aule show``: prints the code of a kernel."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _DEFAULT_LANGUAGE = "ptx"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("kernel", choices=_KERNELS, help="which kernel")
+    parser.add_argument("kernel", choices=_KERNELS, help="the kernel")
     parser.add_argument(
         "--language",
         choices=(*TARGETS, "ir"),
         help=f"kernel language, or the IR as text; default: the device's, or {_DEFAULT_LANGUAGE}",
     )
-    parser.add_argument("--backend", metavar="SPEC", help="compile for this device of the machine, as 'vulkan:0'")
+    parser.add_argument("--backend", metavar="SPEC", help="compile for this device, as 'vulkan:0'")
     parser.add_argument("--arch", metavar="SM", help="NVIDIA architecture for PTX, as 'sm_90'")
     parser.add_argument("--seq-len", type=int, default=1024, metavar="N", help="sequence length (default 1024)")
     parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="head dimension (default 64)")
     parser.add_argument("--heads", type=int, default=1, metavar="N", help="query heads (default 1)")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help="key and value heads (default: as many)")
+    parser.add_argument("--kv-heads", type=int, metavar="N", help="key and value heads (default: as query heads)")
     parser.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="f32", help="element type (default f32)")
     parser.add_argument("--causal", action="store_true", help="row i attends to keys 0..i")
-    parser.add_argument("--tiles", metavar="QxKV", help="tiles, as '64x32' (default: what the target gets)")
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="write here instead of printing")
+    parser.add_argument("--tiles", metavar="QxKV", help="tiles, as '64x32' (default: the target's)")
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="write to this file instead of printing")
 
 
 def run(args: argparse.Namespace) -> int:

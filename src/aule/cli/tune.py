@@ -1,23 +1,28 @@
-"""``aule tune``: the fastest tiles on this machine's device."""
+"""``aule tune``: the fastest shapes on this machine's device."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from aule.backends import registry
-from aule.engine.tuning import Measured, Shape, tune
+from aule.engine.tune import Measured, Outcome, tune
+from aule.engine.tune_cases import OPS, Settings
 from aule.errors import InvalidArgumentError
-from aule.tile.fragment_shape import FragmentShape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--backend", metavar="SPEC", help="the device, as 'vulkan:0'; default: the one that calls use")
+    parser.add_argument("--op", nargs="+", choices=(*OPS, "all"), default=["forward"], help="default: forward")
     parser.add_argument("--dtype", nargs="+", choices=("f32", "f16", "bf16"), default=["f16", "bf16", "f32"])
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="N")
     parser.add_argument("--seq-len", type=int, default=2048, metavar="N", help="sequence length (default 2048)")
+    parser.add_argument("--columns", nargs="+", type=int, default=[4096], metavar="N", help="of rows (default 4096)")
     parser.add_argument("--causal", action="store_true", help="row i attends to keys 0..i")
-    parser.add_argument("--seconds", type=float, default=0.2, help="warm-up of each way (default 0.2)")
+    parser.add_argument("--mask", action="store_true", help="with a boolean mask")
+    parser.add_argument("--seconds", type=float, default=0.2, help="warm-up of each candidate (default 0.2)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,30 +32,46 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             "[tune] expected a GPU, got NumPy, which has no tiles to choose; name another device with --backend"
         )
-    for name, value in (("--seq-len", args.seq_len), *(("--head-dim", dim) for dim in args.head_dim)):
+    sizes = [("--seq-len", args.seq_len), *(("--head-dim", n) for n in args.head_dim)]
+    for name, value in (*sizes, *(("--columns", n) for n in args.columns)):
         if value < 1 or (name == "--head-dim" and value > 256):
             raise InvalidArgumentError(f"[tune] expected {name} of at least 1 (head dimensions to 256), got {value}")
     print(f"{device.target.backend}:{device.index} {device.target.name}")
-    for dtype in args.dtype:
-        for head_dim in args.head_dim:
-            measured, kept = tune(device, dtype, head_dim, args.seq_len, args.causal, args.seconds)
-            print(f"\n{dtype}, head dimension {head_dim}, {args.seq_len} keys{', causal' if args.causal else ''}")
-            for number, one in enumerate(measured):
-                print(
-                    f"  {_line(one)}{'  (the table)' if number == 0 else ''}{'  <- kept' if one.shape == kept else ''}"
-                )
-            if kept is None:
-                print("  the table's tiles stay")
+    for op in OPS if "all" in args.op else args.op:
+        for wanted in _settings(op, args):
+            for outcome in tune(device, op, wanted, args.seconds):
+                _show(outcome)
     return 0
 
 
-def _line(measured: Measured) -> str:
-    what = f"{measured.tflops:8.2f} TFLOPS" if not measured.refused else f"refused: {measured.refused[:60]}"
-    return f"{_text(measured.shape):40} {what}"
+def _settings(op: str, args: argparse.Namespace) -> Iterator[Settings]:
+    for dtype in args.dtype:
+        if op == "rows":
+            yield from (Settings(dtype, columns=columns) for columns in args.columns)
+        else:
+            for head_dim in args.head_dim:
+                yield Settings(dtype, head_dim, args.seq_len, args.causal, args.mask)
 
 
-def _text(shape: Shape) -> str:
-    if isinstance(shape, FragmentShape):
-        where = "registers" if shape.resident_q else "registers and memory" if shape.held else "memory"
-        return f"{shape.block_q}x{shape.block_kv}, {shape.subgroups} subgroups, {shape.stages} stages, Q in {where}"
-    return f"{shape.block_q}x{shape.block_kv}, {shape.threads_x}x{shape.threads_y} threads, by {shape.chunk_k}"
+def _show(outcome: Outcome) -> None:
+    print(f"\n{outcome.case.name}")
+    for one in outcome.measured:
+        marks = (
+            f"{'  (the table)' if one.use is None else ''}{'  <- kept' if one.use and one.use == outcome.kept else ''}"
+        )
+        print(f"  {_line(one, outcome.case.unit)}{marks}")
+    if outcome.kept is None:
+        print("  the table's choice stays")
+
+
+def _line(measured: Measured, unit: str) -> str:
+    what = f"{measured.speed:8.3f} {unit}" if not measured.refused else f"refused: {measured.refused[:60]}"
+    return f"{_text(measured.use):60} {what}"
+
+
+def _text(use: Mapping[str, Any] | None) -> str:
+    """The fields of a choice that are not false."""
+    if use is None:
+        return "as it is"
+    fields = {name: value for name, value in use.get("shape", use).items() if value is not False}
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in fields.items()) or "the default"

@@ -34,7 +34,7 @@ def key(*parts: object) -> str:
 
 
 def load(entry: str) -> Artifact | None:
-    """The artifact of a key; None when there is none, or it is damaged."""
+    """The artifact of a key; None if there is none, or it is damaged."""
     body = store.read(_name(entry))
     if body is None:
         return None
@@ -67,5 +67,5 @@ def _decode(body: bytes) -> Artifact | None:
         fields["params"] = tuple(Param(**p) for p in fields["params"])
         fields["extensions"] = tuple(fields["extensions"])
         return Artifact(code=body[4 + size :], **fields)
-    except (ValueError, TypeError, KeyError):  # whole, but not of this program
+    except (ValueError, TypeError, KeyError):  # undamaged, but written by another program
         return None

@@ -1,4 +1,4 @@
-"""Runs decoding: plan, programs, launches."""
+"""Decoding: which planner serves a problem on a device, and how host arrays are computed on."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine import cpu
-from aule.engine.memory import STORED, Arena, check_memory, host_view, zeroed
+from aule.engine import host
+from aule.engine.memory import STORED, MemorySource, check_memory, host_view, work_dtype
 from aule.engine.probe import find_layout
-from aule.engine.programs import StepLaunches, launch_steps, load_steps
+from aule.engine.run import PreparedCall, prepare
 from aule.ops.decode import sequences
-from aule.ops.decode.plan import decode_views, plan_decode
+from aule.ops.decode.plan.decode import decode_views, plan_decode
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
 from aule.runtime.base import Device
-from aule.view import TensorView, contiguous_strides
+from aule.view import TensorView
 
 Array = npt.NDArray[Any]
 
@@ -27,12 +27,28 @@ def prepare_decode(
     views: dict[str, TensorView],
     device: Device,
     aligned_base: dict[str, bool] | None = None,
-) -> StepLaunches:
-    """Plan decoding on a GPU and build its kernels, or find both in memory. ``views`` as for `plan_decode`."""
-    check_memory(op, problem.dtype, views, device)
+    memory: MemorySource | None = None,
+) -> PreparedCall:
+    """Plan decoding on a device and load its kernels.
+
+    Parameters
+    ----------
+    op : str
+        The public function that was called, for messages.
+    views : dict
+        As for `plan_decode`. The log-sum-exp, where it is wanted, is the buffer ``lse``: contiguous, in the type that
+        is computed in.
+    aligned_base, memory
+        As for `prepare_forward`.
+    """
+    if device.target.backend == "cpu":
+        from aule.ops.decode.cpu import plan as cpu
+
+        return host.prepare_once(cpu.plan_decode, problem, views, device)
+    check_memory(op, views, device)
     if problem.dtype in ("f16", "bf16"):
         find_layout(device)
-    return load_steps(plan_decode(problem, views, device.target, aligned_base), device)
+    return prepare(plan_decode(problem, views, device.target, aligned_base), device, memory=memory)
 
 
 def decode_on_host(
@@ -47,55 +63,41 @@ def decode_on_host(
     out : ndarray, optional
         ``problem.out_shape``, of any strides; made when not given.
     """
-    shape = problem.out_shape
+    shape, dtype = problem.out_shape, problem.dtype
     if out is None:
-        out = np.empty(shape, STORED[problem.dtype])
-    lse = np.empty(shape[:3], np.float32) if problem.return_lse else None
-    inputs = (getattr(operands, name) for name in ("q", "k", "v", "k_scale", "v_scale", "alibi", "sinks"))
-    overlaps = any(view is not None and np.may_share_memory(out, view.storage) for view in inputs)
-    target = np.empty(shape, out.dtype) if overlaps else out
+        out = np.empty(shape, STORED[dtype])
+    lse = np.empty(shape[:3], work_dtype(dtype)) if problem.return_lse else None
+    views = decode_views(operands, host_view(dtype, out))
+    del views["o"]
+    target = host.without_overlap(out, views)
     if device is None:
         sequences.decode(problem, operands, target, lse)
-    elif device.target.backend == "cpu":
-        _on_cpu(problem, operands, device, target, lse)
     else:
-        _through_device(op, problem, operands, device, target, lse)
+        _through(op, problem, views, device, target, lse)
     if target is not out:
         out[...] = target
-    return out, lse
+    return out, None if lse is None else lse.astype(np.float32, copy=False)
 
 
-def _on_cpu(problem: DecodeProblem, operands: DecodeOperands, device: Device, out: Array, lse: Array | None) -> None:
-    """Compute with the CPU engine, in place. The log-sum-exp of an fp64 problem is computed in fp64."""
-    kept = None if lse is None else np.empty(lse.shape, cpu.work_dtype(problem))
-    cpu.decode(problem, decode_views(operands, host_view(problem.dtype, out)), device, kept)
-    if lse is not None:
-        lse[...] = kept
-
-
-def _through_device(
-    op: str, problem: DecodeProblem, operands: DecodeOperands, device: Device, out: Array, lse: Array | None
+def _through(
+    op: str, problem: DecodeProblem, views: dict[str, TensorView], device: Device, out: Array, lse: Array | None
 ) -> None:
-    result = TensorView(problem.dtype, problem.out_shape, contiguous_strides(problem.out_shape), "device", None)
-    views = decode_views(operands, result)
-    check_memory(op, problem.dtype, views, device)
-    with Arena(device) as arena:
-        views = {name: view if name == "o" else arena.bring(view) for name, view in views.items()}
-        ready = prepare_decode(op, problem, views, device)
-        finished = np.zeros(out.shape, out.dtype)
-        if ready.steps:
-            memory = {name: view.storage for name, view in views.items()}
-            memory["o"] = arena.alloc(finished.nbytes)
-            memory["lse"] = arena.alloc(4 * max(finished[..., 0].size, 1))
-            if problem.total_q is not None:  # rows that no sequence has
-                device.upload(memory["o"], finished)
-                device.upload(memory["lse"], np.full(problem.out_shape[:3], -np.inf, np.float32))
-            memory |= {name: arena.alloc(4 * count) for name, count in ready.workspace.items()}
-            memory |= {name: zeroed(device, words) for name, words in ready.zeroed.items()}
-            launch_steps(ready, device, memory)
-            device.download(memory["o"], finished)
-            if lse is not None:
-                device.download(memory["lse"], lse)
-        elif lse is not None:
-            lse[...] = -np.inf
-    out[...] = finished
+    outputs = {"o": host_view(problem.dtype, out)}
+    if lse is not None:
+        outputs["lse"] = host_view("f64" if problem.dtype == "f64" else "f32", lse)
+    filled = () if problem.total_q is None else ("o", "lse")
+    if filled:  # rows of no sequence, which no kernel writes
+        _fill(out, lse)
+
+    def prepared(made: dict[str, TensorView]) -> PreparedCall:
+        return prepare_decode(op, problem, {name: x for name, x in made.items() if name != "lse"}, device)
+
+    if not host.compute(op, device, views, outputs, prepared, filled):
+        _fill(out, lse)
+
+
+def _fill(out: Array, lse: Array | None) -> None:
+    """Results of rows without keys."""
+    out.fill(0)
+    if lse is not None:
+        lse.fill(-np.inf)

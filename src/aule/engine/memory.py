@@ -1,9 +1,12 @@
-"""Memory of a call: what arrays of results are made of, device memory that is given back, and what is too large."""
+"""Memory of a call: host arrays and their copies on a device, workspace and scratch, and limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import ctypes
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +17,24 @@ from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
 
-_LEAST_ZEROED = 1024
+_LEAST_SCRATCH = 1024
+_KEPT_BYTES = 256 << 20
+"""The largest block of the host's memory that is kept for the next call."""
+_lock = threading.Lock()
 
 STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64}
 """NumPy's type for the elements of a result (bf16 as its bits)."""
 
 
-def check_memory(op: str, dtype: str, views: Mapping[str, TensorView], device: Device) -> None:
-    """Refuse what a GPU cannot do, with the remedy."""
+def work_dtype(dtype: str) -> Any:
+    """NumPy's type for what arrays of a dtype are computed in."""
+    return np.float64 if dtype == "f64" else np.float32
+
+
+def check_memory(op: str, views: Mapping[str, TensorView], device: Device) -> None:
+    """Refuse arrays that a GPU cannot compute on, with the remedy."""
     target = device.target
-    if dtype == "f64":
+    if any(view.dtype == "f64" for view in views.values()):
         raise InvalidDtypeError(
             f"[{op}] expected float32, float16 or bfloat16 on {target.backend}, got float64; "
             "use backend='cpu' or 'numpy' for float64"
@@ -43,23 +54,140 @@ def host_view(dtype: str, array: Array) -> TensorView:
     return TensorView(dtype, array.shape, tuple(step // array.itemsize for step in array.strides), "host", array)
 
 
-def zeroed(device: Device, words: int) -> Allocation:
-    """At least so many 32-bit words of a device's own, for launches that find them zero and leave them zero.
+def address(memory: Any) -> int:
+    """Where an array or an allocation in host memory begins; 0 for None."""
+    if memory is None:
+        return 0
+    return memory.address if isinstance(memory, Allocation) else int(memory.__array_interface__["data"][0])
 
-    Work on a device is ordered, so all launches can have the same, whoever starts them; streams of others, on which
-    CUDA's can be launched as well, are not, and need memory of their own.
+
+# -- workspace and scratch ---------------------------------------------------------------------------------------------
+
+
+class MemorySource(Protocol):
+    """Where a call's workspace and scratch come from.
+
+    Attributes
+    ----------
+    raw : bool
+        Launches take memory as the source gives it (addresses, tensors), not the device's allocations.
+    has_scratch : bool
+        It has memory that is zero.
     """
-    # Those that are too small stay, for whoever has them in hand: each is at least twice as large as the one before.
+
+    raw: bool
+    has_scratch: bool
+
+    def acquire(self, workspace: Sequence[int], scratch: Sequence[int], stream: int | None) -> tuple[list[Any], Any]:
+        """Memory for one call on a stream.
+
+        Parameters
+        ----------
+        workspace : sequence of int
+            Bytes of each, of undefined contents.
+        scratch : sequence of int
+            32-bit words of each, all zero; the call leaves them zero.
+
+        Returns
+        -------
+        memory : list
+            Workspaces, then scratch, as launches take them.
+        block : object
+            What `release` is given.
+        """
+
+    def release(self, block: Any) -> None:
+        """Take memory back, once all launches that use it were started."""
+
+
+class DeviceMemory:
+    """Allocations of a device."""
+
+    raw = False
+    has_scratch = True
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def acquire(self, workspace: Sequence[int], scratch: Sequence[int], stream: int | None) -> tuple[list[Any], Any]:
+        """As `MemorySource.acquire`."""
+        arena = Arena(self._device)
+        try:
+            zeros = [device_scratch(self._device, words, i) for i, words in enumerate(scratch)]
+            return [*map(arena.alloc, workspace), *zeros], arena
+        except BaseException:
+            arena.close()
+            raise
+
+    def release(self, block: Arena) -> None:
+        """As `MemorySource.release`: devices free memory after the work that uses it."""
+        block.close()
+
+
+def device_scratch(device: Device, words: int, number: int = 0) -> Allocation:
+    """At least ``words`` 32-bit words that are zero between launches; another allocation for each ``number``.
+
+    Work on a device is ordered, so all its launches can share them. Streams of others are not: launches there need
+    memory of their own.
+    """
+    # Allocations that are too small stay, since launches may use them: each is at least twice as large as the last.
     # Two threads may make one each, which does no harm.
-    pieces: list[Allocation] = vars(device).setdefault("_engine_zeroed", [])
+    pieces: list[Allocation] = vars(device).setdefault("_engine_scratch", {}).setdefault(number, [])
     for piece in pieces:
         if piece.nbytes >= 4 * words:
             return piece
-    zeros = np.zeros(1 << (max(words, _LEAST_ZEROED) - 1).bit_length(), np.int32)
+    zeros = np.zeros(1 << (max(words, _LEAST_SCRATCH) - 1).bit_length(), np.int32)
     made = device.alloc(zeros.nbytes)
     device.upload(made, zeros)
     pieces.append(made)
     return made
+
+
+class HostMemory:
+    """Memory of the host, for the CPU: one block, kept for the next call, as fresh memory costs page faults."""
+
+    raw = True
+    has_scratch = True
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def acquire(self, workspace: Sequence[int], scratch: Sequence[int], stream: int | None) -> tuple[list[Any], Any]:
+        """As `MemorySource.acquire`, with addresses. A thread that finds no block allocates another."""
+        size = sum(workspace) + 4 * sum(scratch)
+        with _lock:
+            block: Allocation | None = vars(self._device).pop("_workspace", None)
+        if block is None or block.nbytes < size or block.freed:
+            block = self._device.alloc(size)
+        at = block.address
+        memory = []
+        for nbytes in workspace:
+            memory.append(at)
+            at += nbytes
+        for words in scratch:
+            ctypes.memset(at, 0, 4 * words)
+            memory.append(at)
+            at += 4 * words
+        return memory, block
+
+    def release(self, block: Allocation) -> None:
+        """As `MemorySource.release`; launches of the CPU have ended by then."""
+        if block.nbytes <= _KEPT_BYTES:
+            with _lock:
+                vars(self._device).setdefault("_workspace", block)
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have held the lock; nobody would ever release it here.
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- arrays of one call ------------------------------------------------------------------------------------------------
 
 
 class Arena:
@@ -73,6 +201,10 @@ class Arena:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all memory back."""
         for allocation in self.owned:
             self.device.free(allocation)
 

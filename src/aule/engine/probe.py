@@ -1,8 +1,8 @@
-"""How a device's matrices (Vulkan's cooperative ones, Metal's simdgroup ones) lie over a subgroup, found out once.
+"""Finds out, once per device, how matrix fragments (Vulkan's cooperative, Metal's simdgroup) lie over a subgroup.
 
-The interface hides it, but matrices whose elements are their own indices tell: each lane reads off its components, of
-accumulators, left and right factors. What was found is used for one product whose factor is put together as kernels
-do it (`aule.tile.arrangement`); only then it is trusted.
+The interface hides the layout. Loading matrices whose elements are their own indices reveals it: each lane reads its
+components of accumulators, left and right factors. The layout is used only after it has given one right product, made
+as kernels make theirs (`aule.tile.fragment.arrangement`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from aule.ir import Builder, KernelIR
 from aule.ir.types import Fragment, f16, f32, i32
 from aule.runtime.base import Device
 from aule.target import FragmentLayout, Target
-from aule.tile.arrangement import SIZE, arrange, uniform, weigh_bits
-from aule.tile.fragment import Fragments, fitted, has_units
-from aule.tile.fragment_shape import FragmentShape
+from aule.tile.fragment.arrangement import SIZE, arrange, uniform, weigh_bits
+from aule.tile.fragment.engine import Fragments, fitted, has_units
+from aule.tile.fragment.shape import FragmentShape
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("aule")
 
 _SHAPES = ((16, 16, 16), (8, 16, 16), (8, 8, 16))
-"""Products that tiles can be put together from; the first that a device has is taken."""
+"""Shapes of products that tiles can be made of; the first that a device has is taken."""
 _STORED = {f32: np.float32, f16: np.float16}
 
 
 def find_layout(device: Device) -> None:
-    """Put the layouts of fragments into the device's Target, where they can be known."""
+    """Put the layouts of fragments into the device's Target, if they can be found out."""
     target = device.target
     if target.matrix_layout is not None or "_probed" in vars(device):
         return
@@ -65,7 +65,7 @@ def _candidates(target: Target) -> Iterator[tuple[Target, int]]:
 
 
 def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
-    """The candidate with what is found on the device; None where that is of no use."""
+    """The candidate with the layouts found on the device; None if they are of no use."""
     rows, cols, _ = candidate.matrix_shape
     fragments = (
         Fragment(f32, rows, cols, "accumulator"),
@@ -127,7 +127,7 @@ def decode(elements: Array, rows: int, cols: int, use: str) -> FragmentLayout | 
 def _run(
     device: Device, key: object, build: Callable[[], KernelIR], inputs: Sequence[Array], shape: tuple[int, int]
 ) -> Array:
-    """Launch a kernel of one workgroup with matrices; returns what it makes."""
+    """Launch a kernel of one workgroup and return its result."""
     loaded = program(device, ("fragment probe", key), build)
     out = np.full(shape, -1, np.float32)
     memory = []
@@ -144,7 +144,7 @@ def _run(
 
 
 def _length_kernel(lanes: int, fragments: Sequence[Fragment]) -> KernelIR:
-    """How many components a lane has of each."""
+    """Stores how many components of each fragment a lane has."""
     b = Builder("fragment_lengths", lanes, lanes)
     out = b.buffer("out", f32, "write")
     for i, fragment in enumerate(fragments):
@@ -154,7 +154,7 @@ def _length_kernel(lanes: int, fragments: Sequence[Fragment]) -> KernelIR:
 
 
 def _places_kernel(lanes: int, fragments: Sequence[Fragment], counts: Sequence[int]) -> KernelIR:
-    """Components of fragments that hold their own indices."""
+    """Stores the components of fragments whose elements are their own indices."""
     b = Builder("fragment_places", lanes, lanes)
     numbers = [b.buffer(fragment.use, fragment.elem) for fragment in fragments]
     out = b.buffer("out", f32, "write")
@@ -168,14 +168,16 @@ def _places_kernel(lanes: int, fragments: Sequence[Fragment], counts: Sequence[i
 
 
 def _check_kernel(target: Target) -> KernelIR:
-    """This lane's elements of a tile times the matrix that shifts columns by one, as kernels multiply, plus that
-    matrix, which tells rows apart; and what they should be. The unit matrix would give back what was put in, in any
-    layout."""
+    """Stores a lane's elements of A S + S, made as kernels multiply, and what they should be.
+
+    S shifts columns by one, and adding it tells rows from each other; the unit matrix would give back its factor in any
+    layout.
+    """
     shape = fitted(FragmentShape(arrange(target).height, SIZE, 1, 1, False), target)
     b = Builder("fragment_check", shape.lanes, shape.lanes)
     wide, narrow, out = b.buffer("wide", f32), b.buffer("narrow", f16), b.buffer("out", f32, "write")
     engine = Fragments(b, target, shape, "f16")
-    tile, width, zero = engine.tile(shape.block_q, SIZE), engine.way.width, b.const(0, i32)
+    tile, width, zero = engine.tile(shape.block_q, SIZE), engine.arrangement.width, b.const(0, i32)
     given, expected = [], []
     for r in range(engine.rows_held):
         row = tile.row(r)
@@ -186,10 +188,10 @@ def _check_kernel(target: Target) -> KernelIR:
         expected.append([b.cast(row * 37 + col * 5 + one, f32) for col, one in zip(before, ones, strict=True)])
     ((factor,),) = engine.pack(given, engine.left)
     for j, variable in enumerate(tile.vars[0]):
-        layout = "column" if engine.way.transposed else "row"
+        layout = "column" if engine.arrangement.transposed else "row"
         variable.value = b.fragment_load(engine.accumulator, wide, j * width, SIZE, layout)
     right = target.matrix_right if uniform(target) else None
-    if right is not None:  # put together, too
+    if right is not None:  # made of single elements, too
         row, col = weigh_bits(b, b.lane_id(), right.lane_rows), weigh_bits(b, b.lane_id(), right.lane_cols)
         places = [right.place(0, part) for part in range(right.parts)]
         other = b.fragment_pack(engine.right, [b.load(narrow, (row + r) * SIZE + (col + c)) for r, c in places])

@@ -1,7 +1,8 @@
 """ADD A FRONT END HERE: kinds of arrays, tried in order.
 
-A front end is a module with ``accepts(array) -> bool`` and one function per op. `front_end` imports none that the
-array could not belong to: an array of torch exists only when torch is loaded.
+A front end is a module with ``accepts(array) -> bool`` and ``flash_attention``, ``flash_attention_varlen``, ``decode``,
+``merge_states``, ``fused`` (every row operation) and ``to_precision``; `aule.frontends.dlpack` is the shortest.
+`front_end` imports only those that the array could belong to: a tensor exists only when torch is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 from aule.errors import BackendUnavailableError, InvalidDtypeError
 
@@ -21,9 +21,9 @@ def _numpy() -> ModuleType:
 
 
 def _torch() -> ModuleType:
-    from aule.frontends import torch
+    from aule.frontends.torch import entry
 
-    return torch
+    return entry
 
 
 def _dlpack() -> ModuleType:
@@ -37,8 +37,8 @@ FRONT_ENDS: tuple[tuple[Callable[[], ModuleType], str | None], ...] = (
     (_torch, "torch"),
     (_dlpack, None),
 )
-"""What imports each front end, and the framework that must be loaded already for it to apply. By import statements,
-because PyTorch's compiler follows a first call through them, but not through importlib."""
+"""Functions that import each front end, and the framework that must be loaded for it to apply. They are import
+statements because PyTorch's compiler follows a first call through them, but not through importlib."""
 
 
 by_type: dict[type, ModuleType] = {}
@@ -46,15 +46,15 @@ by_type: dict[type, ModuleType] = {}
 
 
 def front_end(array: object, op: str = "flash_attention") -> ModuleType:
-    """The front end that serves an array; found once per type. ``op`` is the public function, for messages."""
+    """The front end of an array, found once per type. ``op`` is the public function, for messages."""
     found = by_type.get(type(array))
     if found is None:
         found = by_type[type(array)] = _find(array, op)
     return found
 
 
-def maker(device: Any, dtype: Any, op: str) -> ModuleType:
-    """The front end of new arrays: PyTorch's where a device or a dtype of it is named, else NumPy's."""
+def maker(device: object, dtype: object, op: str) -> ModuleType:
+    """The front end of new arrays: PyTorch's if a device or a dtype of torch is named, else NumPy's."""
     if device is None and type(dtype).__module__ != "torch":
         return _numpy()
     try:
@@ -64,7 +64,7 @@ def maker(device: Any, dtype: Any, op: str) -> ModuleType:
 
 
 def without_torch(op: str, error: ModuleNotFoundError) -> Exception:
-    """What to raise where PyTorch could not be imported; any other module that is missing is told as it is."""
+    """The error for a missing torch; an error about another module is returned unchanged."""
     if error.name != "torch":
         return error
     return BackendUnavailableError("torch", f"[{op}] expected PyTorch, got no module named torch; pip install torch")

@@ -1,4 +1,4 @@
-"""Arrays of any framework that speaks DLPack, in host memory (JAX, CuPy's host arrays, array-api-strict ...)."""
+"""The front end for DLPack arrays in host memory, of any framework (JAX, CuPy's host arrays, array-api-strict ...)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def decode(q: Any, k: Any, v: Any, options: DecodeOptions) -> Any:
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Results over disjoint keys put together, of DLPack arrays."""
+    """Combine two attention results over disjoint keys."""
     named = ((o_a, "o_a"), (lse_a, "lse_a"), (o_b, "o_b"), (lse_b, "lse_b"))
     given = (_host(x, name, "merge_states", "o_a") for x, name in named)
     out, lse = numpy_front_end.merge_states(*given)
@@ -83,7 +83,7 @@ def to_precision(array: Any, precision: str) -> Any:
 
 
 def _back(result: Any, like: Any) -> Any:
-    """A NumPy result as an array of the caller's namespace, where it has one."""
+    """Convert a NumPy result to an array of the caller's namespace, if it has one."""
     if not hasattr(like, "__array_namespace__"):
         return np.asarray(result)
     namespace = like.__array_namespace__()
@@ -110,7 +110,7 @@ def _host(array: Any, name: str, op: str = "flash_attention", like: str = "q") -
         return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as error:
         found = np.asarray(array)  # dtypes that NumPy's DLPack lacks (bfloat16) come through the array protocol
-        if found.dtype == object:  # there is none
+        if found.dtype == object:  # the array has no such protocol
             raise InvalidDtypeError(
                 f"[{op}] expected {name} of a type that NumPy takes from DLPack, got another ({error}); pass "
                 f"torch.from_dlpack({name}), which takes bfloat16"

@@ -1,4 +1,4 @@
-"""NumPy arrays."""
+"""The front end for NumPy arrays."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.attention import forward_on_host, host_device, host_device_of
-from aule.engine.fused import host_device as fused_device
-from aule.engine.fused import on_host
+from aule.engine.attention import forward_on_host, host_device
 from aule.engine.memory import STORED
+from aule.engine.row_ops import host_device as row_op_device
+from aule.engine.row_ops import on_host
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.dropout import fresh_seed, seed_words
-from aule.ops.attention.validate import FLOAT_DTYPES, attention_problem, checked_dropout, checked_seed
+from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import OP, varlen_problem
 from aule.ops.catalogue import CATALOGUE
+from aule.ops.shared.checks import FLOAT_DTYPES, checked_dropout, checked_seed
+from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.options import AttentionOptions, DecodeOptions
 from aule.view import TensorView
 
@@ -35,7 +36,7 @@ _NAMES = {
     "float8_e4m3fn": "e4m3",
 }
 _BITS = {"bf16": np.uint16, "e4m3": np.uint8}
-"""What elements are viewed as that NumPy has not by itself."""
+"""Types by whose bits elements are viewed that NumPy lacks."""
 
 
 def accepts(array: object) -> bool:
@@ -68,12 +69,12 @@ def view(array: Array, name: str = "array", op: str = "flash_attention", like: s
 
 
 def bfloat16() -> Any:
-    """ml_dtypes' bfloat16, which gives NumPy the type; None where the package is missing."""
+    """ml_dtypes' bfloat16; None if the package is missing."""
     return ml_dtype("bfloat16")
 
 
 def ml_dtype(name: str) -> Any:
-    """A type that NumPy has not by itself; None where ml_dtypes is missing."""
+    """A type that NumPy lacks; None if ml_dtypes is missing."""
     try:
         import ml_dtypes
     except ImportError:
@@ -82,7 +83,7 @@ def ml_dtype(name: str) -> Any:
 
 
 def to_precision(array: Array, precision: str) -> Array:
-    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy when they are that already."""
+    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy if they are that already."""
     if not isinstance(array, np.ndarray) or _NAMES.get(array.dtype.name) not in FLOAT_DTYPES:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise InvalidDtypeError(
@@ -91,15 +92,15 @@ def to_precision(array: Array, precision: str) -> Array:
     dtype = {"fp16": np.float16, "fp32": np.float32}.get(precision) or bfloat16()
     if dtype is None:
         raise InvalidDtypeError(
-            "[attention] expected ml_dtypes for bf16, which NumPy has not by itself, got no such package; "
+            "[attention] expected ml_dtypes for bf16, which NumPy lacks, got no such package; "
             "pip install ml_dtypes, or use fp16 or fp32"
         )
-    with np.errstate(over="ignore"):  # what is too large for the precision becomes infinite, as on every device
+    with np.errstate(over="ignore"):  # values beyond the precision become infinite, as on every device
         return array.astype(dtype, copy=False)
 
 
 def make(array: Array, device: None, dtype: Any, op: str) -> Array:
-    """A result of float64 in a dtype, by default float32."""
+    """Convert a float64 result to a dtype, by default float32."""
     try:
         kind = np.dtype(np.float32 if dtype is None else dtype)
     except (TypeError, ValueError):
@@ -110,7 +111,7 @@ def make(array: Array, device: None, dtype: Any, op: str) -> Array:
 
 
 def seeded(options: AttentionOptions) -> AttentionOptions:
-    """The options with the words of a seed where weights are dropped: the given one, or a new one."""
+    """The options with the words of a seed, given or new, if weights are dropped."""
     if isinstance(options.seed, np.ndarray):
         return options
     words = _seed_words("flash_attention", options.dropout_p, options.seed)
@@ -118,7 +119,7 @@ def seeded(options: AttentionOptions) -> AttentionOptions:
 
 
 def _seed_words(op: str, dropout_p: Any, seed: Any) -> Array | None:
-    """The words of the given seed or of a new one; None where nothing is dropped."""
+    """The words of the given seed or of a new one; None if nothing is dropped."""
     p, number = checked_dropout(op, dropout_p), checked_seed(op, seed)
     if p == 0.0:
         return None
@@ -133,7 +134,7 @@ def flash_attention(q: Array, k: Array, v: Array, options: AttentionOptions) -> 
         name: view(array, name) for name, array in {"q": q, "k": k, "v": v, **options.arrays()}.items()
     }
     problem, operands = attention_problem(**views, **options.plain())
-    device = host_device(problem, options.backend)
+    device = host_device(problem.dtype, options.backend)
     target = None
     if options.out is not None:
         target = _lift(checked_out(options.out, operands.out_shape, problem.dtype))
@@ -159,7 +160,7 @@ def flash_attention_varlen(
     if result is None:
         result = np.empty((rows, heads, dim), q.dtype)
     target = checked_out(result, (rows, heads, dim), problem.dtype, OP).transpose(1, 0, 2)[None]
-    _, lse = forward_on_host(problem, operands, host_device(problem, options.backend), target)
+    _, lse = forward_on_host(problem, operands, host_device(problem.dtype, options.backend), target)
     return (result, _required(lse)[0]) if options.return_lse else result
 
 
@@ -169,7 +170,7 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
     Parameters
     ----------
     arrays, options : tuple
-        In the order of the op's spec; arrays that are not there are None.
+        In the order of the op's spec; None for arrays that are not given.
     """
     spec = CATALOGUE[name]
     first = spec.operands[0].name
@@ -182,7 +183,7 @@ def fused(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend:
         if array is not None or not operand.optional
     }
     call = spec.call(views, {option.name: x for option, x in zip(spec.options, options, strict=True)})
-    found = on_host(spec, call, fused_device(backend))
+    found = on_host(spec, call, row_op_device(backend))
     results = [found[n].view(bfloat16()) if call.outputs[n].dtype == "bf16" else found[n] for n in spec.outputs]
     given = {operand.name: array for operand, array in zip(spec.operands, arrays, strict=True)}
     for i, output in enumerate(spec.outputs):
@@ -199,7 +200,7 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     arrays = {"q": q, "k": k, "v": v, **options.arrays()}
     arrays |= {name: _offsets(array, name, options.op) for name, array in options.indices().items()}
     views: dict[str, Any] = {name: view(array, name, options.op) for name, array in arrays.items()}
-    from aule.engine.decode import decode_on_host  # only those who decode wait for it
+    from aule.engine.decode import decode_on_host  # imported late: `import aule` is to be quick
     from aule.ops.decode.validate import decode_problem
 
     problem, operands = decode_problem(options.op, **views, **options.plain())
@@ -209,26 +210,26 @@ def decode(q: Array, k: Array, v: Array, options: DecodeOptions) -> Any:
     else:
         made = np.empty(operands.out_shape, STORED[problem.dtype])
         target = operands.lifted(made)
-    _, lse = decode_on_host(options.op, problem, operands, host_device_of(problem.dtype, options.backend), target)
+    _, lse = decode_on_host(options.op, problem, operands, host_device(problem.dtype, options.backend), target)
     result = options.out if options.out is not None else made.view(q.dtype)
     return (result, _required(lse).reshape(operands.lse_shape)) if options.return_lse else result
 
 
 def merge_states(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Results over disjoint keys put together, of NumPy arrays."""
+    """Combine two attention results over disjoint keys."""
     for name, array in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
         view(array, name, "merge_states", "o_a")
     if not (o_a.shape == o_b.shape and lse_a.shape == lse_b.shape == o_a.shape[:-1]):
         raise InvalidShapeError(states_message(o_a, lse_a, o_b, lse_b))
     work = np.float64 if o_a.dtype == np.float64 else np.float32
-    from aule.ops.decode.merge import merge
+    from aule.ops.combine.numpy_merge import merge
 
     out, lse = merge(o_a.astype(work), lse_a, o_b.astype(work), lse_b)
     return out.astype(o_a.dtype), lse.astype(lse_a.dtype)
 
 
 def states_message(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> str:
-    """What is wrong with the shapes of two states."""
+    """The message for states whose shapes do not fit."""
     found = ", ".join(str(list(x.shape)) for x in (o_a, lse_a, o_b, lse_b))
     return (
         "[merge_states] expected o_a and o_b of one shape, and lse_a and lse_b of that shape without its last axis, "
@@ -237,7 +238,7 @@ def states_message(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> str:
 
 
 def _offsets(array: Any, name: str, op: str) -> Array:
-    """Offsets as int32: other integers, and lists of them, are converted."""
+    """Convert integers, and lists of them, to int32."""
     try:
         given = np.asarray(array)
     except (TypeError, ValueError) as error:  # a list of lists of different lengths, a tensor on a device
@@ -247,7 +248,7 @@ def _offsets(array: Any, name: str, op: str) -> Array:
 
 
 def checked_out(out: object, shape: tuple[int, ...], dtype: str, op: str = "flash_attention") -> Array:
-    """An ``out`` argument that fits, as an array of stored elements."""
+    """Check an ``out`` argument and view its stored elements."""
     if not isinstance(out, np.ndarray) or out.shape != shape:
         got = out.shape if isinstance(out, np.ndarray) else type(out).__name__
         raise InvalidShapeError(f"[{op}] expected out of shape {shape}, got {got}; allocate it like q")

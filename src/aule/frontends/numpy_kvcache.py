@@ -1,4 +1,4 @@
-"""Caches of keys and values in NumPy arrays."""
+"""The front end for caches of keys and values in NumPy arrays."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def accepts(array: object) -> bool:
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: None) -> Array:
-    """An array of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3. Its memory is taken when it is first written to."""
+    """An array of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3. The system commits memory at the first write."""
     kind: Any = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}.get(dtype)
     if kind is not None:
         found = ml_dtype(kind)
         if found is None:
             raise InvalidDtypeError(
-                f"[KVCache] expected ml_dtypes for {kind}, which NumPy has not by itself, got no such package; "
+                f"[KVCache] expected ml_dtypes for {kind}, which NumPy lacks, got no such package; "
                 "pip install ml_dtypes, or use float16 or float32"
             )
         kind = found
@@ -38,17 +38,17 @@ def empty(shape: tuple[int, ...], dtype: str, device: None) -> Array:
         kind = {"i8": np.int8}.get(dtype) or STORED[dtype]
     try:
         return np.zeros(shape, kind)
-    except (MemoryError, ValueError) as error:  # more than there is, or than can be counted
+    except (MemoryError, ValueError) as error:  # ValueError: more than there are addresses
         raise no_memory(math.prod(shape) * np.dtype(kind).itemsize, "the host", error) from error
 
 
 def new(array: Array) -> Array:
-    """An array of the same shape and type, contiguous, with anything in it."""
+    """A contiguous array of an array's shape and type, of undefined contents."""
     return np.empty(array.shape, array.dtype)
 
 
 def integers(array: npt.NDArray[np.int32], device: None) -> Array:
-    """Integers made on the host, where the cache is; not to be written to."""
+    """Make host integers read-only; they are where the cache is already."""
     array.flags.writeable = False
     return array
 

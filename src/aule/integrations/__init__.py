@@ -1,5 +1,7 @@
-"""ADD AN INTEGRATION HERE: one file per package above attention. Each is imported when its user names it, never by
-aule itself."""
+"""Integrations with other packages, one file each (ADD AN INTEGRATION HERE).
+
+A file is imported when the user names it, never by aule itself.
+"""
 
 import importlib as _importlib
 from typing import Any as _Any

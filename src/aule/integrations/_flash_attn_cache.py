@@ -1,4 +1,4 @@
-"""flash-attn's functions over a cache: new tokens appended in place, rotated, and attention over what is there."""
+"""flash-attn's attention over a cache: rotates new tokens, appends them in place, and attends to the cache."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aule.api import decode_attention, flash_attention_paged
+from aule.api.decode import decode_attention, flash_attention_paged
+from aule.api.kvcache import rotate
 from aule.errors import AuleError, DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.frontends import torch_kvcache
-from aule.frontends.torch_decode import check_decode
-from aule.frontends.torch_views import integers, require_plain
-from aule.kvcache import rotate
+from aule.frontends.torch import kvcache
+from aule.frontends.torch.checks import integers, require_plain
+from aule.frontends.torch.decode import check_decode
 from aule.ops.decode.validate import MAX_PAGE
 from aule.options import DecodeOptions
 
 
 class CacheCall(NamedTuple):
-    """A call of `flash_attn_with_kvcache`, as it was made, but for the options of attention."""
+    """The arguments of `flash_attn_with_kvcache`, except for the options of attention."""
 
     op: str
     q: Any
@@ -35,9 +35,9 @@ class CacheCall(NamedTuple):
 
 
 def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The result ``[batch, seq_q, heads, dim]`` and its log-sum-exp; ``options`` as for `aule.decode_attention`.
+    """Return the result ``[batch, seq_q, heads, dim]`` and its log-sum-exp; ``options`` as for `aule.decode_attention`.
 
-    Nothing is written before all that can be checked on the host is.
+    The cache is written only after all checks that the host can make.
     """
     _check(call)
     batch, rows, heads, _ = call.q.shape
@@ -47,10 +47,10 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
     k, v, table, lens = _keys(call, room, lens)
     q = call.q
     if call.k is not None:
-        given = DecodeOptions(
+        decode_options = DecodeOptions(
             lens, table, return_lse=True, **options | ({} if table is not None else {"layout": "HND"})
         )
-        check_decode(call.op, q.transpose(1, 2), k, v, given)
+        check_decode(call.op, q.transpose(1, 2), k, v, decode_options)
         _check_new(call, options)
         q = _append(call, q, seqlens, options)
     out = q.new_empty(batch, rows, heads, call.v_cache.shape[3])
@@ -63,8 +63,10 @@ def with_kvcache(call: CacheCall, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _keys(call: CacheCall, room: int, lens: Any) -> tuple[Any, Any, Any, Any]:
-    """Keys, values, block table and lengths as `aule.flash_attention_paged` takes them; without a table, as
-    `aule.decode_attention` does."""
+    """Return keys, values, block table and lengths for `aule.flash_attention_paged`.
+
+    Without a table they are for `aule.decode_attention`.
+    """
     batch = call.q.shape[0]
     if call.block_table is None and call.cache_batch_idx is None and call.cache_leftpad is None:
         return *(x[:batch].transpose(1, 2) for x in (call.k_cache, call.v_cache)), None, lens
@@ -76,19 +78,19 @@ def _keys(call: CacheCall, room: int, lens: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def split_pages(op: str, k_cache: Any, v_cache: Any, table: Any) -> tuple[Any, Any, Any]:
-    """Pages of at most 256 keys: larger ones, which flash-attn has, as several."""
+    """Split pages of more than `MAX_PAGE` keys, which flash-attn allows, into equal smaller ones."""
     page = k_cache.shape[1]
     table = integers(op, "block_table", table)
     if page <= MAX_PAGE:
         return k_cache, v_cache, table
     parts = page // _divisor(page)
-    k, v = (_cut(op, cache, parts) for cache in (k_cache, v_cache))
+    k, v = (_divided(op, cache, parts) for cache in (k_cache, v_cache))
     inner = torch.arange(parts, dtype=torch.int32, device=table.device)
     return k, v, (table[..., None] * parts + inner).flatten(1)
 
 
 def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> Any:
-    """Write new keys and values behind those in the cache; q, rotated where it has to be."""
+    """Write new keys and values after those in the cache; return q, rotated if there are rotary tables."""
     batch, new = call.k.shape[:2]
     step = torch.arange(new, dtype=torch.int32, device=q.device)
     positions = seqlens[:, None] + step
@@ -99,32 +101,32 @@ def _append(call: CacheCall, q: Any, seqlens: Any, options: dict[str, Any]) -> A
         pages = table.gather(1, number.clamp(max=table.shape[1] - 1).long())
         slots = torch.where(number < table.shape[1], pages * size + positions % size, -1)
     else:
-        # On a GPU nobody has looked: what does not fit is dropped, and never written into the next sequence's rows.
+        # Lengths on a GPU are not checked: keys that do not fit are dropped, not written into the next sequence's rows.
         slots = torch.where(positions < size, _rows(call, batch)[:, None] * size + positions, -1)
     rope = None if call.rotary_cos is None else (call.rotary_cos.contiguous(), call.rotary_sin.contiguous())
     arrays = {"k": call.k, "v": call.v, "k_cache": call.k_cache, "v_cache": call.v_cache}
     arrays["places"] = torch.stack([slots.flatten(), positions.flatten()]).to(torch.int32)
     if rope is not None:
         arrays |= {"cos": rope[0], "sin": rope[1]}
-    torch_kvcache.write(call.op, arrays, interleaved=call.rotary_interleaved, backend=options["backend"])
+    kvcache.write(call.op, arrays, interleaved=call.rotary_interleaved, backend=options["backend"])
     if rope is not None:
         rows = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-        if not _local(options):
-            rows = rows * 0  # flash-attn turns all of them by the angles of the first
+        if not _uses_positions(options):
+            rows = rows * 0  # flash-attn rotates all of them by the angles of the first
         at = (seqlens[:, None] + rows).flatten()
         places = torch.stack([torch.arange(at.numel(), dtype=torch.int32, device=q.device), at])
-        turned = rotate(call.op, q.transpose(1, 2), places, rope, call.rotary_interleaved, options["backend"])
-        q = turned.transpose(1, 2)
+        rotated = rotate(call.op, q.transpose(1, 2), places, rope, call.rotary_interleaved, options["backend"])
+        q = rotated.transpose(1, 2)
     return q
 
 
-def _local(options: dict[str, Any]) -> bool:
-    """Whether a query's place says which keys it attends to."""
+def _uses_positions(options: dict[str, Any]) -> bool:
+    """Return whether a query's position decides which keys it attends to."""
     return bool(options["causal"]) or tuple(options["window"]) != (-1, -1)
 
 
 def _as_pages(call: CacheCall, batch: int, seqlens: Any) -> tuple[Any, Any, Any, Any]:
-    """A contiguous cache as a pool of pages: for rows chosen by ``cache_batch_idx``, and keys that begin somewhere."""
+    """View a contiguous cache as pages, for ``cache_batch_idx`` and ``cache_leftpad``."""
     size = call.k_cache.shape[1]
     first = _rows(call, batch)[:, None]
     if call.cache_leftpad is None:
@@ -137,12 +139,12 @@ def _as_pages(call: CacheCall, batch: int, seqlens: Any) -> tuple[Any, Any, Any,
         at = left[:, None] + torch.arange(size, dtype=torch.int32, device=first.device)
         table = first * size + at.clamp(max=size - 1)
         seqlens = (seqlens - left).clamp(min=0)
-    k, v = (_cut(call.op, cache, parts) for cache in (call.k_cache, call.v_cache))
+    k, v = (_divided(call.op, cache, parts) for cache in (call.k_cache, call.v_cache))
     return k, v, table, seqlens
 
 
-def _cut(op: str, cache: Any, parts: int) -> Any:
-    """``[n, size, heads, dim]`` as ``[n * parts, size / parts, heads, dim]``, in place."""
+def _divided(op: str, cache: Any, parts: int) -> Any:
+    """View ``[n, size, heads, dim]`` as ``[n * parts, size / parts, heads, dim]``."""
     n, size, heads, dim = cache.shape
     if n > 1 and cache.stride(0) != size * cache.stride(1):
         raise InvalidShapeError(
@@ -155,26 +157,26 @@ def _cut(op: str, cache: Any, parts: int) -> Any:
 
 
 def _divisor(size: int) -> int:
-    """The largest size of a page into equal ones of which ``size`` keys can be cut."""
+    """Return the largest allowed page size that divides ``size``."""
     return max(n for n in range(1, min(size, MAX_PAGE) + 1) if size % n == 0)
 
 
 def _rows(call: CacheCall, batch: int) -> Any:
-    """The row of the cache that each sequence has."""
+    """Return the cache row of each sequence."""
     if call.cache_batch_idx is None:
         return torch.arange(batch, dtype=torch.int32, device=call.q.device)
     return _integers(call, "cache_batch_idx", call.cache_batch_idx, call.k_cache.shape[0] - 1)
 
 
 def _lengths(call: CacheCall, room: int) -> Any:
-    """Keys that each sequence has, int32 where q is; None for all that there is room for."""
+    """Return the number of keys of each sequence as int32 on q's device; None if all rows are full."""
     given = call.cache_seqlens
     if given is None:
         return None
     batch = call.q.shape[0]
     if isinstance(given, int) and not isinstance(given, bool):
-        wide = max(min(given, 1 << 31), -(1 << 31))  # what is outside of int32 stays outside
-        given = torch.full((batch,), wide, device="cpu")
+        clamped = max(min(given, 1 << 31), -(1 << 31))  # fits int64, and values outside int32 stay outside
+        given = torch.full((batch,), clamped, device="cpu")
     found = _integers(call, "cache_seqlens", given, room)
     new = 0 if call.k is None else call.k.shape[1]
     if given.is_cpu and batch and int(given.max()) + new > room:
@@ -186,10 +188,10 @@ def _lengths(call: CacheCall, room: int) -> Any:
 
 
 def _integers(call: CacheCall, name: str, given: Any, most: int) -> Any:
-    """A number for each sequence, where q is; those in host memory are from 0 to ``most``."""
+    """Move one number per sequence to q's device; numbers in host memory are checked to be from 0 to ``most``."""
     batch = call.q.shape[0]
-    kind = isinstance(given, torch.Tensor) and given.dtype in (torch.int32, torch.int64)
-    if not kind or tuple(given.shape) != (batch,):
+    is_integer = isinstance(given, torch.Tensor) and given.dtype in (torch.int32, torch.int64)
+    if not is_integer or tuple(given.shape) != (batch,):
         got = f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         raise InvalidDtypeError(f"[{call.op}] expected {name} as an int32 tensor [{batch}], got {got}; convert it")
     if given.is_cpu and batch:
@@ -203,6 +205,12 @@ def _integers(call: CacheCall, name: str, given: Any, most: int) -> Any:
 
 
 def _check(call: CacheCall) -> None:
+    _check_combination(call)
+    _check_tensors(call)
+    _check_rows(call)
+
+
+def _check_combination(call: CacheCall) -> None:
     op = call.op
     if (call.k is None) != (call.v is None) or (call.rotary_cos is None) != (call.rotary_sin is None):
         raise InvalidArgumentError(f"[{op}] expected k and v, and rotary_cos and rotary_sin, in pairs, got one of two")
@@ -215,6 +223,10 @@ def _check(call: CacheCall) -> None:
             f"[{op}] expected a block_table without cache_batch_idx and cache_leftpad, got one of these; put it into "
             "the table"
         )
+
+
+def _check_tensors(call: CacheCall) -> None:
+    op = call.op
     for name in ("k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin"):
         tensor = getattr(call, name)
         if tensor is None:
@@ -229,6 +241,10 @@ def _check(call: CacheCall) -> None:
                 "AULE_ERROR_NO_GRADIENT",
                 f"[{op}] expected tensors that need no gradient, got requires_grad=True; use torch.no_grad()",
             )
+
+
+def _check_rows(call: CacheCall) -> None:
+    op = call.op
     if call.block_table is not None:
         shape = tuple(integers(op, "block_table", call.block_table).shape)
         if len(shape) != 2 or shape[0] != call.q.shape[0]:
@@ -242,7 +258,7 @@ def _check(call: CacheCall) -> None:
 
 
 def _check_new(call: CacheCall, options: dict[str, Any]) -> None:
-    """What is to be written, and where."""
+    """Check the new keys and values, and where they are written."""
     op, batch = call.op, call.q.shape[0]
     for name in ("k", "v"):
         shape = tuple(getattr(call, name).shape)
@@ -264,9 +280,9 @@ def _check_new(call: CacheCall, options: dict[str, Any]) -> None:
         )
     lens = call.cache_seqlens
     if call.rotary_cos is not None and batch and (isinstance(lens, int) or lens.is_cpu):
-        further = max(call.k.shape[1], call.q.shape[1] if _local(options) else 1)
+        further = max(call.k.shape[1], call.q.shape[1] if _uses_positions(options) else 1)
         needed = (lens if isinstance(lens, int) else int(lens.max())) + further
-        if call.rotary_cos.dim() == 2 and call.rotary_cos.shape[0] < needed:  # others are told about their shape
+        if call.rotary_cos.dim() == 2 and call.rotary_cos.shape[0] < needed:  # other shapes are refused later
             raise InvalidShapeError(
                 f"[{op}] expected rotary_cos and rotary_sin of at least {needed} positions, got "
                 f"{call.rotary_cos.shape[0]}; compute more"

@@ -1,13 +1,13 @@
-"""ComfyUI: a node that gives a model aule's attention, and the command that puts it into ``custom_nodes``.
+"""ComfyUI: a node that makes a model use aule's attention, and a command that installs it into ``custom_nodes``.
 
     python -m aule.integrations.comfyui path/to/ComfyUI
 
-ComfyUI asks ``model_options["transformer_options"]["optimized_attention_override"]`` before each attention of a
-diffusion model; the node *Aule Attention* sets it on a clone of the model. What aule cannot serve goes on to ComfyUI's
-own function (or to the override that was there before) and is counted with its reason in `aule.dispatch_stats`; the
-first call of every reason is logged. Inside of ``torch.compile`` all calls go there, uncounted.
+ComfyUI calls ``model_options["transformer_options"]["optimized_attention_override"]`` for each attention of a diffusion
+model; the node *Aule Attention* sets it on a clone of the model. Calls that aule does not support go to ComfyUI's own
+function, or to the override that was set before. `aule.dispatch_stats` counts them by reason, and the first call of
+each reason is logged. Inside ``torch.compile`` all calls go there, uncounted.
 
-It is written against ComfyUI's interface, and tested against a stand-in for it; no ComfyUI has run it here.
+Untested with ComfyUI itself: the tests use a substitute for its interface.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from aule.api.sdpa import attempt
 from aule.backends import registry
-from aule.dispatch import attempt
 from aule.errors import AuleError, InvalidArgumentError
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "AuleAttention", "attention_override", "write_node"]
@@ -33,15 +33,20 @@ _logged: set[str] = set()
 
 
 def attention_override(backend: str | None = None, previous: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function for ``transformer_options["optimized_attention_override"]``.
+    """Make a function for ``transformer_options["optimized_attention_override"]``.
 
     Parameters
     ----------
     backend : str, optional
-        As in `aule.flash_attention`; one that is missing raises here. Default: CPU tensors on the CPU engine, CUDA
-        tensors where they are; those of other devices are passed on.
+        As in `aule.flash_attention`. Default: the CPU engine for CPU tensors, and CUDA tensors in place; tensors of
+        other devices are passed on.
     previous : callable, optional
-        An override that gets what is not served, before ComfyUI's own function does.
+        An override for unsupported calls, instead of ComfyUI's own function.
+
+    Raises
+    ------
+    BackendUnavailableError
+        The backend is missing.
     """
     if backend is not None:
         registry.find(backend)
@@ -55,7 +60,7 @@ def attention_override(backend: str | None = None, previous: Callable[..., Any] 
                 return out
             if reason not in _logged:
                 _logged.add(reason)
-                log.warning("ComfyUI's own attention serves what aule does not: %s", reason)
+                log.warning("ComfyUI's own attention handles calls that aule does not support: %s", reason)
         return function(*arguments, **options) if previous is None else previous(function, *arguments, **options)
 
     override.aule_previous = previous  # type: ignore[attr-defined]
@@ -76,12 +81,12 @@ def _attention(
     enable_gqa: bool = False,
     **others: Any,
 ) -> tuple[Any, str | None]:
-    """ComfyUI's attention: the result and None, or None and the reason why not.
+    """Compute ComfyUI's attention; return the result and None, or None and the reason why it is not supported.
 
-    Tensors are ``[batch, seq, heads * head_dim]``, or ``[batch, heads, seq, head_dim]`` with ``skip_reshape``; so is
-    the result, with ``skip_output_reshape``. A mask has the last two, three (with batch) or all four axes of the
-    scores. Scores are float32 always, whatever ``attn_precision`` asks for; other options mean nothing to ComfyUI's
-    attention with PyTorch either.
+    Tensors are ``[batch, seq, heads * head_dim]``, or ``[batch, heads, seq, head_dim]`` with ``skip_reshape``; the
+    result likewise with ``skip_output_reshape``. A mask has the last two, three (with batch) or all four axes of the
+    scores. Scores are always float32, whatever ``attn_precision`` is. ComfyUI's own attention with PyTorch ignores the
+    other options too.
     """
     if not skip_reshape:
         head_dim = q.shape[-1] // heads
@@ -100,16 +105,16 @@ def _attention(
 
 
 class AuleAttention:
-    """The node *Aule Attention*: a model in, the same model with aule's attention out."""
+    """The node *Aule Attention*: takes a model and returns it with aule's attention."""
 
     CATEGORY = "advanced/model"
-    DESCRIPTION = "Computes the attention of a diffusion model with aule. What it cannot serve, ComfyUI's own does."
+    DESCRIPTION = "Computes a diffusion model's attention with aule. ComfyUI's own handles what aule does not support."
     FUNCTION = "patch"
     RETURN_TYPES = ("MODEL",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI wants them said."""
+        """Return the node's inputs in ComfyUI's format."""
         return {
             "required": {
                 "model": ("MODEL",),
@@ -119,19 +124,19 @@ class AuleAttention:
         }
 
     def patch(self, model: Any, enabled: bool, backend: str) -> tuple[Any]:
-        """Clone the model and set its override; not ``enabled``, it goes through as it is.
+        """Clone the model and set its override; without ``enabled``, return the model unchanged.
 
-        A ``backend`` that is missing raises.
+        A ``backend`` that is missing raises an error.
         """
         if not enabled:
             return (model,)
         patched = model.clone()
-        # What a clone copies and what it shares differs between versions: the dictionaries are replaced.
+        # Versions differ in what a clone copies and what it shares, so the dictionaries are replaced.
         options = dict(patched.model_options.get("transformer_options", {}))
         before = options.get(_OPTION)
         options[_OPTION] = attention_override(
             None if backend == _AUTO else backend,
-            getattr(before, "aule_previous", before),  # this node twice: the later one counts
+            getattr(before, "aule_previous", before),  # if this node is used twice, the later one counts
         )
         patched.model_options = {**patched.model_options, "transformer_options": options}
         return (patched,)
@@ -153,7 +158,7 @@ __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
 
 
 def write_node(comfyui: str | Path) -> Path:
-    """Write ``custom_nodes/aule_attention/__init__.py``, which takes the node from the installed aule.
+    """Write ``custom_nodes/aule_attention/__init__.py``, which imports the node from the installed aule.
 
     Parameters
     ----------
@@ -163,7 +168,14 @@ def write_node(comfyui: str | Path) -> Path:
     Returns
     -------
     Path
-        The file. One that is there already and the same is left alone; another raises.
+        The file. An identical file is left alone.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The folder is not ComfyUI's, or has another file of this name.
+    AuleError
+        This ComfyUI has no attention override.
     """
     folder = Path(comfyui)
     attention = folder / "comfy" / "ldm" / "modules" / "attention.py"
@@ -192,7 +204,7 @@ def write_node(comfyui: str | Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 2 for a folder that is refused."""
+    """Run the command; return 0, or 2 if the folder is refused."""
     parser = argparse.ArgumentParser(
         prog="python -m aule.integrations.comfyui",
         description="Put the node Aule Attention into ComfyUI. Run it with ComfyUI's own Python.",

@@ -1,12 +1,12 @@
 """Hugging Face diffusers: a backend for its attention dispatcher, and a processor for UNets.
 
-Transformers (Flux, Qwen-Image, Wan ...) ask the dispatcher: after ``register()`` they take
-``model.set_attention_backend("aule")``. UNets and VAEs do not, and ``set_attention_backend`` leaves them as they are
-without a word; they take ``unet.set_attn_processor(AuleAttnProcessor())``.
+Transformers (Flux, Qwen-Image, Wan ...) use the dispatcher: after ``register()``, call
+``model.set_attention_backend("aule")``. UNets and VAEs do not use it, and ``set_attention_backend`` silently ignores
+them; call ``unet.set_attn_processor(AuleAttnProcessor())`` instead.
 
-What aule cannot serve (head dimensions above 256, context parallelism, tensors that it does not compute on in place)
-goes to PyTorch's attention and is counted with its reason in `aule.dispatch_stats`. Inside of ``torch.compile`` all
-calls go there, uncounted.
+Calls that aule does not support (head dimensions above 256, context parallelism, tensors that it cannot use in place)
+go to PyTorch's attention, and `aule.dispatch_stats` counts them by reason. Inside ``torch.compile`` all calls go to
+PyTorch, uncounted.
 """
 
 from __future__ import annotations
@@ -19,30 +19,36 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from aule.api.sdpa import attempt, pass_on
 from aule.backends import registry
-from aule.dispatch import attempt, pass_on
 from aule.errors import AuleError, BackendUnavailableError, InvalidArgumentError
 
 __all__ = ["AuleAttnProcessor", "register", "unregister"]
 
 _lock = threading.Lock()
 _active_before: dict[str, Any] = {}
-"""Every name that is registered, and the dispatcher's active backend at that time."""
+"""For each registered name, the dispatcher's active backend at the time of registration."""
 
 
 def register(name: str = "aule", backend: str | None = None) -> None:
-    """Make aule known to diffusers' attention dispatcher.
+    """Register aule with diffusers' attention dispatcher.
 
-    It may be called again, with another ``backend``. No model uses it before ``model.set_attention_backend(name)`` or
+    It may be called again with another ``backend``. Models use it after ``model.set_attention_backend(name)`` or inside
     ``with diffusers.attention_backend(name)``.
 
     Parameters
     ----------
     name : str
-        In lower case, and none of diffusers' own.
+        A lower-case name that diffusers does not use itself.
     backend : str, optional
-        As in `aule.flash_attention`; one that is missing raises here. Default: CPU tensors on the CPU engine, CUDA
-        tensors where they are.
+        As in `aule.flash_attention`. Default: the CPU engine for CPU tensors, and CUDA tensors in place.
+
+    Raises
+    ------
+    BackendUnavailableError
+        diffusers or the backend is missing.
+    InvalidArgumentError
+        The name is not in lower case, or taken.
     """
     dispatch = _dispatcher()
     names, backends = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
@@ -61,10 +67,10 @@ def register(name: str = "aule", backend: str | None = None) -> None:
 
 
 def unregister(name: str = "aule") -> None:
-    """Take aule out of diffusers' dispatcher again; nothing happens when it is not there.
+    """Remove aule from diffusers' dispatcher; does nothing if it is not registered.
 
-    Models that were set to it must be given another backend (``model.reset_attention_backend()``). Where it is the
-    dispatcher's active one, what was active before `register` is so again.
+    Models that use it need another backend (``model.reset_attention_backend()``). If it is the dispatcher's active
+    backend, the one that was active before `register` becomes active again.
     """
     dispatch = _dispatcher()
     names, backends = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
@@ -81,10 +87,10 @@ def unregister(name: str = "aule") -> None:
 
 
 class AuleAttnProcessor:
-    """Attention of a UNet or a VAE: ``unet.set_attn_processor(AuleAttnProcessor())``.
+    """Attention processor of a UNet or a VAE: ``unet.set_attn_processor(AuleAttnProcessor())``.
 
-    It does what diffusers' ``AttnProcessor2_0`` does, and for layers with added key and value projections what
-    ``AttnAddedKVProcessor2_0`` does. ``unet.attn_processors``, kept from before, puts everything back.
+    It replaces diffusers' ``AttnProcessor2_0``, and ``AttnAddedKVProcessor2_0`` for layers with added key and value
+    projections. To undo it, save ``unet.attn_processors`` before and set it again.
 
     Parameters
     ----------
@@ -105,7 +111,7 @@ class AuleAttnProcessor:
         attention_mask: Any = None,
         temb: Any = None,
     ) -> Any:
-        """One layer.
+        """Compute one attention layer.
 
         Parameters
         ----------
@@ -114,7 +120,8 @@ class AuleAttnProcessor:
         hidden_states : Tensor
             ``[batch, seq, channels]`` or ``[batch, channels, height, width]``.
         encoder_hidden_states : Tensor, optional
-            ``[batch, seq_kv, channels]``: what to attend to, instead of or (added projections) besides itself.
+            ``[batch, seq_kv, channels]``: what to attend to, instead of ``hidden_states`` or, with added projections,
+            in addition to it.
         attention_mask : Tensor, optional
             Added to the scores, ``[batch, 1, seq_kv]``.
         temb : Tensor, optional
@@ -123,7 +130,7 @@ class AuleAttnProcessor:
         Returns
         -------
         Tensor
-            Of the shape of ``hidden_states``.
+            In the shape of ``hidden_states``.
         """
         added = _has_added_projections(attn)
         residual = hidden_states
@@ -171,7 +178,7 @@ def _dispatcher() -> ModuleType:
 
 
 def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[..., Any]:
-    """The function for the dispatcher's table; from its parameters the dispatcher reads what it may be given."""
+    """Make the function for the dispatcher, which reads its supported arguments from the function's signature."""
     native = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
 
     def aule_attention(
@@ -198,9 +205,9 @@ def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[...
         else:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             mask = attn_mask
-            if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):  # says which keys are padding
+            if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):  # marks padding keys
                 mask = mask[:, None, None]
-            out, reason = attempt(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, backend)
+            out, reason = attempt(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, backend=backend)
             if reason is None:
                 return out.transpose(1, 2)
         return native(
@@ -211,7 +218,7 @@ def _backend_function(dispatch: ModuleType, backend: str | None) -> Callable[...
 
 
 def _add_member(names: Any, value: str) -> None:
-    """Give an enumeration of strings one more member: the dispatcher knows backends by the members of one."""
+    """Add a member to an enumeration of strings: the dispatcher identifies backends by enumeration members."""
     member = str.__new__(names, value)
     member._name_, member._value_, member.__objclass__ = value.upper(), value, names
     member._sort_order_ = len(names._member_names_)
@@ -231,7 +238,7 @@ def _remove_member(names: Any, member: Any) -> None:
 
 
 def _values(names: Any) -> list[str]:
-    """The values of all members, which ``in`` asks in newer versions of Python; older ones have no such list."""
+    """Return the list of values that ``in`` uses in newer Python versions; older ones have none."""
     values: list[str] = getattr(names, "_hashable_values_", [])
     return values
 
@@ -240,10 +247,10 @@ def _values(names: Any) -> list[str]:
 
 
 def _has_added_projections(attn: Any) -> bool:
-    """Whether keys and values of the text come besides those of the image; layers of other models are refused."""
+    """Return whether a layer has extra key and value projections for the text. Refuses layers of other models."""
     from diffusers.models.attention_processor import Attention
 
-    # Layers of joint attention have queries of the text too, and results for it.
+    # Joint attention layers also have queries and results of the text.
     if not isinstance(attn, Attention) or getattr(attn, "add_q_proj", None) is not None or attn.to_out is None:
         raise AuleError(
             "AULE_ERROR_UNSUPPORTED",
@@ -255,7 +262,7 @@ def _has_added_projections(attn: Any) -> bool:
 
 
 def _project(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """Query, key and value ``[batch, heads, seq, head_dim]`` and the mask ``[batch, heads, 1 or seq_q, seq_kv]``."""
+    """Compute q, k, v ``[batch, heads, seq, head_dim]`` and the mask ``[batch, heads, 1 or seq_q, seq_kv]``."""
     batch, seq_kv, _ = (hidden if encoder is None else encoder).shape
     mask = attn.prepare_attention_mask(mask, seq_kv, batch)
     if mask is not None:
@@ -269,7 +276,10 @@ def _project(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tuple[Any, Any,
 
 
 def _project_with_added(attn: Any, hidden: Any, encoder: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """The same where keys and values of the text are put before those of the image, or in their place."""
+    """Compute q, k, v and the mask of a layer that adds the text's keys and values to the image's, or uses only them.
+
+    Shapes are as for `_project`.
+    """
     batch, seq_q, _ = hidden.shape
     mask = attn.prepare_attention_mask(mask, seq_q, batch, out_dim=4)
     encoder = hidden if encoder is None else _cross_norm(attn, encoder)

@@ -1,11 +1,11 @@
-"""The functions of flash-attn 2, so that ``import aule.integrations.flash_attn as flash_attn`` serves.
+"""The functions of flash-attn 2: use ``import aule.integrations.flash_attn as flash_attn``.
 
-Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read where
-they lie: the layout is a matter of strides. Refused are ``return_attn_probs`` and, where there are gradients, a paged
-cache (``block_table``). float32 and float64 are served too.
+Signatures, layout (``[batch, seq, heads, head_dim]``) and meaning are those of flash-attn 2.8. Inputs are read in
+place, through their strides. ``return_attn_probs`` is not supported, nor a paged cache (``block_table``) with gradients
+or dropout. float32 and float64 are supported too.
 
-Gradients of q, k and v are there for CPU and CUDA tensors, but not over a cache (`flash_attn_with_kvcache`). Where one
-is needed, the result is copied once, into the layout that flash-attn gives it.
+CPU and CUDA tensors support gradients of q, k and v, except over a cache (`flash_attn_with_kvcache`). If a gradient is
+needed, the result is copied once into flash-attn's layout.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aule.api import flash_attention, flash_attention_paged, flash_attention_varlen
+from aule.api.attention import flash_attention, flash_attention_varlen
+from aule.api.decode import flash_attention_paged
 from aule.errors import AuleError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.frontends.torch_routes import autocast
-from aule.frontends.torch_sdpa import host_backend
-from aule.frontends.torch_views import integers
+from aule.frontends.torch.checks import integers
+from aule.frontends.torch.modes import autocast
+from aule.frontends.torch.route import host_backend
 from aule.integrations._flash_attn_cache import CacheCall, split_pages, with_kvcache
-from aule.ops.checked import checked_flag, checked_integer, checked_number
+from aule.ops.shared.checks import checked_flag, checked_integer, checked_number
 
 __all__ = [
     "flash_attn_func",
@@ -35,7 +36,7 @@ __all__ = [
 
 
 class _Options(NamedTuple):
-    """What all six functions take."""
+    """Options that all functions without a cache share."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -45,6 +46,15 @@ class _Options(NamedTuple):
     alibi_slopes: Any
     deterministic: bool
     return_attn_probs: bool
+
+
+class _Sequences(NamedTuple):
+    """Offsets of the sequences in a packed batch, and the lengths of the longest ones."""
+
+    offsets_q: Any
+    offsets_k: Any
+    longest_q: int
+    longest_k: int
 
 
 def flash_attn_func(
@@ -60,7 +70,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention.
+    """Compute attention.
 
     Parameters
     ----------
@@ -69,21 +79,21 @@ def flash_attn_func(
     k, v : Tensor
         ``[batch, seq_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
     dropout_p : float
-        Chance of each weight to be dropped; the seed comes from PyTorch's generator of the tensors' device.
+        Probability of dropping each weight; the seed comes from PyTorch's generator of the tensors' device.
     softmax_scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
     causal : bool
-        The last row attends to all keys (bottom-right).
+        Causal mask, aligned bottom-right: the last row attends to all keys.
     window_size : (left, right)
-        Keys around a row's own position; -1 leaves a side open.
+        Number of keys on each side of a row's own position; -1 for no limit.
     softcap : float
-        0.0 for none.
+        Cap of the scores; 0.0 for none.
     alibi_slopes : float32 Tensor, optional
         ``[heads]`` or ``[batch, heads]``.
     deterministic : bool
-        Gradients are the same bits every time, as in `aule.flash_attention`; results always are.
+        Compute bitwise reproducible gradients, as in `aule.flash_attention`. Results always are.
     return_attn_probs : bool
-        False: the probabilities are never stored.
+        Must be False: the probabilities are never stored.
 
     Returns
     -------
@@ -107,7 +117,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` on ``qkv`` of ``[batch, seq, 3, heads, head_dim]``."""
+    """Compute `flash_attn_func` with ``qkv`` of ``[batch, seq, 3, heads, head_dim]``."""
     op = "flash_attn_qkvpacked_func"
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -128,7 +138,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` on ``kv`` of ``[batch, seq_kv, 2, heads_kv, head_dim]``."""
+    """Compute `flash_attn_func` with ``kv`` of ``[batch, seq_kv, 2, heads_kv, head_dim]``."""
     op = "flash_attn_kvpacked_func"
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -155,36 +165,37 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """Attention within each sequence of a packed batch: one launch for all of them.
+    """Compute attention within each sequence of a packed batch, in one launch.
 
     Parameters
     ----------
     q : Tensor
-        ``[total_q, heads, head_dim]``, the sequences of the batch one behind the other.
+        ``[total_q, heads, head_dim]``: the sequences of the batch, one after the other.
     k, v : Tensor
         ``[total_k, heads_kv, head_dim]``.
     cu_seqlens_q, cu_seqlens_k : integer Tensor
-        ``[batch + 1]``: where each sequence begins, and where the last one ends.
+        ``[batch + 1]``: the start of each sequence, and the end of the last one.
     max_seqlen_q, max_seqlen_k : int
-        Lengths of the longest sequences; for CPU tensors they are not needed.
+        Lengths of the longest sequences; not needed for CPU tensors.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As for `flash_attn_func`.
     block_table : int32 Tensor, optional
-        ``[batch, max_pages]``: k and v are a cache of pages, ``[pages, page, heads_kv, head_dim]``, without gradients
-        and dropout; ``cu_seqlens_k`` says how many keys each sequence has.
+        ``[batch, max_pages]``: k and v are a paged cache, ``[pages, page, heads_kv, head_dim]``, without gradients and
+        dropout; the differences of ``cu_seqlens_k`` are the numbers of keys.
 
     Returns
     -------
     Tensor
-        ``[total_q, heads, head_dim]``, contiguous; rows that belong to no sequence are zero.
-
-    Other parameters are those of `flash_attn_func`.
+        ``[total_q, heads, head_dim]``, contiguous; rows outside all sequences are zero.
     """
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     op = "flash_attn_varlen_func"
+    sequences = _Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
-        return _paged(op, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, options)
-    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
+        return _paged(op, q, k, v, sequences, block_table, options)
+    return _packed(op, q, k, v, sequences, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -200,13 +211,13 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` on ``qkv`` of ``[total, 3, heads, head_dim]``."""
+    """Compute `flash_attn_varlen_func` with ``qkv`` of ``[total, 3, heads, head_dim]``."""
     op = "flash_attn_varlen_qkvpacked_func"
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     q, k, v = _unpacked(op, "qkv", qkv, 3, 4)
-    return _packed(op, q, k, v, cu_seqlens, cu_seqlens, (max_seqlen, max_seqlen), options)
+    return _packed(op, q, k, v, _Sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -225,13 +236,13 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` on ``kv`` of ``[total_k, 2, heads_kv, head_dim]``."""
+    """Compute `flash_attn_varlen_func` with ``kv`` of ``[total_k, 2, heads_kv, head_dim]``."""
     op = "flash_attn_varlen_kvpacked_func"
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     k, v = _unpacked(op, "kv", kv, 2, 4)
-    return _packed(op, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), options)
+    return _packed(op, q, k, v, _Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), options)
 
 
 def flash_attn_with_kvcache(
@@ -255,7 +266,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention over a cache, into which new keys and values are written first, in place.
+    """Write new keys and values into a cache in place, then compute attention over the cache.
 
     Parameters
     ----------
@@ -264,32 +275,32 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : Tensor
         ``[batch_cache, max_len, heads_kv, head_dim]``, or with ``block_table`` ``[pages, page, heads_kv, head_dim]``.
     k, v : Tensor, optional
-        ``[batch, new, heads_kv, head_dim]``, written behind the first ``cache_seqlens`` keys of each sequence. Where
-        these lengths are on a GPU nobody looks at them, and what has no room is dropped.
+        ``[batch, new, heads_kv, head_dim]``, written after the first ``cache_seqlens`` keys of each sequence. If these
+        lengths are on a GPU they are not checked, and keys that do not fit are dropped.
     rotary_cos, rotary_sin : Tensor, optional
-        ``[positions, rotary_dim / 2]``: k is rotated by the angles of its place in the cache, and q by those of the
-        places from ``cache_seqlens`` on, or all of it by the first where there is neither ``causal`` nor a window.
+        ``[positions, rotary_dim / 2]``: k is rotated by its position in the cache, and q by the positions from
+        ``cache_seqlens`` on. With neither ``causal`` nor a window, all of q is rotated by the first of these.
     cache_seqlens : int or int32 Tensor, optional
-        ``[batch]``: keys that each sequence has, without the new ones. None: all.
+        ``[batch]``: number of keys of each sequence, without the new ones. Default: all.
     cache_batch_idx : int32 Tensor, optional
-        ``[batch]``: the row of the cache that each sequence has.
+        ``[batch]``: the cache row of each sequence.
     cache_leftpad : int32 Tensor, optional
-        ``[batch]``: where the keys of each sequence begin in its row. It is read key by key, which is slow.
+        ``[batch]``: where the keys of each sequence start in its row. Slow: keys are read one by one.
     block_table : int32 Tensor, optional
         ``[batch, max_pages]``.
+    softmax_scale, causal, window_size, softcap, alibi_slopes
+        As for `flash_attn_func`.
     rotary_interleaved : bool
-        Rotate elements 2i and 2i + 1 together, and not i and i + rotary_dim / 2.
+        Rotate elements 2i and 2i + 1 together, instead of i and i + rotary_dim / 2.
     num_splits : int
-        Without effect: how keys are split follows from the problem.
+        Ignored: aule chooses how to split the keys.
     return_softmax_lse : bool
         Also return the log-sum-exp, float32 ``[batch, heads, seq_q]``.
 
     Returns
     -------
     Tensor or (Tensor, Tensor)
-        ``[batch, seq_q, heads, head_dim]``, contiguous. There are no gradients.
-
-    Other parameters are those of `flash_attn_func`.
+        ``[batch, seq_q, heads, head_dim]``, contiguous, without gradients.
     """
     op = "flash_attn_with_kvcache"
     _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k_cache=k_cache, v_cache=v_cache)
@@ -305,59 +316,58 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-# -- how ---------------------------------------------------------------------------------------------------------------
+# -- implementation ----------------------------------------------------------------------------------------------------
 
 
 def _batched(op: str, q: Any, k: Any, v: Any, options: _Options) -> Any:
-    given = _keywords(op, options)
+    keywords = _keywords(op, options)
     _check(op, 4, "[batch, seq, heads, head_dim]", q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
-    given["backend"] = host_backend(q)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    keywords["backend"] = host_backend(q)
     if _needs_gradient(q, k, v):
-        return flash_attention(*turned, **given).transpose(1, 2).contiguous()
+        return flash_attention(*heads_first, **keywords).transpose(1, 2).contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    flash_attention(*turned, **given, out=out.transpose(1, 2))
+    flash_attention(*heads_first, **keywords, out=out.transpose(1, 2))
     return out
 
 
-def _packed(op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest: tuple[int, int], options: _Options) -> Any:
-    given = _keywords(op, options)
+def _packed(op: str, q: Any, k: Any, v: Any, sequences: _Sequences, options: _Options) -> Any:
+    keywords = _keywords(op, options)
     _check(op, 3, "[total, heads, head_dim]", q=q, k=k, v=v)
     if len(k) != len(v):
         got = f"{len(k)} and {len(v)} rows"
         raise InvalidShapeError(f"[{op}] expected k and v of one length, got {got}; every key needs its value")
-    given["backend"] = host_backend(q)
+    keywords["backend"] = host_backend(q)
     if q.device.type != "cpu":
-        return flash_attention_varlen(q, k, v, at_q, at_k, *longest, **given)
-    # Offsets in host memory are read in no time, and rows before the first sequence and behind the last left out.
-    first_q, end_q = _bounds(op, "cu_seqlens_q", at_q, len(q))
-    first_k, end_k = _bounds(op, "cu_seqlens_k", at_k, len(k))
+        return flash_attention_varlen(q, k, v, *sequences, **keywords)
+    # Offsets in host memory are cheap to read, so rows before the first sequence and after the last are left out.
+    first_q, end_q = _bounds(op, "cu_seqlens_q", sequences.offsets_q, len(q))
+    first_k, end_k = _bounds(op, "cu_seqlens_k", sequences.offsets_k, len(k))
     parts = (q[first_q:end_q], k[first_k:end_k], v[first_k:end_k])
-    out = flash_attention_varlen(*parts, at_q - first_q, at_k - first_k, **given)
+    out = flash_attention_varlen(*parts, sequences.offsets_q - first_q, sequences.offsets_k - first_k, **keywords)
     if len(out) == len(q):
         return out
     return torch.nn.functional.pad(out, (0, 0, 0, 0, first_q, len(q) - end_q))
 
 
-def _paged(
-    op: str, q: Any, k: Any, v: Any, at_q: Any, at_k: Any, longest_q: int, block_table: Any, options: _Options
-) -> Any:
+def _paged(op: str, q: Any, k: Any, v: Any, sequences: _Sequences, block_table: Any, options: _Options) -> Any:
     _check(op, 3, "[total, heads, head_dim]", q=q)
     _check(op, 4, "[pages, page, heads_kv, head_dim]", k=k, v=v)
-    given = _decode_keywords(op, options, q)
+    keywords = _decode_keywords(op, options, q)
     if checked_number(op, "dropout_p", options.dropout_p) or _needs_gradient(q, k, v):
         remedy = "gather k and v first"
         raise _unsupported(op, "neither dropout nor gradients with block_table", "one of them", remedy)
-    at_k = integers(op, "cu_seqlens_k", at_k)
-    if at_k.dim() != 1:
-        raise InvalidShapeError(f"[{op}] expected cu_seqlens_k of [batch + 1], got {list(at_k.shape)}; flatten it")
+    offsets_k = integers(op, "cu_seqlens_k", sequences.offsets_k)
+    if offsets_k.dim() != 1:
+        raise InvalidShapeError(f"[{op}] expected cu_seqlens_k of [batch + 1], got {list(offsets_k.shape)}; flatten it")
     k, v, table = split_pages(op, k, v, block_table)
-    return flash_attention_paged(q, k, v, table, at_k.diff(), cu_seqlens_q=at_q, max_seqlen_q=longest_q, **given)
+    packed = {"cu_seqlens_q": sequences.offsets_q, "max_seqlen_q": sequences.longest_q}
+    return flash_attention_paged(q, k, v, table, offsets_k.diff(), **packed, **keywords)
 
 
 def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
-    """The rows at which the first sequence begins and the last one ends."""
+    """Return the rows at which the first sequence starts and the last one ends."""
     integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
     if not integers or offsets.dim() != 1 or len(offsets) < 1:
         got = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
@@ -372,7 +382,7 @@ def _bounds(op: str, name: str, offsets: Any, total: int) -> tuple[int, int]:
 
 
 def _keywords(op: str, options: _Options) -> dict[str, Any]:
-    """The options as `aule.flash_attention` takes them."""
+    """Return the options as keywords of `aule.flash_attention`."""
     if checked_flag(op, "return_attn_probs", options.return_attn_probs):
         remedy = "the probabilities are never stored; aule.flash_attention gives the log-sum-exp with return_lse=True"
         raise _unsupported(op, "return_attn_probs=False", "True", remedy)
@@ -394,9 +404,9 @@ def _keywords(op: str, options: _Options) -> dict[str, Any]:
 
 
 def _decode_keywords(op: str, options: _Options, q: Any) -> dict[str, Any]:
-    """The options as `aule.decode_attention` takes them."""
-    given = _keywords(op, options) | {"backend": host_backend(q)}
-    return {name: value for name, value in given.items() if name not in ("dropout_p", "deterministic")}
+    """Return the options as keywords of `aule.decode_attention`."""
+    keywords = _keywords(op, options) | {"backend": host_backend(q)}
+    return {name: value for name, value in keywords.items() if name not in ("dropout_p", "deterministic")}
 
 
 def _unsupported(op: str, expected: str, got: str, remedy: str) -> AuleError:
@@ -414,7 +424,7 @@ def _check(op: str, axes: int, layout: str, **tensors: Any) -> None:
 
 
 def _unpacked(op: str, name: str, packed: Any, count: int, axes: int) -> Any:
-    """The ``count`` tensors along the third axis from the end."""
+    """Split a packed tensor into ``count`` tensors along the third axis from the end."""
     if not isinstance(packed, torch.Tensor) or packed.dim() != axes or packed.shape[-3] != count:
         got = list(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
         raise InvalidShapeError(

@@ -1,9 +1,8 @@
-"""`patch_model`: the layers of a model of transformers in place of which there are ops of aule.
+"""`patch_model`: replaces layers of a transformers model by ops of aule.
 
-Layers are known by the names of their classes, so nothing of transformers is imported. A layer is replaced by one of
-`aule.nn` that has the very same parameters under the same names: optimisers, state dictionaries and what else holds on
-to them stay as they are. The rotary embedding is no layer in transformers but a function of a model's module, and is
-replaced there.
+Layers are recognised by their class names, so transformers is not imported. The new layer, from `aule.nn`, has the same
+parameter objects under the same names, so optimisers and state dictionaries stay valid. The rotary embedding is not a
+layer in transformers but a function in the model's module, and is replaced there.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 
 from aule import nn
+from aule.api.row_ops import rope
 from aule.errors import InvalidArgumentError
-from aule.fused import rope
-from aule.ops.checked import checked_flag
+from aule.ops.shared.checks import checked_flag
 
 __all__ = ["PatchReport", "patch_model"]
 
@@ -27,25 +26,25 @@ _PLAIN_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"
 _OFFSET_NORMS = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP")
 _LAYER_NORMS = ("gpt2",)
-"""Types of models whose LayerNorms are replaced."""
+"""Model types whose LayerNorms are replaced."""
 _ATTENTIONS = tuple(name.replace("MLP", "Attention") for name in _GATED)
 _ROTATES = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `patch_model` did.
+    """The changes that `patch_model` made.
 
     Attributes
     ----------
     model : str
         The model's class.
     swapped : dict
-        How many layers were given to each op of aule.
+        Number of replaced layers by op of aule.
     classes : dict
-        The same by what was replaced.
+        Number of replaced layers by their former class.
     skipped : dict
-        How many layers were left as they are, by the reason.
+        Number of layers left unchanged, by reason.
     """
 
     model: str
@@ -62,7 +61,7 @@ class PatchReport:
 
 
 class _PromotingRMSNorm(nn.RMSNorm):
-    """Llama's: the result has the wider of the dtypes of rows and weight."""
+    """Llama's RMSNorm, whose result has the wider dtype of input and weight."""
 
     def forward(self, x: Any) -> Any:
         return super().forward(x).to(torch.promote_types(x.dtype, self.weight.dtype))
@@ -71,11 +70,11 @@ class _PromotingRMSNorm(nn.RMSNorm):
 def patch_model(
     model: Any, *, rms_norm: bool = True, layer_norm: bool = True, gated: bool = True, rope: bool = True
 ) -> PatchReport:
-    """Give the normalisations, gated units and rotary embeddings of a model of transformers to aule.
+    """Replace the normalisations, gated units and rotary embeddings of a transformers model by aule's.
 
-    Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3 and GPT-2 (whose LayerNorms are all there is) are known. Nothing is
-    copied: the new layers have the parameters of the old. The rotary embedding is replaced in the module of the
-    model's architecture, and so for all models of it in this process. Attention is another matter:
+    Supported are Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, and the LayerNorms of GPT-2. Nothing is copied: the new
+    layers use the parameters of the old ones. The rotary embedding is replaced in the module of the model's
+    architecture, and so for all such models in this process. For attention use
     ``aule.integrations.transformers.register()`` and ``attn_implementation="aule"``.
 
     Parameters
@@ -83,17 +82,17 @@ def patch_model(
     model : torch.nn.Module
         Changed in place.
     rms_norm, layer_norm, gated, rope : bool
-        What is replaced.
+        What to replace.
 
     Returns
     -------
     PatchReport
-        ``print`` shows it. Calls of what was replaced are counted in `aule.dispatch_stats`.
+        Prints as a summary. `aule.dispatch_stats` counts the calls of replaced layers.
 
     Raises
     ------
     InvalidArgumentError
-        There is nothing in the model that is known.
+        The model has no supported layer.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
@@ -103,44 +102,62 @@ def patch_model(
     flags = {name: checked_flag("patch_model", name, flag) for name, flag in given.items()}
     wanted = {"rms_norm": flags["rms_norm"], "layer_norm": flags["layer_norm"]}
     wanted |= {"swiglu": flags["gated"], "geglu": flags["gated"]}
-    swapped: Counter[str] = Counter()
-    classes: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
-    made: dict[int, Any] = {}
-    known = False
-    for parent in list(model.modules()):
-        for name, layer in parent.named_children():
-            if id(layer) not in made:
-                found = _replacement(layer, model)
-                if found is None:
-                    continue
-                known = True
-                op, make = found
-                if not wanted[op]:
-                    continue
-                if _watched(layer):
-                    skipped[f"{type(layer).__name__}, which has hooks"] += 1
-                    continue
-                made[id(layer)] = make().train(layer.training)
-                swapped[op] += 1
-                classes[type(layer).__name__] += 1
-            setattr(parent, name, made[id(layer)])
-    for layer in model.modules() if flags["rope"] else ():
-        if _rotates(layer):
-            layer._aule_rotates = True
-            swapped["rope"] += 1
-            classes[f"{_ROTATES} of {type(layer).__name__}"] += 1
+    patch = _Patch()
+    patch.replace_layers(model, wanted)
+    if flags["rope"]:
+        patch.replace_rope(model)
     ours = any(type(layer).__module__ in (nn.__name__, __name__) for layer in model.modules())
-    if not (swapped or known or ours):
+    if not (patch.swapped or patch.known or ours):
         raise InvalidArgumentError(
             f"[patch_model] expected a model of Llama, Mistral, Qwen, Gemma or GPT-2, got {type(model).__name__} "
             "without a layer that is known; put layers of aule.nn into it"
         )
-    return PatchReport(type(model).__name__, dict(swapped), dict(classes), dict(skipped))
+    return PatchReport(type(model).__name__, dict(patch.swapped), dict(patch.classes), dict(patch.skipped))
+
+
+class _Patch:
+    """Replaces layers and counts what it did."""
+
+    def __init__(self) -> None:
+        self.swapped: Counter[str] = Counter()
+        self.classes: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.known = False
+        self._made: dict[int, Any] = {}  # new layers by the id of the old ones, which may have several parents
+
+    def replace_layers(self, model: Any, wanted: dict[str, bool]) -> None:
+        for parent in list(model.modules()):
+            for name, layer in parent.named_children():
+                if id(layer) not in self._made:
+                    self._make(layer, model, wanted)
+                if id(layer) in self._made:
+                    setattr(parent, name, self._made[id(layer)])
+
+    def _make(self, layer: Any, model: Any, wanted: dict[str, bool]) -> None:
+        found = _replacement(layer, model)
+        if found is None:
+            return
+        self.known = True
+        op, make = found
+        if not wanted[op]:
+            return
+        if _has_hooks(layer):
+            self.skipped[f"{type(layer).__name__}, which has hooks"] += 1
+            return
+        self._made[id(layer)] = make().train(layer.training)
+        self.swapped[op] += 1
+        self.classes[type(layer).__name__] += 1
+
+    def replace_rope(self, model: Any) -> None:
+        for layer in model.modules():
+            if _replace_rope_of(layer):
+                layer._aule_rotates = True
+                self.swapped["rope"] += 1
+                self.classes[f"{_ROTATES} of {type(layer).__name__}"] += 1
 
 
 def _replacement(layer: Any, model: Any) -> tuple[str, Callable[[], Any]] | None:
-    """The op that a layer is given to, and what makes the new layer; None where it stays."""
+    """Return the op that replaces a layer and a function that makes the new layer; None if there is none."""
     name = type(layer).__name__
     if name in _PLAIN_NORMS:
         return "rms_norm", lambda: _norm(_PromotingRMSNorm, layer, layer.variance_epsilon, {})
@@ -179,9 +196,11 @@ def _gated(layer: Any, options: dict[str, Any]) -> Any:
 
 
 def _activation(function: Any) -> dict[str, Any] | None:
-    """Options of `aule.nn.GeGLU`, none of which stands for SwiGLU; None for what is neither. Known by what it
-    computes: the same function has many names in transformers."""
-    x = torch.linspace(-4, 4, 65, dtype=torch.float64, device="cpu")  # whatever device is the default
+    """Return the options of `aule.nn.GeGLU`, an empty dict for SwiGLU, or None for another activation.
+
+    The function is recognised by its values, because it has many names in transformers.
+    """
+    x = torch.linspace(-4, 4, 65, dtype=torch.float64, device="cpu")  # regardless of the default device
     with torch.no_grad():
         found = function(x)
         for peer, options in (
@@ -194,8 +213,8 @@ def _activation(function: Any) -> dict[str, Any] | None:
     return None
 
 
-def _watched(layer: Any) -> bool:
-    """Whether somebody has put hooks on a layer, which a new one would not have."""
+def _has_hooks(layer: Any) -> bool:
+    """Return whether a layer has hooks, which a new layer would lose."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, name) for name in names) or "forward" in vars(layer)
 
@@ -203,18 +222,18 @@ def _watched(layer: Any) -> bool:
 # -- rotary embedding --------------------------------------------------------------------------------------------------
 
 
-def _rotates(layer: Any) -> bool:
-    """Whether a layer's rotary embedding was given to aule just now, and so that of all layers of its class."""
+def _replace_rope_of(layer: Any) -> bool:
+    """Replace the rotary embedding of a layer's class; return False if the layer has none or was counted before."""
     module = sys.modules[type(layer).__module__]
     if type(layer).__name__ not in _ATTENTIONS or not hasattr(module, _ROTATES) or hasattr(layer, "_aule_rotates"):
         return False
     if not hasattr(getattr(module, _ROTATES), "_aule_original"):
-        setattr(module, _ROTATES, _rotating(getattr(module, _ROTATES)))
+        setattr(module, _ROTATES, _rope_function(getattr(module, _ROTATES)))
     return True
 
 
-def _rotating(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply_rotary_pos_emb` of transformers by `aule.rope`."""
+def _rope_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an `apply_rotary_pos_emb` of transformers that uses `aule.rope`."""
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
         if unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3:
@@ -227,7 +246,7 @@ def _rotating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotated(x: Any, cos: Any, sin: Any, unsqueeze_dim: int) -> Any:
-    """Heads of ``[batch, heads, seq, dim]``, or with ``unsqueeze_dim`` 2 of ``[batch, seq, heads, dim]``."""
+    """Rotate ``[batch, heads, seq, dim]``, or with ``unsqueeze_dim`` 2 ``[batch, seq, heads, dim]``."""
     nn.count("rope")
     heads_first = unsqueeze_dim == 1
     y = rope(x if heads_first else x.transpose(1, 2), cos, sin, rotary_dim=cos.shape[-1])

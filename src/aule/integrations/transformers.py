@@ -1,13 +1,13 @@
-"""Hugging Face transformers: after ``register()`` models take ``attn_implementation="aule"``.
+"""Hugging Face transformers: after ``register()``, models accept ``attn_implementation="aule"``.
 
-Two registrations are needed. Without the one for masks transformers would build none, and padding would be lost
-silently. Masks are boolean, those that transformers builds for PyTorch's attention: none where the causal flag says it
-all, else ``[batch, 1, seq_q, seq_kv]``, broadcast over heads and never repeated.
+`register` registers two functions, for attention and for masks. Without the second, transformers would build no masks
+and padding would be lost silently. Masks are the boolean ones that transformers builds for PyTorch's attention: none if
+the causal flag is enough, else ``[batch, 1, seq_q, seq_kv]``, broadcast over heads and never repeated.
 
-Served are grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks (gpt-oss), position
-biases (T5), additive masks, padding on either side, dynamic and static caches, dropout in training, with gradients of
-all of them. Over an `aule.integrations.transformers_cache.AuleCache` attention reads its pages. Refused with a clear
-error: the paged cache of transformers' own continuous batching.
+Supported, with gradients: grouped heads without repeating them, sliding windows, softcap (Gemma 2), attention sinks
+(gpt-oss), position biases (T5), additive masks, padding on either side, dynamic and static caches, and dropout in
+training. Over an `aule.integrations.transformers_cache.AuleCache`, attention reads its pages. Not supported (raises an
+error): the paged cache of transformers' own continuous batching.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from aule.api import flash_attention
+from aule.api.attention import flash_attention
 from aule.errors import AuleError
-from aule.frontends.torch_sdpa import host_backend
+from aule.frontends.torch.route import host_backend
 
 __all__ = ["attention_forward", "register"]
 
@@ -27,9 +27,9 @@ log = logging.getLogger("aule")
 
 
 def register(name: str = "aule") -> None:
-    """Make aule known to transformers, under a name for ``attn_implementation``.
+    """Register aule with transformers under a name for ``attn_implementation``.
 
-    It may be called again. No model uses it before it is asked for by that name.
+    Calling it again is harmless. Only models that select this name use aule.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -53,21 +53,33 @@ def attention_forward(
     position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """The function that transformers calls in a model's attention layer.
+    """Compute attention for a layer of a transformers model. transformers calls this function.
 
     Parameters
     ----------
     module : nn.Module
-        The layer; its ``is_causal`` holds where none is given.
+        The layer; its ``is_causal`` is the default of ``is_causal``.
     query, key, value : Tensor
-        ``[batch, heads, seq, head_dim]``; key and value with as many heads as they have.
+        ``[batch, heads, seq, head_dim]``; key and value may have fewer heads.
     attention_mask : Tensor, optional
-        Boolean or additive, ``[batch, 1 or heads, seq_q, seq_kv]``. The mask alone says who attends to whom;
-        without one, ``is_causal`` and ``sliding_window`` do.
+        Boolean or additive, ``[batch, 1 or heads, seq_q, seq_kv]``. With a mask, ``is_causal`` and
+        ``sliding_window`` are ignored.
+    dropout : float
+        Probability of dropping each weight.
+    scaling : float, optional
+        Factor of the scores; default ``1 / sqrt(head_dim)``.
+    sliding_window : int, optional
+        Number of keys that a causal row attends to.
+    softcap : float, optional
+        Cap of the scores.
+    is_causal : bool, optional
+        Row i attends to keys 0..i.
     s_aux : Tensor, optional
         ``[heads]``: the logit of each head's sink.
     position_bias : Tensor, optional
         Added to the scores.
+    **kwargs
+        Other arguments of transformers, ignored except for a paged cache, which raises.
 
     Returns
     -------
@@ -92,8 +104,8 @@ def attention_forward(
         return cache.attend(layer, query, key, value, attention_mask, **numbers), None
     seq_q, window, causal = query.shape[2], None, False
     if attention_mask is None:
-        # One query is the last one and sees everything; several without a mask start at the first key, also where the
-        # rest of a static cache, still empty, lies behind.
+        # A single query is the last row and attends to all keys. Several queries without a mask start at the first key,
+        # even if the rest of a static cache, still empty, follows.
         causal = seq_q > 1 and bool(is_causal)
         if causal and sliding_window is not None:
             window = (sliding_window - 1, 0)

@@ -1,14 +1,14 @@
-"""A cache for transformers whose keys and values lie in the pages of an `aule.KVCache`.
+"""A cache for transformers that stores keys and values in the pages of an `aule.KVCache`.
 
 With ``attn_implementation="aule"`` a model attends to the pages themselves: nothing is concatenated as a sequence
-grows, padding takes no room, and beams share what they have in common. ``generate(past_key_values=AuleCache(config,
-num_pages=256))`` is all it takes. Whoever schedules batches themselves puts an `AuleCache` over a pool and whatever
-sequences a step has, of different lengths, prompts and single tokens mixed: see ``examples/serve_tiny.py``.
+grows, padding uses no memory, and beams share their common tokens. Pass it to
+``generate(past_key_values=AuleCache(config, num_pages=256))``. A program that schedules batches itself creates an
+`AuleCache` over a pool and the sequences of a step, which may mix prompts and single tokens of different lengths: see
+``examples/serve_tiny.py``.
 
-transformers hands a layer's new keys to the cache first and to attention then, and only attention knows which of them
-are padding. So `update` marks them, and `AuleCache.attend`, which `attention_forward` calls for marked keys, appends
-them and attends. Keys that never get there, because another attention function was chosen, are an error at the next
-step.
+transformers passes a layer's new keys first to the cache and then to attention, and only attention knows which of them
+are padding. So `update` marks the keys, and `attention_forward` calls `AuleCache.attend` for marked keys, which appends
+them and attends. If another attention function was chosen, the next step raises an error.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from aule.api.kvcache import KVCache
 from aule.errors import AuleError, InvalidArgumentError, InvalidShapeError
-from aule.frontends.torch_sdpa import host_backend
-from aule.kvcache import KVCache
+from aule.frontends.torch.route import host_backend
 
 __all__ = ["AuleCache"]
 
 
 class AuleCache(Cache):  # type: ignore[misc]
-    """Keys and values of a model in pages.
+    """A model's keys and values in pages.
 
     Parameters
     ----------
     config : PreTrainedConfig
-        The model's, or that of its text part; it says how many layers there are.
+        Configuration of the model or of its text part; determines the number of layers.
     num_pages : int
-        Pages of the pool. It is made at the first step, where the model's keys are and of their type.
+        Pages of the pool. The first step creates it on the device and in the dtype of the model's keys.
     page_size : int
-        Tokens of a page, 1 to 256.
+        Tokens per page, 1 to 256.
     quantize : {"int8", "fp8"}, optional
-        Store bytes, and a scale for each token and head.
+        Store bytes, and a scale per token and head.
 
     Attributes
     ----------
     pool : KVCache or None
-        The pages, once there are any.
+        The pages; None before the first step.
     sequences : list of int
-        Which sequence of the pool each row of the batch is.
+        The pool's sequence of each row of the batch.
     """
 
     def __init__(self, config: Any, num_pages: int, *, page_size: int = 16, quantize: str | None = None) -> None:
@@ -55,13 +55,17 @@ class AuleCache(Cache):  # type: ignore[misc]
 
     @classmethod
     def over(cls, pool: KVCache, sequences: Sequence[int], lengths: Sequence[int] | None = None) -> AuleCache:
-        """A cache of sequences that a pool has already, for one step or many.
+        """Make a cache of sequences that a pool already has, for one or more steps.
 
         Parameters
         ----------
+        pool : KVCache
+            The pages.
+        sequences : sequence of int
+            The pool's sequence of each row of the batch.
         lengths : sequence of int, optional
-            With these the step is packed: the batch has one row, in which the new tokens of all sequences, so many of
-            each, follow each other. The caller gives the model their ``position_ids``.
+            Number of new tokens of each sequence. With it the step is packed: the batch has one row, which holds the
+            new tokens of all sequences one after the other. The caller passes their ``position_ids`` to the model.
         """
         if lengths is not None and len(lengths) != len(sequences):
             raise InvalidArgumentError(
@@ -81,12 +85,12 @@ class AuleCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer(self, number) for number in range(layers)])
         self.pool: KVCache | None = None
         self.sequences: list[int] = []
-        self._pads: list[int] = []  # padding before each sequence, which is not in the pages
+        self._pads: list[int] = []  # padding before each sequence, which is not stored in the pages
         self._lengths: tuple[int, ...] | None = None
         self._offsets: Any = None
         self._checked: list[Any] = []
 
-    # -- what attention does -----------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -101,22 +105,25 @@ class AuleCache(Cache):  # type: ignore[misc]
         softcap: float | None,
         sinks: Any,
     ) -> Any:
-        """Append a layer's new keys and values, and attend to all there are.
+        """Append a layer's new keys and values, and attend to all of its keys.
 
         Parameters
         ----------
+        layer : int
+            Index of the layer.
         query, key, value : Tensor
-            ``[batch, heads, seq, head_dim]``, of the new tokens.
+            ``[batch, heads, seq, head_dim]`` of the new tokens.
         mask : Tensor, optional
-            What transformers made of padding: boolean ``[batch, 1, seq_q, seq_kv]``. Any other is refused.
+            Boolean ``[batch, 1, seq_q, seq_kv]``, as transformers makes it from padding. Other masks raise an error.
+        scale, sliding_window, softcap, sinks
+            Options of attention; see `attention_forward`.
 
         Returns
         -------
         Tensor
             ``[batch, seq, heads, head_dim]``.
         """
-        found = self.layers[layer]
-        found.waiting = False
+        self.layers[layer].pending = False
         pool = self._pool(key, value)
         window = None if sliding_window is None else (sliding_window - 1, 0)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
@@ -124,30 +131,44 @@ class AuleCache(Cache):  # type: ignore[misc]
         batch, heads, rows, _ = query.shape
         out = query.new_empty(batch, rows, heads, value.shape[3])
         if self._lengths is not None:
-            if batch != 1 or rows != sum(self._lengths):
-                raise InvalidShapeError(
-                    f"[AuleCache] expected one row of {sum(self._lengths)} tokens, got {batch} of {rows}; put the "
-                    "sequences behind each other"
-                )
-            rows_k, rows_v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            pool.append(self.sequences, rows_k, rows_v, layer, lengths=self._lengths)
-            if self._offsets is None:
-                self._offsets = torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32, device=query.device)
-            options |= {"cu_seqlens_q": self._offsets, "max_seqlen_q": max(self._lengths, default=0)}
-            pool.attend(query[0].transpose(0, 1), self.sequences, layer, out=out[0], **options)
+            self._attend_packed(pool, layer, (query, key, value), self._lengths, out, options)
             return out
+        found = self.layers[layer]
         seen = found.seen
         if mask is not None:
             self._check(mask, seen, sliding_window)
-        # Padding is before a sequence: of the first step, or of the first few, only what is behind it is kept.
+        # Padding comes before a sequence, in the first step or the first few. Only tokens after it are stored.
         counts = [max(rows - max(pad - seen, 0), 0) for pad in self._pads]
         pool.append(self.sequences, key, value, layer, lengths=counts)
-        found.seen += rows  # only now: a step for which there was no room can be made again
+        found.seen += rows  # after the append: a step that found no room can be repeated
         pool.attend(query, self.sequences, layer, out=out.transpose(1, 2), **options)
         return out
 
+    def _attend_packed(
+        self,
+        pool: KVCache,
+        layer: int,
+        tensors: tuple[Any, Any, Any],
+        lengths: tuple[int, ...],
+        out: Any,
+        options: dict[str, Any],
+    ) -> None:
+        """Append and attend for a packed step, a batch of one row with the new tokens of all sequences."""
+        batch, _, rows, _ = tensors[0].shape
+        if batch != 1 or rows != sum(lengths):
+            raise InvalidShapeError(
+                f"[AuleCache] expected one row of {sum(lengths)} tokens, got {batch} of {rows}; put the "
+                "sequences behind each other"
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in tensors)
+        pool.append(self.sequences, k, v, layer, lengths=lengths)
+        if self._offsets is None:
+            self._offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
+        packed = {"cu_seqlens_q": self._offsets, "max_seqlen_q": max(lengths, default=0)}
+        pool.attend(q, self.sequences, layer, out=out[0], **options, **packed)
+
     def _pool(self, key: Any, value: Any) -> KVCache:
-        """The pool, made for the first keys; each row of the batch is a sequence of its own."""
+        """Return the pool, created for the first keys, with one sequence per row of the batch."""
         if self.pool is None:
             self.pool = KVCache(
                 heads_kv=key.shape[1],
@@ -164,8 +185,8 @@ class AuleCache(Cache):  # type: ignore[misc]
         return self.pool
 
     def _check(self, mask: Any, seen: int, sliding_window: int | None) -> None:
-        """Learn the padding from a first mask, and refuse masks that say more than padding, causality and a window."""
-        if any(known is mask for known in self._checked):  # the layers of a step have one, or one of each kind
+        """Read the padding from the first mask, and refuse masks other than padding, causality and a window."""
+        if any(known is mask for known in self._checked):  # the layers of a step share one mask, or one per kind
             return
         rows, keys = mask.shape[-2:]
         at = torch.arange(seen, seen + rows, device=mask.device)[:, None]
@@ -190,26 +211,26 @@ class AuleCache(Cache):  # type: ignore[misc]
         self._pads = pads
         self._checked = [*self._checked[-1:], mask]
 
-    # -- what transformers asks of a cache ---------------------------------------------------------------------------
+    # -- the interface of a transformers cache -----------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen, padding included; 0 where a step is packed: its positions are given."""
+        """Return how many tokens a layer has seen, including padding; 0 if steps are packed."""
         return int(self.layers[layer_idx].get_seq_length())
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Each row becomes that of another beam. Nothing is copied before one of them writes."""
-        self._become([int(i) for i in beam_idx])
+        """Replace each row by that of another beam. Rows are copied only when one of them is written."""
+        self._select_rows([int(i) for i in beam_idx])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row several times."""
-        self._become([i for i in range(len(self.sequences)) for _ in range(repeats)])
+        """Repeat every row."""
+        self._select_rows([i for i in range(len(self.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Only some of the rows."""
-        self._become(torch.arange(len(self.sequences), device="cpu")[indices.cpu()].tolist())
+        """Keep only some of the rows."""
+        self._select_rows(torch.arange(len(self.sequences), device="cpu")[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens."""
+        """Remove the last ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0:
             raise InvalidArgumentError(
                 f"[AuleCache.crop] expected a number of tokens below 0, which are removed, got {tokens_to_remove}"
@@ -223,12 +244,12 @@ class AuleCache(Cache):  # type: ignore[misc]
         self._checked = []
 
     def reset(self) -> None:
-        """Free all sequences; the pool stays."""
-        self._become([])
+        """Free all sequences and keep the pool."""
+        self._select_rows([])
         for layer in self.layers:
-            layer.seen, layer.waiting = 0, False
+            layer.seen, layer.pending = 0, False
 
-    def _become(self, rows: list[int]) -> None:
+    def _select_rows(self, rows: list[int]) -> None:
         if self.pool is None:
             return
         old = self.sequences
@@ -244,7 +265,7 @@ class AuleCache(Cache):  # type: ignore[misc]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """What transformers asks one layer; its keys and values are in the pool."""
+    """The interface of one layer of a transformers cache; its keys and values are in the pool."""
 
     is_sliding = False
     is_croppable = True
@@ -254,14 +275,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.cache, self.number = cache, number
         self.seen = 0
-        self.waiting = False
+        self.pending = False  # whether keys were marked and not yet appended
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        """Nothing: `AuleCache.attend` makes the pool."""
+        """Do nothing: `AuleCache.attend` creates the pool."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Mark new keys, so that attention appends them."""
-        if self.waiting:
+        if self.pending:
             raise AuleError(
                 "AULE_ERROR_UNSUPPORTED",
                 "[AuleCache] expected attention to take the keys of the step before, got none; load the model with "
@@ -272,8 +293,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
                 "AULE_ERROR_NO_GRADIENT",
                 "[AuleCache] expected keys that need no gradient, got some; use torch.no_grad(), or train without it",
             )
-        self.waiting = True
-        marked = key_states.view_as(key_states)  # the mark is this object's alone
+        self.pending = True
+        marked = key_states.view_as(key_states)  # a new object, so that only it is marked
         marked.aule_pages = (self.cache, self.number)
         return marked, value_states
 
@@ -286,4 +307,4 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # the name that earlier versions ask for
+    get_max_cache_shape = get_max_length  # the name in earlier versions

@@ -1,4 +1,4 @@
-"""The rules of single operations, for `verify`: what ``ops.py`` says about types and attributes, one function each."""
+"""Rules of single operations for `verify`: one function per rule of ``ops.py`` about types and attributes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     "mulhi": ("uint",),
     **dict.fromkeys(("exp2", "log2", "sqrt", "rsqrt", "rcp", "floor", "small", "sin", "cos", "fma"), ("float",)),
 }
-"""Kinds of element that an arithmetic operation takes."""
+"""Element kinds that each arithmetic operation accepts."""
 
 _COPY_BYTES = 16
 _ATOMIC_KINDS = ("add", "min", "max", "and", "or", "xor", "exchange")
@@ -50,17 +50,17 @@ _REDUCE_KINDS = ("add", "min", "max")
 
 
 def is_int(value: Any, low: int) -> bool:
-    """A whole number, not a bool, of at least ``low``."""
+    """True for an int, not a bool, of at least ``low``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
 def is_index(type_: Type) -> bool:
-    """What memory can be indexed by."""
+    """True for types that can index memory."""
     return isinstance(type_, Scalar) and type_.name in INDEX_TYPES
 
 
 def _is_word(type_: Type) -> bool:
-    """A number of 32 bits, which a subgroup can exchange."""
+    """True for 32-bit scalars, which lanes of a subgroup can exchange."""
     return isinstance(type_, Scalar) and type_.bits == 32
 
 
@@ -81,7 +81,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "code": ("a line of code", lambda v: isinstance(v, str)),
     "text": ("text", lambda v: isinstance(v, str)),
 }
-"""Domain of every attribute whose domain does not depend on the operation."""
+"""Description and check of each attribute whose valid values do not depend on the operation."""
 
 
 def _const(v: Verifier, op: Op) -> None:
@@ -105,7 +105,7 @@ def _leaf(v: Verifier, op: Op) -> None:
 
 
 def _same(v: Verifier, op: Op) -> None:
-    """Arithmetic: all operands and the result have one type."""
+    """Check arithmetic, where all operands and the result have one type."""
     assert op.result is not None
     type_, kinds = op.result.type, _ELEMENTS[op.opcode]
     v.require(op, isinstance(type_, Scalar | Vector) and all(arg.type == type_ for arg in op.args),
@@ -224,18 +224,6 @@ def _load_once(v: Verifier, op: Op) -> None:
     _load(v, op)
 
 
-def _peek(v: Verifier, op: Op) -> None:
-    pointer = v.memory(op, ("global",), reads=True, writes=True)
-    v.require(op, pointer.elem.bits == 32, "elements of 32 bits")
-    _load(v, op)
-
-
-def _post(v: Verifier, op: Op) -> None:
-    pointer = v.memory(op, ("global",), reads=True, writes=True)
-    v.require(op, pointer.elem.bits == 32, "elements of 32 bits")
-    _store(v, op)
-
-
 def _cluster_load(v: Verifier, op: Op) -> None:
     assert op.result is not None
     pointer, type_ = v.memory(op, ("shared",), reads=True, writes=False), op.result.type
@@ -329,6 +317,8 @@ def _loop(v: Verifier, op: Op) -> None:
 
 def _repeat(v: Verifier, op: Op) -> None:
     v.require(op, op.args[0].type == Ref(i32), "a variable of i32")
+    if v.kernel.cluster == 1:
+        v.fail(op, "a cluster, whose workgroups run at the same time", "none")
 
 
 def _if(v: Verifier, op: Op) -> None:
@@ -336,7 +326,7 @@ def _if(v: Verifier, op: Op) -> None:
 
 
 def _nothing(v: Verifier, op: Op) -> None:
-    """Nothing but the form."""
+    """Check nothing beyond the form."""
 
 
 def _shuffle(v: Verifier, op: Op) -> None:
@@ -403,10 +393,10 @@ def _component(v: Verifier, op: Op) -> None:
     else:
         v.require(op, op.args[1].type == v.outside(type_) and op.result.type == type_,
                   f"{v.outside(type_)}, and {type_} as the result")  # fmt: skip
-    lanes = v.kernel.subgroup_size if type_.use == "accumulator" else 1  # factors may be there several times
-    held = type_.rows * type_.cols // max(lanes, 1)
-    if op.attrs["component"] >= held:
-        v.fail(op, f"a component below {held}", str(op.attrs["component"]))
+    lanes = v.kernel.subgroup_size if type_.use == "accumulator" else 1  # a factor may have several copies
+    components = type_.rows * type_.cols // max(lanes, 1)
+    if op.attrs["component"] >= components:
+        v.fail(op, f"a component below {components}", str(op.attrs["component"]))
 
 
 def _fragment_pack(v: Verifier, op: Op) -> None:
@@ -432,8 +422,8 @@ def _warpgroup_mma(v: Verifier, op: Op) -> None:
     else:
         v.require(op, v.memory(op, ("shared",), reads=True, writes=False, at=2).elem == elem, "factors of one type")
         del rest[:2]
-    held = Ref(Fragment(f32, 16, 16, "accumulator"))
-    v.require(op, 0 < len(rest) <= 16 and all(x.type == held for x in rest), f"1 to 16 of {held} as accumulators")
+    type_ = Ref(Fragment(f32, 16, 16, "accumulator"))
+    v.require(op, 0 < len(rest) <= 16 and all(x.type == type_ for x in rest), f"1 to 16 of {type_} as accumulators")
     v.require(op, len(set(rest)) == len(rest), "accumulators that differ")
     if v.kernel.workgroup % 128 or v.kernel.subgroup_size not in (0, 32):
         v.fail(op, "workgroups of whole warpgroups", f"{v.kernel.workgroup} threads")
@@ -447,7 +437,7 @@ def _warpgroup_mma(v: Verifier, op: Op) -> None:
             v.fail(op, "panels as `Panels` says", repr(panels))
 
 
-def _meeting(v: Verifier, op: Op) -> None:
+def _split_barrier(v: Verifier, op: Op) -> None:
     pointer = v.memory(op, ("shared",), reads=True, writes=True)
     v.require(op, pointer.elem.name == "u64", "shared memory of u64")
     v.require(op, all(arg.type == i32 for arg in op.args[2:]), "an i32 as the parity")
@@ -464,7 +454,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "cast": _cast, "bitcast": _bitcast, "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load_once, "prefetch": _prefetch,
-    "store": _store, "stream": _stream, "post": _post, "peek": _peek, "atomic": _atomic,
+    "store": _store, "stream": _stream, "atomic": _atomic,
     "async_copy": _async_copy, "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "var": _var, "get": _get, "set": _set,
     "loop": _loop, "repeat": _repeat, "if": _if,
@@ -475,7 +465,7 @@ RULES: dict[str, Callable[[Verifier, Op], None]] = {
     "fragment_mma": _fragment_mma, "fragment_length": _fragment_length, "fragment_get": _component,
     "fragment_set": _component, "fragment_pack": _fragment_pack,
     "warpgroup": _nothing, "warpgroup_mma": _warpgroup_mma,
-    **dict.fromkeys(("warpgroup_meeting", "warpgroup_arrive", "warpgroup_await"), _meeting),
+    **dict.fromkeys(("warpgroup_meeting", "warpgroup_arrive", "warpgroup_await"), _split_barrier),
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
-"""The rule of an operation, by its opcode or else by its category."""
+"""Rule of each operation, by opcode or else by category."""

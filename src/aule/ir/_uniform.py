@@ -1,6 +1,6 @@
-"""Uniformity: which values are the same in every thread of a workgroup. Used by `verify` for barriers.
+"""Uniformity analysis: which values are equal in all threads of a workgroup. Used by `verify` for barriers.
 
-Conservative, as WGSL's rules are: what is not known to be uniform counts as divergent.
+Conservative, like WGSL's rules: a value that is not known to be uniform counts as divergent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def divergent_barriers(kernel: KernelIR) -> Iterator[tuple[Op, Op]]:
 
 
 class _Analysis:
-    """Values are visited in program order; variables, which loops carry backwards, until nothing changes."""
+    """Visits values in program order, repeatedly until no more variables turn out to be divergent."""
 
     def __init__(self, kernel: KernelIR) -> None:
         self.kernel = kernel

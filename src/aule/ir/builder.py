@@ -1,7 +1,7 @@
-"""Builder: kernels are traced by running plain Python against it.
+"""Builder: traces a kernel by running plain Python.
 
 A Python loop unrolls, ``b.loop(...)`` loops at run time; a Python ``if`` decides while tracing, ``b.if_(...)`` on the
-device. Python numbers stand for constants of the other operand's type.
+device. Python numbers become constants of the other operand's type.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from aule.ir.types import (
     element,
     f16,
     i32,
+    lanes_of,
+    vector_type,
     with_element,
 )
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDED = frozenset({"add", "sub", "mul", "min", "max", "and", "or", "shl"})
-"""Operations on integer constants that are done while tracing: what index arithmetic is made of."""
+"""Operations folded on integer constants while tracing: those of index arithmetic."""
 
 
 class Var:
@@ -49,6 +51,7 @@ class Var:
 
     @property
     def value(self) -> Value:
+        """The current value."""
         return self._builder.get(self.ref)
 
     @value.setter
@@ -57,21 +60,15 @@ class Var:
 
 
 class Builder:
-    """Collects the operations of one kernel.
+    """Collects the operations of a kernel; ``ops.py`` specifies them.
 
     Parameters
     ----------
     name : str
         Entry point.
     workgroup : int
-        Threads of a workgroup.
-    subgroup_size : int, optional
-        The subgroup size the kernel relies on; 0 when it uses none or any will do.
-    max_registers : int, optional
-        Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
-    cluster : int, optional
-        Workgroups, neighbours along the first axis, that run together; see ``cluster_load``.
-    arithmetic : {"exact", "quick", "fused"}, optional
+        Threads per workgroup.
+    subgroup_size, max_registers, cluster, arithmetic : optional
         As in `KernelIR`.
 
     Examples
@@ -118,40 +115,39 @@ class Builder:
     def buffer(
         self, name: str, elem: Scalar, access: Literal["read", "write", "readwrite"] = "read", lasting: bool = False
     ) -> Value:
-        """A buffer parameter; for ``lasting`` see `Param`."""
+        """Declare a buffer parameter; for ``lasting`` see `Param`."""
         return self._param(Param(name, "buffer", elem.name, access, lasting), Pointer(elem, "global"))
 
     def scalar(self, name: str, type_: Scalar) -> Value:
-        """A scalar parameter, the same for every thread."""
+        """Declare a scalar parameter."""
         if type_.name not in SCALAR_FORMATS:
             raise KernelError(f"scalar parameter {name}: expected one of {', '.join(SCALAR_FORMATS)}, got {type_}")
         return self._param(Param(name, "scalar", type_.name), type_)
 
     def shared(self, name: str, elem: Scalar, length: int) -> Value:
-        """An array shared by the workgroup; its contents are undefined until written."""
+        """Declare an array shared by the workgroup; its contents are undefined until written."""
         value = Value(Pointer(elem, "shared", length), None, name, self)
         self._shared.append(value)
         return value
 
     def private(self, name: str, elem: Scalar, length: int) -> Value:
-        """An array of each thread's own, which may be indexed by values known only at run time."""
+        """Declare an array per thread, which may be indexed by run-time values."""
         return self.emit("private", (), Pointer(elem, "private", length), name=name)
 
     def load(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
-        """One element, or ``lanes`` consecutive ones as a vector. ``align`` (default ``lanes``) divides the index."""
+        """Load one element, or ``lanes`` of them as a vector. ``align`` (default ``lanes``) divides the index."""
         return self._load("load", pointer, index, lanes, align)
 
     def load_once(self, pointer: Value, index: Any, lanes: int = 1, align: int | None = None) -> Value:
-        """Load from a buffer what nobody will read again soon; see ``ops.OPS["load_once"]``."""
+        """Load from a buffer with a hint that the data will not be read again soon."""
         return self._load("load_once", pointer, index, lanes, align)
 
     def _load(self, opcode: str, pointer: Value, index: Any, lanes: int, align: int | None) -> Value:
-        elem = element(pointer.type)
-        type_: ValueType = elem if lanes == 1 else Vector(elem, lanes)
+        type_ = vector_type(element(pointer.type), lanes)
         return self.emit(opcode, (pointer, self._index(index)), type_, align=lanes if align is None else align)
 
     def prefetch(self, pointer: Value, index: Any) -> None:
-        """A hint that memory at an index of a buffer will be read soon; see ``ops.OPS["prefetch"]``."""
+        """Hint that a buffer will be read soon at an index."""
         self.emit("prefetch", (pointer, self._index(index)), None)
 
     def store(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
@@ -159,24 +155,16 @@ class Builder:
         self._store("store", pointer, index, value, align)
 
     def stream(self, pointer: Value, index: Any, value: Any, align: int | None = None) -> None:
-        """Store what nobody will read soon; see ``ops.OPS["stream"]``."""
+        """Store to a buffer with a hint that the data will not be read soon."""
         self._store("stream", pointer, index, value, align)
-
-    def peek(self, pointer: Value, index: Any, lanes: int = 1) -> Value:
-        """Load what workgroups have left in memory by now; see ``ops.OPS["peek"]``."""
-        return self._load("peek", pointer, index, lanes, None)
-
-    def post(self, pointer: Value, index: Any, value: Any) -> None:
-        """Store for a `peek` of other workgroups; see ``ops.OPS["post"]``."""
-        self._store("post", pointer, index, value, None)
 
     def _store(self, opcode: str, pointer: Value, index: Any, value: Any, align: int | None) -> None:
         value = self.coerce(value, element(pointer.type))
-        lanes = value.type.lanes if isinstance(value.type, Vector) else 1
+        lanes = lanes_of(value.type)
         self.emit(opcode, (pointer, self._index(index), value), None, align=lanes if align is None else align)
 
     def atomic(self, kind: str, pointer: Value, index: Any, value: Any, ordered: bool = False) -> Value:
-        """Read-modify-write; returns what was there before. ``ordered``: with a `device_fence` on either side."""
+        """Atomic read-modify-write; returns the old value. ``ordered`` adds a `device_fence` on either side."""
         value = self.coerce(value, element(pointer.type))
         return self.emit("atomic", (pointer, self._index(index), value), value.type, kind=kind, ordered=ordered)
 
@@ -193,24 +181,29 @@ class Builder:
         return self.emit("const", (), type_, value=value)
 
     def thread_id(self) -> Value:
+        """Index of the thread in its workgroup."""
         return self.emit("thread_id", (), i32)
 
     def lane_id(self) -> Value:
+        """Index of the thread in its subgroup."""
         return self.emit("lane_id", (), i32)
 
     def subgroup_id(self) -> Value:
+        """Index of the subgroup in its workgroup."""
         return self.emit("subgroup_id", (), i32)
 
     def group_id(self, axis: int = 0) -> Value:
+        """Index of the workgroup along an axis of the grid."""
         return self.emit("group_id", (), i32, axis=axis)
 
     def group_count(self, axis: int = 0) -> Value:
+        """Number of workgroups along an axis of the grid."""
         return self.emit("group_count", (), i32, axis=axis)
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def binary(self, opcode: str, left: Any, right: Any) -> Value:
-        """Any operation of two operands, comparisons included; one of them may be a Python number."""
+        """Emit any operation with two operands, including comparisons; one operand may be a Python number."""
         if not isinstance(left, Value):
             left = self.coerce(left, element(right.type))
         right = self.coerce(right, element(left.type))
@@ -227,27 +220,31 @@ class Builder:
         return self.emit(opcode, (left, right), type_)
 
     def unary(self, opcode: str, value: Value) -> Value:
-        """Any operation of one operand."""
+        """Emit any operation with one operand."""
         return self.emit(opcode, (value,), value.type)
 
     def eq(self, left: Any, right: Any) -> Value:
+        """``left == right``."""
         return self.binary("eq", left, right)
 
     def ne(self, left: Any, right: Any) -> Value:
+        """``left != right``."""
         return self.binary("ne", left, right)
 
     def min(self, left: Any, right: Any) -> Value:
+        """Minimum of two values, lane by lane."""
         return self.binary("min", left, right)
 
     def max(self, left: Any, right: Any) -> Value:
+        """Maximum of two values, lane by lane."""
         return self.binary("max", left, right)
 
     def small(self, value: Value) -> Value:
-        """A number that is known to be small; see ``ops.OPS["small"]``."""
+        """Promise that a number is small; see ``ops.OPS["small"]``."""
         return self.unary("small", value)
 
     def mulhi(self, left: Any, right: Any) -> Value:
-        """The high 32 bits of the product of two u32."""
+        """High 32 bits of the product of two u32."""
         return self.binary("mulhi", left, right)
 
     def fma(self, a: Value, b: Any, c: Any) -> Value:
@@ -255,7 +252,7 @@ class Builder:
         return self.emit("fma", (a, self._like(b, a), self._like(c, a)), a.type)
 
     def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
-        """``c`` and the products of two pairs of bf16, each pair in a u32; see ``ops.OPS["dot_pairs"]``."""
+        """``c`` plus the dot product of two bf16 pairs, each pair in a u32; see ``ops.OPS["dot_pairs"]``."""
         return self.emit("dot_pairs", (a, b, c), c.type)
 
     def select(self, condition: Value, yes: Any, no: Any) -> Value:
@@ -267,40 +264,44 @@ class Builder:
         return self.emit("select", (condition, yes, no), yes.type)
 
     def exp2(self, x: Value) -> Value:
+        """``2 ** x``."""
         return self.unary("exp2", x)
 
     def log2(self, x: Value) -> Value:
+        """Logarithm to base 2."""
         return self.unary("log2", x)
 
     def rcp(self, x: Value) -> Value:
+        """``1 / x``."""
         return self.unary("rcp", x)
 
     def abs(self, x: Value) -> Value:
+        """Absolute value."""
         return self.unary("abs", x)
 
     def cast(self, value: Value, elem: Scalar) -> Value:
-        """Convert to another element type; nothing is emitted when it has that type already."""
+        """Convert to another element type; emits nothing if the value already has it."""
         if element(value.type) == elem:
             return value
         if elem == bool_:
             raise KernelError(f"cast: expected a number as the result, got bool from {value.type}; use b.ne(value, 0)")
         if value.constant is not None and exact(value.constant, element(value.type)) and exact(value.constant, elem):
-            return self.const(value.constant, elem)  # casts of other constants are left to the device
+            return self.const(value.constant, elem)  # the device converts constants that are not exact
         assert isinstance(value.type, Scalar | Vector | Fragment)
         return self.emit("cast", (value,), with_element(value.type, elem))
 
     def bitcast(self, value: Value, type_: ValueType) -> Value:
-        """The same bits as another type of the same size."""
+        """Reinterpret the bits as another type of the same size."""
         return value if value.type == type_ else self.emit("bitcast", (value,), type_)
 
     def e4m3_halves(self, word: Value) -> Value:
-        """The four e4m3 numbers of a u32 as a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
+        """Convert the four e4m3 numbers of a u32 to a vector of f16; see ``ops.OPS["e4m3_halves"]``."""
         return self.emit("e4m3_halves", (word,), Vector(f16, 4))
 
     # -- vectors ---------------------------------------------------------------------------------------------------
 
     def vector(self, values: Sequence[Value]) -> Value:
-        """A vector of scalars; one scalar stays itself."""
+        """Make a vector of scalars; a single scalar is returned unchanged."""
         if len(values) == 1:
             return values[0]
         return self.emit("make_vector", tuple(values), Vector(element(values[0].type), len(values)))
@@ -317,53 +318,52 @@ class Builder:
 
     def unpack(self, vector: Value) -> list[Value]:
         """All lanes of a vector; a scalar gives a list of one."""
-        lanes = vector.type.lanes if isinstance(vector.type, Vector) else 1
-        return [self.extract(vector, i) for i in range(lanes)]
+        return [self.extract(vector, i) for i in range(lanes_of(vector.type))]
 
     def permute(self, a: Value, b: Value | None, lanes: Sequence[int]) -> Value:
-        """Any lanes of ``a`` followed by ``b``, in any order and as often as wanted: 1 (a scalar), 2, 4, 8 or 16."""
-        elem = element(a.type)
-        type_: ValueType = elem if len(lanes) == 1 else Vector(elem, len(lanes))
+        """Select 1 (a scalar), 2, 4, 8 or 16 lanes of the concatenation of ``a`` and ``b``, in any order."""
+        type_ = vector_type(element(a.type), len(lanes))
         return self.emit("permute", (a,) if b is None else (a, b), type_, lanes=tuple(lanes))
 
-    # -- copies that the hardware makes ----------------------------------------------------------------------------
+    # -- asynchronous copies and clusters --------------------------------------------------------------------------
 
     def async_copy(self, shared: Value, to: Any, source: Value, index: Any, lanes: int) -> None:
-        """Start to copy 16 bytes from global to shared memory, past the registers."""
+        """Start an asynchronous copy of 16 bytes from global to shared memory."""
         self.emit("async_copy", (shared, self._index(to), source, self._index(index)), None, lanes=lanes)
 
     def cluster_load(self, shared: Value, index: Any, number: Value, lanes: int = 1) -> Value:
-        """Read from shared memory of the workgroup with this number in the cluster."""
-        elem = element(shared.type)
-        type_: ValueType = elem if lanes == 1 else Vector(elem, lanes)
+        """Load from shared memory of the workgroup with this number in the cluster."""
+        type_ = vector_type(element(shared.type), lanes)
         return self.emit("cluster_load", (shared, self._index(index), number), type_, align=lanes)
 
     def cluster_post(self, shared: Value, index: Any, number: Value, value: Any) -> None:
-        """Store to shared memory of the workgroup with this number in the cluster, for an `atomic` there."""
+        """Store to shared memory of the workgroup with this number in the cluster, which reads it by an `atomic`."""
         self.emit("cluster_post", (shared, self._index(index), self.coerce(value, element(shared.type)), number), None)
 
     def async_commit(self) -> None:
-        """The copies since the last one become a group."""
+        """Close a group: this thread's copies since the last commit."""
         self.emit("async_commit", (), None)
 
     def async_wait(self, pending: int = 0) -> None:
-        """Wait for all of this thread's groups but the latest ``pending``."""
+        """Wait for all of this thread's groups of copies except the latest ``pending``."""
         self.emit("async_wait", (), None, pending=pending)
 
     # -- variables -------------------------------------------------------------------------------------------------
 
     def var(self, init: Value, name: str = "") -> Var:
-        """A mutable variable with an initial value."""
+        """Declare a mutable variable with an initial value."""
         assert isinstance(init.type, Scalar | Vector | Fragment)
         ref = self.emit("var", (init,), Ref(init.type))
         ref.hint = name
         return Var(self, ref)
 
     def get(self, ref: Value) -> Value:
+        """Read a variable; kernels use `Var.value`."""
         assert isinstance(ref.type, Ref)
         return self.emit("get", (ref,), ref.type.target)
 
     def set(self, ref: Value, value: Any) -> None:
+        """Write a variable; kernels assign `Var.value`."""
         assert isinstance(ref.type, Ref)
         value = self.coerce(value, element(ref.type))
         if isinstance(ref.type.target, Vector) and isinstance(value.type, Scalar):
@@ -374,7 +374,7 @@ class Builder:
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: Any = 1, *, unroll: int = 0, name: str = "i") -> Iterator[Value]:
-        """Count from ``start`` up to, not including, ``stop``. ``unroll`` is a hint: -1 fully, n by n."""
+        """Loop from ``start`` up to, but excluding, ``stop``. ``unroll`` is a hint: -1 fully, n by a factor of n."""
         elem = next((element(v.type) for v in (start, stop, step) if isinstance(v, Value)), i32)
         index = Value(elem, None, name, self)
         block: list[Op] = []
@@ -385,7 +385,7 @@ class Builder:
 
     @contextmanager
     def repeat(self, done: Var) -> Iterator[None]:
-        """Run the body, and again for as long as it leaves 0 in a variable; see ``ops.OPS["repeat"]``."""
+        """Run the body until a variable is nonzero at its end; see ``ops.OPS["repeat"]``."""
         block: list[Op] = []
         self.emit("repeat", (done.ref,), None, (block,))
         with self._into(block):
@@ -401,7 +401,7 @@ class Builder:
 
     @contextmanager
     def else_(self) -> Iterator[None]:
-        """The other side of the ``if_`` just before."""
+        """Run the body in the threads where the condition of the preceding ``if_`` does not hold."""
         if not self._block or self._block[-1].opcode != "if":
             raise KernelError("else_() must follow if_() directly")
         with self._into(self._block[-1].blocks[1]):
@@ -410,15 +410,15 @@ class Builder:
     # -- synchronisation and subgroups -----------------------------------------------------------------------------
 
     def barrier(self, global_memory: bool = False) -> None:
-        """Wait for the whole workgroup."""
+        """Wait for all threads of the workgroup."""
         self.emit("barrier", (), None, global_memory=global_memory)
 
     def launch_next(self) -> None:
-        """The next launch may start as far as it does not depend on this one; see ``ops.OPS["launch_next"]``."""
+        """Allow the next launch to start; see ``ops.OPS["launch_next"]``."""
         self.emit("launch_next", (), None)
 
     def launch_await(self) -> None:
-        """Wait for the launches before, at the beginning of a kernel; see ``ops.OPS["launch_await"]``."""
+        """Wait for previous launches, at the start of a kernel; see ``ops.OPS["launch_await"]``."""
         self.emit("launch_await", (), None)
 
     def cluster_barrier(self) -> None:
@@ -426,14 +426,15 @@ class Builder:
         self.emit("cluster_barrier", (), None)
 
     def device_fence(self) -> None:
-        """Order global memory between workgroups, together with atomics; see ``ops.OPS["device_fence"]``."""
+        """Order global memory between workgroups, together with atomics; see *a race* in ``ops.py``."""
         self.emit("device_fence", (), None)
 
     def workgroup_any(self, value: Value, global_memory: bool = False) -> Value:
-        """Whether a bool is true in any thread of the workgroup; a barrier, too, of global memory if so said."""
+        """True if a bool is true in any thread of the workgroup; also a `barrier`."""
         return self.emit("workgroup_any", (value,), bool_, global_memory=global_memory)
 
     def subgroup_barrier(self) -> None:
+        """Wait for all lanes of the subgroup; orders shared memory between them."""
         self.emit("subgroup_barrier", (), None)
 
     def shuffle(self, value: Value, lane: Any) -> Value:
@@ -449,21 +450,25 @@ class Builder:
         return self.emit("subgroup_reduce", (value,), value.type, kind=kind)
 
     def subgroup_any(self, value: Value) -> Value:
+        """True if a bool is true in any lane of the subgroup."""
         return self.emit("subgroup_any", (value,), bool_)
 
     def subgroup_all(self, value: Value) -> Value:
+        """True if a bool is true in all lanes of the subgroup."""
         return self.emit("subgroup_all", (value,), bool_)
 
     # -- matrix fragments ------------------------------------------------------------------------------------------
 
     def fragment_fill(self, type_: Fragment, value: Any) -> Value:
+        """A fragment with ``value`` in every element."""
         return self.emit("fragment_fill", (self.coerce(value, type_.elem),), type_)
 
     def fragment_load(self, type_: Fragment, pointer: Value, index: Any, stride: Any, layout: str = "row") -> Value:
-        """A matrix from memory, ``layout`` "row" or "column" major."""
+        """Load a matrix; ``layout`` is "row" or "column" major."""
         return self.emit("fragment_load", (pointer, self._index(index), self._index(stride)), type_, layout=layout)
 
     def fragment_store(self, pointer: Value, index: Any, stride: Any, value: Value, layout: str = "row") -> None:
+        """Store a matrix; ``layout`` is "row" or "column" major."""
         self.emit("fragment_store", (pointer, self._index(index), self._index(stride), value), None, layout=layout)
 
     def fragment_mma(self, a: Value, b: Value, accumulator: Value) -> Value:
@@ -471,87 +476,88 @@ class Builder:
         return self.emit("fragment_mma", (a, b, accumulator), accumulator.type)
 
     def fragment_length(self, value: Value) -> Value:
-        """How many components of a fragment this lane holds."""
+        """Number of components of a fragment per lane."""
         return self.emit("fragment_length", (value,), i32)
 
     def fragment_get(self, value: Value, component: int) -> Value:
-        """One of the elements this lane holds."""
+        """One component of this lane."""
         return self.emit("fragment_get", (value,), element(value.type), component=component)
 
     def fragment_set(self, value: Value, component: int, new: Any) -> Value:
+        """A copy of a fragment with one component of this lane replaced."""
         new = self.coerce(new, element(value.type))
         return self.emit("fragment_set", (value, new), value.type, component=component)
 
     def fragment_pack(self, type_: Fragment, components: Sequence[Value]) -> Value:
-        """A fragment out of all the components that this lane holds of it."""
+        """Make a fragment from all components of this lane."""
         return self.emit("fragment_pack", tuple(components), type_)
 
-    # -- products of four subgroups --------------------------------------------------------------------------------
+    # -- warpgroups: asynchronous products of four subgroups -------------------------------------------------------
 
     def warpgroup_mma(
         self, accumulators: Sequence[Var], left: Value | tuple[Value, Any, Panels], right: tuple[Value, Any, Panels],
         fresh: bool = False,
     ) -> None:  # fmt: skip
-        """Start ``accumulators += left @ right``, or ``=`` where ``fresh``: 64 x n over four subgroups, 16 deep.
+        """Start ``accumulators += left @ right``, or ``=`` if ``fresh``: 64 x n over four subgroups, 16 deep.
 
-        ``left`` is a fragment, or like ``right`` memory, the index where its matrix starts, and what of it is meant.
+        ``right`` is (pointer, index where its matrix starts, `Panels`); ``left`` is the same, or a fragment.
         """
         memory, index, panels = right
         args: tuple[Value, ...] = (memory, self._index(index))
-        of_left = None
+        left_panels = None
         if isinstance(left, Value):
             args += (left,)
         else:
             args += (left[0], self._index(left[1]))
-            of_left = left[2]
+            left_panels = left[2]
         args += tuple(variable.ref for variable in accumulators)
-        self.emit("warpgroup_mma", args, None, right=panels, left=of_left, fresh=fresh)
+        self.emit("warpgroup_mma", args, None, right=panels, left=left_panels, fresh=fresh)
 
     def warpgroup_fence(self) -> None:
-        """Before products that use registers which anything else wrote."""
+        """Required before products that use registers which anything else wrote."""
         self.emit("warpgroup_fence", (), None)
 
     def warpgroup_commit(self) -> None:
-        """The products since the last one become a group."""
+        """Close a group: the products since the last commit."""
         self.emit("warpgroup_commit", (), None)
 
     def warpgroup_wait(self, pending: int = 0) -> None:
-        """Wait for all groups of products but the latest ``pending``."""
+        """Wait for all groups of products except the latest ``pending``."""
         self.emit("warpgroup_wait", (), None, pending=pending)
 
     def warpgroup_publish(self) -> None:
-        """What this thread wrote to shared memory can be read by products behind the next barrier."""
+        """Make this thread's writes to shared memory readable by products after the next barrier."""
         self.emit("warpgroup_publish", (), None)
 
     def warpgroup_meeting(self, pointer: Value, index: Any = 0) -> None:
-        """A barrier of the workgroup in two halves, for use behind the next barrier."""
+        """Initialise a split barrier of the workgroup, usable after the next barrier."""
         self.emit("warpgroup_meeting", (pointer, self._index(index)), None)
 
     def warpgroup_arrive(self, pointer: Value, index: Any = 0) -> None:
-        """The first half: this thread has done what others wait for."""
+        """Arrive at a split barrier without waiting."""
         self.emit("warpgroup_arrive", (pointer, self._index(index)), None)
 
     def warpgroup_await(self, pointer: Value, index: Any, parity: Value) -> None:
-        """The second half: wait until all have arrived; ``parity`` is 0 for the first time and then alternates."""
+        """Wait until all threads have arrived at a split barrier; ``parity`` is 0 the first time, then alternates."""
         self.emit("warpgroup_await", (pointer, self._index(index), parity), None)
 
-    # -- what only one language has --------------------------------------------------------------------------------
+    # -- specific to one language ----------------------------------------------------------------------------------
 
     def intrinsic(self, language: str, code: str, args: Sequence[Value], type_: ValueType | None) -> Value | None:
-        """A line of one target language; see ``ops.OPS["intrinsic"]``."""
+        """Emit a line of one target language; see ``ops.OPS["intrinsic"]``."""
         op = self._append("intrinsic", tuple(args), type_, (), {"language": language, "code": code})
         return op.result
 
     def comment(self, text: str) -> None:
-        """A line for the reader of the rendered source."""
+        """Write a comment into the rendered source."""
         self.emit("comment", (), None, text=text)
 
-    # -- how it works ----------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def emit(
         self, opcode: str, args: tuple[Value, ...], type_: Type | None, blocks: tuple[list[Op], ...] = (), **attrs: Any
     ) -> Value:
-        """Append an operation. For operations without a result the returned value is meaningless."""
+        """Append an operation. The returned value is meaningless for operations without a result."""
         result = self._append(opcode, args, type_, blocks, attrs).result
         return _NOTHING if result is None else result
 
@@ -566,7 +572,7 @@ class Builder:
         return op
 
     def coerce(self, value: Any, elem: Scalar) -> Value:
-        """A Python number becomes a constant of type ``elem``; a value stays."""
+        """Turn a Python number into a constant of type ``elem``; a value is returned unchanged."""
         if isinstance(value, Value):
             return value
         return self.const(value, elem)
@@ -589,7 +595,7 @@ class Builder:
         return value
 
     def _fold(self, opcode: str, left: Value, right: Value) -> Value | None:
-        """Integer constants are folded here, so that index arithmetic does not swell the kernel."""
+        """Fold integer constants, so that index arithmetic does not bloat the kernel."""
         type_ = left.type
         if not (isinstance(type_, Scalar) and type_.is_int) or right.type != type_:
             return None
@@ -597,7 +603,7 @@ class Builder:
         if x is not None and y is not None and opcode in _FOLDED:
             result = computed(opcode, x, y, type_)
             if result is not None:
-                return self.const(result, type_) if exact(result, type_) else None  # what wraps is left to the device
+                return self.const(result, type_) if exact(result, type_) else None  # the device wraps
         if (opcode in ("add", "or", "xor", "shl", "shr", "sub") and y == 0) or (opcode in ("mul", "div") and y == 1):
             return left
         if (opcode in ("add", "or", "xor") and x == 0) or (opcode == "mul" and x == 1):
@@ -619,7 +625,7 @@ _NOTHING = Value(bool_)
 
 
 def _location() -> Location:
-    """The innermost caller that is not part of this package's ``ir`` folder (or contextlib)."""
+    """Find the innermost caller outside this package's ``ir`` folder and contextlib."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename

@@ -1,6 +1,6 @@
-"""Arithmetic of constants, as kernels do it: for whoever knows a result before the device, builder, passes, renderers.
+"""Constant folding with the semantics of kernels, for the builder, passes and renderers.
 
-Integers wrap, division truncates, and what the language leaves undefined has no result.
+Integers wrap, division truncates, and operations that the language leaves undefined are not folded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from aule.ir.types import Scalar
 
 _DIGITS = {"bf16": 8, "f16": 11, "f32": 24, "f64": 53}
-"""Bits of precision of the floating-point types."""
+"""Significand bits of the floating-point types."""
 
 
 def _quotient(x: int, y: int) -> int:
@@ -43,7 +43,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 
 def computed(opcode: str, x: int, y: int, elem: Scalar) -> int | None:
-    """The result of an operation on two integers of a type, which it may exceed; None where there is none."""
+    """Fold an operation on two integers, without wrapping the result; None if it cannot be folded."""
     if opcode not in _ARITHMETIC:
         return None
     if (opcode in ("div", "rem") and y == 0) or (opcode in ("shl", "shr") and not 0 <= y < elem.bits):
@@ -52,13 +52,13 @@ def computed(opcode: str, x: int, y: int, elem: Scalar) -> int | None:
 
 
 def wrap(value: int, elem: Scalar) -> int:
-    """An integer as a register of its type holds it."""
+    """Wrap an integer to the range of its type."""
     value &= (1 << elem.bits) - 1
     return value - (1 << elem.bits) if elem.is_signed and value >> (elem.bits - 1) else value
 
 
 def exact(value: float | int | bool, elem: Scalar) -> bool:
-    """Whether a type holds a whole number or an infinity as it is."""
+    """True if a type represents an integral value or an infinity exactly."""
     if not math.isfinite(value) or value != int(value):
         return math.isinf(value) and elem.is_float
     if elem.is_float:

@@ -1,7 +1,7 @@
-"""The IR itself: a kernel is a list of operations, some of which hold blocks of further operations.
+"""Data structures of the IR: a kernel is a list of operations, some of which contain blocks of operations.
 
-Values are assigned once. What changes is a variable (`Ref`), read by ``get`` and written by ``set``: renderers stay
-simple and every driver rebuilds SSA anyway. ``ops.py`` is the written specification of the operations.
+Values are assigned once. Mutable state is a variable (`Ref`), read by ``get`` and written by ``set``: this keeps
+renderers simple, and drivers rebuild SSA anyway. ``ops.py`` specifies the operations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aule.artifact import Param
-from aule.ir.types import Pointer, Type
+from aule.ir.types import Pointer, Scalar, Type, element
 
 if TYPE_CHECKING:
     from aule.ir.builder import Builder
@@ -33,7 +33,7 @@ class Location:
 
 
 class Value:
-    """The result of an operation, a parameter, or the index of a loop. Operators emit operations."""
+    """The result of an operation, a parameter, or a loop index. Python operators emit operations."""
 
     __slots__ = ("builder", "hint", "op", "type")
 
@@ -45,7 +45,7 @@ class Value:
 
     @property
     def constant(self) -> Any:
-        """The Python number of a ``const``; None for everything else."""
+        """The number of a ``const``; None for every other value."""
         return self.op.attrs["value"] if self.op is not None and self.op.opcode == "const" else None
 
     def _emit(self, opcode: str, other: Any, swap: bool = False) -> Value:
@@ -77,7 +77,7 @@ class Value:
         return self._emit("div", other, True)
 
     def __floordiv__(self, other: Any) -> Value:
-        """Integer division that truncates, as every target's does."""
+        """Truncating integer division, as on every target."""
         return self._emit("div", other)
 
     def __rfloordiv__(self, other: Any) -> Value:
@@ -131,7 +131,7 @@ class Value:
     def __ge__(self, other: Any) -> Value:
         return self._emit("ge", other)
 
-    # ``==`` stays identity, so that values can be dictionary keys; kernels write b.eq(x, y).
+    # ``==`` stays identity, so that values can be dictionary keys; kernels use b.eq(x, y).
 
     def __neg__(self) -> Value:
         assert self.builder is not None
@@ -162,7 +162,7 @@ class Op:
 
 @dataclass(eq=False)
 class KernelIR:
-    """A whole kernel.
+    """A kernel.
 
     Attributes
     ----------
@@ -173,19 +173,19 @@ class KernelIR:
     shared : tuple of Value
         Shared arrays (`Pointer` values with a length); their ``hint`` is their name.
     workgroup : int
-        Threads of a workgroup, which is one-dimensional.
+        Threads per workgroup; workgroups are one-dimensional.
     subgroup_size : int
-        Size the kernel was written for; 0 when any will do.
+        Subgroup size that the kernel relies on; 0 if any will do.
     max_registers : int
-        Registers a thread may use, for languages that can say so; 0 leaves it to the driver.
+        Register limit per thread, for languages that have one; 0 leaves it to the driver.
     cluster : int
-        Workgroups, neighbours along the first axis, that run at the same time and may read each other's shared memory;
-        the grid's first axis is a multiple of it.
+        Workgroups per cluster: neighbours along the first axis that run at the same time and can access each other's
+        shared memory. The grid's first axis must be a multiple of it.
     arithmetic : {"exact", "quick", "fused"}
-        What is computed where a device's own way is not right for every number. A ``quick`` kernel has no remainders
-        of negative numbers, lets a compiler leave out a cast to f16 and back, and cuts bf16 off from 2**110 on, a NaN
-        whose payload is in its lower half included; ``fused`` is the same with one operation less for bf16, and maybe
-        more registers.
+        Whether to work around device instructions that are wrong for some inputs. ``exact`` does. A ``quick`` kernel
+        has no remainders of negative numbers, allows a compiler to drop a cast to f16 and back, and truncates instead
+        of rounding to bf16 from 2**110 on (and NaNs whose payload is in the lower half). ``fused`` is ``quick`` with
+        one operation less per rounding to bf16, but possibly more registers.
     """
 
     name: str
@@ -200,16 +200,26 @@ class KernelIR:
     arithmetic: Arithmetic = "exact"
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of all arrays, each aligned to 16 bytes."""
-        total = 0
+    def shared_offsets(self) -> dict[Value, int]:
+        """Byte offset of each shared array; arrays are aligned to 16 bytes."""
+        offset, offsets = 0, {}
         for array in self.shared:
-            assert isinstance(array.type, Pointer) and array.type.length is not None
-            total += -(-array.type.elem.bytes * array.type.length // 16) * 16
-        return total
+            offsets[array] = offset
+            offset += _aligned_bytes(array)
+        return offsets
+
+    @property
+    def shared_bytes(self) -> int:
+        """Total bytes of the shared arrays, each aligned to 16 bytes."""
+        return sum(_aligned_bytes(array) for array in self.shared)
+
+    def elements(self) -> set[Scalar]:
+        """Element types of all registers, buffers and arrays."""
+        values = (*self.values.values(), *self.shared, *(op.result for op in self.walk() if op.result is not None))
+        return {element(value.type) for value in values}
 
     def walk(self) -> Iterator[Op]:
-        """Every operation, outer before inner, in program order."""
+        """All operations in program order, an outer one before those in its blocks."""
         yield from walk(self.body)
 
     def __str__(self) -> str:
@@ -218,8 +228,13 @@ class KernelIR:
         return text(self)
 
 
+def _aligned_bytes(array: Value) -> int:
+    assert isinstance(array.type, Pointer) and array.type.length is not None
+    return -(-array.type.elem.bytes * array.type.length // 16) * 16
+
+
 def walk(block: list[Op]) -> Iterator[Op]:
-    """Every operation of a block and of the blocks inside it."""
+    """All operations of a block and of nested blocks."""
     for op in block:
         yield op
         for inner in op.blocks:

@@ -1,41 +1,40 @@
-"""The operations of the kernel language: the written specification that `verify` enforces.
+"""The operations of the kernel language: the specification that `verify` enforces.
 
-Notation: T a scalar or vector; "same" means that all operands and the result have one type. Integer arithmetic wraps.
-Vectors are computed on lane by lane; a comparison of vectors gives a vector of bool. ``attrs`` hold what is known
-while tracing; an operation has exactly those that its entry names.
+Notation: T is a scalar or vector; "same" means that all operands and the result have one type. Integer arithmetic
+wraps. Vectors are computed lane by lane; comparing vectors gives a vector of bool. ``attrs`` hold what is known while
+tracing; an operation has exactly the attributes that its entry names.
 
 Beyond the entries below:
 
 * *Types.* A vector has 2, 4, 8 or 16 lanes. Memory (buffers, shared and private arrays) and fragments hold numbers,
   never bool. Shared and private arrays have a length of at least 1. An index or a stride is an i32, i64 or u32.
-* *Values* are defined once and used only after that, in the same block or in a block inside it. The index of a loop is
-  visible in its body only. A pointer is the first operand of a memory or fragment operation (the third of
-  ``async_copy`` and of ``warpgroup_mma``, or an operand of an intrinsic) and nothing else; a variable is the first
-  operand of ``get``, ``set`` and ``repeat`` or one of the last of ``warpgroup_mma`` and nothing else.
-* *Names* of the kernel, of parameters, of shared and of private arrays are identifiers (ASCII, no leading ``__``);
-  those of parameters and shared arrays differ.
+* *Values* are defined once and used only after that, in the same block or in a nested one. A loop index is visible only
+  in the loop's body. A pointer may only be the first operand of a memory or fragment operation, the third of
+  ``async_copy`` and ``warpgroup_mma``, or an operand of an intrinsic. A variable may only be the first operand of
+  ``get``, ``set`` and ``repeat``, or one of the last operands of ``warpgroup_mma``.
+* *Names* of the kernel, parameters, shared arrays and private arrays are identifiers (ASCII, no leading ``__``);
+  those of parameters and shared arrays are distinct.
 * *Access.* A buffer with access "read" is not stored to, one with access "write" is not loaded from, an atomic needs
   "readwrite".
 * *Constants* lie in the range of their type; a float constant is rounded to its type.
-* *Undefined* are: integer division by zero, a shift by the width or more, a float too large for the integer it is cast
-  to, a loop whose index passes the largest number of its type, the contents of shared and private memory before they
-  are written (a ``private`` in a loop starts undefined in each round), and whatever a race leaves behind.
-* *A race* is two accesses of one element by two threads, at least one a plain store, or one plain and one atomic, that
-  nothing orders. Barriers order the threads that take part in them. Workgroups are ordered by ``device_fence`` alone:
-  *what came before* a fence is what a barrier over global memory had ordered before the thread, and *what comes after*
-  one is what such a barrier orders behind it. What came before a fence of one thread, which then changes an element by
-  an atomic, comes before all that comes after a fence of another thread, which has found that change, or a later one of
-  the same element, by an atomic. An ``ordered`` atomic is one between two fences. A ``post``, also by
-  way of a cluster, counts as an atomic that changes an element, a ``peek`` as one that leaves it as it is.
-* *Uniform* is control flow that all threads of a workgroup take alike. Uniform are constants, scalar parameters,
-  ``group_id``, ``group_count``, what is computed from uniform values alone, loads at a uniform index from buffers with
-  access "read", indices of loops with uniform bounds, variables that are only ever set to uniform values in uniform
-  control flow, and what ``workgroup_any`` returns. Everything else counts as divergent: what threads, lanes and
-  subgroups are called, what shared, private and writable memory holds, what subgroup operations, fragments, atomics
-  and intrinsics return.
-* *Fragments.* All lanes of a subgroup name the same matrix: index, stride and fill value are the same in all of them.
-  Which element a component is depends on the device; a fragment of n elements has n / subgroup size components, and
-  a factor several times as many where a device keeps it several times. Copies of an element must be the same.
+* *Undefined behaviour*: integer division by zero, a shift by the width or more, a float too large for the integer it is
+  cast to, a loop index that overflows, reading shared or private memory before it is written (a ``private`` in a loop
+  starts undefined in each iteration), and any race.
+* *A race* is two unordered accesses of one element by two threads, at least one a plain store, or one plain and one
+  atomic. Barriers order the threads that take part in them. Only ``device_fence`` orders workgroups: let thread A have
+  a fence followed by an atomic that changes an element, and let thread B read that change (or a later one of the
+  element) by an atomic followed by a fence. Then everything that a barrier over global memory ordered before A's fence
+  happens before everything that such a barrier orders after B's fence. An ``ordered`` atomic has a fence on either
+  side. A ``cluster_post`` counts as an atomic that changes the element.
+* *Uniform* control flow is taken alike by all threads of a workgroup. Uniform values are constants, scalar parameters,
+  ``group_id``, ``group_count``, results computed from uniform values only, loads at a uniform index from buffers with
+  access "read", indices of loops with uniform bounds, variables that are only set to uniform values in uniform control
+  flow, and the result of ``workgroup_any``. All other values count as divergent: thread, lane and subgroup numbers, the
+  contents of shared, private and writable memory, the results of subgroup operations, fragments, atomics and
+  intrinsics.
+* *Fragments.* All lanes of a subgroup work on the same matrix: index, stride and fill value are the same in all lanes.
+  The device decides which element a component is. A fragment of n elements has n / subgroup size components per lane; a
+  factor has a multiple of that on devices that store several copies. Copies of an element must be equal.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Category = Literal[
 
 @dataclass(frozen=True)
 class OpInfo:
-    """How an operation is formed: number of operands (None: any), attributes, number of blocks, has a result."""
+    """Signature of an operation: number of operands (None: any), attributes, number of blocks, has a result."""
 
     category: Category
     arity: int | None
@@ -80,18 +79,18 @@ OPS: dict[str, OpInfo] = {
     "rcp": OpInfo("unary", 1, "same; floats; 1/x within a few ulp"),
     "floor": OpInfo("unary", 1, "same; floats"),
     "small": OpInfo(
-        "unary", 1, "same; floats; the number itself, below 2**110 for sure or NaN; rounded, zero may lose its sign"
+        "unary", 1, "same; floats; identity; promises a magnitude below 2**110 or NaN; zero may lose its sign"
     ),
     "sin": OpInfo("unary", 1, "same; floats"),
     "cos": OpInfo("unary", 1, "same; floats"),
     "add": OpInfo("binary", 2, "same; ints and floats"),
     "sub": OpInfo("binary", 2, "same; ints and floats"),
     "mul": OpInfo("binary", 2, "same; ints and floats"),
-    "mulhi": OpInfo("binary", 2, "same; u32; the high word of the product of 64 bits"),
+    "mulhi": OpInfo("binary", 2, "same; u32; the high word of the 64-bit product"),
     "div": OpInfo("binary", 2, "same; truncating for ints; floats within 2.5 ulp"),
     "rem": OpInfo("binary", 2, "same; ints; sign of the dividend"),
-    "min": OpInfo("binary", 2, "same; ints and floats; with one NaN operand either may come out"),
-    "max": OpInfo("binary", 2, "same; ints and floats; with one NaN operand either may come out"),
+    "min": OpInfo("binary", 2, "same; ints and floats; with one NaN operand the result may be either operand"),
+    "max": OpInfo("binary", 2, "same; ints and floats; with one NaN operand the result may be either operand"),
     "and": OpInfo("binary", 2, "same; bool or ints"),
     "or": OpInfo("binary", 2, "same; bool or ints"),
     "xor": OpInfo("binary", 2, "same; bool or ints"),
@@ -107,9 +106,9 @@ OPS: dict[str, OpInfo] = {
     "dot_pairs": OpInfo(
         "ternary",
         3,
-        "u32, u32, f32 of one shape -> f32; each u32 holds two bf16, the first in its low half: the products of the "
-        "firsts and of the seconds are added to the third operand. The order of the sum is the target's, and "
-        "subnormals may count as zero. Only targets with such an instruction have it",
+        "u32, u32, f32 of one shape -> f32; each u32 holds two bf16, the first in its low half: the two products are "
+        "added to the third operand. The target chooses the order of the sum; subnormals may count as zero. Only on "
+        "targets with such an instruction",
     ),
     "select": OpInfo("ternary", 3, "bool (scalar, or of T's shape), T, T -> T; both sides are evaluated"),
     # -- conversion --------------------------------------------------------------------------------------------------
@@ -127,8 +126,8 @@ OPS: dict[str, OpInfo] = {
     "e4m3_halves": OpInfo(
         "cast",
         1,
-        "u32 -> vector of four f16: the numbers that its bytes are as e4m3, the lowest first; exact, with NaN for 0x7F "
-        "and 0xFF. Only targets with ``e4m3`` have it",
+        "u32 -> vector of four f16: its four bytes converted from e4m3, the lowest first; exact, with NaN for 0x7F "
+        "and 0xFF. Only on targets with ``e4m3``",
     ),
     # -- vectors -----------------------------------------------------------------------------------------------------
     "make_vector": OpInfo("vector", None, "n scalars -> vector of n"),
@@ -137,12 +136,12 @@ OPS: dict[str, OpInfo] = {
     "permute": OpInfo(
         "vector",
         None,
-        "one or two vectors of one type -> vector (or scalar, for one lane) whose lane i is lane ``lanes[i]`` of the "
-        "first followed by the second",
+        "one or two vectors of one type -> vector (or scalar, for one lane) whose lane i is lane ``lanes[i]`` of their "
+        "concatenation",
         ("lanes",),
     ),
     # -- memory ------------------------------------------------------------------------------------------------------
-    "private": OpInfo("memory", 0, "an array of its own for each thread; contents undefined until written", ("name",)),
+    "private": OpInfo("memory", 0, "an array per thread; contents undefined until written", ("name",)),
     "load": OpInfo(
         "memory",
         2,
@@ -153,8 +152,8 @@ OPS: dict[str, OpInfo] = {
     "load_once": OpInfo(
         "memory",
         2,
-        "as load, from global memory, with a hint that nobody will read it again soon: the first to leave the caches, "
-        "where a language has such a thing",
+        "as load, from global memory, with a hint that the data will not be read again soon (evict first); a plain "
+        "load in languages without such a hint",
         ("align",),
     ),
     "store": OpInfo(
@@ -163,71 +162,56 @@ OPS: dict[str, OpInfo] = {
     "stream": OpInfo(
         "memory",
         3,
-        "as store, to global memory, with a hint that nobody will read it soon: past the caches, where a language has "
-        "such a thing",
+        "as store, to global memory, with a hint that the data will not be read soon (bypass the caches); a plain "
+        "store in languages without such a hint",
         ("align",),
         result=False,
-    ),
-    "post": OpInfo(
-        "memory",
-        3,
-        "as store, to 32-bit elements of global memory, for a ``peek`` of another workgroup: each element for itself, "
-        "at once or not",
-        ("align",),
-        result=False,
-    ),
-    "peek": OpInfo(
-        "memory",
-        2,
-        "as load, of what is in memory now: each element is what was there at the beginning or what some ``post`` has "
-        "left since, the latest one that comes before",
-        ("align",),
     ),
     "prefetch": OpInfo(
         "memory",
         2,
-        "pointer (global), index: a hint that what is there, if anything is, will be read soon: a line for the "
-        "second-level cache. Left out by languages that have no such thing",
+        "pointer (global), index: a hint to fetch a cache line into L2; the index may be out of bounds. Dropped in "
+        "languages without such a hint",
         result=False,
     ),
     "atomic": OpInfo(
         "memory",
         3,
         "pointer (global or shared), index, value -> old value; kind: add, min, max, and, or, xor, exchange on "
-        "i32/u32; add on f32 where the target can, and on a vector of 2 or 4 f32 in global memory, at a multiple of "
-        "their number: each for itself, but PTX says it in one instruction. An ``ordered`` one, of one element of "
-        "global memory, has a ``device_fence`` before it and one behind it",
+        "i32/u32; add on f32 if the target can, and on a vector of 2 or 4 f32 in global memory at an index that is a "
+        "multiple of the lanes: each lane is a separate atomic (one instruction in PTX). ``ordered``, for one element "
+        "of global memory only, implies a ``device_fence`` before and after",
         ("kind", "ordered"),
     ),
     "async_copy": OpInfo(
         "memory",
         4,
-        "pointer (shared), index, pointer (global, only read by the kernel), index: start to copy ``lanes`` "
-        "consecutive elements, 16 bytes in all; both indices are multiples of ``lanes``. The thread sees them there "
-        "after the ``async_wait`` for their group, other threads after a barrier behind that",
+        "pointer (shared), index, pointer (global, only read by the kernel), index: start copying ``lanes`` "
+        "consecutive elements, 16 bytes in all, to shared memory; both indices are multiples of ``lanes``. The thread "
+        "may read them after the ``async_wait`` for their group, other threads after a further barrier",
         ("lanes",),
         result=False,
     ),
     "cluster_load": OpInfo(
         "memory",
         3,
-        "pointer (shared), index, i32 -> element or vector of elements of that array of the workgroup with this number "
-        "in the cluster; what that wrote is seen behind a ``cluster_barrier``, and it may end behind another",
+        "pointer (shared), index, i32 number -> element or vector from that array of the workgroup with this number in "
+        "the cluster. A ``cluster_barrier`` must separate it from the write before it and from the end of the owner",
         ("align",),
     ),
     "cluster_post": OpInfo(
         "memory",
         4,
-        "pointer (shared), index, element of 32 bits, i32: a ``post`` to that array of the workgroup with this number "
-        "in the cluster, behind a ``cluster_barrier``; that one finds it there by an atomic, and may end behind "
-        "another",
+        "pointer (shared), index, 32-bit element, i32 number: a store to that array of the workgroup with this "
+        "number in the cluster, which reads it by an atomic. A ``cluster_barrier`` must separate it from stores before "
+        "it and from the end of the owner",
         result=False,
     ),
-    "async_commit": OpInfo("sync", 0, "the thread's copies since the last one become a group", result=False),
+    "async_commit": OpInfo("sync", 0, "close a group: the thread's copies since the last commit", result=False),
     "async_wait": OpInfo(
         "sync",
         0,
-        "wait until at most ``pending`` of the thread's latest groups are unfinished",
+        "wait until at most ``pending`` of the thread's latest groups of copies are unfinished",
         ("pending",),
         result=False,
     ),
@@ -240,7 +224,7 @@ OPS: dict[str, OpInfo] = {
         "control",
         3,
         "start, stop, step (one int type of 32 or 64 bits): for (i = start; i < stop; i += step); step > 0; attrs: "
-        "index (Value), unroll (0 leave, -1 fully, n by n)",
+        "index (Value), unroll (a hint: 0 no, -1 fully, n by a factor of n)",
         ("index", "unroll"),
         blocks=1,
         result=False,
@@ -249,8 +233,8 @@ OPS: dict[str, OpInfo] = {
     "repeat": OpInfo(
         "control",
         1,
-        "var of i32: run the block, and again in threads in which it leaves 0 there. What it waits for is to come from "
-        "workgroups that have begun, or for which there is room: others may not begin before this one ends",
+        "var of i32: run the block, and repeat it in threads where the variable is 0 afterwards. Only in kernels of "
+        "clusters, whose workgroups run at the same time; no other workgroup may be waited for",
         blocks=1,
         result=False,
     ),
@@ -258,42 +242,42 @@ OPS: dict[str, OpInfo] = {
     "barrier": OpInfo(
         "sync",
         0,
-        "every thread of the workgroup arrives; shared memory (and global, if so said) written before is seen after; "
-        "only in uniform control flow",
+        "barrier of the workgroup; writes to shared memory (and to global memory, if ``global_memory``) before it are "
+        "visible after it; only in uniform control flow",
         ("global_memory",),
         result=False,
     ),
     "device_fence": OpInfo(
         "sync",
         0,
-        "by any thread: with an atomic it orders what workgroups do to global memory; see *a race*. Only targets with "
-        "``device_fence`` have it",
+        "by any thread: together with an atomic it orders global memory between workgroups; see *a race*. Only on "
+        "targets with ``device_fence``",
         result=False,
     ),
     "cluster_barrier": OpInfo(
-        "sync", 0, "every thread of every workgroup of the cluster arrives; a barrier of each, too", result=False
+        "sync", 0, "barrier of all workgroups of the cluster; includes a barrier of each workgroup", result=False
     ),
     "launch_next": OpInfo(
         "sync",
         0,
-        "by any thread: when all workgroups have had it, or have ended, the next launch may start if it has a "
-        "``launch_await``. Left out by languages that have no such thing",
+        "by any thread: once all workgroups have executed it, or have ended, the next launch may start if it has a "
+        "``launch_await``. Dropped in languages without overlapping launches",
         result=False,
     ),
     "launch_await": OpInfo(
         "sync",
         0,
-        "wait until the launches before this one are over, which may have been started earlier; before any access of "
-        "memory. Left out likewise: launches follow each other",
+        "wait until all previous launches have finished; must come before any memory access. Dropped in languages "
+        "where launches never overlap",
         result=False,
     ),
     "workgroup_any": OpInfo(
         "sync",
         1,
-        "bool -> bool: true in any thread of the workgroup, and the same in all of them; a barrier, too",
+        "bool -> bool: true if it is true in any thread of the workgroup; also a barrier",
         ("global_memory",),
     ),
-    "subgroup_barrier": OpInfo("sync", 0, "the same for the threads of a subgroup and shared memory", result=False),
+    "subgroup_barrier": OpInfo("sync", 0, "barrier of the subgroup, for shared memory", result=False),
     # -- subgroups: all lanes of the subgroup take part --------------------------------------------------------------
     "shuffle": OpInfo("subgroup", 2, "T scalar 32 bits, i32 lane -> that lane's value"),
     "shuffle_xor": OpInfo("subgroup", 1, "T scalar 32 bits -> value of lane ^ mask, which must exist", ("mask",)),
@@ -305,73 +289,71 @@ OPS: dict[str, OpInfo] = {
     "fragment_load": OpInfo(
         "fragment",
         3,
-        "pointer (global or shared), index of element (0,0), stride in elements -> fragment; layout: row or column, "
-        "between which the stride lies",
+        "pointer (global or shared), index of element (0,0), stride in elements -> fragment; ``layout`` row or column: "
+        "the stride is between rows or columns",
         ("layout",),
     ),
     "fragment_store": OpInfo("fragment", 4, "pointer, index, stride, fragment; see load", ("layout",), result=False),
     "fragment_mma": OpInfo(
         "fragment",
         3,
-        "a (m x k), b (k x n), accumulator (m x n) -> a @ b + accumulator; a and b of one element type, the "
-        "accumulator float or int as they are, and no narrower",
+        "a (m x k), b (k x n), accumulator (m x n) -> a @ b + accumulator; a and b have one element type, the "
+        "accumulator the same kind (float or int) and at least the same width",
     ),
-    "fragment_length": OpInfo("fragment", 1, "fragment -> i32: how many components the lane holds of it"),
+    "fragment_length": OpInfo("fragment", 1, "fragment -> i32: components per lane"),
     "fragment_get": OpInfo("fragment", 1, "fragment -> the lane's component number ``component``", ("component",)),
     "fragment_set": OpInfo("fragment", 2, "fragment, scalar -> fragment with that component replaced", ("component",)),
     "fragment_pack": OpInfo("fragment", None, "all components of the lane, in order -> fragment"),
-    # -- products of four subgroups, which run on their own: all their lanes take part, with the same operands ---------
+    # -- asynchronous products of four subgroups (a warpgroup): all lanes take part, with the same operands ------------
     "warpgroup_mma": OpInfo(
         "warpgroup",
         None,
-        "pointer (shared), index: the right factor, 16 x n; then a fragment of use a (16 x 16, of each of the four "
-        "subgroups its own 16 rows of the left factor), or pointer, index: the left factor, 64 x 16; then n / 16 "
-        "variables of accumulators (16 x 16, f32: of each subgroup its rows of the result), n at most 256: start to "
-        "add the product to them, or to fill them with it where ``fresh``. ``right`` and ``left`` are the `Panels` the "
-        "factors lie in, None for fragments; indices are multiples of 512. Variables are neither read nor set, and "
-        "memory is not written, before the wait for the product's group; products of one type follow each other in "
-        "order",
+        "start ``accumulators += left @ right``, or ``=`` if ``fresh``. Operands: pointer (shared), index: the right "
+        "factor, 16 x n, n at most 256; then the left factor, 64 x 16, as pointer, index, or as a fragment of use a "
+        "(16 x 16: each subgroup has its own 16 rows); then n / 16 variables of accumulators (16 x 16, f32: each "
+        "subgroup has its own rows). ``right`` and ``left`` are the `Panels` of the factors, None for a fragment; "
+        "indices are multiples of 512. Before the wait for the product's group, the variables must not be read or set "
+        "and the memory must not be written; products of one type finish in order",
         ("right", "left", "fresh"),
         result=False,
     ),
     "warpgroup_fence": OpInfo(
-        "warpgroup", 0, "before the first product that uses registers which anything but products wrote", result=False
+        "warpgroup", 0, "needed before a product uses registers that anything else has written", result=False
     ),
-    "warpgroup_commit": OpInfo("warpgroup", 0, "the products since the last one become a group", result=False),
+    "warpgroup_commit": OpInfo("warpgroup", 0, "close a group: the products since the last commit", result=False),
     "warpgroup_wait": OpInfo(
         "warpgroup", 0, "wait until at most ``pending`` of the latest groups are unfinished", ("pending",), result=False
     ),
     "warpgroup_publish": OpInfo(
         "warpgroup",
         0,
-        "what the thread wrote to shared memory can be read by products behind the next barrier, and only then",
+        "make the thread's writes to shared memory readable by products after the next barrier; required for that",
         result=False,
     ),
     "warpgroup_meeting": OpInfo(
         "warpgroup",
         2,
-        "pointer (shared, u64), index: a barrier of the workgroup in two halves, which lives there; the first half may "
-        "come behind the next barrier. Nothing else touches that element",
+        "pointer (shared, u64), index: initialise a split barrier of the workgroup (arrive, later await) in that "
+        "element, which nothing else may access; usable after the next barrier",
         result=False,
     ),
     "warpgroup_arrive": OpInfo(
-        "warpgroup", 2, "pointer, index of a meeting: the first half, by all lanes of a subgroup", result=False
+        "warpgroup", 2, "pointer, index of a split barrier: arrive, with all lanes of a subgroup", result=False
     ),
     "warpgroup_await": OpInfo(
         "warpgroup",
         3,
-        "pointer, index of a meeting, i32 parity: the second half. All threads go on when all have arrived as often as "
-        "this one has; shared memory that was written before the arrivals is seen. ``parity`` is 0 for the first time "
-        "and then alternates",
+        "pointer, index of a split barrier, i32 parity: wait until all threads have arrived as often as this one. "
+        "Shared memory written before the arrivals is visible. ``parity`` is 0 the first time and then alternates",
         result=False,
     ),
-    # -- what only one language has ----------------------------------------------------------------------------------
+    # -- specific to one language ------------------------------------------------------------------------------------
     "intrinsic": OpInfo(
         "target",
         None,
-        "only the renderer ``language`` accepts it. ``code`` is a line of that language in which {0} is the result (a "
-        "vector: {0[0]}, {0[1]} ...; there may be none) and {1}, {2} ... are the operands",
+        "only the renderer of ``language`` accepts it. ``code`` is a line of that language in which {0} is the result, "
+        "if any (lanes of a vector: {0[0]}, {0[1]} ...), and {1}, {2} ... are the operands",
         ("language", "code"),
     ),
-    "comment": OpInfo("target", 0, "a line for the reader of the rendered source", ("text",), result=False),
+    "comment": OpInfo("target", 0, "a comment in the rendered source", ("text",), result=False),
 }

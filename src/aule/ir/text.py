@@ -1,9 +1,9 @@
-"""The printer: a kernel as stable, readable text.
+"""Prints a kernel as stable, readable text.
 
-Equal text means an equal kernel: the engine's cache takes its fingerprint, and golden tests compare it. Results are
-numbered in program order; parameters, shared arrays, variables and loop indices keep the names they were given.
-Constants stand where they are used. ``4`` is an i32, ``4.0`` an f32 and ``true`` a bool; a constant of any other type
-says so (``4:i64``, ``0.5:f16``).
+Equal text means an equal kernel: the engine's cache hashes it, and golden tests compare it. Results are numbered in
+program order; parameters, shared arrays, variables and loop indices keep their names. Constants are printed where they
+are used. ``4`` is an i32, ``4.0`` an f32 and ``true`` a bool; a constant of any other type has a suffix (``4:i64``,
+``0.5:f16``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from aule.ir.ops import OPS
 from aule.ir.types import Scalar
 
 _PLAIN = ("bool", "i32", "f32")
-"""Types of constants that need no suffix: the literal gives them away."""
+"""Types of constants that need no suffix."""
 _INDENT = "  "
 _AT_INDEX = frozenset(
-    {"load", "load_once", "peek", "store", "post", "atomic", "fragment_load", "fragment_store"}
-    | {"cluster_load", "cluster_post"}
+    {"load", "load_once", "store", "atomic", "fragment_load", "fragment_store"} | {"cluster_load", "cluster_post"}
 )
-"""Operations whose first two operands are memory and an index into it."""
+"""Operations whose first two operands are a pointer and an index."""
 
 
 def text(kernel: KernelIR) -> str:
@@ -31,12 +30,12 @@ def text(kernel: KernelIR) -> str:
     Parameters
     ----------
     kernel : KernelIR
-        Any kernel, also one that `verify` would refuse.
+        Any kernel, even one that `verify` would reject.
 
     Returns
     -------
     str
-        Lines that depend on nothing but the kernel.
+        Text that depends only on the kernel.
     """
     names = _names(kernel)
     lines = [f"kernel {kernel.name}("]
@@ -55,12 +54,12 @@ def text(kernel: KernelIR) -> str:
 
 
 def line(kernel: KernelIR, op: Op) -> str:
-    """One operation as `text` prints it, without the blocks inside it."""
+    """Print one operation as `text` does, without its blocks."""
     return _line(op, _names(kernel)).rstrip("{ ")
 
 
 def _names(kernel: KernelIR) -> dict[Value, str]:
-    """A name for every value; a name given twice gets a number behind it."""
+    """A unique name for every value; duplicates get a numeric suffix."""
     names: dict[Value, str] = {}
     used: dict[str, int] = {}
     numbered = 0

@@ -18,18 +18,22 @@ class Scalar:
 
     @property
     def bytes(self) -> int:
+        """Bytes in memory; 1 for bool."""
         return max(self.bits // 8, 1)
 
     @property
     def is_float(self) -> bool:
+        """True for floating-point types."""
         return self.kind == "float"
 
     @property
     def is_int(self) -> bool:
+        """True for signed and unsigned integers."""
         return self.kind in ("int", "uint")
 
     @property
     def is_signed(self) -> bool:
+        """True for signed integers and floats."""
         return self.kind != "uint" and self.kind != "bool"
 
     def __str__(self) -> str:
@@ -45,6 +49,7 @@ class Vector:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all lanes."""
         return self.elem.bytes * self.lanes
 
     def __str__(self) -> str:
@@ -53,7 +58,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A matrix spread over the lanes of a subgroup; ``use`` is its place in ``accumulator += a @ b``."""
+    """A matrix distributed over the lanes of a subgroup; ``use`` is its role in ``accumulator += a @ b``."""
 
     elem: Scalar
     rows: int
@@ -77,26 +82,26 @@ class Pointer:
 
 
 PANEL = 64
-"""Columns of a panel: 128 bytes of elements of 16 bits."""
+"""Columns of a panel: 128 bytes of 16-bit elements."""
 
 
 @dataclass(frozen=True)
 class Panels:
-    """Where in shared memory the factor of a warpgroup's product lies.
+    """Location of a factor of a warpgroup product in shared memory.
 
-    The memory holds a matrix of 16-bit elements in panels of 64 columns. A panel has its rows one after the other, and
-    of a row the eight runs of eight elements in an order of its own, so that neither rows nor columns meet in a bank:
-    element (r, c) is ``offset(r, c)`` elements behind the start.
+    The memory holds a matrix of 16-bit elements in panels of 64 columns. A panel stores its rows one after the other.
+    Within a row, the eight runs of eight elements are swizzled, so that neither rows nor columns have bank conflicts:
+    element (r, c) is ``offset(r, c)`` elements after the start.
 
     Attributes
     ----------
     layout : str
-        "row": the factor lies there as it is; "column": its transpose does.
+        "row": the memory holds the factor; "column": it holds the transpose.
     stride : int
         Elements from one panel to the next; a multiple of 512.
     row, col : int
-        Where in the matrix the factor, or its transpose, begins. The row is a multiple of 8, the column of 16, or of 64
-        where the columns are not what the product sums over.
+        Start of the factor, or of its transpose, in the matrix. The row is a multiple of 8. The column is a multiple of
+        16, or of 64 if the product does not sum over the columns.
     """
 
     layout: Literal["row", "column"]
@@ -105,12 +110,12 @@ class Panels:
     col: int = 0
 
     def offset(self, row: Any, col: Any) -> Any:
-        """Of an element of the matrix, numbers or arrays, from its start."""
+        """Offset of an element from the start of the matrix; takes numbers or arrays."""
         return panel_offset(row, col, self.stride)
 
 
 def panel_offset(row: Any, col: Any, stride: int) -> Any:
-    """Where an element lies behind the start of a matrix in panels (see `Panels`)."""
+    """Offset of an element from the start of a matrix stored in panels (see `Panels`)."""
     run = (col // 8 % 8) ^ (row % 8)
     return col // PANEL * stride + row * PANEL + run * 8 + col % 8
 
@@ -126,7 +131,7 @@ class Ref:
 
 
 ValueType = Scalar | Vector | Fragment
-"""What a register can hold."""
+"""Types that a register can hold."""
 Type = ValueType | Pointer | Ref
 
 bool_ = Scalar("bool", "bool", 1)
@@ -148,7 +153,7 @@ SCALARS: dict[str, Scalar] = {t.name: t for t in (bool_, i8, i16, i32, i64, u8, 
 
 
 def element(type_: Type) -> Scalar:
-    """The scalar that a type is made of."""
+    """The element type of any type."""
     if isinstance(type_, Scalar):
         return type_
     if isinstance(type_, Ref):
@@ -157,9 +162,19 @@ def element(type_: Type) -> Scalar:
 
 
 def with_element(type_: ValueType, elem: Scalar) -> ValueType:
-    """The same shape over another element."""
+    """Replace the element type and keep the shape."""
     if isinstance(type_, Vector):
         return Vector(elem, type_.lanes)
     if isinstance(type_, Fragment):
         return Fragment(elem, type_.rows, type_.cols, type_.use)
     return elem
+
+
+def lanes_of(type_: Type) -> int:
+    """Lanes of a vector; 1 for any other type."""
+    return type_.lanes if isinstance(type_, Vector) else 1
+
+
+def vector_type(elem: Scalar, lanes: int) -> Scalar | Vector:
+    """A vector type of ``lanes``, or the scalar type for one lane."""
+    return elem if lanes == 1 else Vector(elem, lanes)

@@ -1,7 +1,7 @@
-"""The verifier: every rule of ``ops.py``, checked.
+"""Checks a kernel against every rule of ``ops.py``.
 
-`verify` runs at both ends of the pass list and before every rendering, so a renderer may rely on the rules without
-checking them. A failure names the operation, the types it got and the line of Python that emitted it.
+`verify` runs at both ends of the pass list and before every rendering, so renderers may rely on the rules. An error
+names the operation, its types and the line of Python that emitted it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def verify(kernel: KernelIR) -> None:
 
 
 def verify_structure(kernel: KernelIR, soft: frozenset[Scalar] = frozenset()) -> None:
-    """Everything that `verify` checks, except barriers in divergent control flow. ``soft`` are types that passes have
-    left in fragments alone: memory and registers hold their bits, as u16."""
+    """Check everything that `verify` does, except barriers in divergent control flow.
+
+    ``soft`` are types that, after legalisation, exist only in fragments: memory and registers hold their bits as u16.
+    """
     Verifier(kernel, soft).run()
 
 
 class Verifier:
-    """Walks over a kernel; the rules call it back."""
+    """Walks a kernel and applies the rule of each operation, which calls back into this class."""
 
     def __init__(self, kernel: KernelIR, soft: frozenset[Scalar] = frozenset()) -> None:
         self.kernel, self.soft = kernel, soft
@@ -56,7 +58,7 @@ class Verifier:
         self._header()
         self._block(self.kernel.body)
 
-    # -- the kernel as a whole -------------------------------------------------------------------------------------
+    # -- kernel header ---------------------------------------------------------------------------------------------
 
     def _header(self) -> None:
         kernel = self.kernel
@@ -120,7 +122,7 @@ class Verifier:
         self.visible.add(value)
 
     def _form(self, op: Op) -> OpInfo:
-        """Opcode, arity, attributes, blocks, result and scope."""
+        """Check opcode, arity, attributes, blocks, result and scope."""
         info = OPS.get(op.opcode)
         if info is None:
             raise KernelError(f"kernel {self.kernel.name}: expected an operation of the language, got {op.opcode!r} "
@@ -157,25 +159,25 @@ class Verifier:
         if element(type_) != SCALARS.get(element(type_).name):
             self.fail(op, "a type of the language", str(type_))
 
-    # -- tools of the rules ----------------------------------------------------------------------------------------
+    # -- helpers for the rules -------------------------------------------------------------------------------------
 
     def fail(self, op: Op, expected: str, got: str) -> NoReturn:
-        """Refuse an operation."""
+        """Raise the error for an operation."""
         raise KernelError(f"kernel {self.kernel.name}: {op.opcode}: expected {expected}, got {got}; "
                           f"`{line(self.kernel, op)}` at {op.where}")  # fmt: skip
 
     def require(self, op: Op, holds: bool, expected: str) -> None:
-        """Fail with the types of the operands and of the result."""
+        """Raise an error that shows the types of operands and result, unless a condition holds."""
         if not holds:
             got = ", ".join(str(arg.type) for arg in op.args) or "no operands"
             self.fail(op, expected, got if op.result is None else f"{got} -> {op.result.type}")
 
     def outside(self, fragment: Fragment) -> Scalar:
-        """What memory and registers hold of a fragment's elements."""
+        """Type that memory and registers use for a fragment's elements."""
         return u16 if fragment.elem in self.soft else fragment.elem
 
     def memory(self, op: Op, spaces: tuple[str, ...], *, reads: bool, writes: bool, at: int = 0) -> Pointer:
-        """Rules of all operations on a pointer, operand number ``at``, and an index behind it."""
+        """Check the pointer at operand ``at`` and the index after it; returns the pointer's type."""
         pointer, index = op.args[at].type, op.args[at + 1].type
         self.require(
             op,

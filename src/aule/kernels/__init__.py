@@ -1,4 +1,4 @@
-"""The kernel library: kernels as objects that a person can look at and compile without a device.
+"""The kernel library: kernels as objects, to inspect and compile without a device.
 
 >>> from aule.kernels import AttentionKernel
 >>> kernel = AttentionKernel(2048, 64).with_causal()

@@ -1,4 +1,4 @@
-"""AttentionKernel: the forward kernel of one attention layer, as an object."""
+"""`AttentionKernel`: the forward kernel of one attention layer, as an object."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
 from aule.kernels.tiles import TileConfig, check_tiles, config_for, shape_for_tiles, tensor_core_config
+from aule.ops.attention.build import KERNEL_NAME, build_forward
 from aule.ops.attention.config import ForwardConfig
 from aule.ops.attention.cpu import forward as cpu_forward
 from aule.ops.attention.cpu.plan import plan_alone
-from aule.ops.attention.forward import KERNEL_NAME, build_forward
-from aule.ops.attention.plan import ForwardPlan, plan_forward
+from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.checked import checked_flag, checked_integer
-from aule.ops.step import Step
+from aule.ops.shared.checks import checked_flag, checked_integer
+from aule.ops.shared.plan import Step
 from aule.target import Target
 from aule.view import TensorView
 
@@ -26,13 +26,13 @@ from aule.view import TensorView
 class AttentionKernel(EmittedKernel):
     """FlashAttention's forward kernel for ``[batch_size, num_heads, seq_len, head_dim]``.
 
-    Objects are immutable: the ``with_`` methods give changed copies. The kernel's parameters are the buffers ``q_ptr``,
-    ``k_ptr``, ``v_ptr`` and ``o_ptr`` and scalars, whose values `plan` gives for contiguous arrays.
+    Objects are immutable: the ``with_`` methods return changed copies. The kernel's parameters are the buffers
+    ``q_ptr``, ``k_ptr``, ``v_ptr`` and ``o_ptr``, and scalars. `plan` returns their values for contiguous arrays.
 
     Parameters
     ----------
     seq_len : int
-        Length of queries and keys.
+        Number of queries and of keys.
     head_dim : int
         1 to 256.
     num_heads, num_kv_heads, batch_size : int
@@ -40,13 +40,14 @@ class AttentionKernel(EmittedKernel):
     scale : float
         Factor of the scores; default ``1 / sqrt(head_dim)``.
     causal : bool
+        Row i attends to keys 0..i.
     dtype : {"f32", "f16", "bf16"}
-        Of q, k, v and o; sums are always fp32.
+        Element type of q, k, v and o; sums are always fp32.
     tiles : (int, int), optional
-        Query rows of a workgroup and keys of a step. Default: what `aule.flash_attention` uses on the target.
+        Query rows per workgroup and keys per step. Default: what `aule.flash_attention` uses on the target.
     use_tensor_cores : bool
-        Products run on matrix units (`tensor_core`), not on the ordinary ones. `aule.flash_attention` does so in fp16
-        and bf16 wherever a device has them and their layout is known.
+        Compute products on matrix units (see `tensor_core`). `aule.flash_attention` does so for fp16 and bf16 if the
+        device has them and their layout is known.
 
     Examples
     --------
@@ -111,11 +112,11 @@ class AttentionKernel(EmittedKernel):
 
     @classmethod
     def tensor_core(cls, seq_len: int, head_dim: int, *, dtype: str = "f16", **options: Any) -> AttentionKernel:
-        """The kernel for matrix units, whose products are of fp16 or bf16 and summed in fp32.
+        """Make the kernel for matrix units, which multiply fp16 or bf16 and sum in fp32.
 
         Parameters
         ----------
-        options
+        seq_len, head_dim, dtype, **options
             As for `AttentionKernel`.
         """
         return cls(seq_len, head_dim, dtype=dtype, use_tensor_cores=True, **options)
@@ -123,24 +124,24 @@ class AttentionKernel(EmittedKernel):
     # -- variants --------------------------------------------------------------------------------------------------
 
     def with_causal(self, causal: bool = True) -> AttentionKernel:
-        """The kernel in which row i attends to keys 0..i."""
+        """Return the kernel in which row i attends to keys 0..i."""
         return replace(self, causal=causal)
 
     def with_tiles(self, q: int, kv: int) -> AttentionKernel:
-        """The kernel with tiles of ``q`` query rows and ``kv`` keys, both multiples of 8.
+        """Return the kernel with tiles of ``q`` query rows and ``kv`` keys, both multiples of 8.
 
         Raises
         ------
         InvalidArgumentError
-            No device can have such tiles. One that the device at hand cannot have is refused by `build`.
+            No device supports these tiles. `build` raises if only its target does not support them.
         """
         return replace(self, tiles=(q, kv))
 
     def with_scale(self, scale: float) -> AttentionKernel:
-        """The kernel with another factor of the scores."""
+        """Return the kernel with another factor of the scores."""
         return replace(self, scale=scale)
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -150,21 +151,32 @@ class AttentionKernel(EmittedKernel):
 
     @property
     def tile_q(self) -> int:
-        """Query rows of a workgroup; while no tiles were chosen, those of the default target."""
+        """Query rows per workgroup: those chosen, else those of the default target."""
         return self.config().tile_q
 
     @property
     def tile_kv(self) -> int:
-        """Keys of a step; while no tiles were chosen, those of the default target."""
+        """Keys per step: those chosen, else those of the default target."""
         return self.config().tile_kv
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Shared memory of a workgroup on the default target; ``config(target).shared_memory_bytes`` for another."""
+        """Shared memory of a workgroup on the default target; for others use ``config(target).shared_memory_bytes``."""
         return self.config().shared_memory_bytes
 
     def config(self, target: str | Target | None = None) -> TileConfig:
-        """The tiles on a GPU (default: as for `build`)."""
+        """Return the tiles on a GPU.
+
+        Parameters
+        ----------
+        target : str or Target, optional
+            As for `build`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The target is a CPU, or the tiles do not fit it.
+        """
         resolved = self._target(target)
         if resolved.backend == "cpu":
             raise InvalidArgumentError(
@@ -178,8 +190,19 @@ class AttentionKernel(EmittedKernel):
         shape = shape_for_tiles(resolved, *self.tiles, self.head_dim, self.head_dim)
         return TileConfig(resolved.name, resolved, self.head_dim, self.head_dim, shape, "chosen by hand")
 
-    def plan(self, target: str | Target | None = None) -> ForwardPlan | Step:
-        """Configuration, grid and scalar arguments for contiguous arrays."""
+    def plan(self, target: str | Target | None = None) -> Step:
+        """Return the kernel's configuration, grid and scalar arguments for contiguous arrays.
+
+        Parameters
+        ----------
+        target : str or Target, optional
+            As for `build`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The tiles do not fit the target.
+        """
         resolved = self._target(target)
         if resolved.backend == "cpu" and self.tiles is not None:
             raise InvalidArgumentError(
@@ -202,10 +225,10 @@ class AttentionKernel(EmittedKernel):
         views = {"q": queries, "k": keys, "v": keys, "o": queries}
         if resolved.backend == "cpu":
             return plan_alone(problem, views, resolved)
-        plan = plan_forward(problem, views, resolved, shape=self.config(resolved).shape)
-        if isinstance(plan.config, ForwardConfig):  # what is emitted takes other lengths and strides, too
-            plan = replace(plan, config=replace(plan.config, whole=False))
-        return plan
+        (step,) = plan_forward(problem, views, resolved, shape=self.config(resolved).shape).steps
+        if isinstance(step.config, ForwardConfig):  # the emitted kernel accepts other lengths and strides too
+            step = replace(step, config=replace(step.config, full_tiles=False))
+        return step
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel.
@@ -222,10 +245,8 @@ class AttentionKernel(EmittedKernel):
             The tiles do not fit the target.
         """
         resolved = self._target(target)
-        plan = self.plan(resolved)
-        if isinstance(plan, Step):
-            return cpu_forward.build_forward(plan.config, resolved, self.name)
-        return build_forward(plan.config, resolved, self.name)
+        build = cpu_forward.build_forward if resolved.backend == "cpu" else build_forward
+        return build(self.plan(resolved).config, resolved, self.name)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -234,15 +255,15 @@ class AttentionKernel(EmittedKernel):
             return target
         if target is not None:
             return target_for(target)
-        portable, roomy = target_for("wgsl"), target_for("ptx")
+        portable, large = target_for("wgsl"), target_for("ptx")
         if self.use_tensor_cores:
-            return roomy
+            return large
         if self.tiles is None:
             return portable
         try:
             shape_for_tiles(portable, *self.tiles, self.head_dim, self.head_dim)
         except InvalidArgumentError:
-            return roomy
+            return large
         return portable
 
     def _view(self, heads: int) -> TensorView:

@@ -1,4 +1,4 @@
-"""The kernels of decoding as objects: the very ones that `aule.decode_attention` launches."""
+"""The decoding kernels that `aule.decode_attention` launches, as objects."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from aule.errors import InvalidArgumentError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
 from aule.ops.decode.config import DecodeShape
-from aule.ops.decode.plan import plan_decode
+from aule.ops.decode.plan.decode import plan_decode
+from aule.ops.decode.plan.shapes import choose_decode_shape, subgroup_size
 from aule.ops.decode.problem import DecodeProblem
-from aule.ops.decode.shapes import choose_decode_shape, subgroup_size
-from aule.ops.step import Step
+from aule.ops.shared.plan import Step
 from aule.target import Target
 from aule.view import TensorView
 
 FLASH_DECODE_CHUNK_SIZE = 512
-"""Keys of a part of a split sequence."""
+"""Default number of keys per chunk of a split sequence."""
 
 
 @dataclass(frozen=True)
 class IncrementalAttentionKernel(EmittedKernel):
-    """One query token of one sequence against its cache, by one subgroup for each key head, without shared memory.
+    """Attention of one query token to the cache of its sequence. Uses one subgroup per key head and no shared memory.
 
-    The kernel's parameters are the buffers ``q_ptr``, ``k_ptr``, ``v_ptr``, ``lens_ptr`` (the keys that there are) and
-    ``o_ptr``, and scalars, whose values `plan` gives for contiguous arrays ``[batch_size, heads, length, head_dim]``.
+    The kernel's parameters are the buffers ``q_ptr``, ``k_ptr``, ``v_ptr``, ``lens_ptr`` (the number of keys) and
+    ``o_ptr``, and scalars. `plan` returns their values for contiguous arrays ``[batch_size, heads, length, head_dim]``.
 
     Parameters
     ----------
     max_seq_len : int
-        Keys that the cache has room for.
+        Capacity of the cache in keys.
     head_dim : int
         1 to 256.
     num_heads, num_kv_heads : int
@@ -40,7 +40,7 @@ class IncrementalAttentionKernel(EmittedKernel):
     scale : float
         Factor of the scores; default ``1 / sqrt(head_dim)``.
     dtype : {"f32", "f16", "bf16"}
-        Of q, k, v and o; sums are always fp32.
+        Element type of q, k, v and o; sums are always fp32.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class IncrementalAttentionKernel(EmittedKernel):
     num_heads: int = 1
     num_kv_heads: int = 0
     batch_size: int = field(default=1, kw_only=True)
-    scale: float = field(default=None, kw_only=True)  # type: ignore[assignment]  # never None once it is made
+    scale: float = field(default=None, kw_only=True)  # type: ignore[assignment]  # never None after __post_init__
     dtype: str = field(default="f32", kw_only=True)
 
     name: ClassVar[str] = "incremental_attention"
@@ -70,7 +70,7 @@ class IncrementalAttentionKernel(EmittedKernel):
         object.__setattr__(self, "scale", self._checked_scale(self.scale, self.head_dim))
 
     def with_scale(self, scale: float) -> Any:
-        """The kernel with another factor of the scores."""
+        """Return the kernel with another factor of the scores."""
         return replace(self, scale=scale)
 
     @property
@@ -86,12 +86,12 @@ class IncrementalAttentionKernel(EmittedKernel):
         return bytes_
 
     def plan(self, target: str | Target | None = None) -> Step:
-        """Configuration, grid and scalar arguments for contiguous arrays."""
+        """Return the kernel's configuration, grid and scalar arguments for contiguous arrays."""
         resolved = _resolved(target)
         problem = self._problem()
-        return plan_decode(
-            problem, self._views(), resolved, shape=self._shape(problem, resolved), splits=self._splits(), gather=False
-        ).steps[0]
+        shape, splits = self._shape(problem, resolved), self._splits()
+        plan = plan_decode(problem, self._views(), resolved, shape=shape, splits=splits, combine="second_launch")
+        return plan.steps[0]
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel.
@@ -122,10 +122,10 @@ class IncrementalAttentionKernel(EmittedKernel):
         return {"q": queries, "k": keys, "v": keys, "o": queries, "lens": lens}
 
     def _shape(self, problem: DecodeProblem, target: Target) -> DecodeShape:
-        usual = choose_decode_shape(problem, target, _run(self.head_dim, self.dtype))
+        usual = choose_decode_shape(problem, target, _vector_elements(self.head_dim, self.dtype))
         if subgroup_size(target):
             return replace(usual, subgroups=1)
-        # Nobody to exchange with: a thread for each row, which holds whole keys.
+        # Without subgroups threads cannot exchange data: one thread per row holds full keys.
         return replace(usual, rows=1, lanes=1, keys=1, subgroups=1)
 
     def _splits(self) -> int:
@@ -134,12 +134,14 @@ class IncrementalAttentionKernel(EmittedKernel):
 
 @dataclass(frozen=True)
 class MultiWarpIncrementalAttentionKernel(IncrementalAttentionKernel):
-    """The same by several subgroups for each key head, whose results are put together in shared memory.
+    """Attention of one query token, with several subgroups per key head that combine their results in shared memory.
 
     Parameters
     ----------
+    max_seq_len, head_dim, num_heads, num_kv_heads, batch_size, scale, dtype
+        As for `IncrementalAttentionKernel`.
     num_warps_per_head : int
-        Subgroups of a workgroup; where a device has none, parts of a workgroup that take turns with keys.
+        Subgroups of a workgroup, or equal parts of a workgroup on a device without subgroups.
     """
 
     num_warps_per_head: int = 4
@@ -150,8 +152,8 @@ class MultiWarpIncrementalAttentionKernel(IncrementalAttentionKernel):
         self._check_sizes(self.dtype, num_warps_per_head=self.num_warps_per_head)
 
     def _shape(self, problem: DecodeProblem, target: Target) -> DecodeShape:
-        usual = choose_decode_shape(problem, target, _run(self.head_dim, self.dtype))
-        if target.backend == "cpu":  # where a workgroup is one thread
+        usual = choose_decode_shape(problem, target, _vector_elements(self.head_dim, self.dtype))
+        if target.backend == "cpu":  # a workgroup is one thread
             return usual
         shape = replace(usual, subgroups=self.num_warps_per_head)
         need = shape.shared_bytes(self.head_dim)
@@ -165,20 +167,23 @@ class MultiWarpIncrementalAttentionKernel(IncrementalAttentionKernel):
 
 @dataclass(frozen=True)
 class BatchedIncrementalAttentionKernel(IncrementalAttentionKernel):
-    """One query token for each sequence of a batch, every sequence with its own length, in one launch."""
+    """Attention of one query token per sequence of a batch, in one launch. Each sequence has its own length."""
 
     batch_size: int = field(default=1, kw_only=False)
     name: ClassVar[str] = "batched_incremental_attention"
 
     def _shape(self, problem: DecodeProblem, target: Target) -> DecodeShape:
-        return choose_decode_shape(problem, target, _run(self.head_dim, self.dtype))
+        return choose_decode_shape(problem, target, _vector_elements(self.head_dim, self.dtype))
 
 
 @dataclass(frozen=True)
 class FlashDecodingChunkKernel(BatchedIncrementalAttentionKernel):
-    """The same with the keys of each sequence divided among workgroups, for caches longer than a few workgroups read
-    quickly. It leaves normalised parts in ``part_ptr`` and their log-sum-exps (base 2) in ``part_lse_ptr``,
-    ``[batch_size, num_heads, num_chunks, ...]``, for `FlashDecodingReduceKernel`."""
+    """Attention of one query token per sequence, with the keys of a sequence split over workgroups.
+
+    This is for long caches. The kernel writes normalised partial results to ``part_ptr`` and their log-sum-exps
+    (base 2) to ``part_lse_ptr``, both ``[batch_size, num_heads, num_chunks, ...]``. `FlashDecodingReduceKernel`
+    combines them.
+    """
 
     chunk_size: int = field(default=FLASH_DECODE_CHUNK_SIZE, kw_only=True)
     name: ClassVar[str] = "flash_decoding_chunk"
@@ -189,23 +194,23 @@ class FlashDecodingChunkKernel(BatchedIncrementalAttentionKernel):
 
     @property
     def num_chunks(self) -> int:
-        """Parts of a sequence that fills the cache."""
+        """Number of chunks of a sequence that fills the cache."""
         return -(-self.max_seq_len // self.chunk_size)
 
     def _splits(self) -> int:
-        return max(self.num_chunks, 2)  # one part alone would be a whole result
+        return max(self.num_chunks, 2)  # with one chunk there would be no partial results
 
 
 @dataclass(frozen=True)
 class FlashDecodingReduceKernel(EmittedKernel):
-    """Adds up the parts that `FlashDecodingChunkKernel` left, weighted by their log-sum-exps.
+    """Combines the partial results of `FlashDecodingChunkKernel`, weighted by their log-sum-exps.
 
     Parameters
     ----------
-    head_dim, num_heads, batch_size : int
-        As of the first kernel.
+    head_dim, num_heads, batch_size, dtype
+        As for `FlashDecodingChunkKernel`.
     num_chunks : int
-        Parts of each sequence.
+        Number of chunks per sequence.
     """
 
     head_dim: int
@@ -222,9 +227,9 @@ class FlashDecodingReduceKernel(EmittedKernel):
             raise InvalidShapeError(
                 f"[FlashDecodingReduceKernel] expected num_chunks >= 2, got {self.num_chunks}; one part is the result"
             )
-        self._first()  # which refuses what it cannot have
+        self._chunk_kernel()  # checks the other sizes
 
-    def _first(self) -> FlashDecodingChunkKernel:
+    def _chunk_kernel(self) -> FlashDecodingChunkKernel:
         length = self.num_chunks * FLASH_DECODE_CHUNK_SIZE
         return FlashDecodingChunkKernel(
             length, self.head_dim, self.num_heads, self.num_heads, self.batch_size, dtype=self.dtype
@@ -236,10 +241,10 @@ class FlashDecodingReduceKernel(EmittedKernel):
         return self.artifact("ptx").shared_bytes
 
     def plan(self, target: str | Target | None = None) -> Step:
-        """Configuration, grid and scalar arguments for contiguous arrays."""
-        first = self._first()
-        problem, views = first._problem(), first._views()
-        return plan_decode(problem, views, _resolved(target), splits=self.num_chunks, gather=False).steps[1]
+        """Return the kernel's configuration, grid and scalar arguments for contiguous arrays."""
+        chunks = self._chunk_kernel()
+        problem, views = chunks._problem(), chunks._views()
+        return plan_decode(problem, views, _resolved(target), splits=self.num_chunks, combine="second_launch").steps[1]
 
     def build(self, target: str | Target | None = None) -> KernelIR:
         """Trace the kernel; default target: ``aule.codegen.target_for("ptx")``."""
@@ -252,6 +257,6 @@ def _resolved(target: str | Target | None) -> Target:
     return target if isinstance(target, Target) else target_for(target or "ptx")
 
 
-def _run(head_dim: int, dtype: str) -> int:
-    """Elements of a contiguous row that can be read at once."""
+def _vector_elements(head_dim: int, dtype: str) -> int:
+    """Return how many elements of a contiguous row one vector load can read."""
     return math.gcd(head_dim, 4 if dtype == "f32" else 8)

@@ -1,4 +1,4 @@
-"""EmittedKernel: what every kernel of the library has, its code in any language."""
+"""`EmittedKernel`, the base class of the library's kernels: renders a kernel in any language."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from aule.codegen import generate, target_for
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ir import KernelIR
 from aule.ops.attention.validate import MAX_HEAD_DIM
-from aule.ops.checked import checked_number
+from aule.ops.shared.checks import checked_number
 from aule.target import Target
 
 _DTYPES = ("f32", "f16", "bf16")
 
 
 class EmittedKernel(ABC):
-    """A kernel that can be traced for a target and written down in its language."""
+    """A kernel that can be traced for a target and rendered in its language."""
 
     def _check_sizes(self, dtype: str, **sizes: Any) -> None:
-        """Refuse sizes that are no positive integers, and other types than kernels are made for."""
+        """Refuse sizes that are not positive integers, and unsupported dtypes."""
         kind = type(self).__name__
         for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 63:
@@ -33,7 +33,7 @@ class EmittedKernel(ABC):
             raise InvalidDtypeError(f"[{kind}] expected dtype {', '.join(_DTYPES)}, got {dtype!r}; choose one")
 
     def _check_heads(self, head_dim: Any, num_heads: int, num_kv_heads: int) -> None:
-        """Refuse head dimensions and numbers of heads that attention does not have."""
+        """Refuse head dimensions and numbers of heads that attention does not support."""
         kind = type(self).__name__
         if not isinstance(head_dim, (int, np.integer)) or not 1 <= head_dim <= MAX_HEAD_DIM:
             raise InvalidShapeError(
@@ -47,7 +47,7 @@ class EmittedKernel(ABC):
             )
 
     def _checked_scale(self, scale: Any, head_dim: int) -> float:
-        """The factor of the scores; None is ``1 / sqrt(head_dim)``."""
+        """Return the factor of the scores; ``1 / sqrt(head_dim)`` for None."""
         if scale is None:
             return 1.0 / math.sqrt(head_dim)
         kind = type(self).__name__
@@ -60,10 +60,28 @@ class EmittedKernel(ABC):
 
     @abstractmethod
     def build(self, target: str | Target | None = None) -> KernelIR:
-        """Trace the kernel for a device, a language, or whatever it takes by default."""
+        """Trace the kernel for a device, a language, or the kernel's default target."""
 
     def artifact(self, language: str, target: Target | None = None) -> Artifact:
-        """The kernel in a language, with its parameters, workgroup and shared memory."""
+        """Render the kernel, with its parameters, workgroup and shared memory.
+
+        Parameters
+        ----------
+        language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
+        target : Target, optional
+            A particular device; default: what nearly every device with this language can do.
+
+        Returns
+        -------
+        Artifact
+
+        Raises
+        ------
+        InvalidArgumentError
+            The target is not one of the language.
+        BackendUnavailableError
+            The language is unknown.
+        """
         expected = registry.by_language(language)
         resolved = target_for(language) if target is None else target
         if resolved.backend != expected.name:
@@ -74,37 +92,49 @@ class EmittedKernel(ABC):
         return generate(self.build(resolved), resolved)
 
     def emit(self, language: str, target: Target | None = None) -> str | bytes:
-        """Source text, or the binary of SPIR-V.
+        """Render the kernel's code.
 
         Parameters
         ----------
         language : {"ptx", "spirv", "opencl", "wgsl", "msl", "llvm"}
         target : Target, optional
-            A particular device; default: what nearly every device of the kind can do.
+            A particular device; default: what nearly every device with this language can do.
+
+        Returns
+        -------
+        str or bytes
+            Source text, or the binary for SPIR-V.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The target is not one of the language.
+        BackendUnavailableError
+            The language is unknown.
         """
         artifact = self.artifact(language, target)
         return artifact.code if artifact.language == "spirv" else artifact.text
 
     def emit_ptx(self, target: Target | None = None) -> str:
-        """PTX for NVIDIA's driver."""
+        """Render PTX for NVIDIA's driver."""
         return self.artifact("ptx", target).text
 
     def emit_spirv(self, target: Target | None = None) -> bytes:
-        """A SPIR-V module for Vulkan."""
+        """Render a SPIR-V module for Vulkan."""
         return self.artifact("spirv", target).code
 
     def emit_opencl(self, target: Target | None = None) -> str:
-        """OpenCL C."""
+        """Render OpenCL C."""
         return self.artifact("opencl", target).text
 
     def emit_wgsl(self, target: Target | None = None) -> str:
-        """WGSL for WebGPU."""
+        """Render WGSL for WebGPU."""
         return self.artifact("wgsl", target).text
 
     def emit_msl(self, target: Target | None = None) -> str:
-        """The Metal Shading Language."""
+        """Render the Metal Shading Language."""
         return self.artifact("msl", target).text
 
     def emit_llvm(self, target: Target | None = None) -> str:
-        """LLVM IR for a CPU."""
+        """Render LLVM IR for a CPU."""
         return self.artifact("llvm", target).text

@@ -1,4 +1,4 @@
-"""The ops beside attention as objects: forward kernels on contiguous arrays.
+"""Forward kernels of the ops other than attention, as objects, for contiguous arrays.
 
 >>> from aule.kernels import SwiGLUKernel
 >>> kernel = SwiGLUKernel(4096, 11008, dtype="bf16")
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from aule.codegen import target_for
-from aule.engine.fused import result_views
+from aule.engine.row_ops import result_views
 from aule.ir import KernelIR
 from aule.kernels.emitted import EmittedKernel
-from aule.ops.attention.validate import checked_dropout
 from aule.ops.catalogue import CATALOGUE
-from aule.ops.step import Step
+from aule.ops.shared.checks import checked_dropout
+from aule.ops.shared.plan import Step
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
 
@@ -27,8 +27,8 @@ from aule.view import TensorView, contiguous_strides
 class FusedKernel(EmittedKernel):
     """The forward kernel of an op of the catalogue.
 
-    Its parameters are the buffers of the op's operands and outputs, ``x_ptr`` and so on, and scalars, whose values
-    `plan` gives for contiguous arrays.
+    Its parameters are the buffers of the op's operands and outputs, ``x_ptr`` and so on, and scalars. `plan` returns
+    the scalars' values for contiguous arrays.
     """
 
     op: str
@@ -37,10 +37,10 @@ class FusedKernel(EmittedKernel):
 
     @abstractmethod
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """dtype and shape of each operand, by name."""
+        """Return the dtype and shape of each operand, by name."""
 
     def options(self) -> dict[str, Any]:
-        """The op's options that are not its defaults."""
+        """Return the options that differ from the op's defaults."""
         return {}
 
     @property
@@ -50,15 +50,15 @@ class FusedKernel(EmittedKernel):
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Shared memory of a workgroup on the default target; 0 where a row needs one subgroup only."""
+        """Shared memory of a workgroup on the default target; 0 if one subgroup is enough for a row."""
         return self.build().shared_bytes
 
     def plan(self, target: str | Target | None = None) -> Step:
-        """Configuration, grid and scalar arguments for contiguous arrays."""
+        """Return the kernel's configuration, grid and scalar arguments for contiguous arrays."""
         return self.steps(target)[-1]
 
     def steps(self, target: str | Target | None = None) -> tuple[Step, ...]:
-        """All launches of the op, of which the kernel is the last."""
+        """Return all launches of the op. The last one is this kernel."""
         spec = CATALOGUE[self.op]
         views = {
             name: TensorView(dtype, shape, contiguous_strides(shape), "device", None)
@@ -69,8 +69,13 @@ class FusedKernel(EmittedKernel):
         return spec.plan(call.problem, dict(call.views) | result_views(call), self._target(target)).steps
 
     def build(self, target: str | Target | None = None) -> KernelIR:
-        """Trace the kernel for a device or a language; by default ``aule.codegen.target_for("wgsl")``, whose limits
-        every device meets."""
+        """Trace the kernel.
+
+        Parameters
+        ----------
+        target : str or Target, optional
+            A device or a language. Default: ``aule.codegen.target_for("wgsl")``, whose limits every device meets.
+        """
         step = self.plan(target)
         return step.build(step.config, self._target(target))
 
@@ -80,53 +85,48 @@ class FusedKernel(EmittedKernel):
 
 
 @dataclass(frozen=True)
-class SwiGLUKernel(FusedKernel):
-    """``y = silu(gate) * up`` on ``[rows, length]``."""
+class _RowsKernel(FusedKernel):
+    """A kernel on arrays ``[rows, length]``."""
 
     rows: int
     length: int
     dtype: str = "f32"
-    op = "swiglu"
 
     def __post_init__(self) -> None:
         self._check_sizes(self.dtype, rows=self.rows, length=self.length)
+
+
+class _GatedKernel(_RowsKernel):
+    """A kernel on a gate and a value to be gated."""
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
 
 
 @dataclass(frozen=True)
-class GeGLUKernel(FusedKernel):
+class SwiGLUKernel(_GatedKernel):
+    """``y = silu(gate) * up`` on ``[rows, length]``."""
+
+    op = "swiglu"
+
+
+@dataclass(frozen=True)
+class GeGLUKernel(_GatedKernel):
     """``y = gelu(gate) * up`` on ``[rows, length]``; ``approximate`` is ``"none"`` or ``"tanh"``."""
 
-    rows: int
-    length: int
-    dtype: str = "f32"
     approximate: str = "none"
     op = "geglu"
-
-    def __post_init__(self) -> None:
-        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
-
-    def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return dict.fromkeys(("gate", "up"), (self.dtype, (self.rows, self.length)))
 
     def options(self) -> dict[str, Any]:
         return {"approximate": self.approximate}
 
 
 @dataclass(frozen=True)
-class ResidualLayerNormKernel(FusedKernel):
+class ResidualLayerNormKernel(_RowsKernel):
     """``h = x + residual`` and its LayerNorm ``y``, on ``[rows, length]``, with weight and bias."""
 
-    rows: int
-    length: int
-    dtype: str = "f32"
     eps: float = 1e-5
     op = "residual_layer_norm"
-
-    def __post_init__(self) -> None:
-        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         rows = dict.fromkeys(("x", "residual"), (self.dtype, (self.rows, self.length)))
@@ -138,12 +138,11 @@ class ResidualLayerNormKernel(FusedKernel):
 
 @dataclass(frozen=True)
 class LayerNormLinearKernel(FusedKernel):
-    """``y = layer_norm(x) @ weight.T + bias`` on ``[rows, length]``, with a weight of ``[features, length]`` and the
-    normalisation's weight and bias.
+    """``y = layer_norm(x) @ weight.T + bias`` on ``[rows, length]``, with a weight of ``[features, length]``.
 
-    The kernel is the product, on matrix units where the target has such. What normalises each row, three numbers of
-    fp32 in ``statistics_ptr``, comes from the first of `steps`. For CPUs and more than 96 rows the weight is in
-    ``packed_ptr`` instead, where the second of three steps has put it.
+    The normalisation has a weight and a bias too. The kernel is the product, on matrix units if the target has them.
+    The first of `steps` computes the statistics of each row, three fp32 numbers in ``statistics_ptr``. On CPUs with
+    many rows, the second of three steps packs the weight into ``packed_ptr``, which the kernel then reads instead.
     """
 
     rows: int
@@ -167,8 +166,10 @@ class LayerNormLinearKernel(FusedKernel):
 
 @dataclass(frozen=True)
 class RMSNormRoPEKernel(FusedKernel):
-    """Rotary position embedding of RMSNorm of heads, on ``[batch_size, num_heads, seq_len, head_dim]``, with tables of
-    fp32 ``[seq_len, head_dim / 2]``."""
+    """RMSNorm of heads, then rotary position embedding, on ``[batch_size, num_heads, seq_len, head_dim]``.
+
+    The tables ``cos`` and ``sin`` are fp32 ``[seq_len, head_dim / 2]``.
+    """
 
     seq_len: int
     head_dim: int
@@ -194,18 +195,15 @@ class RMSNormRoPEKernel(FusedKernel):
 
 
 @dataclass(frozen=True)
-class SoftmaxDropoutKernel(FusedKernel):
+class SoftmaxDropoutKernel(_RowsKernel):
     """Softmax of rows with dropout, on ``[rows, length]``; ``seed_ptr`` holds the two words of the seed."""
 
-    rows: int
-    length: int
-    dtype: str = "f32"
     dropout_p: float = 0.1
     causal: bool = False
     op = "softmax_dropout"
 
     def __post_init__(self) -> None:
-        self._check_sizes(self.dtype, rows=self.rows, length=self.length)
+        super().__post_init__()
         object.__setattr__(self, "dropout_p", checked_dropout("SoftmaxDropoutKernel", self.dropout_p))
 
     def operands(self) -> dict[str, tuple[str, tuple[int, ...]]]:

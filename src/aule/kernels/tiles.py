@@ -8,16 +8,18 @@ from itertools import product
 from types import MappingProxyType
 from typing import Protocol
 
+from aule import tuning
 from aule.codegen import TARGETS
 from aule.errors import InvalidArgumentError
-from aule.ops.attention.tiles import ENTRIES, choose_fragments, choose_shape
-from aule.ops.checked import checked_integer
+from aule.ops.attention.plan.tiles import SIMT, choose_fragments, choose_shape, simt_shape
+from aule.ops.shared.checks import checked_integer
 from aule.target import Target
-from aule.tile.arrangement import SIZE
-from aule.tile.fragment import fitted, multiplies
-from aule.tile.fragment_shape import FragmentShape
-from aule.tile.matrix import padded
-from aule.tile.simt_shape import SimtShape, uses_subgroups
+from aule.tile.common.matrix import padded
+from aule.tile.fragment.arrangement import SIZE
+from aule.tile.fragment.engine import fitted, multiplies
+from aule.tile.fragment.shape import FragmentShape
+from aule.tile.simt.shape import SimtShape, uses_subgroups
+from aule.tuning.family import GENERIC, families
 
 TILE_STEP = 8
 """Tiles are multiples of this: fewer rows or columns leave no work for a workgroup's threads."""
@@ -32,15 +34,17 @@ MAX_ACCUMULATORS = 96
 """Sums that one thread of hand-chosen tiles may hold: 64 + 32 leave room for operands below 255 registers."""
 
 BY_RULE = "by rule, not measured"
-MEASURED = "measured on an NVIDIA H200 (docs/performance.md)"
 """Where a configuration comes from when nobody has timed it."""
+_MEASURED_DIMS = (64, 128)
+"""Head dimensions for which the tables were measured."""
 
 
 class NeedsSharedMemory(Protocol):
     """Anything that knows how much shared memory a workgroup of it uses."""
 
     @property
-    def shared_memory_bytes(self) -> int: ...
+    def shared_memory_bytes(self) -> int:
+        """Shared memory of a workgroup."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,16 @@ def config_for(target: Target, head_dim: int, value_dim: int | None = None, name
     """The configuration that calls of `aule.flash_attention` use on a target."""
     values = head_dim if value_dim is None else value_dim
     shape = choose_shape(target, head_dim, values)
-    measured = target.backend == "cuda" and target.arch == "sm_90" and head_dim == values and head_dim in (64, 128)
-    return TileConfig(name or target.name, target, head_dim, values, shape, MEASURED if measured else BY_RULE)
+    origin = _origin(target, shape) if head_dim == values and head_dim in _MEASURED_DIMS else BY_RULE
+    return TileConfig(name or target.name, target, head_dim, values, shape, origin)
+
+
+def _origin(target: Target, shape: SimtShape) -> str:
+    """Where a table's shape was measured, if on a device of the target's own family."""
+    for record in tuning.family_records(families(target)[0], SIMT):
+        if simt_shape(record.use) == shape and isinstance(record.measured, dict):
+            return f"measured on {record.measured['device']} (docs/lab/{record.note})"
+    return BY_RULE
 
 
 def tensor_core_config(target: Target, head_dim: int, dtype: str, tiles: tuple[int, int] | None) -> TileConfig:
@@ -238,7 +250,7 @@ def _ways(tile_q: int, tile_kv: int, head_dim: int) -> Iterator[SimtShape]:
     """All ways to lay threads over tiles, the preferred first."""
     # 8 columns a step where 16 would compute on more padding, as the table's own shapes do.
     longest = 8 if padded(head_dim, 8) < padded(head_dim, 16) else 16
-    for known in (entry.shape for entry in ENTRIES):
+    for known in (simt_shape(record.use) for record in tuning.family_records(GENERIC, SIMT)):
         if (known.block_q, known.block_kv) == (tile_q, tile_kv):
             yield replace(known, chunk_k=min(known.chunk_k, longest))
     for resident_q, (chunk_k, chunk_v) in product((True, False), ((16, 16), (16, 8), (8, 8), (8, 4))):
@@ -274,7 +286,7 @@ tuned_configs: Mapping[str, TileConfig] = MappingProxyType(
 )
 """Configurations for ``ampere``, ``hopper``, ``rdna3``, ``apple`` and a ``fallback`` with what every GPU has.
 
-They are those that `aule.flash_attention` uses there, read from the table in `aule.ops.attention.tiles`, for head
+They are those that `aule.flash_attention` uses there, read from the tables in `aule.tuning`, for head
 dimension 128 (`TileConfig.for_head_dim` gives others). ``target`` says which device each was chosen for, ``origin``
 whether by measurement.
 """

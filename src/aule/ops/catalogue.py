@@ -7,8 +7,8 @@ from aule.ops.glu.spec import GEGLU, SWIGLU
 from aule.ops.linear.spec import LAYER_NORM_LINEAR
 from aule.ops.norm.spec import LAYER_NORM, RESIDUAL_LAYER_NORM, RESIDUAL_RMS_NORM, RMS_NORM
 from aule.ops.rope.spec import RMS_NORM_ROPE, ROPE
-from aule.ops.softmax.spec import SOFTMAX_DROPOUT
-from aule.ops.spec import OpSpec
+from aule.ops.shared.spec import OpSpec
+from aule.ops.softmax_dropout.spec import SOFTMAX_DROPOUT
 
 CATALOGUE: dict[str, OpSpec] = {
     spec.name: spec

@@ -1,1 +1,1 @@
-
+"""Renderers: one module per kernel language, each with a function ``render(kernel, target) -> Artifact``."""

@@ -1,4 +1,4 @@
-"""Identifiers that every C-like language takes."""
+"""Identifiers that are valid in every C-like language."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
     thread_index_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid workgroup_id
     """.split()
 )
-"""Words that some of the languages keep for themselves, and names that the printers write."""
+"""Reserved words of any of the languages, and names that the printers use."""
 
 
 class Names:
@@ -35,7 +35,7 @@ class Names:
         self._count = 0
 
     def new(self, hint: str = "") -> str:
-        """A new one, like the hint where that can be."""
+        """A new identifier, like the hint if possible."""
         if not hint:
             self._count += 1
             hint = f"v{self._count - 1}"

@@ -1,4 +1,4 @@
-"""Lines, names, types and constants of LLVM IR, which all parts of the renderer share."""
+"""Lines, names, types and constants of LLVM IR, shared by all parts of the LLVM renderer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FLOATS = {"f16": "half", "f32": "float", "f64": "double"}
 class Emitter:
     """Collects the lines of one function.
 
-    Names never clash: a temporary is ``%v0``, what has a name of its own carries a number behind a dot, and the names
-    of kernels and parameters have no dots.
+    Names never clash: a temporary is ``%v0``, a named value has a numeric suffix after a dot, and the names of kernels
+    and parameters have no dots.
 
     Attributes
     ----------
     label : str
-        The basic block that is open.
+        The current basic block.
     needs : set of str
         Processor features that the code relies on.
     helpers : dict
@@ -43,7 +43,7 @@ class Emitter:
         self.lines.append("  " + text)
 
     def emit(self, instruction: str, hint: str = "") -> str:
-        """An instruction with a result; returns the result's name."""
+        """Append an instruction with a result; returns the result's name."""
         name = self.name(hint)
         self.line(f"{name} = {instruction}")
         return name
@@ -55,23 +55,23 @@ class Emitter:
         return name
 
     def labels(self, *hints: str) -> list[str]:
-        """New names for basic blocks, which share a number."""
+        """New names for related basic blocks, with a common number."""
         self._count += 1
         return [f"{hint}.{self._count - 1}" for hint in hints]
 
     def start(self, label: str) -> None:
-        """Open a basic block. The one before must have ended in a branch."""
+        """Start a basic block. The previous one must end in a branch."""
         self.lines.append(f"{label}:")
         self.label = label
 
     def alloca(self, type_: str, align: int, hint: str) -> str:
-        """Memory of the function's own. It is taken in the entry block, where LLVM makes registers of it."""
+        """Reserve stack memory, in the entry block, where LLVM promotes it to registers."""
         name = self.name(hint)
         self.allocas.append(f"  {name} = alloca {type_}, align {align}")
         return name
 
     def bind(self, value: Value, text: str) -> None:
-        """Say which name or constant stands for a value."""
+        """Set the name or constant of a value."""
         self._values[value] = text
 
     def operand(self, value: Value) -> str:
@@ -79,12 +79,12 @@ class Emitter:
         return self._values[value]
 
     def typed(self, value: Value) -> str:
-        """The same, behind its type."""
+        """The type and the name or constant of a value."""
         return f"{llvm_type(value.type)} {self._values[value]}"
 
 
 def llvm_type(type_: Type) -> str:
-    """A type of the kernel language in LLVM's words; signedness is a matter of the operations."""
+    """The LLVM type of an IR type; LLVM's integers have no sign."""
     if isinstance(type_, Vector):
         return f"<{type_.lanes} x {llvm_type(type_.elem)}>"
     if isinstance(type_, Pointer):
@@ -93,13 +93,8 @@ def llvm_type(type_: Type) -> str:
     return _FLOATS.get(elem.name, f"i{elem.bits}")
 
 
-def lanes_of(type_: Type) -> int:
-    """Lanes of a vector; 1 for a scalar."""
-    return type_.lanes if isinstance(type_, Vector) else 1
-
-
 def literal(value: float | int | bool, elem: Scalar) -> str:
-    """A constant. Floats are written by their bits, which is the only form that LLVM takes for all of them."""
+    """A literal. Floats are written as bits, the only form that LLVM accepts for all of them."""
     if not elem.is_float:
         return str(value).lower() if isinstance(value, bool) else str(value)
     with np.errstate(over="ignore"):
@@ -117,7 +112,7 @@ def constant(value: float | int, type_: Scalar | Vector) -> str:
 
 
 def suffix(type_: Scalar | Vector) -> str:
-    """How the name of an intrinsic says a type: ``v16f32``, ``i32``."""
+    """The suffix for a type in the name of an intrinsic: ``v16f32``, ``i32``."""
     elem = element(type_)
     name = f"{'f' if elem.is_float else 'i'}{elem.bits}"
     return f"v{type_.lanes}{name}" if isinstance(type_, Vector) else name

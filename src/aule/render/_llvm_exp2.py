@@ -1,27 +1,27 @@
-"""2**x in registers: no call to libm, which knows no vectors and would be most of the time of a softmax.
+"""2**x by a polynomial. libm has no vector version and would dominate the time of a softmax.
 
-x is split into a whole number and a rest, the rest goes through a polynomial, and the result is scaled by a power of
-two. Each type becomes a function of its own, which LLVM inlines.
+x is split into an integer and a fraction; the fraction goes through a polynomial, and the result is scaled by a power
+of two. There is one function per type, which LLVM inlines.
 
-The coefficients are minimax fits (Remez exchange on the error in ulp, with the constant term held at 1, so that whole
-powers are exact). Those of f32 were then varied by a few units in the last place for the least total error, rounding
-included. Over every f32 in [-126, -2**-26] that is 1.52 ulp with the floor and 0.83 with the nearest (1.10 without
-fma); with degree 5 it would be 2.04 and 1.95. The fits for f64 are 0.04 ulp off before rounding.
+The coefficients are minimax fits (Remez exchange on the error in ulp, with the constant term fixed at 1, so that
+integer powers are exact). Those of f32 were then varied by a few units in the last place to minimise the total error,
+including rounding: over every f32 in [-126, -2**-26] it is 1.52 ulp for ``floor`` and 0.83 for ``nearest`` (1.10
+without fma); with degree 5 it would be 2.04 and 1.95. The fits for f64 are 0.04 ulp off before rounding.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aule.ir.types import Scalar, Vector, element, f32, f64, i32, i64
-from aule.render._llvm_emitter import Emitter, constant, lanes_of, llvm_type, suffix
+from aule.ir.types import Scalar, Vector, element, f32, f64, i32, i64, lanes_of
+from aule.render._llvm_emitter import Emitter, constant, llvm_type, suffix
 
 AVX512 = ("avx512f", "avx512dq", "avx512vl")
-"""Features with which scaling by a power of two is one instruction, in vectors of any length."""
+"""Features for single instructions that scale by a power of two, in vectors of any length."""
 _FLOOR = 9
-"""Immediate of VREDUCE: subtract the floor, raise nothing."""
+"""Immediate of VREDUCE: subtract the floor, suppress exceptions."""
 _CURRENT = 4
-"""Rounding of AVX-512 instructions as the thread has it set."""
+"""Rounding mode of AVX-512 instructions: the thread's current one."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class _Float:
     bits: Scalar
     mantissa: int
     low: float
-    """The result is 0 from here down."""
+    """At and below this x the result is 0."""
     high: float
-    """The result is infinite from here up."""
+    """At and above this x the result is infinite."""
     floor: tuple[float, ...]
-    """Coefficients for a rest in [0, 1], lowest first."""
+    """Coefficients for a fraction in [0, 1], lowest first."""
     nearest: tuple[float, ...]
-    """Coefficients for a rest in [-0.5, 0.5]."""
+    """Coefficients for a fraction in [-0.5, 0.5], lowest first."""
     letters: str
-    """Of x86's intrinsics."""
+    """Suffix of x86 intrinsics."""
 
 
 _FLOATS = {
@@ -63,7 +63,7 @@ _FLOATS = {
 
 
 def exp2(e: Emitter, x: str, type_: Scalar | Vector, fma: str, avx512: bool) -> str:
-    """A call of the function for a type (of f32 or f64), which is written where there is none yet."""
+    """Call the function for a type (f32 or f64), and add it to the helpers if it is missing."""
     name = f"exp2.{element(type_)}" + (f"x{lanes_of(type_)}" if isinstance(type_, Vector) else "")
     if avx512:
         e.needs.update(AVX512)
@@ -78,8 +78,11 @@ def exp2(e: Emitter, x: str, type_: Scalar | Vector, fma: str, avx512: bool) -> 
 
 
 def _avx512(e: Emitter, type_: Scalar | Vector, fma: str) -> str:
-    """VREDUCE gives x - floor(x), and 0 for infinities; VSCALEF takes the floor of x itself and gets 0, infinities,
-    NaN and subnormal results right: nothing is left to clamp."""
+    """2**x with AVX-512.
+
+    VREDUCE gives x - floor(x), and 0 for infinities; VSCALEF takes the floor of x itself and handles 0, infinities, NaN
+    and subnormal results. No clamping is needed.
+    """
     elem, lanes = element(type_), lanes_of(type_)
     number = _FLOATS[elem]
     least, most = 128 // elem.bits, 512 // elem.bits
@@ -87,9 +90,9 @@ def _avx512(e: Emitter, type_: Scalar | Vector, fma: str) -> str:
     piece = Vector(elem, width)
     results = []
     for start in range(0, lanes, width):
-        x = _cut(e, "%x", type_, piece, start)
-        rest = _x86(e, "reduce", number, piece, x, f"i32 {_FLOOR}")
-        scaled = _polynomial(e, rest, piece, number.floor, fma)
+        x = _slice(e, "%x", type_, piece, start)
+        fraction = _x86(e, "reduce", number, piece, x, f"i32 {_FLOOR}")
+        scaled = _polynomial(e, fraction, piece, number.floor, fma)
         results.append(_x86(e, "scalef", number, piece, scaled, f"{llvm_type(piece)} {x}"))
     return _joined(e, results, piece, type_)
 
@@ -102,8 +105,8 @@ def _x86(e: Emitter, name: str, number: _Float, type_: Vector, x: str, second: s
     return e.emit(f"call {t} {intrinsic}({t} {x}, {second}, {t} zeroinitializer, {mask}{rounding})")
 
 
-def _cut(e: Emitter, x: str, type_: Scalar | Vector, piece: Vector, start: int) -> str:
-    """Lanes from ``start`` on as a vector of a width that the instructions have."""
+def _slice(e: Emitter, x: str, type_: Scalar | Vector, piece: Vector, start: int) -> str:
+    """Lanes from ``start`` on as a vector of a width that the instructions support."""
     if type_ == piece:
         return x
     if isinstance(type_, Scalar):
@@ -114,7 +117,7 @@ def _cut(e: Emitter, x: str, type_: Scalar | Vector, piece: Vector, start: int) 
 
 
 def _joined(e: Emitter, parts: list[str], piece: Vector, type_: Scalar | Vector) -> str:
-    """The inverse of `_cut`, for all pieces."""
+    """Join pieces: the inverse of `_slice`."""
     t = llvm_type(piece)
     if type_ == piece:
         return parts[0]
@@ -126,9 +129,12 @@ def _joined(e: Emitter, parts: list[str], piece: Vector, type_: Scalar | Vector)
 
 
 def _portable(e: Emitter, type_: Scalar | Vector, fma: str) -> str:
-    """Adding 1.5 * 2**mantissa rounds to a whole number n and leaves it in the low bits. The power 2**n is applied in
-    two halves, so that neither overflows and a subnormal result is rounded once. NaN passes both clamps, and because
-    the powers are multiplied by, it stays NaN."""
+    """2**x with portable instructions.
+
+    Adding 1.5 * 2**mantissa rounds x to an integer n and leaves it in the low bits. The power 2**n is applied in two
+    halves, so that neither overflows and a subnormal result is rounded once. NaN passes both clamps and stays NaN in
+    the products.
+    """
     elem = element(type_)
     number = _FLOATS[elem]
     t = llvm_type(type_)
@@ -141,9 +147,9 @@ def _portable(e: Emitter, type_: Scalar | Vector, fma: str) -> str:
     above = e.emit(f"fcmp olt {t} {high}, {bounded}")
     x = e.emit(f"select {condition(type_)} {above}, {t} {high}, {t} {bounded}")
     shifted = e.emit(f"fadd {t} {x}, {magic}")
-    whole = e.emit(f"fsub {t} {shifted}, {magic}")
-    rest = e.emit(f"fsub {t} {x}, {whole}")
-    result = _polynomial(e, rest, type_, number.nearest, fma)
+    integer = e.emit(f"fsub {t} {shifted}, {magic}")
+    fraction = e.emit(f"fsub {t} {x}, {integer}")
+    result = _polynomial(e, fraction, type_, number.nearest, fma)
     n = e.emit(f"bitcast {t} {shifted} to {b}")
     exponent = e.emit(f"shl {b} {n}, {constant(number.mantissa, bits)}")
     halved = e.emit(f"ashr {b} {exponent}, {constant(1, bits)}")
@@ -158,7 +164,7 @@ def _portable(e: Emitter, type_: Scalar | Vector, fma: str) -> str:
 
 
 def _polynomial(e: Emitter, r: str, type_: Scalar | Vector, coefficients: tuple[float, ...], fma: str) -> str:
-    """Horner's rule: the fewest instructions. The latency is hidden by the other vectors of a row."""
+    """Horner's rule: fewest instructions; other vectors of a row hide its latency."""
     t = llvm_type(type_)
     result = constant(coefficients[-1], type_)
     for c in coefficients[-2::-1]:
@@ -167,5 +173,5 @@ def _polynomial(e: Emitter, r: str, type_: Scalar | Vector, coefficients: tuple[
 
 
 def condition(type_: Scalar | Vector) -> str:
-    """The type of a comparison of two such values."""
+    """The result type of comparing two values of a type."""
     return f"<{type_.lanes} x i1>" if isinstance(type_, Vector) else "i1"

@@ -1,6 +1,6 @@
-"""Arithmetic and conversions in LLVM IR. Scalars and vectors are written alike.
+"""Arithmetic and conversions in LLVM IR, for scalars and vectors alike.
 
-NaN and infinities behave: the only liberty that LLVM gets is to fuse a product with a sum (``contract``).
+NaN and infinities are preserved: the only fast-math flag allows LLVM to fuse a product with a sum (``contract``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from aule.ir.builder import Builder
 from aule.ir.kernel import Op, Value
 from aule.ir.ops import OPS
-from aule.ir.types import Scalar, Vector, element, f16, f32, u16, u64
-from aule.render._llvm_emitter import Emitter, constant, lanes_of, llvm_type, refuse, suffix
+from aule.ir.types import Scalar, Vector, element, f16, f32, lanes_of, u16, u64
+from aule.render._llvm_emitter import Emitter, constant, llvm_type, refuse, suffix
 from aule.render._llvm_exp2 import AVX512, condition, exp2
 
 _FLOAT_BINARY = {"add": "fadd contract", "sub": "fsub contract", "mul": "fmul contract", "div": "fdiv"}
@@ -20,7 +20,7 @@ _INT_BINARY = {
     "rem": ("srem", "urem"), "and": ("and", "and"), "or": ("or", "or"), "xor": ("xor", "xor"), "shl": ("shl", "shl"),
     "shr": ("ashr", "lshr"),
 }  # fmt: skip
-"""Signed and unsigned."""
+"""Instructions for signed and unsigned operands."""
 _INTRINSICS = {"log2": "log2", "sqrt": "sqrt", "floor": "floor", "sin": "sin", "cos": "cos", "abs": "fabs"}
 _FLOAT_COMPARE = {"lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "eq": "oeq", "ne": "une"}
 
@@ -29,38 +29,39 @@ Shape = Scalar | Vector
 
 @dataclass(frozen=True)
 class Processor:
-    """What of a Target the arithmetic depends on."""
+    """The processor features that arithmetic depends on."""
 
     arch: str
     features: frozenset[str]
 
     @property
     def halves(self) -> bool:
-        """fp16 is converted by instructions. Without them LLVM would call functions that no JIT has."""
+        """True if instructions convert fp16. Without them LLVM would call functions that a JIT does not have."""
         return "f16c" in self.features or self.arch == "aarch64"
 
     @property
     def fma(self) -> str:
-        """The intrinsic for a*b+c: without the instruction, a fused one would be a slow function."""
+        """The intrinsic for a*b+c: ``fma`` would be a slow function call without the instruction."""
         return "fma" if "fma" in self.features or self.arch == "aarch64" else "fmuladd"
 
     @property
     def bfloats(self) -> bool:
-        """bf16 is rounded to, and pairs of it are multiplied, by instructions (AVX512_BF16)."""
+        """True if instructions round to bf16 and multiply pairs of bf16 (AVX512_BF16)."""
         return self.features.issuperset((*AVX512, "avx512bf16"))
 
     @property
     def avx512(self) -> bool:
+        """True if the processor has the AVX-512 features used by `exp2`."""
         return self.features.issuperset(AVX512)
 
 
 def arithmetic(e: Emitter, op: Op, processor: Processor) -> None:
-    """Unary and binary operations, comparisons and fma."""
+    """Emit a unary or binary operation, a comparison or fma."""
     assert op.result is not None
     type_, texts = _shape(op.args[0]), [e.operand(a) for a in op.args]
     elem = element(type_)
     if elem == f16:
-        # By way of f32: more than twice the precision, so rounding twice gives what rounding once would.
+        # Computed in f32: it has more than twice the precision, so rounding twice equals rounding once.
         wide = with_element(type_, f32)
         texts = [cast(e, text, type_, f32, processor) for text in texts]
         result = _compute(e, op.opcode, texts, wide, processor)
@@ -115,7 +116,7 @@ def _float(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Pr
 
 
 def _extreme(e: Emitter, opcode: str, args: list[str], type_: Shape, processor: Processor) -> str:
-    """One instruction, from which a NaN in the first operand comes out."""
+    """Minimum or maximum in one instruction; returns a NaN in the first operand."""
     if processor.arch == "aarch64":
         return _call(e, f"{opcode}imum", type_, args)
     a, b = args
@@ -153,7 +154,7 @@ def _call(e: Emitter, name: str, type_: Shape, args: list[str]) -> str:
 
 
 def dot_pairs(e: Emitter, op: Op, processor: Processor) -> None:
-    """One instruction of AVX512_BF16, in vectors of any of its lengths."""
+    """Emit the AVX512_BF16 instruction, in vectors of any of its lengths."""
     assert op.result is not None
     lanes = lanes_of(op.result.type)
     if not processor.bfloats or lanes not in (4, 8, 16):
@@ -167,7 +168,7 @@ def dot_pairs(e: Emitter, op: Op, processor: Processor) -> None:
 
 
 def float_to_bfloat(b: Builder, value: Value) -> Value:
-    """f32 to bf16 bits in a u16 of the same shape, by instructions: nearest, ties to even; subnormals become zero."""
+    """f32 to bf16 bits in a u16 of the same shape by instructions: nearest, ties to even; subnormals become zero."""
     shape = _shape(value)
     source, bits = llvm_type(shape), llvm_type(with_element(shape, u16))
     bfloat = source.replace("float", "bfloat")
@@ -188,8 +189,10 @@ def cast_op(e: Emitter, op: Op, processor: Processor) -> None:
 
 
 def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Processor) -> str:
-    """Convert lane by lane. fp16 has instructions to and from f32 only; what is rounded twice on the way is not worth
-    a function call."""
+    """Convert lane by lane.
+
+    fp16 has instructions to and from f32 only. Other types are rounded twice, since a function call would be slow.
+    """
     source = element(type_)
     if f16 in (source, target):
         e.needs.update(processor.features & {"f16c"})
@@ -207,7 +210,7 @@ def cast(e: Emitter, text: str, type_: Shape, target: Scalar, processor: Process
     else:
         name = "trunc"
     if source.bits == target.bits and source.is_float == target.is_float:
-        return text  # signed and unsigned integers are one type
+        return text  # LLVM's integers have no sign
     return e.emit(f"{name} {llvm_type(type_)} {text} to {llvm_type(with_element(type_, target))}")
 
 
@@ -219,7 +222,7 @@ def bitcast(e: Emitter, op: Op) -> None:
 
 
 def with_element(type_: Shape, elem: Scalar) -> Shape:
-    """The same shape over another element."""
+    """Replace the element type and keep the shape."""
     return Vector(elem, type_.lanes) if isinstance(type_, Vector) else elem
 
 

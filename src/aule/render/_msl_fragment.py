@@ -1,10 +1,10 @@
-"""Matrix fragments in Metal: blocks of 8x8, the one size that a simdgroup multiplies.
+"""Matrix fragments in Metal, made of 8x8 blocks: the only size that a simdgroup multiplies.
 
-A fragment of 16 x 16 is a struct of four such blocks, row by row, and a lane holds two elements of each block: its
-component c is element c % 2 of block c // 2. Every operation is a function of its own before the kernel, so that the
-kernel has one line for it.
+A 16 x 16 fragment is a struct of four such blocks, row-major, and a lane holds two elements of each block: its
+component c is element c % 2 of block c // 2. Every operation becomes a function before the kernel, so that the kernel
+has one line for it.
 
-bf16 exists in matrices only (``bfloat``, Metal 3.1). Memory and registers keep its bits.
+bf16 exists only in matrices (``bfloat``, Metal 3.1). Memory and registers hold its bits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from aule.render.clike import Expr, is_name
 from aule.render.clike_c import CPrinter
 
 _SIDE = 8
-_HELD = 2
-"""Elements of a block that a lane holds."""
+_PER_LANE = 2
+"""Elements of a block per lane."""
 _ELEMENTS = {f16: "half", f32: "float", bf16: "bfloat"}
 _SPACES = {"global": "device", "shared": "threadgroup", "private": "thread"}
 
 
 class FragmentPrinter(CPrinter):
-    """What a C-like printer needs to know about matrices of a simdgroup."""
+    """Adds simdgroup matrices to the C printer."""
 
     def space(self, pointer: Value) -> str:
-        """Metal's name of the memory behind a pointer."""
+        """Metal's address space of a pointer."""
         assert isinstance(pointer.type, Pointer)
         return _SPACES[pointer.type.space]
 
@@ -70,7 +70,7 @@ class FragmentPrinter(CPrinter):
         if op.opcode == "fragment_length":
             source = op.args[0]
             assert isinstance(source.type, Fragment)
-            return Expr(str(_count(source.type) * _HELD))
+            return Expr(str(_count(source.type) * _PER_LANE))
         type_ = op.result.type
         assert isinstance(type_, Fragment)
         if op.opcode == "fragment_fill":
@@ -97,7 +97,7 @@ class FragmentPrinter(CPrinter):
         assert isinstance(value.type, Fragment)
         name, elem = self.name(result.hint), _ELEMENTS[type_.elem]
         self.emit(self.declare(type_, name, None))
-        for i in range(_count(type_) * _HELD):
+        for i in range(_count(type_) * _PER_LANE):
             source = _component(value.type, self._matrix(value), i)
             self.emit(f"{_component(type_, name, i)} = {elem}({source});")
         return Expr(name)
@@ -111,7 +111,7 @@ class FragmentPrinter(CPrinter):
         return f"as_type<bfloat>({self.bare(value)})" if elem == bf16 else self.bare(value)
 
     def _place(self, op: Op, elem: Scalar, const: str = "") -> str:
-        """Pointer and stride of a matrix in memory."""
+        """Pointer and stride arguments of a matrix in memory."""
         place = self.address(op.args[0], op.args[1])
         if elem == bf16:
             place = f"({self.space(op.args[0])} {const}bfloat*)({place})"
@@ -125,20 +125,20 @@ class FragmentPrinter(CPrinter):
         return self._function(f"fill_{_shape(type_)}", shape, f"{elem} x", [f"{shape} m;", *lines, "return m;"])
 
     def _load(self, op: Op, type_: Fragment) -> str:
-        shape, space, turned = self.type_name(type_), self.space(op.args[0]), op.attrs["layout"] == "column"
-        name = f"load{'_transposed' if turned else ''}_{_shape(type_)}_{space}"
-        lines = [f"simdgroup_load({block}, {place});" for block, place in _walk(type_, turned)]
+        shape, space, transposed = self.type_name(type_), self.space(op.args[0]), op.attrs["layout"] == "column"
+        name = f"load{'_transposed' if transposed else ''}_{_shape(type_)}_{space}"
+        lines = [f"simdgroup_load({block}, {place});" for block, place in _block_places(type_, transposed)]
         arguments = f"{space} const {_ELEMENTS[type_.elem]}* p, ulong stride"
         return self._function(name, shape, arguments, [f"{shape} m;", *lines, "return m;"])
 
     def _store(self, op: Op, type_: Fragment) -> str:
-        shape, space, turned = self.type_name(type_), self.space(op.args[0]), op.attrs["layout"] == "column"
-        name = f"store{'_transposed' if turned else ''}_{_shape(type_)}_{space}"
-        lines = [f"simdgroup_store({block}, {place});" for block, place in _walk(type_, turned)]
+        shape, space, transposed = self.type_name(type_), self.space(op.args[0]), op.attrs["layout"] == "column"
+        name = f"store{'_transposed' if transposed else ''}_{_shape(type_)}_{space}"
+        lines = [f"simdgroup_store({block}, {place});" for block, place in _block_places(type_, transposed)]
         return self._function(name, "void", f"{shape} m, {space} {_ELEMENTS[type_.elem]}* p, ulong stride", lines)
 
     def _multiply(self, op: Op) -> str:
-        """``c + a b`` by blocks, for k going last: neighbouring products then add to different sums."""
+        """``c + a b`` by blocks, with k as the outer loop, so that consecutive products add to different sums."""
         types = [value.type for value in op.args]
         a, b, c = (type_ for type_ in types if isinstance(type_, Fragment))
         left, right, total = _blocks(a, "a"), _blocks(b, "b"), _blocks(c, "c")
@@ -165,25 +165,25 @@ def _shape(type_: Fragment) -> str:
 
 
 def _count(type_: Fragment) -> int:
-    """Blocks of a fragment."""
+    """Number of blocks of a fragment."""
     return type_.rows * type_.cols // _SIDE**2
 
 
 def _blocks(type_: Fragment, name: str = "m") -> list[str]:
-    """A fragment's blocks, row by row."""
+    """The blocks of a fragment, row-major."""
     return [name] if _count(type_) == 1 else [f"{name}.block[{i}]" for i in range(_count(type_))]
 
 
 def _component(type_: Fragment, name: str, number: int) -> str:
-    block, held = divmod(number, _HELD)
-    return f"{_blocks(type_, name)[block]}.thread_elements()[{held}]"
+    block, own = divmod(number, _PER_LANE)
+    return f"{_blocks(type_, name)[block]}.thread_elements()[{own}]"
 
 
-def _walk(type_: Fragment, turned: bool) -> Iterator[tuple[str, str]]:
-    """Each block, and where it lies from ``p`` on: pointer, stride, and that it is transposed."""
+def _block_places(type_: Fragment, transposed: bool) -> Iterator[tuple[str, str]]:
+    """Each block with its location: the pointer relative to ``p``, the stride, and the transpose flag."""
     across = type_.cols // _SIDE
     for number, block in enumerate(_blocks(type_)):
         row, col = divmod(number, across)
-        down, along = (col, row) if turned else (row, col)
+        down, along = (col, row) if transposed else (row, col)
         terms = ["p", *([f"{down * _SIDE} * stride"] if down else []), *([str(along * _SIDE)] if along else [])]
-        yield block, f"{' + '.join(terms)}, stride{', ulong2(0, 0), true' if turned else ''}"
+        yield block, f"{' + '.join(terms)}, stride{', ulong2(0, 0), true' if transposed else ''}"

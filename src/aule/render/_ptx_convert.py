@@ -15,7 +15,7 @@ def integer_type(elem: Scalar) -> str:
 
 
 def extend_byte(e: Emitter, elem: Scalar, register: str) -> str:
-    """The low byte of a 16-bit register, extended as its type wants: every 8-bit integer is kept so."""
+    """The low byte of a 16-bit register, sign- or zero-extended: the form in which registers hold 8-bit integers."""
     return e.emit("cvt.s16.s8" if elem.is_signed else "cvt.u16.u8", "h", register)
 
 
@@ -32,7 +32,7 @@ def from_f32(e: Emitter, elem: Scalar, x: str) -> str:
         return e.emit("cvt.rn.f16.f32", "h", x)
     if e.arch.number >= 80:
         return e.emit("cvt.rn.bf16.f32", "h", x)
-    # Turing has no such conversion: round to nearest even in integers, keep NaN one.
+    # No such conversion before sm_80: round to nearest even in integers, and keep NaN.
     bits = e.emit("mov.b32", "r", x)
     odd = e.emit("bfe.u32", "r", bits, "16", "1")
     rounded = e.emit("add.s32", "r", bits, e.emit("add.s32", "r", odd, "32767"))
@@ -43,7 +43,7 @@ def from_f32(e: Emitter, elem: Scalar, x: str) -> str:
 
 
 def cast_lanes(e: Emitter, source: Scalar, target: Scalar, lanes: Sequence[str]) -> tuple[str, ...]:
-    """Convert every lane; pairs of f32 go to 16-bit floats together, which is one instruction on sm_80 and newer."""
+    """Convert every lane; from sm_80 on, pairs of f32 are converted to 16-bit floats by one instruction."""
     if source.name == "f32" and target.bits == 16 and target.is_float and len(lanes) > 1 and e.arch.number >= 80:
         halves: list[str] = []
         for low, high in zip(lanes[::2], lanes[1::2], strict=True):
@@ -62,7 +62,7 @@ def _cast(e: Emitter, source: Scalar, target: Scalar, x: str) -> str:
         x = to_f32(e, source, x)
         return x if target.name == "f32" else _cast(e, f32, target, x)
     if target.is_int:
-        # Through 32 bits, so that bytes and shorts wrap instead of saturating, as integers do everywhere else.
+        # Through 32 bits, so that bytes and shorts wrap instead of saturating.
         wide = f"{'s' if target.is_signed else 'u'}{max(target.bits, 32)}"
         result = e.emit(f"cvt.rzi.{wide}.{source.name}", "rd" if target.bits == 64 else "r", x)
         return result if target.bits >= 32 else _cast_int(e, u32, target, result)
@@ -96,13 +96,13 @@ def _cast_int(e: Emitter, source: Scalar, target: Scalar, x: str) -> str:
 
 def _int_to_float(e: Emitter, source: Scalar, target: Scalar, x: str) -> str:
     kind = integer_type(source)
-    if target.name == "bf16":  # twice rounded above 2**24: no instruction before sm_90 does it at once
+    if target.name == "bf16":  # rounded twice above 2**24: there is no single instruction before sm_90
         return from_f32(e, target, e.emit(f"cvt.rn.f32.{kind}", "f", x))
     return e.emit(f"cvt.rn.{target.name}.{kind}", register_class(target), x)
 
 
 def split(e: Emitter, x: str, from_bits: int, to_bits: int) -> list[str]:
-    """A register of bits as narrower registers, the lowest first; bytes come out zero-extended."""
+    """Split a register into narrower ones, the lowest first; bytes are zero-extended."""
     if to_bits == 8:
         halves = [x] if from_bits == 16 else split(e, x, from_bits, 16)
         out = []
@@ -117,7 +117,7 @@ def split(e: Emitter, x: str, from_bits: int, to_bits: int) -> list[str]:
 
 
 def join(e: Emitter, parts: Sequence[str], from_bits: int, to_bits: int, result_class: str) -> str:
-    """The inverse of `split`. Bytes may be extended in any way."""
+    """Join registers: the inverse of `split`. Bytes may be sign- or zero-extended."""
     if from_bits == 8:
         shorts = []
         for low, high in zip(parts[::2], parts[1::2], strict=True):
@@ -128,7 +128,7 @@ def join(e: Emitter, parts: Sequence[str], from_bits: int, to_bits: int, result_
 
 
 def e4m3_halves(e: Emitter, op: Op) -> None:
-    """Two numbers at a time."""
+    """Emit ``e4m3_halves``, converting two numbers at a time."""
     assert op.result is not None
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "shift the bits into place")
@@ -138,7 +138,7 @@ def e4m3_halves(e: Emitter, op: Op) -> None:
 
 
 def bitcast(e: Emitter, op: Op) -> None:
-    """Lanes keep their order, the lowest first, as in memory."""
+    """Emit a bitcast; lanes keep their order, the lowest first, as in memory."""
     assert op.result is not None
     source, target = element(op.args[0].type), element(op.result.type)
     if "bool" in (source.kind, target.kind):

@@ -1,7 +1,7 @@
-"""What every part of the PTX renderer writes through: lines, registers, and where each IR value lives.
+"""Emitter shared by all parts of the PTX renderer: lines, registers, and the registers of each IR value.
 
-Registers are numbered by class: ``%p`` predicates, ``%h`` 16 bits (8-bit integers too, kept extended), ``%r`` 32-bit
-integers, ``%f`` f32, ``%rd`` 64-bit integers and addresses, ``%fd`` f64.
+Register classes: ``%p`` predicates, ``%h`` 16 bits (and 8-bit integers, extended), ``%r`` 32-bit integers, ``%f`` f32,
+``%rd`` 64-bit integers and addresses, ``%fd`` f64.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from aule.errors import KernelError
 from aule.ir.constants import wrap
 from aule.ir.kernel import Op, Value
-from aule.ir.types import Scalar, Vector, element
+from aule.ir.types import Scalar, element, lanes_of
 
 _VERSIONS = {
     "75": "6.3", "80": "7.0", "86": "7.1", "87": "7.4", "88": "9.0", "89": "7.8", "90": "7.8", "90a": "8.0",
     "100": "8.6", "100a": "8.6", "101": "8.6", "101a": "8.6", "103": "8.8", "103a": "8.8", "110": "9.0", "110a": "9.0",
     "120": "8.7", "120a": "8.7", "121": "8.8", "121a": "8.8",
 }  # fmt: skip
-"""The first PTX version that knows each architecture: the older the version, the older the driver may be."""
+"""The first PTX version for each architecture: an old version works with old drivers."""
 _NEWEST = "9.0"
 
 _REGISTERS = {
@@ -44,7 +44,7 @@ class Arch:
 
     @classmethod
     def parse(cls, name: str) -> Arch:
-        """The architecture called ``sm_90``, ``sm_90a`` ...; sm_75 is the oldest."""
+        """Parse ``sm_90``, ``sm_90a`` ...; sm_75 is the oldest supported."""
         match = re.fullmatch(r"sm_(\d+)([af]?)", name)
         if match is None or int(match[1]) < 75:
             raise KernelError(f"[ptx] expected target.arch sm_75 or newer, got {name!r}; give the device's own")
@@ -52,11 +52,11 @@ class Arch:
 
 
 class Emitter:
-    """Collects the lines of one kernel and remembers what is in which register.
+    """Collects the lines of a kernel and tracks the register of each value.
 
-    Integers (i32, i64) that are a register plus a non-negative constant are not computed until somebody needs them in a
-    register: memory operations take the constant as an immediate offset instead. Whatever is computed on demand is
-    remembered in ``scopes``, one dictionary per open block, so that it is reused only where it is sure to have been
+    Integers (i32, i64) that are a register plus a non-negative constant are not added until they are needed in a
+    register: memory operations take the constant as an immediate offset instead. Results computed on demand are
+    recorded in ``scopes``, one dictionary per open block, so that they are reused only where they are sure to be
     computed.
     """
 
@@ -67,9 +67,9 @@ class Emitter:
         self.truth: dict[Value, bool] = {}
         self.uses_subgroups = False
         self.pairs: dict[tuple[str, str], str] = {}
-        """Registers of 32 bits by the halves they were split into."""
+        """32-bit registers by the two halves they were split into."""
         self.masked: dict[str, tuple[str, str]] = {}
-        """Registers and constants whose common bits a register is."""
+        """Operands (register, constant) of the ``and`` that computed each register."""
         self._lanes: dict[Value, tuple[str, ...]] = {}
         self._sums: dict[Value, Sum] = {}
         self._counts = dict.fromkeys(DECLARED, 0)
@@ -81,28 +81,28 @@ class Emitter:
         self.lines.append("\t" + text)
 
     def label(self) -> int:
-        """A number for a new label."""
+        """A new number for labels."""
         self._labels += 1
         return self._labels
 
     def new(self, register_class: str) -> str:
-        """A fresh register of a class (``r``, ``rd`` ...)."""
+        """A new register of a class (``r``, ``rd`` ...)."""
         number = self._counts[register_class]
         self._counts[register_class] = number + 1
         return f"%{register_class}{number}"
 
     def new_for(self, elem: Scalar) -> str:
-        """A fresh register for a scalar type."""
+        """A new register for a scalar type."""
         return self.new(_REGISTERS[elem.name])
 
     def emit(self, instruction: str, register_class: str, *operands: str) -> str:
-        """One instruction whose result goes into a fresh register."""
+        """Append an instruction whose result goes to a new register."""
         result = self.new(register_class)
         self.lines.append(f"\t{instruction} {result}, {', '.join(operands)};")
         return result
 
     def once(self, key: object, instruction: str, register_class: str, *operands: str) -> str:
-        """The same, unless this or an enclosing block has done it already under ``key``."""
+        """Append an instruction, unless this or an enclosing block has already done so under ``key``."""
         for scope in self.scopes:
             if key in scope:
                 return scope[key]
@@ -116,20 +116,20 @@ class Emitter:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def bind(self, value: Value, lanes: tuple[str, ...]) -> None:
-        """Say which operands (registers or immediates) hold a value. A loop that is unrolled binds its values anew."""
+        """Set the operands (registers or immediates) of a value. Unrolled loops bind their values again."""
         self._lanes[value] = lanes
         self._sums.pop(value, None)
         self.truth.pop(value, None)
 
     def bind_integer(self, value: Value, total: int) -> None:
-        """Say that an integer value is a constant."""
+        """Bind an integer value to a constant."""
         assert isinstance(value.type, Scalar)
         total = wrap(total, value.type)
         self._lanes[value] = (str(total),)
         self._sums[value] = (None, total)
 
     def bind_sum(self, value: Value, register: str, offset: int) -> None:
-        """Say that an i32 or i64 value is a register plus a constant."""
+        """Bind an i32 or i64 value to a register plus a constant."""
         if offset == 0:
             self.bind(value, (register,))
         else:
@@ -137,7 +137,7 @@ class Emitter:
             self._sums[value] = (register, offset)
 
     def bind_same(self, value: Value, other: Value) -> None:
-        """Say that a value is the same as another."""
+        """Bind a value to whatever another is bound to."""
         truth = self.truth.get(other)
         if truth is not None:
             self.bind_truth(value, truth)
@@ -151,7 +151,7 @@ class Emitter:
             self.bind(value, self._lanes[other])
 
     def bind_truth(self, value: Value, truth: bool) -> None:
-        """Say that a bool value is known."""
+        """Bind a bool value to a constant."""
         self.bind(value, (self.once(("pred", truth), "mov.pred", "p", str(int(truth))),))
         self.truth[value] = truth
 
@@ -161,12 +161,12 @@ class Emitter:
         return known if known is not None else (self._lanes[value][0], 0)
 
     def integer(self, value: Value) -> int | None:
-        """The number of an integer value that is known here; None for others."""
+        """The number of an integer value that is constant; None for others."""
         known = self._sums.get(value)
         return known[1] if known is not None and known[0] is None else None
 
     def operands(self, value: Value) -> tuple[str, ...]:
-        """What holds each lane of a value: registers, or immediates for constants."""
+        """The operand of each lane of a value: a register, or an immediate for a constant."""
         lanes = self._lanes.get(value)
         if lanes is not None:
             return lanes
@@ -179,7 +179,7 @@ class Emitter:
         return (self.once((add, register, str(offset)), add, _REGISTERS[elem.name], register, str(offset)),)
 
     def registers(self, value: Value) -> tuple[str, ...]:
-        """The same, with constants moved into registers."""
+        """The register of each lane of a value; constants are moved into registers."""
         lanes = self.operands(value)
         if all(x[0] == "%" for x in lanes):
             return lanes
@@ -187,9 +187,9 @@ class Emitter:
         return tuple(x if x[0] == "%" else self.once((cls, x), f"mov.{DECLARED[cls]}", cls, x) for x in lanes)
 
     def joined(self, low: str, high: str) -> str:
-        """Two 16-bit registers as one of 32 bits: the one that they were split from, where there is such."""
-        whole = self.pairs.get((low, high))
-        return whole or self.emit("mov.b32", "r", f"{{{low}, {high}}}")
+        """Join two 16-bit registers; reuses the 32-bit register if they were split from one."""
+        pair = self.pairs.get((low, high))
+        return pair or self.emit("mov.b32", "r", f"{{{low}, {high}}}")
 
     def half(self, bits: int) -> str:
         """A 16-bit constant in a register: f16 instructions take no immediates."""
@@ -202,16 +202,17 @@ def move_type(elem: Scalar) -> str:
 
 
 def register_class(elem: Scalar) -> str:
-    """The class of register that a scalar lives in."""
+    """The register class of a scalar type."""
     return _REGISTERS[elem.name]
 
 
 def lane_count(value: Value) -> int:
-    return value.type.lanes if isinstance(value.type, Vector) else 1
+    """Lanes of a value."""
+    return lanes_of(value.type)
 
 
 def float_bits(value: float, elem: Scalar) -> int:
-    """The bit pattern of a constant, rounded to nearest even; what is too large becomes infinite."""
+    """The bits of a constant, rounded to nearest even; too large numbers become infinite."""
     if elem.name == "bf16":
         if math.isnan(value):
             return 0x7FC0
@@ -237,6 +238,6 @@ def f64_text(value: float) -> str:
 
 
 def refuse(op: Op, expected: str, got: object, remedy: str) -> KernelError:
-    """The error for an operation that PTX cannot say."""
+    """The error for an operation that cannot be rendered."""
     where = f" ({op.where})" if op.where is not None else ""
     return KernelError(f"[ptx {op.opcode}] expected {expected}, got {got}; {remedy}{where}")

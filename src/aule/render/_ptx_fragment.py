@@ -1,13 +1,13 @@
 """Matrix fragments in PTX: 16 x 16 matrices over a warp, by ldmatrix and mma.sync.
 
-A fragment of use "a" or "b" is four registers of two 16-bit floats each, an accumulator eight of f32. They lie as
-mma.sync wants them: two products of m16n8k16 (on Turing four of m16n8k8) make one of 16 x 16 x 16, and an accumulator's
-components are those of an "a" fragment (`aule.target.NVIDIA_LAYOUT`).
+A fragment of use "a" or "b" is four registers of two 16-bit floats each; an accumulator is eight registers of f32. They
+have the layout of mma.sync: two m16n8k16 products (four m16n8k8 on sm_75) make one of 16 x 16 x 16, and the components
+of an accumulator are those of an "a" fragment (`aule.target.NVIDIA_LAYOUT`).
 
-Factors of f32 are eight registers, multiplied as tf32 by four products of m16n8k8: the unit does not look at the last
-13 bits, so whoever wants them rounded does that before. There a lane should hold columns t and t + 4 of a left factor,
-where it holds 2t and 2t + 1 of an accumulator. The order of a sum is free: column t of the instruction is 2t here and
-t + 4 is 2t + 1, in both factors, and components are the accumulator's again.
+Factors of f32 are eight registers, multiplied as tf32 by four m16n8k8 products. The hardware ignores the last 13 bits,
+so a kernel that wants them rounded must do so before. For tf32 the instruction expects columns t and t + 4 of a left
+factor in a lane that holds columns 2t and 2t + 1 of an accumulator. Since the order of a sum is free, both factors are
+permuted: column t of the instruction is our 2t, and t + 4 is our 2t + 1. So components match the accumulator's again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from aule.render._ptx_emitter import Emitter, refuse
 from aule.render._ptx_memory import Addresses, at
 
 _SIZE = 16
-_HELD = 8
-"""Components of a lane."""
+_COMPONENTS = 8
+"""Components per lane."""
 
 
 def registers_of(op: Op, type_: Fragment) -> int:
-    """Registers that hold a fragment; refuses those that mma.sync does not have."""
+    """Number of registers of a fragment; an error for those that mma.sync does not support."""
     half = type_.elem.name in ("f16", "bf16") and type_.use != "accumulator"
     if (type_.rows, type_.cols) != (_SIZE, _SIZE) or not (half or type_.elem.name == "f32"):
         expected = "16 x 16 of f16, bf16 or f32 as factors and of f32 as accumulator"
@@ -33,7 +33,7 @@ def registers_of(op: Op, type_: Fragment) -> int:
 
 
 def render(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """One operation on fragments."""
+    """Emit an operation on fragments."""
     if op.opcode == "fragment_load":
         _load(e, addresses, op)
     elif op.opcode == "fragment_mma":
@@ -45,7 +45,7 @@ def render(e: Emitter, addresses: Addresses, op: Op) -> None:
     elif op.opcode == "fragment_length":
         registers_of(op, _type(op.args[0]))
         assert op.result is not None
-        e.bind_integer(op.result, _HELD)
+        e.bind_integer(op.result, _COMPONENTS)
     elif op.opcode == "fragment_get":
         _get(e, op)
     elif op.opcode == "fragment_set":
@@ -60,7 +60,7 @@ def _type(value: Value) -> Fragment:
 
 
 def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """ldmatrix: every lane names one row of eight elements; which one decides what comes out where."""
+    """Load a fragment by ldmatrix: each lane passes the address of one row of eight elements."""
     assert op.result is not None
     type_, memory = _type(op.result), addresses.memory(op.args[0])
     if type_.use == "accumulator" or memory.space != "shared":
@@ -68,7 +68,7 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
     if registers_of(op, type_) == 8:
         _load_words(e, addresses, op)
         return
-    # Blocks of 8 x 8: the lower half of a warp's lanes name blocks 0 and 1, the upper half 2 and 3.
+    # Blocks of 8 x 8: lanes 0-15 address the rows of blocks 0 and 1, lanes 16-31 those of 2 and 3.
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
     e.uses_subgroups = True
     low = e.once("lane & 15", "and.b32", "r", lane, "15")
@@ -98,9 +98,11 @@ def _load(e: Emitter, addresses: Addresses, op: Op) -> None:
 
 
 def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """Elements of 32 bits by plain loads, two at a time where those along the dimension that is summed over are
-    neighbours in memory. The lane has 2t, 2t + 1 and what is eight on along that dimension, and g and g + 8 along the
-    other."""
+    """Load a fragment of 32-bit elements by plain loads.
+
+    Along the dimension that is summed over, a lane holds 2t, 2t + 1 and both plus 8; along the other, g and g + 8. Two
+    elements are loaded at a time if neighbours along the sum are neighbours in memory.
+    """
     assert op.result is not None
     type_, memory = _type(op.result), addresses.memory(op.args[0])
     lane = e.once("%laneid", "mov.u32", "r", "%laneid")
@@ -116,7 +118,7 @@ def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
         base = addresses.symbol_of(memory)
 
     def place(line: int, further: int) -> str:
-        """What lies some lines below the lane's first element and some elements on."""
+        """Address ``line`` lines below the lane's first element and ``further`` elements on."""
         start, inside = ("0", line * int(stride)) if not stride.startswith("%") else (str(line), 0)
         first = e.once(("line", row, start), "add.s32", "r", row, start)
         own = e.once(("own", first, column, stride), "mad.lo.s32", "r", first, stride, column)
@@ -124,18 +126,18 @@ def _load_words(e: Emitter, addresses: Addresses, op: Op) -> None:
         address = e.once(("word", base, bytes_), "add.s32", "r", base, bytes_)
         return at(address, offset + 4 * (inside + further))
 
-    found: dict[tuple[int, int], tuple[str, str]] = {}
+    loaded: dict[tuple[int, int], tuple[str, str]] = {}
     for g in range(2):
         for k in range(2):
-            low, high = found[g, k] = e.new("f"), e.new("f")
+            low, high = loaded[g, k] = e.new("f"), e.new("f")
             if neighbours:
                 e.line(f"ld.shared.v2.f32 {{{low}, {high}}}, {place(8 * g, 8 * k)};")
             else:
                 e.line(f"ld.shared.f32 {low}, {place(8 * k, 8 * g)};")
                 e.line(f"ld.shared.f32 {high}, {place(8 * k + 1, 8 * g)};")
-    # "a" has the order of an accumulator's components, "b" that in which products take them.
+    # "a" has the component order of an accumulator, "b" the operand order of the instruction.
     order = [(0, 0), (1, 0), (0, 1), (1, 1)] if type_.use == "a" else [(0, 0), (0, 1), (1, 0), (1, 1)]
-    e.bind(op.result, tuple(x for which in order for x in found[which]))
+    e.bind(op.result, tuple(x for which in order for x in loaded[which]))
 
 
 def _mma(e: Emitter, op: Op) -> None:
@@ -166,7 +168,7 @@ def _mma_tf32(e: Emitter, op: Op, a: tuple[str, ...], b: tuple[str, ...], c: tup
     assert op.result is not None
     if e.arch.number < 80:
         raise refuse(op, "f16 before sm_80", "f32", "convert to f16, or plan without fragments")
-    # Its operands are words to PTX.
+    # PTX takes tf32 operands in .b32 registers.
     left, right = ([e.emit("mov.b32", "r", x) for x in registers] for registers in (a, b))
     out: list[str] = []
     for n in range(2):
@@ -205,9 +207,9 @@ def _pack(e: Emitter, op: Op) -> None:
 
 
 def _check_components(op: Op, count: int) -> None:
-    """Refuse the components of a second copy, which other devices have."""
-    if count > _HELD:
-        raise refuse(op, f"{_HELD} components", str(count), "trace the kernel for this target")
+    """Reject components of a second copy, which other devices have."""
+    if count > _COMPONENTS:
+        raise refuse(op, f"{_COMPONENTS} components", str(count), "trace the kernel for this target")
 
 
 def _get(e: Emitter, op: Op) -> None:

@@ -2,8 +2,8 @@
 
 Accuracy of f32: add, sub, mul, fma and sqrt round correctly; div is within 2 ulp, rcp 1, rsqrt 2, exp2 2 (results below
 2**-126 become 0), log2 within 2**-22 (absolute between 0.5 and 2, relative elsewhere), sin and cos 2 ulp for
-|x| <= 1e6. f16 adds and multiplies natively, vectors of it two lanes at a time; everything else in f16 and all of bf16
-is computed in f32 and rounded once more. f64 has no exp2, log2, sin and cos.
+|x| <= 1e6. f16 is added and multiplied natively, in vectors two lanes at a time; everything else in f16 and all of bf16
+is computed in f32 and rounded. f64 has no exp2, log2, sin and cos.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from aule.render._ptx_convert import extend_byte, from_f32, integer_type, split,
 from aule.render._ptx_emitter import Emitter, f32_text, lane_count, move_type, refuse, register_class
 
 _PAIRED = {"add", "sub", "mul", "fma"}
-"""What one instruction does to two fp16 numbers."""
+"""Operations with an instruction for two f16."""
 _EXTREMES = {"min", "max"}
-"""What one instruction does to two 16-bit numbers of either kind, from sm_80 on."""
+"""Operations with an instruction for two f16 or two bf16, from sm_80 on."""
 WORD_PAIRS = {"add", "min", "max"}
-"""What one instruction does to two u16, from sm_90 on."""
+"""Operations with an instruction for two u16, from sm_90 on."""
 _LOGIC = {"or": "0xEA", "xor": "0x6A"}
-"""lop3's table of what these do to a first operand that is masked by a second, and a third."""
+"""lop3 lookup tables of ``(a & b) | c`` and ``(a & b) ^ c``."""
 _OVERFLOWING = {"add", "sub", "mul", "div", "neg", "abs", "not", "shl"}
-"""What can leave the range of an 8-bit integer that is computed in 16 bits."""
+"""Operations whose 16-bit result can leave the range of 8-bit operands."""
 
 
 def _instructions() -> dict[tuple[str, str], str]:
-    """Operations that are one instruction, by opcode and element type."""
+    """Table of operations that are one instruction, by opcode and element type."""
     table = {}
     for elem in SCALARS.values():
         if elem.is_int:
@@ -46,7 +46,7 @@ def _instructions() -> dict[tuple[str, str], str]:
         elif elem.is_float and elem.name != "bf16":
             for opcode in ("add", "sub", "mul", "fma"):
                 table[opcode, elem.name] = f"{opcode}.rn.{elem}"
-            for opcode in COMPARE:  # ne holds when unordered, the others do not
+            for opcode in COMPARE:  # ne is true if unordered, the others are false
                 table[opcode, elem.name] = f"setp.{'neu' if opcode == 'ne' else opcode}.{elem}"
         if elem.name in ("f32", "f64"):
             for opcode in ("neg", "abs", "min", "max"):
@@ -57,8 +57,7 @@ def _instructions() -> dict[tuple[str, str], str]:
     for opcode in ("and", "or", "xor", "not"):
         table[opcode, "bool"] = f"{opcode}.pred"
     table |= {
-        # ftz: without it the hardware's exp2 is wrapped in a scaling of inputs below -126, for results that are as
-        # good as 0 in a softmax.
+        # Without ftz, ptxas adds scaling for inputs below -126, for results that are negligible in a softmax.
         ("exp2", "f32"): "ex2.approx.ftz.f32",
         ("log2", "f32"): "lg2.approx.f32",
         ("rcp", "f32"): "rcp.approx.f32",
@@ -74,28 +73,23 @@ _INSTRUCTIONS = _instructions()
 
 
 def lanewise(e: Emitter, op: Op) -> None:
-    """Any unary, binary, comparing or fused operation: the same instruction for each lane."""
+    """Emit a unary, binary, compare or fused operation: one instruction per lane, or per pair of 16-bit lanes."""
     assert op.result is not None
     elem = element(op.args[0].type)
-    if elem.is_int and lane_count(op.result) == 1 and _known(e, op, elem):
+    if elem.is_int and lane_count(op.result) == 1 and _fold(e, op, elem):
         return
     if op.opcode == "small":
         e.bind(op.result, e.registers(op.args[0]))
         return
+    paired = _pair_instruction(e, op.opcode, elem.name) if lane_count(op.result) > 1 else None
+    if paired is not None:
+        e.bind(op.result, _in_pairs(e, paired, [e.registers(x) for x in op.args]))
+        return
     instruction = _INSTRUCTIONS.get((op.opcode, elem.name))
-    if elem.name == "f16" and op.opcode in _PAIRED and lane_count(op.result) > 1:
-        e.bind(op.result, _in_pairs(e, f"{op.opcode}.rn.f16x2", [e.registers(x) for x in op.args]))
-        return
-    if elem.name in ("f16", "bf16") and op.opcode in _EXTREMES and lane_count(op.result) > 1 and e.arch.number >= 80:
-        e.bind(op.result, _in_pairs(e, f"{op.opcode}.{elem}x2", [e.registers(x) for x in op.args]))
-        return
-    if elem.name == "u16" and op.opcode in WORD_PAIRS and lane_count(op.result) > 1 and e.arch.number >= 90:
-        e.bind(op.result, _in_pairs(e, f"{op.opcode}.u16x2", [e.registers(x) for x in op.args]))
-        return
     if instruction is not None and elem.bits != 8:
         cls = "p" if op.opcode in COMPARE else register_class(elem)
         lanes = zip(*[e.operands(x) for x in op.args], strict=True)
-        if elem.is_int:  # indices are traced again and again; equal ones must meet to share their addresses
+        if elem.is_int:  # kernels trace equal indices many times; sharing them also shares their addresses
             e.bind(op.result, tuple([_shared(e, op.opcode, instruction, cls, *lane) for lane in lanes]))
         else:
             e.bind(op.result, tuple([e.emit(instruction, cls, *lane) for lane in lanes]))
@@ -104,16 +98,27 @@ def lanewise(e: Emitter, op: Op) -> None:
     e.bind(op.result, tuple([compute(e, op, elem, *lane) for lane in lanes]))
 
 
+def _pair_instruction(e: Emitter, opcode: str, elem: str) -> str | None:
+    """The instruction for two 16-bit lanes at a time; None if there is none."""
+    if elem == "f16" and opcode in _PAIRED:
+        return f"{opcode}.rn.f16x2"
+    if elem in ("f16", "bf16") and opcode in _EXTREMES and e.arch.number >= 80:
+        return f"{opcode}.{elem}x2"
+    if elem == "u16" and opcode in WORD_PAIRS and e.arch.number >= 90:
+        return f"{opcode}.u16x2"
+    return None
+
+
 def _shared(e: Emitter, opcode: str, instruction: str, cls: str, *x: str) -> str:
-    """An instruction on integers, once for the same operands."""
+    """Emit an integer instruction, once per scope for the same operands."""
     if opcode == "mulhi":
-        # Whoever wants the high word wants the low one as well: one instruction, which ptxas does not make of two.
+        # Kernels that use the high word also use the low one: one instruction gives both; ptxas does not merge two.
         low, high = split(e, e.once(("mul.wide.u32", *x), "mul.wide.u32", "rd", *x), 64, 32)
         e.scopes[-1].setdefault(("mul.lo.u32", *x), low)
         return high
     if opcode in _LOGIC and cls == "r" and x[1][0] != "%":
         masked = e.masked.get(x[0])
-        if masked is not None:  # one instruction, which ptxas does not make of two with different constants
+        if masked is not None:  # one lop3; ptxas does not merge two operations with different constants
             return e.once((opcode, *masked, x[1]), "lop3.b32", cls, *masked, x[1], _LOGIC[opcode])
     result = e.once((instruction, *x), instruction, cls, *x)
     if opcode == "and" and cls == "r" and x[0][0] == "%" and x[1][0] != "%":
@@ -122,7 +127,7 @@ def _shared(e: Emitter, opcode: str, instruction: str, cls: str, *x: str) -> str
 
 
 def _in_pairs(e: Emitter, instruction: str, operands: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The lanes of fp16 vectors two by two."""
+    """Apply an instruction to 16-bit lanes two by two."""
     out: list[str] = []
     for i in range(0, len(operands[0]), 2):
         out += split(e, e.emit(instruction, "r", *(e.joined(*x[i : i + 2]) for x in operands)), 32, 16)
@@ -130,7 +135,7 @@ def _in_pairs(e: Emitter, instruction: str, operands: list[tuple[str, ...]]) -> 
 
 
 def compute(e: Emitter, op: Op, elem: Scalar, *x: str) -> str:
-    """One lane of an operation, by whatever instructions its type needs."""
+    """Emit one lane of an operation, by as many instructions as its type needs."""
     opcode = op.opcode
     if elem.name in ("f16", "bf16"):
         if opcode == "neg":
@@ -164,7 +169,7 @@ def compute(e: Emitter, op: Op, elem: Scalar, *x: str) -> str:
 
 
 def _shift(e: Emitter, opcode: str, elem: Scalar, x: str, count: str) -> str:
-    if elem.bits != 32 and count[0] == "%":  # counts are always 32 bits wide
+    if elem.bits != 32 and count[0] == "%":  # PTX shift counts are 32 bits wide
         count = e.emit(f"cvt.u32.u{max(elem.bits, 16)}", "r", count)
     kind = f"b{max(elem.bits, 16)}" if opcode == "shl" else integer_type(elem)
     return e.emit(f"{opcode}.{kind}", register_class(elem), x, count)
@@ -175,23 +180,23 @@ def _shift(e: Emitter, opcode: str, elem: Scalar, x: str, count: str) -> str:
 _HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)
 """pi/2 as the sum of three f32 numbers."""
 _SIN = (-0.16666655242443085, 0.008332202211022377, -0.0001951987942447886)
-"""sin(t) = t + t**3 (...) in t**2; least squares for relative error on |t| <= pi/4."""
+"""sin(t) = t + t**3 p(t**2); least squares of the relative error on |t| <= pi/4."""
 _COS = (-0.5, 0.04166664555668831, -0.001388736185617745, 2.4437857064185664e-05)
-"""cos(t) = 1 + t**2 (...) in t**2."""
+"""cos(t) = 1 + t**2 p(t**2)."""
 
 
 def _circular(e: Emitter, x: str, quarter: int) -> str:
-    """sin(x + quarter pi/2). The hardware's sin.approx loses all accuracy away from 0, so this is a polynomial."""
+    """sin(x + quarter * pi/2) by a polynomial: sin.approx is inaccurate away from 0."""
     scaled = e.emit("mul.rn.f32", "f", x, f32_text(0.6366197723675814))
-    turns = e.emit("cvt.rni.f32.f32", "f", scaled)
+    quarters = e.emit("cvt.rni.f32.f32", "f", scaled)
     t = x
     for part in _HALF_PI:
-        t = e.emit("fma.rn.f32", "f", turns, f32_text(-part), t)
+        t = e.emit("fma.rn.f32", "f", quarters, f32_text(-part), t)
     square = e.emit("mul.rn.f32", "f", t, t)
     sine = _polynomial(e, square, _SIN)
     sine = e.emit("fma.rn.f32", "f", e.emit("mul.rn.f32", "f", t, square), sine, t)
     cosine = e.emit("fma.rn.f32", "f", square, _polynomial(e, square, _COS), f32_text(1.0))
-    quadrant = e.emit("cvt.rzi.s32.f32", "r", turns)
+    quadrant = e.emit("cvt.rzi.s32.f32", "r", quarters)
     if quarter:
         quadrant = e.emit("add.s32", "r", quadrant, str(quarter))
     odd = e.emit("setp.ne.s32", "p", e.emit("and.b32", "r", quadrant, "1"), "0")
@@ -211,7 +216,7 @@ def _polynomial(e: Emitter, x: str, coefficients: tuple[float, ...]) -> str:
 
 
 def select(e: Emitter, op: Op) -> None:
-    """``selp``, which knows no predicates: those are selected by logic."""
+    """Emit ``select`` by selp, or by logic for predicates, which selp does not take."""
     assert op.result is not None
     condition, yes, no = op.args
     known = e.truth.get(condition)
@@ -234,11 +239,11 @@ def select(e: Emitter, op: Op) -> None:
     e.bind(op.result, tuple(lanes))
 
 
-# -- integers that are known, or known up to a constant ----------------------------------------------------------------
+# -- constant folding --------------------------------------------------------------------------------------------------
 
 
-def _known(e: Emitter, op: Op, elem: Scalar) -> bool:
-    """Fold constants (an unrolled loop makes many), and carry added ones along instead of adding them."""
+def _fold(e: Emitter, op: Op, elem: Scalar) -> bool:
+    """Fold integer constants (unrolled loops have many), and defer the addition of constants; True if done."""
     assert op.result is not None
     if len(op.args) != 2:
         return False
@@ -251,14 +256,14 @@ def _known(e: Emitter, op: Op, elem: Scalar) -> bool:
         if folded is not None:
             e.bind_integer(op.result, folded)
             return True
-    return elem.name in ("i32", "i64") and _carry(e, op, elem)
+    return elem.name in ("i32", "i64") and _defer_constant(e, op, elem)
 
 
-def _carry(e: Emitter, op: Op, elem: Scalar) -> bool:
-    """Keep ``register + constant`` apart through add, sub, mul and shl.
+def _defer_constant(e: Emitter, op: Op, elem: Scalar) -> bool:
+    """Propagate ``register + constant`` through add, sub, mul and shl without adding; True if done.
 
-    Constants stay non-negative and factors positive, so that where an index does not wrap neither does the register
-    alone, and the constant may become the immediate offset of a 64-bit address.
+    Constants stay non-negative and factors positive: if the index does not wrap, the register alone does not wrap
+    either, so the constant may become the immediate offset of a 64-bit address.
     """
     assert op.result is not None
     (x, c), (y, d) = e.sum(op.args[0]), e.sum(op.args[1])

@@ -1,7 +1,7 @@
 """Loads, stores and atomics in PTX, and the addresses they need.
 
-An address is a register that depends on the index's register part alone, plus an immediate offset; the register is
-computed once per block and shared by everything that is a constant apart.
+An address is a register plus an immediate offset. The register depends only on the register part of the index, so it is
+computed once per block and shared by all accesses whose indices differ by a constant.
 """
 
 from __future__ import annotations
@@ -17,29 +17,27 @@ from aule.render._ptx_convert import join, split
 from aule.render._ptx_emitter import Emitter, lane_count, refuse, register_class
 
 STATIC_SHARED_BYTES = 48 * 1024
-"""More shared memory than this must be asked for at launch."""
+"""More shared memory than this must be requested at launch."""
 _MAX_VECTOR_BYTES = 16
 _HINT = ".L2::cache_hint"
-_MEETING = ".relaxed.gpu"
-"""What an access says that may meet those of other workgroups."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where a pointer points: ``base`` is a register (global) or a symbol (shared, local), ``offset`` in bytes."""
+    """The memory of a pointer: ``base`` is a register (global) or a symbol (shared, local), ``offset`` is in bytes."""
 
     space: str
     base: str
     elem: Scalar
     offset: int = 0
     load: str = "ld"
-    """The load instruction without type."""
+    """The load instruction without its type."""
     lasting: bool = False
     """As in `Param`."""
 
 
 class Addresses:
-    """Which memory each pointer of a kernel means."""
+    """The memory of each pointer of a kernel."""
 
     def __init__(self, e: Emitter, kernel: KernelIR) -> None:
         self._e = e
@@ -47,11 +45,8 @@ class Addresses:
         self.symbol = f"{kernel.name}_shared"
         self.local: list[str] = []
         self._locals: dict[Op, Memory] = {}
-        offset = 0
-        for array in kernel.shared:
-            assert isinstance(array.type, Pointer) and array.type.length is not None
-            self._memory[array] = Memory("shared", self.symbol, array.type.elem, offset, "ld.shared")
-            offset += -(-array.type.elem.bytes * array.type.length // 16) * 16
+        for array, offset in kernel.shared_offsets.items():
+            self._memory[array] = Memory("shared", self.symbol, element(array.type), offset, "ld.shared")
 
     def bind_global(self, value: Value, register: str, param: Param) -> None:
         load = "ld.global.nc" if param.access == "read" else "ld.global"
@@ -61,7 +56,7 @@ class Addresses:
         self._memory[value] = Memory("global", register, element(value.type), 0, load, lasting)
 
     def private(self, op: Op) -> None:
-        """A thread's own array, in local memory."""
+        """Declare a private array, in local memory."""
         assert op.result is not None and isinstance(op.result.type, Pointer) and op.result.type.length is not None
         memory = self._locals.get(op)
         if memory is None:
@@ -75,7 +70,7 @@ class Addresses:
         return self._memory[pointer]
 
     def pointer(self, pointer: Value) -> str:
-        """A register with the address itself, for intrinsics: 32 bits for shared memory, else 64."""
+        """A register with the address, for intrinsics: 32 bits for shared memory, else 64."""
         memory = self._memory[pointer]
         if memory.space == "global":
             return memory.base
@@ -107,7 +102,7 @@ class Addresses:
         return self._e.once((instruction, register, size, base), instruction, cls, register, str(size), base)
 
     def symbol_of(self, memory: Memory) -> str:
-        """A register with the address where the memory that ``base`` names starts."""
+        """A register with the start address of ``base``."""
         if memory.space == "global":
             return memory.base
         kind, cls = ("mov.u32", "r") if memory.space == "shared" else ("mov.u64", "rd")
@@ -115,19 +110,17 @@ class Addresses:
 
 
 def alignment(align: int, elem: Scalar) -> int:
-    """Bytes that an access is sure to be aligned to, at most 16, from the elements that divide its index."""
+    """Guaranteed alignment of an access in bytes, at most 16, if ``align`` divides its index."""
     return min((align & -align) * elem.bytes, _MAX_VECTOR_BYTES)
 
 
 def load(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """A scalar or vector load, in as few instructions as the alignment allows."""
+    """Emit a scalar or vector load, in as few instructions as the alignment allows."""
     assert op.result is not None
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
-    if op.opcode == "load_once":  # which is evicted first
+    if op.opcode == "load_once":  # .cs: evict first
         memory = replace(memory, load=memory.load.replace("ld.global", "ld.global.cs"))
-    if op.opcode == "peek":
-        memory = replace(memory, load=f"ld{_MEETING}.global")
     lanes, elem = lane_count(op.result), memory.elem
     step = min(lanes, max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
     out: list[str] = []
@@ -161,44 +154,32 @@ def _vector(e: Emitter, instruction: str, cls: str, address: str, n: int) -> lis
 
 
 def store(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """A scalar or vector store, in as few instructions as the alignment allows."""
+    """Emit a scalar or vector store, in as few instructions as the alignment allows."""
     memory = addresses.memory(op.args[0])
     base, offset = addresses.locate(memory, op.args[1])
     elem, lanes = memory.elem, e.registers(op.args[2])
     step = min(len(lanes), max(alignment(op.attrs["align"], elem) // elem.bytes, 1))
-    how = _MEETING if op.opcode == "post" else ""
     for i in range(0, len(lanes), step):
-        _store(e, memory, at(base, offset + i * elem.bytes), lanes[i : i + step], how)
+        _store(e, memory, at(base, offset + i * elem.bytes), lanes[i : i + step])
 
 
-def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str], how: str = "") -> None:
+def _store(e: Emitter, memory: Memory, address: str, lanes: Sequence[str], qualifier: str = "") -> None:
     bits, kind = memory.elem.bits, _memory_type(memory.elem)
-    if len(lanes) > 4:  # more 8- or 16-bit numbers than a vector has room for travel as words
+    if len(lanes) > 4:  # a vector has at most four lanes: store more 8- or 16-bit numbers as words
         n = 32 // bits
         lanes = [join(e, lanes[i : i + n], bits, 32, "r") for i in range(0, len(lanes), n)]
         kind = "b32"
     source = lanes[0] if len(lanes) == 1 else f"{{{', '.join(lanes)}}}"
-    e.line(f"st{how}.{memory.space}{_count(len(lanes))}.{kind} {address}, {source};")
+    e.line(f"st{qualifier}.{memory.space}{_count(len(lanes))}.{kind} {address}, {source};")
 
 
 def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """``atom``, relaxed unless ordered, and seen by the whole device; a vector in one piece where the architecture
-    can."""
+    """Emit ``atom`` of device scope, relaxed unless ordered; a vector in one instruction from sm_90 on."""
     assert op.result is not None
-    memory, kind = addresses.memory(op.args[0]), op.attrs["kind"]
-    name = memory.elem.name
+    memory = addresses.memory(op.args[0])
     if memory.space == "local":
         raise refuse(op, "a global or shared pointer", "a private one", "use load and store")
-    if kind in ("add", "min", "max") and name in ("i32", "u32"):
-        suffix = f"{kind}.{'s' if name == 'i32' else 'u'}32"
-    elif kind in ("and", "or", "xor") and name in ("i32", "u32"):
-        suffix = f"{kind}.b32"
-    elif kind == "exchange" and memory.elem.bits == 32:
-        suffix = "exch.b32"
-    elif kind == "add" and name == "f32":
-        suffix = "add.f32"
-    else:
-        raise refuse(op, "an atomic of ir.ops on i32, u32 or f32", f"{kind} on {name}", "use another type")
+    suffix = _atomic_suffix(op, memory.elem)
     base, offset = addresses.locate(memory, op.args[1])
     cls = register_class(memory.elem)
     if lane_count(op.result) == 1:
@@ -217,21 +198,35 @@ def atomic(e: Emitter, addresses: Addresses, op: Op) -> None:
     e.bind(op.result, tuple(old))
 
 
+def _atomic_suffix(op: Op, elem: Scalar) -> str:
+    """Operation and type of an ``atom`` instruction."""
+    kind, name = op.attrs["kind"], elem.name
+    if kind in ("add", "min", "max") and name in ("i32", "u32"):
+        return f"{kind}.{'s' if name == 'i32' else 'u'}32"
+    if kind in ("and", "or", "xor") and name in ("i32", "u32"):
+        return f"{kind}.b32"
+    if kind == "exchange" and elem.bits == 32:
+        return "exch.b32"
+    if kind == "add" and name == "f32":
+        return "add.f32"
+    raise refuse(op, "an atomic of ir.ops on i32, u32 or f32", f"{kind} on {name}", "use another type")
+
+
 def cluster_load(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """A load from another workgroup's shared memory."""
+    """Emit a load from another workgroup's shared memory."""
     assert op.result is not None
     memory = replace(addresses.memory(op.args[0]), load="ld.shared::cluster")
-    e.bind(op.result, tuple(_load(e, memory, _elsewhere(e, addresses, op, op.args[2]), lane_count(op.result))))
+    e.bind(op.result, tuple(_load(e, memory, _cluster_address(e, addresses, op, op.args[2]), lane_count(op.result))))
 
 
 def cluster_post(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """A store to another workgroup's shared memory that may meet its atomics."""
+    """Emit a store to another workgroup's shared memory that may race with its atomics."""
     memory = replace(addresses.memory(op.args[0]), space="shared::cluster")
-    _store(e, memory, _elsewhere(e, addresses, op, op.args[3]), e.registers(op.args[2]), ".relaxed.cluster")
+    _store(e, memory, _cluster_address(e, addresses, op, op.args[3]), e.registers(op.args[2]), ".relaxed.cluster")
 
 
-def _elsewhere(e: Emitter, addresses: Addresses, op: Op, number: Value) -> str:
-    """An address in shared memory of another workgroup of the cluster, which `mapa` knows."""
+def _cluster_address(e: Emitter, addresses: Addresses, op: Op, number: Value) -> str:
+    """An address in shared memory of another workgroup of the cluster, by `mapa`."""
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
     memory = addresses.memory(op.args[0])
@@ -243,13 +238,13 @@ def _elsewhere(e: Emitter, addresses: Addresses, op: Op, number: Value) -> str:
 
 
 def prefetch(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """``prefetch`` of a line into L2."""
+    """Emit ``prefetch`` of a cache line into L2."""
     base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     e.line(f"prefetch.global.L2 {at(base, offset)};")
 
 
 def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
-    """``cp.async`` of 16 bytes, which bypasses L1."""
+    """Emit ``cp.async`` of 16 bytes, which bypasses L1."""
     if e.arch.number < 80:
         raise refuse(op, "sm_80 or newer", e.arch.name, "load and store")
     to, to_offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
@@ -260,14 +255,14 @@ def async_copy(e: Emitter, addresses: Addresses, op: Op) -> None:
 
 
 def hint(e: Emitter, memory: Memory) -> str:
-    """What an access to memory has for a last operand: how the second-level cache is to treat it."""
+    """The last operand of an access with an L2 cache policy; empty without one."""
     if not memory.lasting:
         return ""
     return ", " + e.once("lasting", "createpolicy.fractional.L2::evict_last.b64", "rd", "1.0")
 
 
 def at(base: str, offset: int) -> str:
-    """An address as it is written."""
+    """The text of an address."""
     return f"[{base}+{offset}]" if offset else f"[{base}]"
 
 

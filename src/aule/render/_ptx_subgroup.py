@@ -1,4 +1,4 @@
-"""Barriers, shuffles, reductions and votes in PTX. Every lane of the warp takes part, so masks are full."""
+"""Barriers, shuffles, reductions and votes in PTX. All lanes of the warp take part, so masks are full."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from aule.render._ptx_emitter import Emitter, refuse, register_class
 
 _ALL = "0xFFFFFFFF"
 _CLAMP = "0x1F"
-"""Shuffle segments of the whole warp: segment mask 0, highest lane 31."""
+"""Shuffle over the full warp: segment mask 0, highest lane 31."""
 
 
 def cluster_barrier(e: Emitter, op: Op, last: bool) -> None:
-    """A barrier of a cluster. Where it is the ``last`` that a kernel does, nobody looks at memory behind it, and what
-    was stored need not have arrived: it is there so that nobody ends while others read, and what was read is in
-    registers when what was made of it is stored."""
+    """Emit a cluster barrier; relaxed if it is the ``last`` operation of the kernel.
+
+    Then no memory is read after it, so stores need not be visible. It only keeps a workgroup from ending while others
+    read its shared memory.
+    """
     if e.arch.number < 90:
         raise refuse(op, "sm_90 or newer", e.arch.name, "leave clusters out")
-    e.line(f"barrier.cluster.arrive{'.relaxed' * last}.aligned;")  # which releases else, and the other acquires
+    e.line(f"barrier.cluster.arrive{'.relaxed' * last}.aligned;")  # default: arrive releases, wait acquires
     e.line("barrier.cluster.wait.aligned;")
 
 
 def render(e: Emitter, op: Op) -> None:
-    """Any other operation of the categories ``sync`` and ``subgroup``."""
+    """Emit any other operation of the categories ``sync`` and ``subgroup``."""
     if op.opcode == "barrier":
-        e.line("bar.sync 0;")  # which orders all memory for the threads that take part
+        e.line("bar.sync 0;")  # orders shared and global memory for the workgroup
         return
     if op.opcode in ("launch_next", "launch_await"):
         if e.arch.number >= 90:

@@ -1,7 +1,7 @@
-"""Products of warpgroups in PTX: wgmma of sm_90a, with factors in shared memory that 64-bit descriptors name.
+"""Warpgroup products in PTX: wgmma of sm_90a. 64-bit descriptors describe factors in shared memory.
 
-A descriptor holds the address, the bytes from panel to panel, the bytes from eight rows to the next eight, and that
-panels are 128 bytes wide and swizzled. The registers of accumulators and of fragments are those of mma.sync.
+A descriptor holds the address, the bytes from one panel to the next, the bytes from eight rows to the next eight, and
+the swizzle mode of 128-byte panels. The registers of accumulators and fragments are those of mma.sync.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PLAIN = {
 }
 _SWIZZLE_128 = 1 << 62
 _GROUP_BYTES = 1024
-"""Eight rows of a panel; a panel starts at a multiple of it."""
+"""Bytes of eight rows of a panel; also the alignment of a panel."""
 
 
 def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
-    """One operation of a warpgroup; ``subgroups`` are those of the workgroup."""
+    """Emit an operation of a warpgroup; ``subgroups`` is the number of subgroups per workgroup."""
     if e.arch.number != 90:
         raise refuse(op, "sm_90", e.arch.name, "plan for its own matrix units")
     e.uses_subgroups = True
@@ -31,14 +31,16 @@ def render(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
     elif op.opcode == "warpgroup_wait":
         e.line(f"wgmma.wait_group.sync.aligned {op.attrs['pending']};")
     elif op.opcode != "warpgroup_mma":
-        _meet(e, addresses, op, subgroups)
+        _split_barrier(e, addresses, op, subgroups)
     else:
         _mma(e, addresses, op)
 
 
-def _meet(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
-    """Barriers in two halves are mbarriers, at which every thread arrives: one for its subgroup is no faster, and
-    racecheck does not see what it stands for."""
+def _split_barrier(e: Emitter, addresses: Addresses, op: Op, subgroups: int) -> None:
+    """Emit a split barrier as an mbarrier at which every thread arrives.
+
+    One arrival per subgroup is no faster, and racecheck would not see the order of the other lanes.
+    """
     base, offset = addresses.locate(addresses.memory(op.args[0]), op.args[1])
     place = at(base, offset)
     if op.opcode == "warpgroup_await":
@@ -77,8 +79,10 @@ def _mma(e: Emitter, addresses: Addresses, op: Op) -> None:
 def _descriptor(
     e: Emitter, addresses: Addresses, op: Op, pointer: Value, index: Value, panels: Panels, across: bool
 ) -> str:
-    """Of a factor; ``across`` when its panels lie side by side along the rows or columns of the product, and not along
-    what is summed over."""
+    """The descriptor of a factor.
+
+    ``across``: its panels are neighbours along the rows or columns of the product, not along the sum.
+    """
     memory = addresses.memory(pointer)
     if memory.offset % _GROUP_BYTES:
         raise refuse(op, f"factors in memory that starts at a multiple of {_GROUP_BYTES} bytes", memory.offset,
@@ -87,7 +91,7 @@ def _descriptor(
     if not base.startswith("%"):
         base = addresses.symbol_of(memory)
     panel_bytes = 2 * panels.stride
-    stride = panel_bytes if across else 16  # what lies along the sum stays within a panel, where it has no meaning
+    stride = panel_bytes if across else 16  # unused if a product stays within a panel along the sum
     fixed = _SWIZZLE_128 | (_GROUP_BYTES >> 4) << 32 | (stride >> 4) << 16
     short = e.once(("descriptor address", base), "shr.u32", "r", base, "4")
     wide = e.once(("descriptor wide", base), "cvt.u64.u32", "rd", short)

@@ -1,4 +1,4 @@
-"""What threads do together in SPIR-V: atomics, barriers, subgroup operations and cooperative matrices."""
+"""Operations of more than one thread in SPIR-V: atomics, barriers, subgroup operations and cooperative matrices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SUBGROUP_OPS = {
     "subgroup_all", "fragment_fill", "fragment_load", "fragment_store", "fragment_mma", "fragment_length",
     "fragment_get", "fragment_set", "fragment_pack",
 }  # fmt: skip
-"""Operations for which the lanes of a subgroup must work together."""
+"""Operations that need subgroups."""
 
 
 class Group:
@@ -50,7 +50,7 @@ class Group:
     Parameters
     ----------
     value : callable
-        The id of an IR value that is held in one part.
+        The id of an IR value that has one part.
     vulkan_model : bool
         The module uses the Vulkan memory model.
     """
@@ -63,7 +63,7 @@ class Group:
         self._target = target
         self._value = value
         self._vulkan_model = vulkan_model
-        # The Vulkan model's device scope is a feature of its own; one queue family is all that a kernel runs on.
+        # In the Vulkan memory model, device scope is an optional feature; a kernel runs in one queue family anyway.
         self._device = Scope.QueueFamily if vulkan_model else Scope.Device
         self.emitters: dict[str, Callable[[Op], Parts | None]] = {
             "atomic": self._atomic,
@@ -102,7 +102,7 @@ class Group:
             )
         scope = self._m.constant(u32, Scope.Workgroup if shared else self._device)
         address, _ = self._memory.element_address(op)
-        # One that is ordered takes 0.3 us less on an H200 than one between two barriers.
+        # Memory semantics on the atomic are cheaper than barriers before and after it.
         order = self._semantics(MemorySemantics.UniformMemory) if op.attrs["ordered"] else self._m.constant(u32, 0)
         return (self._m.result(instruction, self._m.type(elem), address, scope, order, self._value(value)),)
 
@@ -124,7 +124,7 @@ class Group:
         self._m.emit(Spv.MemoryBarrier, scope, self._semantics(MemorySemantics.UniformMemory))
 
     def _semantics(self, memory: int) -> int:
-        """Of a barrier or fence in both directions, over kinds of memory."""
+        """Acquire and release semantics of a barrier or fence for some kinds of memory."""
         semantics = MemorySemantics.AcquireRelease | memory
         if self._vulkan_model:
             semantics |= MemorySemantics.MakeAvailable | MemorySemantics.MakeVisible
@@ -201,27 +201,29 @@ class Group:
         assert op.result is not None
         type_id, elem = self._m.type(register(op.result)), element(op.result.type)
         parts = [self._component(value, elem) for value in op.args]
-        whole = self._m.result(Spv.CompositeConstruct, type_id, parts[0])
+        fragment = self._m.result(Spv.CompositeConstruct, type_id, parts[0])
         for i, part in enumerate(parts[1:], 1):
-            whole = self._m.result(Spv.CompositeInsert, type_id, part, whole, i)
-        return (whole,)
+            fragment = self._m.result(Spv.CompositeInsert, type_id, part, fragment, i)
+        return (fragment,)
 
     def fragment_cast(self, source: Fragment, result: Fragment, fragment: int) -> int:
-        """Convert a whole fragment. To bf16 it is rounded before: OpFConvert of a matrix truncates there (NVIDIA
-        580.159 on an H200: 256 elements of 256, and to f16 it rounds to nearest)."""
+        """Convert a fragment. f32 is rounded before it becomes bf16, because NVIDIA's OpFConvert of matrices truncates.
+
+        Its conversion of matrices to f16 rounds to nearest.
+        """
         if result.elem == bf16 and source.elem == f32:
             fragment = self._round_components(source, fragment)
         return self._m.result(_conversion(source.elem, result.elem), self._m.type(result), fragment)
 
     def _round_components(self, type_: Fragment, fragment: int) -> int:
-        """Each f32 component rounded to nearest even with 8 bits, so that whatever drops the rest is exact."""
+        """Round each f32 component to nearest even with 8 bits, so that truncation to bf16 is exact."""
         m, word, flag = self._m, self._m.type(u32), self._m.type(bool_)
         type_id, single = m.type(type_), m.type(f32)
         variable = m.local_variable(StorageClass.Function, type_id)
         counter = m.local_variable(StorageClass.Function, word)
         m.emit(Spv.Store, variable, fragment)
         m.emit(Spv.Store, counter, m.constant(u32, 0))
-        # How many components a lane holds is the driver's affair, but known to it when it compiles: it will unroll.
+        # The driver chooses the number of components per lane, and knows it when it compiles: it can unroll.
         length = m.result(Spv.CooperativeMatrixLengthKHR, word, type_id)
         header, check, body, onward, merge = (m.id() for _ in range(5))
         m.emit(Spv.Branch, header)
@@ -237,7 +239,7 @@ class Group:
         odd = m.result(Spv.ShiftRightLogical, word, bits, m.constant(u32, 16))
         odd = m.result(Spv.BitwiseAnd, word, odd, m.constant(u32, 1))
         rounded = m.result(Spv.IAdd, word, m.result(Spv.IAdd, word, bits, odd), m.constant(u32, 0x7FFF))
-        # Rounding could carry a NaN's mantissa into infinity or zero; setting its top bit cannot.
+        # Rounding could turn a NaN into infinity or zero by a carry; setting the top mantissa bit cannot.
         magnitude = m.result(Spv.BitwiseAnd, word, bits, m.constant(u32, 0x7FFFFFFF))
         is_nan = m.result(Spv.UGreaterThan, flag, magnitude, m.constant(u32, 0x7F800000))
         quiet = m.result(Spv.BitwiseOr, word, bits, m.constant(u32, 0x400000))
@@ -252,7 +254,7 @@ class Group:
         return m.result(Spv.Load, type_id, variable)
 
     def _component(self, value: Value, elem: Scalar) -> int:
-        """A scalar as an element of a fragment. bf16 exists in fragments only; in registers it is u16."""
+        """A scalar as an element of a fragment. bf16 exists only in fragments; registers hold u16."""
         number = self._value(value)
         return number if value.type == elem else self._m.result(Spv.Bitcast, self._m.type(elem), number)
 

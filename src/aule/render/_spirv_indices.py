@@ -1,9 +1,9 @@
-"""What is known of indices, and their quotients by the width of a vector.
+"""Index analysis: remainders of indices, and their quotients by the width of a vector.
 
-Memory that is accessed as vectors is declared as an array of vectors, so that an access needs ``index / lanes``. A
-shift right at the access would hide the constant part of an address from every driver (``(i + 64) >> 2`` is not
-``(i >> 2) + 16`` for a compiler that must allow overflow), and with it the offset field of load instructions. So the
-quotient is computed along the index arithmetic itself, where each value is defined: ``(x * 8 + 64) / 4`` becomes
+Memory that is accessed as vectors is declared as an array of vectors, so an access needs ``index / lanes``. A right
+shift at the access would hide the constant part of an address from drivers (``(i + 64) >> 2`` is not ``(i >> 2) + 16``
+for a compiler that must allow overflow), so they could not use the offset field of load instructions. Instead, the
+quotient is computed along with the index arithmetic, where each value is defined: ``(x * 8 + 64) / 4`` becomes
 ``x * 2 + 16``.
 """
 
@@ -15,16 +15,16 @@ from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.types import Scalar
 
 _LIMIT = 64
-"""Congruences are tracked modulo powers of two up to this one."""
+"""Largest power of two that is tracked as a modulus."""
 
 
 class Indices:
-    """Congruences of a kernel's integers, and which quotients are wanted.
+    """Congruences of a kernel's integers, and the quotients to compute.
 
     Attributes
     ----------
     wanted : dict
-        For each value, the divisors by which its quotient must be computed where it is defined.
+        For each value, the divisors of the quotients to compute where it is defined.
     """
 
     def __init__(self, kernel: KernelIR) -> None:
@@ -43,12 +43,12 @@ class Indices:
         return self._known.get(value, (1, 0))
 
     def remainder(self, value: Value, divisor: int) -> int | None:
-        """The value modulo a power of two, where it is known."""
+        """The value modulo a power of two; None if unknown."""
         m, r = self.congruence(value)
         return r % divisor if m % divisor == 0 else None
 
     def remainder_source(self, value: Value, divisor: int) -> Value:
-        """The value that alone decides the remainder: additions of multiples of the divisor are left out."""
+        """A simpler value with the same remainder: added multiples of the divisor are removed."""
         while (op := value.op) is not None and op.opcode in ("add", "sub"):
             a, b = op.args
             if self.remainder(b, divisor) == 0:
@@ -60,13 +60,13 @@ class Indices:
         return value
 
     def want(self, value: Value, divisor: int) -> None:
-        """Ask for a quotient; all must be asked for before `spread`."""
+        """Request a quotient; all requests must come before `spread`."""
         divisors = self.wanted.setdefault(value, [])
         if divisor not in divisors:
             divisors.append(divisor)
 
     def spread(self) -> None:
-        """Ask for the quotients that other quotients are made of."""
+        """Request the quotients that the requested ones are computed from."""
         for op in reversed(self._ops):
             if op.result is not None:
                 for divisor in self.wanted.get(op.result, ()):
@@ -74,7 +74,7 @@ class Indices:
                         self.want(operand, divisor)
 
     def parts(self, op: Op, divisor: int) -> tuple[Value, ...] | None:
-        """Operands whose quotients make up the quotient of ``op``; None when it must be divided by itself."""
+        """Operands whose quotients give the quotient of ``op``; None if its result must be shifted."""
         if op.opcode in ("add", "sub"):
             a, b = op.args
             known_a, known_b = self.remainder(a, divisor), self.remainder(b, divisor)
@@ -82,7 +82,7 @@ class Indices:
                 return (a, b)
         elif op.opcode == "mul":
             a, b = op.args
-            # A constant factor first: its quotient costs nothing.
+            # Prefer a constant factor, whose quotient is free.
             for factor in (b, a) if b.constant is not None else (a, b):
                 if self.remainder(factor, divisor) == 0:
                     return (factor,)
@@ -98,7 +98,7 @@ class Indices:
         return None
 
     def carry(self, op: Op, divisor: int) -> int:
-        """What the remainders of an addition's or subtraction's operands add to the sum of the quotients."""
+        """The carry of the operands' remainders into the quotient of an addition or subtraction."""
         a, b = (self.remainder(v, divisor) for v in op.args)
         if a is None or b is None:
             return 0
@@ -126,7 +126,7 @@ class Indices:
             source = op.args[0].type
             return self.congruence(op.args[0]) if isinstance(source, Scalar) and source.is_int else (1, 0)
         if op.opcode == "and":
-            # Low bits that one operand clears are zero, whatever the other is.
+            # Low bits that are zero in one operand are zero in the result.
             return (max(self._multiple(op.args[0]), self._multiple(op.args[1])), 0)
         if op.opcode in ("min", "max", "select"):
             (m, r), (n, s) = (self.congruence(v) for v in op.args[-2:])

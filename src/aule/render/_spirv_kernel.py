@@ -1,4 +1,4 @@
-"""The body of a kernel in SPIR-V: values, variables and structured control flow, operation by operation."""
+"""Emits the body of a kernel in SPIR-V: values, variables and structured control flow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.types import Fragment, Ref, Scalar, Vector, bf16, bool_, element, f16, f64, i32, u32, with_element
 from aule.render._spirv_group import SUBGROUP_OPS, Group
 from aule.render._spirv_indices import Indices
-from aule.render._spirv_memory import Memory, block_widths
+from aule.render._spirv_memory import Memory, MemoryRules, block_widths
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
     BuiltIn,
@@ -23,11 +23,11 @@ from aule.render._spirv_ops import (
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
-from aule.render._spirv_values import ARITHMETIC, Parts, Registers, Rounding, held, part_types, register
+from aule.render._spirv_values import ARITHMETIC, Parts, Registers, Rounding, part_types, register, register_element
 from aule.target import Target
 
 RTE_HALF = "shaderRoundingModeRTEFloat16"
-"""In ``Target.extensions``: the mode in which conversions to f16 round to nearest even can be declared."""
+"""Entry of ``Target.extensions``: a kernel can declare that conversions to f16 round to nearest even."""
 
 _NARROW = {
     ("float", 16): Capability.Float16,
@@ -51,9 +51,9 @@ class KernelRenderer:
     Parameters
     ----------
     computable : frozenset of Scalar
-        Types of 8 and 16 bits that registers can compute with, not only load, store and convert.
+        8- and 16-bit types that support arithmetic, not only loads, stores and conversions.
     roundings : mapping
-        How conversions to f16 are rounded; those not in it by ``OpFConvert`` as it is.
+        How conversions to f16 are rounded; those not in it use a plain ``OpFConvert``.
     """
 
     def __init__(
@@ -71,20 +71,22 @@ class KernelRenderer:
         self.fragments = any(name.startswith("fragment") for name in opcodes)
         self.subgroups = bool(opcodes & SUBGROUP_OPS)
         self._check(opcodes)
-        shared = ("global_memory", "ordered")
-        coherent = not opcodes.isdisjoint(("device_fence", "peek", "post"))
-        coherent = coherent or any(op.attrs.get(name) for op in kernel.walk() for name in shared)
-        self.memory = Memory(
-            self.m, self.r, kernel, self.indices, value=self._scalar, quotient=self._quotient,
+        coherent = "device_fence" in opcodes or any(
+            op.attrs.get(x) for op in kernel.walk() for x in ("global_memory", "ordered")
+        )
+        rules = MemoryRules(
             coherent=coherent, vulkan_model=self.fragments, computable=computable,
             half_rounding="default" if RTE_HALF in target.extensions else "decorate", blocks=block_widths(target),
+        )  # fmt: skip
+        self.memory = Memory(
+            self.m, self.r, kernel, self.indices, rules, value=self._scalar, quotient=self._quotient
         )  # fmt: skip
         self.indices.spread()
         self._computable = computable
         self._roundings = roundings
         self.group = Group(self.m, self.memory, target, value=self._scalar, vulkan_model=self.fragments)
         self._low_words: dict[tuple[Value, object], Parts] = {}
-        """Low words of products whose high words were wanted, in the block that is emitted."""
+        """Low words of products whose high words were computed in the current block."""
         self._emitters: dict[str, Callable[[Op], Parts | None]] = {
             **self.group.emitters,
             "const": self._const,
@@ -96,19 +98,15 @@ class KernelRenderer:
             "extract": self._extract,
             "private": self._private,
             "load": self.memory.load,
-            "peek": self.memory.load,
             "store": self._store,
-            "post": self._store,
             "var": self._var,
             "get": self._get,
             "set": self._set,
             "if": self._if,
             "loop": self._loop,
-            "repeat": self._repeat,
             "dot_pairs": self._dot_pairs,
             "e4m3_halves": self._e4m3_halves,
             "intrinsic": self._intrinsic,
-            # Nobody reads a binary.
             "comment": lambda op: None,
         }
 
@@ -121,7 +119,7 @@ class KernelRenderer:
         self._block(self.kernel.body)
         return self.m.assemble(self.kernel.name, MemoryModel.Vulkan if self.fragments else MemoryModel.GLSL450)
 
-    # -- what the kernel needs -------------------------------------------------------------------------------------
+    # -- declarations ----------------------------------------------------------------------------------------------
 
     def _check(self, opcodes: set[str]) -> None:
         if self.subgroups and not self.target.subgroup_size:
@@ -143,10 +141,9 @@ class KernelRenderer:
             )
 
     def _declare_capabilities(self) -> None:
-        """Capabilities of the types in use. Narrow ones that registers do not hold are only loaded and stored."""
+        """Declare the capabilities of the types in use. Narrow types without arithmetic need none here."""
         m = self.m
-        seen = {element(v.type) for v in (*self.kernel.values.values(), *self.kernel.shared)}
-        seen |= {element(op.result.type) for op in self.kernel.walk() if op.result is not None}
+        seen = self.kernel.elements()
         for elem in sorted(seen, key=lambda t: t.name):
             if elem == f64 and not self.target.f64:
                 raise KernelError(f"[spirv] expected a target with f64, got {self.target.name} without; compute in f32")
@@ -170,7 +167,7 @@ class KernelRenderer:
             m.mode(ExecutionMode.RoundingModeRTE, 16)
 
     def _declare_scalars(self) -> None:
-        """The uniform block, and a load of each scalar at the head of the kernel."""
+        """Declare the uniform block, and load each scalar at the start of the kernel."""
         scalars = [p for p in self.kernel.params if p.kind == "scalar"]
         if not scalars:
             return
@@ -188,7 +185,7 @@ class KernelRenderer:
             self._define(value, (m.result(Spv.Load, type_id, address),))
 
     def _declare_inputs(self) -> None:
-        """Built-in variables, each loaded once at the head of the kernel."""
+        """Declare the built-in variables, and load each once at the start of the kernel."""
         m = self.m
         for op in self.kernel.walk():
             if op.opcode not in _BUILTINS:
@@ -256,13 +253,13 @@ class KernelRenderer:
             return self.r.cast(register(op.args[0]), elem, (quotients[0],))[0]
         carry = self.indices.carry(op, divisor)
         for left, right in ((0, 1), (1, 0)) if op.opcode == "add" else ((0, 1),):
-            # A constant takes the carry with it, and disappears when it is zero.
+            # The carry is added to a constant, which is dropped if it becomes zero.
             constant = parts[right].constant
             if constant is not None:
-                rest = constant // divisor + (carry if op.opcode == "add" else -carry)
-                if rest == 0:
+                adjusted = constant // divisor + (carry if op.opcode == "add" else -carry)
+                if adjusted == 0:
                     return quotients[left]
-                quotients[right], carry = m.constant(elem, rest), 0
+                quotients[right], carry = m.constant(elem, adjusted), 0
                 break
         total = m.result(Spv.IAdd if op.opcode == "add" else Spv.ISub, type_id, *quotients)
         return m.result(Spv.IAdd, type_id, total, m.constant(elem, carry)) if carry else total
@@ -270,7 +267,7 @@ class KernelRenderer:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def _block(self, block: list[Op]) -> None:
-        self._low_words.clear()  # what other blocks have made may not be there
+        self._low_words.clear()  # results of other blocks may not dominate this one
         for op in block:
             try:
                 parts = self._emit(op)
@@ -297,9 +294,10 @@ class KernelRenderer:
         return emitter(op)
 
     def _product(self, op: Op, operands: list[Parts]) -> Parts | None:
-        """A word of a product of which both are wanted, the high one first, or None: NVIDIA's compiler makes one
-        multiplication of a 64-bit product, and two of OpUMulExtended and OpIMul (softmax_dropout of 4096 columns on an
-        H200: 2.31 and 2.46 TB/s)."""
+        """Low or high word of a u32 product if both are needed, the high one first; None if the low one is not ready.
+
+        NVIDIA's compiler emits one multiplication for a 64-bit product, but two for OpUMulExtended and OpIMul.
+        """
         assert op.result is not None
         left, right = op.args
         same = right.op.args[0] if right.op is not None and right.op.opcode == "splat" else right
@@ -326,10 +324,10 @@ class KernelRenderer:
             assert isinstance(fragment, Fragment)
             return (self.group.fragment_cast(fragment, op.result.type, source[0]),)
         before, after = register(op.args[0]), register(op.result)
-        before = with_element(before, held(element(before), self._computable))
-        after = with_element(after, held(element(after), self._computable))
-        made = op.args[0].op
-        return self.r.cast(before, after, source, rounding, made is not None and made.opcode == "small")
+        before = with_element(before, register_element(element(before), self._computable))
+        after = with_element(after, register_element(element(after), self._computable))
+        producer = op.args[0].op
+        return self.r.cast(before, after, source, rounding, producer is not None and producer.opcode == "small")
 
     def _bitcast(self, op: Op) -> Parts:
         assert op.result is not None
@@ -415,23 +413,7 @@ class KernelRenderer:
         m.emit(Spv.Branch, header)
         m.label(merge)
 
-    def _repeat(self, op: Op) -> None:
-        m, (done,) = self.m, self._parts(op.args[0])
-        header, body, onward, merge = (m.id() for _ in range(4))
-        m.emit(Spv.Branch, header)
-        m.label(header)
-        m.emit(Spv.LoopMerge, merge, onward, LoopControl.DontUnroll)
-        m.emit(Spv.Branch, body)
-        m.label(body)
-        self._block(op.blocks[0])
-        m.emit(Spv.Branch, onward)
-        m.label(onward)
-        found = m.result(Spv.Load, m.type(i32), done)
-        again = m.result(Spv.IEqual, m.type(bool_), found, m.constant(i32, 0))
-        m.emit(Spv.BranchConditional, again, header, merge)
-        m.label(merge)
-
-    # -- what only one language has --------------------------------------------------------------------------------
+    # -- unsupported operations ------------------------------------------------------------------------------------
 
     def _dot_pairs(self, op: Op) -> Parts:
         raise KernelError("[spirv] expected no products of packed pairs, got dot_pairs; multiply in f32")
@@ -447,7 +429,7 @@ class KernelRenderer:
 
 
 def _located(error: KernelError, op: Op) -> KernelError:
-    """The error with the line of Python that emitted the operation; once, at the innermost operation."""
+    """Add the line of Python that emitted an operation to its error, unless an inner operation has."""
     if op.where is None or "\n  at " in error.message:
         return error
     return KernelError(f"{error.message}\n  at {op.where}")
@@ -456,6 +438,6 @@ def _located(error: KernelError, op: Op) -> KernelError:
 def _loop_control(unroll: int) -> tuple[int, ...]:
     if unroll == -1:
         return (LoopControl.Unroll,)
-    # A loop without a hint stays one: kernels unroll what gains by it, and NVIDIA's compiler, left to itself, unrolls
-    # the passage over the keys until it spills.
+    # A loop without a hint must not be unrolled: kernels give a hint where it helps, and NVIDIA's compiler would
+    # unroll the loop over the keys until it spills.
     return (LoopControl.PartialCount, unroll) if unroll > 1 else (LoopControl.DontUnroll,)

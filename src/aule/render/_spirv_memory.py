@@ -1,13 +1,13 @@
-"""Memory of a SPIR-V kernel: which variables stand for buffers, shared and private arrays, and how they are accessed.
+"""Memory of a SPIR-V kernel: variables for buffers, shared and private arrays, and accesses to them.
 
-A buffer may be bound to several variables, one for each width it is accessed in: an aligned load of four elements
-reads from an array of vectors of four. Eight 16-bit elements come as four words, the widest load there is.
+A buffer may be bound to several variables (*views*), one for each width of its accesses: an aligned load of four
+elements reads from an array of vectors of four. Eight 16-bit elements are loaded as four words, the widest load.
 
-Shared memory is viewed in the same way where the target lists VK_KHR_workgroup_memory_explicit_layout: each width is a
-block with the arrays that are accessed so, at the offsets that `KernelIR.shared_bytes` counts, and all blocks lie on
-top of one another. It is all or nothing: where one view needs elements of 8 or 16 bits that the target does not take
-in such blocks, and on targets without the extension, an array that is accessed in vectors is declared as an array of
-the widest of them, and a single element of it is reached through an access chain into a vector.
+Shared memory has views too if the target lists VK_KHR_workgroup_memory_explicit_layout: for each width there is a block
+with the arrays that are accessed in it, at the offsets of `KernelIR.shared_offsets`, and all blocks alias each other.
+It is all or nothing. If a view needs 8- or 16-bit elements that the target does not allow in such blocks, or the target
+lacks the extension, then an array that is accessed in vectors is declared as an array of the widest of them, and a
+single element is accessed through an access chain into a vector.
 """
 
 from __future__ import annotations
@@ -18,7 +18,19 @@ from math import gcd
 
 from aule.artifact import Param
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, i32, u32, with_element
+from aule.ir.types import (
+    Fragment,
+    Pointer,
+    Scalar,
+    ValueType,
+    Vector,
+    element,
+    i32,
+    lanes_of,
+    u32,
+    vector_type,
+    with_element,
+)
 from aule.render._spirv_indices import Indices
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import (
@@ -26,11 +38,10 @@ from aule.render._spirv_ops import (
     CooperativeMatrixLayout,
     Decoration,
     MemoryAccess,
-    Scope,
     StorageClass,
 )
 from aule.render._spirv_ops import Op as Spv
-from aule.render._spirv_values import Parts, Registers, Rounding, held, lanes_of, shape
+from aule.render._spirv_values import Parts, Registers, Rounding, register_element
 from aule.target import Target
 
 _BUFFER_ACCESS = {8: Capability.StorageBuffer8BitAccess, 16: Capability.StorageBuffer16BitAccess}
@@ -43,27 +54,43 @@ _LAYOUTS = {"row": CooperativeMatrixLayout.RowMajorKHR, "column": CooperativeMat
 
 @dataclass
 class _Access:
-    """A variable to index, and what one of its elements is."""
+    """A variable to index, and the type of its elements."""
 
     variable: int
     storage: int
     unit: Scalar | Vector
     """Type of the variable's elements."""
     width: int
-    """How many elements of the IR's pointer one of them holds."""
+    """Elements of the IR's pointer per element of the variable."""
     flags: tuple[int, ...]
     """Memory operands of loads and stores."""
     member: int | None = None
-    """Which member of the variable is indexed, when it is a block."""
+    """Index of the member, if the variable is a block."""
+
+
+@dataclass(frozen=True)
+class MemoryRules:
+    """Rules of a target and kernel for declaring and accessing memory."""
+
+    coherent: bool
+    """Writes to buffers must be visible to other threads of the kernel."""
+    vulkan_model: bool
+    """The module uses the Vulkan memory model."""
+    computable: frozenset[Scalar]
+    """Narrow types that registers can hold; others are loaded at most four at a time and held in 32 bits."""
+    half_rounding: Rounding
+    """Rounding of f16 in stores if registers cannot hold it."""
+    blocks: frozenset[int]
+    """Element sizes in bits that blocks of shared memory may have (`block_widths`)."""
 
 
 def access_unit(elem: Scalar, lanes: int, align: int) -> int:
-    """Elements that one access can take: as many as the alignment allows, up to 16 bytes."""
+    """Elements per access: as many as the alignment allows, up to 16 bytes."""
     return min(gcd(lanes, align), max(128 // elem.bits, 1))
 
 
 def block_widths(target: Target) -> frozenset[int]:
-    """Bits that elements of shared memory may have in blocks of an explicit layout; none where there are no such."""
+    """Element sizes in bits that blocks of shared memory may have; empty if the target has no explicit layout."""
     if "VK_KHR_workgroup_memory_explicit_layout" not in target.extensions:
         return frozenset()
     narrow = {bits for bits in _BLOCK_ACCESS if f"workgroupMemoryExplicitLayout{bits}BitAccess" in target.extensions}
@@ -78,43 +105,29 @@ class Memory:
     value : callable
         The id of a scalar IR value.
     quotient : callable
-        The id of an index divided by a power of two that was asked for in ``indices``.
-    coherent : bool
-        Writes to buffers must be seen by other threads of the kernel.
-    vulkan_model : bool
-        The module uses the Vulkan memory model.
-    computable : frozenset of Scalar
-        Narrow types that registers can hold; others are loaded four at a time at most, and held in 32 bits.
-    half_rounding : Rounding
-        How f16 that registers cannot hold is rounded when it is stored.
-    blocks : frozenset of int
-        Bits that elements of shared memory may have in blocks of an explicit layout (`block_widths`).
+        The id of an index divided by a power of two that was requested in ``indices``.
     """
 
     def __init__(
-        self, module: Module, registers: Registers, kernel: KernelIR, indices: Indices, *,
-        value: Callable[[Value], int], quotient: Callable[[Value, int], int], coherent: bool, vulkan_model: bool,
-        computable: frozenset[Scalar], half_rounding: Rounding, blocks: frozenset[int],
+        self, module: Module, registers: Registers, kernel: KernelIR, indices: Indices, rules: MemoryRules, *,
+        value: Callable[[Value], int], quotient: Callable[[Value, int], int],
     ) -> None:  # fmt: skip
         self._m = module
         self._r = registers
         self._indices = indices
+        self._rules = rules
         self._value = value
         self._quotient = quotient
-        self._coherent = coherent
-        self._vulkan_model = vulkan_model
-        self._computable = computable
-        self._half_rounding = half_rounding
         self._blocks = False
-        """Shared memory is viewed in blocks of an explicit layout."""
+        """Shared memory has views, in blocks of an explicit layout."""
         self._views: dict[tuple[Value, int], _Access] = {}
         self._arrays: dict[Value, _Access] = {}
         self._widths: dict[Value, int] = {}
         buffers = [p for p in kernel.params if p.kind == "buffer"]
         views: dict[Value, dict[int, None]] = {kernel.values[p.name]: {} for p in buffers}
         ops = [op for op in kernel.walk() if op.args and isinstance(op.args[0].type, Pointer)]
-        self._blocks = bool(blocks) and all(
-            element(self._view(element(op.args[0].type), self._unit(op))).bits in blocks
+        self._blocks = bool(rules.blocks) and all(
+            element(self._view(element(op.args[0].type), self._unit(op))).bits in rules.blocks
             for op in ops
             if self._is_shared(op.args[0])
         )
@@ -125,7 +138,7 @@ class Memory:
             buffer = kernel.values[param.name]
             self._declare_buffer(param, buffer, binding, sorted(views[buffer]))
         if self._blocks:
-            self._declare_blocks({array: views[array] for array in kernel.shared})
+            self._declare_blocks({array: views[array] for array in kernel.shared}, kernel.shared_offsets)
         else:
             for array in kernel.shared:
                 self.declare_array(array, array.hint)
@@ -133,8 +146,7 @@ class Memory:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _plan(self, ops: list[Op], views: dict[Value, dict[int, None]]) -> None:
-        """Find the views of memory that has any and the widths of other arrays, and ask for the quotients that accesses
-        will need."""
+        """Choose the views of memory that has views and the widths of other arrays; request the quotients they need."""
         for op in ops:
             pointer = op.args[0]
             if pointer not in views:
@@ -153,26 +165,26 @@ class Memory:
                 self._indices.want(index, width)
 
     def _divisible(self, op: Op, width: int) -> bool:
-        """Whether an operation that needs whole elements can work on an array of vectors."""
+        """True if an operation can work on an array of vectors of a width."""
         if op.opcode == "atomic":
             return width == 1
         if op.opcode.startswith("fragment"):
-            whole = self._indices.remainder(op.args[1], width) == 0
-            return width == 1 or (whole and op.args[2].constant is not None and op.args[2].constant % width == 0)
+            aligned = self._indices.remainder(op.args[1], width) == 0
+            return width == 1 or (aligned and op.args[2].constant is not None and op.args[2].constant % width == 0)
         return True
 
     def _unit(self, op: Op) -> int:
-        """Elements of the view through which an operation on viewed memory goes."""
+        """Width of the view that an operation uses."""
         if op.opcode.startswith("fragment") and self._blocks and self._is_shared(op.args[0]):
-            # Matrices of vectors tell the driver how they are aligned.
+            # A view of vectors tells the driver the alignment of the matrix.
             widest = access_unit(element(op.args[0].type), 8, 8)
             return next(width for width in (8, 4, 2, 1) if width <= widest and self._divisible(op, width))
-        if op.opcode not in ("load", "peek", "store", "post"):
+        if op.opcode not in ("load", "store"):
             return 1
-        type_ = op.args[2].type if op.opcode in ("store", "post") else op.result.type if op.result is not None else None
+        type_ = op.args[2].type if op.opcode == "store" else op.result.type if op.result is not None else None
         assert isinstance(type_, Scalar | Vector)
         unit = access_unit(element(type_), lanes_of(type_), op.attrs["align"])
-        return unit if element(type_) in self._computable else min(unit, 4)
+        return unit if element(type_) in self._rules.computable else min(unit, 4)
 
     @staticmethod
     def _is_shared(pointer: Value) -> bool:
@@ -180,15 +192,16 @@ class Memory:
 
     @staticmethod
     def _view(elem: Scalar, unit: int) -> Scalar | Vector:
-        """The type through which ``unit`` elements are accessed; vectors end at four lanes."""
-        return shape(elem, unit) if unit <= 4 else shape(u32, unit * elem.bits // 32)
+        """The type for accesses of ``unit`` elements; vectors have at most four lanes."""
+        return vector_type(elem, unit) if unit <= 4 else vector_type(u32, unit * elem.bits // 32)
 
     # -- declarations ----------------------------------------------------------------------------------------------
 
     def _declare_buffer(self, param: Param, value: Value, binding: int, units: list[int]) -> None:
         elem = element(value.type)
         written = param.access != "read"
-        flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model and self._coherent and written else ()
+        coherent = self._rules.coherent and written
+        flags = self._nonprivate if coherent else ()
         for unit in units:
             view = self._view(elem, unit)
             if element(view).bits in _BUFFER_ACCESS:
@@ -201,22 +214,15 @@ class Memory:
             self._m.decorate(variable, Decoration.Binding, binding)
             if not written:
                 self._m.decorate_member(block, 0, Decoration.NonWritable)
-            elif self._coherent and not self._vulkan_model:
+            elif coherent and not self._rules.vulkan_model:
                 self._m.decorate(variable, Decoration.Coherent)
-            # Views of one buffer alias each other, which only matters where one of them is written through.
+            # Views of one buffer alias each other, which matters only if the kernel writes to it.
             aliased = written and len(units) > 1
             self._m.decorate(variable, Decoration.Aliased if aliased else Decoration.Restrict)
             self._views[value, unit] = _Access(variable, StorageClass.StorageBuffer, view, unit, flags, 0)
 
-    def _declare_blocks(self, views: dict[Value, dict[int, None]]) -> None:
-        """All shared arrays, in one block for each width in which any of them is accessed."""
-        offset, offsets = 0, {}
-        for array in views:
-            pointer = array.type
-            assert isinstance(pointer, Pointer) and pointer.length is not None
-            offsets[array] = offset
-            offset += -(-pointer.elem.bytes * pointer.length // 16) * 16
-        flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model else ()
+    def _declare_blocks(self, views: dict[Value, dict[int, None]], offsets: dict[Value, int]) -> None:
+        """Declare all shared arrays, in one block per width of accesses."""
         for unit in sorted({unit for units in views.values() for unit in units}):
             self._m.capability(Capability.WorkgroupMemoryExplicitLayoutKHR)
             self._m.extension("SPV_KHR_workgroup_memory_explicit_layout")
@@ -229,29 +235,33 @@ class Memory:
             for i, array in enumerate(arrays):
                 self._m.member_name(block, i, array.hint)
                 view = self._view(element(array.type), unit)
-                self._views[array, unit] = _Access(variable, StorageClass.Workgroup, view, unit, flags, i)
+                self._views[array, unit] = _Access(variable, StorageClass.Workgroup, view, unit, self._nonprivate, i)
+
+    @property
+    def _nonprivate(self) -> tuple[int, ...]:
+        """Memory operands of accesses to memory that other threads use."""
+        return (MemoryAccess.NonPrivatePointer,) if self._rules.vulkan_model else ()
 
     def _block_member(self, array: Value, unit: int) -> int:
-        """The type of a shared array in the block of a width."""
+        """The type of a shared array in the block for a width."""
         pointer = array.type
         assert isinstance(pointer, Pointer) and pointer.length is not None
         view = self._view(pointer.elem, unit)
         if element(view).bits in _BLOCK_ACCESS:
             self._m.capability(_BLOCK_ACCESS[element(view).bits])
-        # A last vector that is not filled does not reach into the next array: both are aligned to 16 bytes.
+        # A partial last vector does not overlap the next array: arrays are aligned to 16 bytes.
         return self._m.strided_array(self._m.type(view), -(-pointer.length // unit), pointer.elem.bytes * unit)
 
     def declare_array(self, array: Value, name: str) -> None:
-        """A shared or private array."""
+        """Declare a shared or private array without views."""
         pointer = array.type
         assert isinstance(pointer, Pointer) and pointer.length is not None
         width = self._widths.get(array, 1)
-        unit = shape(pointer.elem, width)
+        unit = vector_type(pointer.elem, width)
         type_ = self._m.array(self._m.type(unit), -(-pointer.length // width))
         if pointer.space == "shared":
             variable = self._m.global_variable(StorageClass.Workgroup, type_)
-            flags = (MemoryAccess.NonPrivatePointer,) if self._vulkan_model else ()
-            self._arrays[array] = _Access(variable, StorageClass.Workgroup, unit, width, flags)
+            self._arrays[array] = _Access(variable, StorageClass.Workgroup, unit, width, self._nonprivate)
         else:
             variable = self._m.local_variable(StorageClass.Function, type_)
             self._arrays[array] = _Access(variable, StorageClass.Function, unit, width, ())
@@ -260,13 +270,13 @@ class Memory:
     # -- access ----------------------------------------------------------------------------------------------------
 
     def load(self, op: Op) -> Parts:
-        """The value of a ``load``."""
+        """Emit a ``load``."""
         assert op.result is not None and isinstance(op.result.type, Scalar | Vector)
         access, elem = self._access(op), element(op.result.type)
-        wide = held(elem, self._computable)
+        wide = register_element(elem, self._rules.computable)
         pieces: list[tuple[int, int]] = []
         for address, type_, lanes in self._addresses(op, access, lanes_of(op.result.type)):
-            loaded = self._m.result(Spv.Load, self._m.type(type_), address, *self._flags(op, access))
+            loaded = self._m.result(Spv.Load, self._m.type(type_), address, *access.flags)
             if access.width > 4:
                 parts = self._r.bitcast(access.unit, Vector(elem, access.width), (loaded,))
                 pieces += [(part, 4) for part in parts]
@@ -276,11 +286,11 @@ class Memory:
         return self._r.join(wide, pieces)
 
     def store(self, op: Op, parts: Parts) -> None:
-        """Carry out a ``store``."""
+        """Emit a ``store``."""
         type_ = op.args[2].type
         assert isinstance(type_, Scalar | Vector)
         access, start = self._access(op), 0
-        wide = with_element(type_, held(element(type_), self._computable))
+        wide = with_element(type_, register_element(element(type_), self._rules.computable))
         for address, unit, lanes in self._addresses(op, access, lanes_of(type_)):
             if access.width > 4:
                 group = parts[start // 4 : (start + lanes) // 4]
@@ -288,36 +298,27 @@ class Memory:
             else:
                 stored = self._r.cut(wide, parts, start, lanes)
                 if wide != type_:
-                    (stored,) = self._r.cast(shape(element(wide), lanes), unit, (stored,), self._half_rounding)
-            self._m.emit(Spv.Store, address, stored, *self._flags(op, access))
+                    (stored,) = self._r.cast(
+                        vector_type(element(wide), lanes), unit, (stored,), self._rules.half_rounding
+                    )
+            self._m.emit(Spv.Store, address, stored, *access.flags)
             start += lanes
 
-    def _flags(self, op: Op, access: _Access) -> tuple[int, ...]:
-        """How a load or store accesses memory. What other workgroups are waiting for, or change, is volatile: it must
-        neither be found in a cache nor be moved out of a loop."""
-        if op.opcode not in ("peek", "post"):
-            return access.flags
-        if not self._vulkan_model:
-            return (MemoryAccess.Volatile,)
-        made = MemoryAccess.MakePointerVisible if op.opcode == "peek" else MemoryAccess.MakePointerAvailable
-        scope = self._m.constant(u32, Scope.QueueFamily)
-        return (MemoryAccess.Volatile | MemoryAccess.NonPrivatePointer | made, scope)
-
     def element_address(self, op: Op) -> tuple[int, int]:
-        """Where the one element at ``op.args[1]`` is, for atomics and fragments; and the elements of its unit."""
+        """Address of the element at ``op.args[1]``, for atomics and fragments, and the width of its view."""
         access = self._access(op)
         index = self._value(op.args[1]) if access.width == 1 else self._quotient(op.args[1], access.width)
         return self._chain(access, access.unit, index), access.width
 
     def fragment_load(self, op: Op) -> Parts:
-        """The value of a ``fragment_load``."""
+        """Emit a ``fragment_load``."""
         assert op.result is not None and isinstance(op.result.type, Fragment)
         address, layout, stride, flags = self._matrix(op)
         type_id = self._m.type(op.result.type)
         return (self._m.result(Spv.CooperativeMatrixLoadKHR, type_id, address, layout, stride, *flags),)
 
     def fragment_store(self, op: Op, parts: Parts) -> None:
-        """Carry out a ``fragment_store``."""
+        """Emit a ``fragment_store``."""
         address, layout, stride, flags = self._matrix(op)
         self._m.emit(Spv.CooperativeMatrixStoreKHR, address, parts[0], layout, stride, *flags)
 
@@ -331,7 +332,7 @@ class Memory:
         return self._arrays.get(pointer) or self._views[pointer, self._unit(op)]
 
     def _addresses(self, op: Op, access: _Access, lanes: int) -> list[tuple[int, ValueType, int]]:
-        """Pointers to follow one another: address, type behind it, elements behind it."""
+        """Addresses of consecutive accesses, each with its type and number of elements."""
         index, width = op.args[1], access.width
         if width == 1:
             first, count = self._value(index), 1
@@ -345,7 +346,7 @@ class Memory:
         ]
 
     def _components(self, op: Op, access: _Access, lanes: int) -> list[tuple[int, ValueType, int]]:
-        """Elements inside an array of vectors, one by one."""
+        """Addresses of single elements in an array of vectors."""
         index, width, elem = op.args[1], access.width, element(access.unit)
         known = 0 if op.attrs["align"] % width == 0 else self._indices.remainder(index, width)
         quotient = self._quotient(index, width)
@@ -355,7 +356,7 @@ class Memory:
                 row = self._plus(index, quotient, (known + lane) // width)
                 column = self._m.constant(i32, (known + lane) % width)
             elif self._unit(op) == lanes:
-                # The lanes of an aligned vector lie in one unit.
+                # The lanes of an aligned vector are in one element of the array.
                 row, source = quotient, self._indices.remainder_source(index, width)
                 column = self._plus(index, self._binary(Spv.BitwiseAnd, index, self._value(source), width - 1), lane)
             else:

@@ -1,4 +1,4 @@
-"""A SPIR-V module under construction: ids, types and constants declared once, and sections in the prescribed order."""
+"""A SPIR-V module under construction: unique types and constants, and sections in the required order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _USES = {
 
 
 def literal(text: str) -> list[int]:
-    """A string as words: UTF-8, ended by a zero byte, padded."""
+    """A string as words: UTF-8, zero-terminated, padded."""
     data = text.encode() + b"\0"
     data += b"\0" * (-len(data) % 4)
     return list(struct.unpack(f"<{len(data) // 4}I", data))
@@ -66,9 +66,9 @@ class Module:
     Attributes
     ----------
     code : list of int
-        The words of the function's body, to which `emit` and `result` append.
+        Words of the function's body, to which `emit` and `result` append.
     variables : list of int
-        The words of function-local variables; SPIR-V wants them at the head of the function.
+        Words of local variables, which SPIR-V requires at the start of the function.
     """
 
     def __init__(self) -> None:
@@ -91,18 +91,18 @@ class Module:
     # -- instructions ----------------------------------------------------------------------------------------------
 
     def id(self) -> int:
-        """A fresh id."""
+        """A new id."""
         number = self._bound
         self._bound += 1
         return number
 
     def emit(self, opcode: int, *operands: int) -> None:
-        """An instruction without a result, in the function's body."""
+        """Append an instruction without a result to the function's body."""
         self.code.append((len(operands) + 1) << 16 | opcode)
         self.code.extend(operands)
 
     def result(self, opcode: int, type_id: int, *operands: int) -> int:
-        """An instruction with a result; its id."""
+        """Append an instruction with a result; returns its id."""
         number = self._bound
         self._bound += 1
         code = self.code
@@ -113,7 +113,7 @@ class Module:
         return number
 
     def extended(self, number: int, type_id: int, *operands: int) -> int:
-        """An instruction of GLSL.std.450."""
+        """Append an instruction of GLSL.std.450; returns the id of its result."""
         return self.result(Op.ExtInst, type_id, self.glsl, number, *operands)
 
     def label(self, number: int) -> None:
@@ -130,11 +130,11 @@ class Module:
         self._extensions[name] = None
 
     def mode(self, number: int, *operands: int) -> None:
-        """An execution mode of the entry point."""
+        """Declare an execution mode of the entry point."""
         self._modes += [(len(operands) + 3) << 16 | Op.ExecutionMode, self.main, number, *operands]
 
     def name(self, target: int, text: str) -> None:
-        """What a disassembler shows for an id."""
+        """Set the name that a disassembler shows for an id."""
         words = literal(text)
         self._names += [(len(words) + 2) << 16 | Op.Name, target, *words]
 
@@ -149,7 +149,7 @@ class Module:
         self._decorations += [(len(operands) + 4) << 16 | Op.MemberDecorate, target, member, decoration, *operands]
 
     def _declare(self, opcode: int, *operands: int) -> int:
-        """A type, which must be declared once only."""
+        """Declare a type once."""
         key = (opcode, *operands)
         if key not in self._known:
             self._known[key] = self._fresh(opcode, *operands)
@@ -163,7 +163,7 @@ class Module:
     # -- types -----------------------------------------------------------------------------------------------------
 
     def type(self, type_: Scalar | Vector | Fragment) -> int:
-        """The id of a type of registers; a vector has at most four lanes."""
+        """The id of a register type; a vector has at most four lanes."""
         found = self._types.get(type_)
         if found is None:
             found = self._types[type_] = self._make_type(type_)
@@ -191,12 +191,12 @@ class Module:
         return self._declare(Op.TypePointer, storage, target)
 
     def array(self, elem: int, length: int) -> int:
-        """An array without a prescribed layout, for shared and private memory."""
+        """An array type without an explicit layout, for shared and private memory."""
         return self._declare(Op.TypeArray, elem, self.constant(u32, length))
 
     def strided_array(self, elem: int, length: int, stride: int) -> int:
-        """An array for blocks, laid out with ``stride`` bytes an element."""
-        # Not the type of `array`: memory without a prescribed layout must not have a stride.
+        """An array type for blocks, with ``stride`` bytes per element."""
+        # Distinct from the type of `array`: memory without an explicit layout must not have a stride.
         key = (Op.TypeArray, elem, length, stride)
         if key not in self._known:
             self._known[key] = self._fresh(Op.TypeArray, elem, self.constant(u32, length))
@@ -204,18 +204,18 @@ class Module:
         return self._known[key]
 
     def runtime_array(self, elem: int, stride: int) -> int:
-        """An array of unknown length, laid out with ``stride`` bytes an element."""
+        """An array type of unknown length, with ``stride`` bytes per element."""
         key = (Op.TypeRuntimeArray, elem)
         if key not in self._known:
             self.decorate(self._declare(*key), Decoration.ArrayStride, stride)
         return self._known[key]
 
     def pair(self, member: int) -> int:
-        """A struct of two alike, as instructions with two results give it."""
+        """A struct type of two equal members, the result of instructions with two results."""
         return self._declare(Op.TypeStruct, member, member)
 
     def block(self, members: Iterable[int], offsets: Iterable[int]) -> int:
-        """A struct of its own for one interface block."""
+        """A new struct type for an interface block."""
         number = self._fresh(Op.TypeStruct, *members)
         self.decorate(number, Decoration.Block)
         for i, offset in enumerate(offsets):
@@ -264,10 +264,10 @@ class Module:
         self.variables += [4 << 16 | Op.Variable, pointer, number, storage]
         return number
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- assembly --------------------------------------------------------------------------------------------------
 
     def assemble(self, entry: str, memory_model: int = MemoryModel.GLSL450) -> bytes:
-        """The module's bytes. The body is wrapped into the entry point's function."""
+        """The bytes of the module, with the body as the function of the entry point."""
         void = self.void()
         function_type = self._declare(Op.TypeFunction, void)
         words = [MAGIC, _VERSION_1_5, 0, 0, 0]

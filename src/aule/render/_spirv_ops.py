@@ -213,9 +213,6 @@ class MemorySemantics:
 
 
 class MemoryAccess:
-    Volatile = 1
-    MakePointerAvailable = 8
-    MakePointerVisible = 16
     NonPrivatePointer = 32
 
 

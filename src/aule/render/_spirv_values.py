@@ -1,7 +1,7 @@
-"""Registers of SPIR-V: numbers, vectors, arithmetic and conversion.
+"""Values in registers in SPIR-V: arithmetic, vectors and conversions.
 
-SPIR-V's vectors end at four lanes. A wider one is held as several of four; each of them is a *part*, and everything
-here maps over the parts of its operands.
+SPIR-V vectors have at most four lanes. A wider vector is held as several of four, its *parts*; operations map over the
+parts of their operands.
 """
 
 from __future__ import annotations
@@ -11,16 +11,31 @@ from typing import Literal
 
 from aule.errors import KernelError
 from aule.ir.kernel import Arithmetic, Value
-from aule.ir.types import Fragment, Scalar, Type, ValueType, Vector, bf16, bool_, element, f16, f32, i32, u32, u64
+from aule.ir.types import (
+    Fragment,
+    Scalar,
+    ValueType,
+    Vector,
+    bf16,
+    bool_,
+    element,
+    f16,
+    f32,
+    i32,
+    lanes_of,
+    u32,
+    u64,
+    vector_type,
+)
 from aule.render._spirv_module import Module
 from aule.render._spirv_ops import Decoration, FPRoundingMode, Glsl, Op
 
 Parts = tuple[int, ...]
-"""The ids that hold one value."""
+"""The ids of the parts of a value."""
 Rounding = Literal["default", "decorate", "software"]
-"""How a conversion to f16 comes to round to nearest even: it does already; by decoration; or by integer arithmetic."""
+"""Means by which a conversion to f16 rounds to nearest even: default, decoration, or integer arithmetic."""
 
-# By IR operation and kind of element.
+# By opcode and kind of element.
 _INSTRUCTIONS: dict[str, dict[str, int]] = {
     "neg": {"float": Op.FNegate, "int": Op.SNegate, "uint": Op.SNegate},
     "not": {"bool": Op.LogicalNot, "int": Op.Not, "uint": Op.Not},
@@ -55,31 +70,24 @@ _EXTENDED: dict[str, dict[str, int]] = {
     "fma": {"float": Glsl.Fma},
 }
 _SINGLE_ONLY = {"exp2", "log2", "sin", "cos"}
-"""GLSL.std.450 has these for 16 and 32 bits only."""
+"""Operations that GLSL.std.450 has for 16 and 32 bits only."""
 
 ARITHMETIC = frozenset(_INSTRUCTIONS) | frozenset(_EXTENDED) | {"rcp", "mulhi", "small"}
-"""Operations that `Registers.arithmetic` can do."""
+"""Operations that `Registers.arithmetic` supports."""
 
 
 def register(value: Value) -> ValueType:
-    """The type of a value that is held in registers."""
+    """The type of a value in registers."""
     assert isinstance(value.type, Scalar | Vector | Fragment)
     return value.type
 
 
-def lanes_of(type_: Type) -> int:
-    """Lanes of a vector; 1 for everything else."""
-    return type_.lanes if isinstance(type_, Vector) else 1
+def register_element(elem: Scalar, computable: frozenset[Scalar]) -> Scalar:
+    """The register type of an element of memory.
 
-
-def shape(elem: Scalar, lanes: int) -> Scalar | Vector:
-    """One number, or a vector."""
-    return elem if lanes == 1 else Vector(elem, lanes)
-
-
-def held(elem: Scalar, computable: frozenset[Scalar]) -> Scalar:
-    """What a register holds for an element of memory. Where 8 and 16 bits may only be loaded, stored and converted,
-    they are converted at once: not even vectors of them may be put together."""
+    8- and 16-bit types without arithmetic are converted at the load: SPIR-V does not even allow building vectors of
+    them.
+    """
     if elem.bits not in (8, 16) or elem in computable or elem == bf16:
         return elem
     return f32 if elem.is_float else i32 if elem.is_signed else u32
@@ -93,7 +101,7 @@ def part_types(type_: ValueType) -> list[ValueType]:
 
 
 class Registers:
-    """Emits computations on parts into a module; for ``arithmetic`` see `KernelIR`."""
+    """Emits computations on values in parts; for ``arithmetic`` see `KernelIR`."""
 
     def __init__(self, module: Module, arithmetic: Arithmetic = "exact") -> None:
         self.m = module
@@ -102,14 +110,14 @@ class Registers:
     # -- constants -------------------------------------------------------------------------------------------------
 
     def constant(self, type_: Scalar | Vector, value: float | int | bool) -> int:
-        """A constant, in every lane of a part."""
+        """A constant in every lane of a part."""
         number = self.m.constant(type_ if isinstance(type_, Scalar) else type_.elem, value)
         return number if isinstance(type_, Scalar) else self.m.constant_vector(type_, number)
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def arithmetic(self, opcode: str, type_: ValueType, result: ValueType, operands: Sequence[Parts]) -> Parts:
-        """An operation lane by lane; ``type_`` is that of the operands."""
+        """Emit an operation lane by lane; ``type_`` is the type of the operands."""
         kind = element(type_).kind
         if opcode == "rcp":
             return self._map(result, lambda t, x: self.m.result(Op.FDiv, self.m.type(t), self._one(t), x), operands)
@@ -133,7 +141,7 @@ class Registers:
         """``operands[1]`` where ``operands[0]`` holds, else ``operands[2]``."""
         condition, yes, no = operands
         if isinstance(condition_type, Scalar) and isinstance(result, Vector):
-            # A scalar condition for vectors is legal from SPIR-V 1.4 on, but not every driver has met one.
+            # A scalar condition for vectors is legal from SPIR-V 1.4 on, but may be untested in drivers.
             condition = self.splat(Vector(bool_, result.lanes), condition[0])
         return self._map(result, lambda t, *x: self.m.result(Op.Select, self.m.type(t), *x), (condition, yes, no))
 
@@ -141,23 +149,22 @@ class Registers:
         return tuple(emit(t, *(x[i] for x in operands)) for i, t in enumerate(part_types(result)))
 
     def _signed_remainder(self, type_: ValueType, left: int, right: int) -> int:
-        """By the quotient: Vulkan leaves OpSRem undefined where an operand is negative, and NVIDIA takes both as
-        unsigned."""
+        """Signed remainder by division: Vulkan leaves OpSRem undefined for negative operands."""
         number = self.m.type(type_)
-        whole = self.m.result(Op.IMul, number, self.m.result(Op.SDiv, number, left, right), right)
-        return self.m.result(Op.ISub, number, left, whole)
+        multiple = self.m.result(Op.IMul, number, self.m.result(Op.SDiv, number, left, right), right)
+        return self.m.result(Op.ISub, number, left, multiple)
 
     def _high_product(self, type_: ValueType, left: int, right: int) -> int:
-        """OpUMulExtended gives both words of the product; every device has it, 64-bit integers or not."""
+        """High word of a product by OpUMulExtended, which needs no 64-bit integers."""
         word = self.m.type(type_)
         both = self.m.result(Op.UMulExtended, self.m.pair(word), left, right)
         return self.m.result(Op.CompositeExtract, word, both, 1)
 
     def products(self, result: ValueType, operands: Sequence[Parts]) -> tuple[Parts, Parts]:
-        """Low and high words of products of u32, by way of 64 bits."""
+        """Low and high words of products of u32, by 64-bit multiplication."""
         both: list[tuple[int, int]] = []
         for i, type_ in enumerate(part_types(result)):
-            wide, word = shape(u64, lanes_of(type_)), self.m.type(type_)
+            wide, word = vector_type(u64, lanes_of(type_)), self.m.type(type_)
             left, right = (self.m.result(Op.UConvert, self.m.type(wide), x[i]) for x in operands)
             product = self.m.result(Op.IMul, self.m.type(wide), left, right)
             high = self.m.result(Op.ShiftRightLogical, self.m.type(wide), product, self.constant(wide, 32))
@@ -177,7 +184,7 @@ class Registers:
         return (part,) * (1 + len(rest))
 
     def join(self, elem: Scalar, pieces: Sequence[tuple[int, int]]) -> Parts:
-        """Pieces ``(id, lanes)``, scalars or vectors of up to four lanes, put together in order."""
+        """Join pieces ``(id, lanes)``, scalars or vectors of up to four lanes, in order."""
         lanes = sum(n for _, n in pieces)
         if len(pieces) == 1 or all(n == 4 for _, n in pieces):
             return tuple(number for number, _ in pieces)
@@ -193,7 +200,7 @@ class Registers:
         return tuple(parts)
 
     def cut(self, type_: ValueType, parts: Parts, start: int, count: int) -> int:
-        """``count`` lanes from lane ``start`` on; they must not straddle two parts."""
+        """``count`` lanes from lane ``start`` on, all within one part."""
         if isinstance(type_, Scalar):
             return parts[0]
         part, lane = parts[start // 4], start % 4
@@ -211,7 +218,7 @@ class Registers:
     def cast(
         self, source: ValueType, result: ValueType, parts: Parts, rounding: Rounding = "default", small: bool = False
     ) -> Parts:
-        """Number to number, lane by lane; ``small`` when that is known."""
+        """Convert numbers lane by lane; ``small`` as in ``ops.OPS["small"]``."""
         return tuple(
             self._convert(element(source), t, part, rounding, small)
             for t, part in zip(part_types(result), parts, strict=True)
@@ -221,16 +228,16 @@ class Registers:
         assert isinstance(type_, Scalar | Vector)
         target, lanes = element(type_), lanes_of(type_)
         if source.kind == "bool":
-            # Numbers that a conversion alone may not make without their own arithmetic are made of 32-bit ones.
+            # Narrow types may lack arithmetic, so select between 32-bit numbers and convert.
             wide = target if target.bits >= 32 else (f32 if target.is_float else u32)
-            over = shape(wide, lanes)
+            over = vector_type(wide, lanes)
             yes, no = self.constant(over, 1), self.constant(over, 0)
             part = self.m.result(Op.Select, self.m.type(over), part, yes, no)
             return part if wide == target else self._convert(wide, type_, part, "default")
         if target == f16 and source != f16:
             if source != f32:
                 # Exact for every integer that does not overflow f16; f64 is rounded twice.
-                part = self._convert(source, shape(f32, lanes), part, "default")
+                part = self._convert(source, vector_type(f32, lanes), part, "default")
             if rounding == "software":
                 return self._round_to_half(part, lanes)
             part = self.m.result(Op.FConvert, self.m.type(type_), part)
@@ -247,12 +254,12 @@ class Registers:
         return self._cast_part(source, type_, part, target)
 
     def _to_word(self, source: Scalar, part: int, lanes: int, signed: bool) -> tuple[int, Scalar]:
-        """By way of 32-bit integers, so that 8- and 16-bit ones need storage, but no arithmetic of their own."""
+        """Convert to 32-bit integers, so that 8- and 16-bit types need no arithmetic of their own."""
         word = i32 if signed else u32
-        return self._cast_part(source, shape(word, lanes), part, word), word
+        return self._cast_part(source, vector_type(word, lanes), part, word), word
 
     def _cast_part(self, source: Scalar, type_: ValueType, part: int, target: Scalar) -> int:
-        """One conversion instruction, or two where signedness is in the way."""
+        """Emit a conversion instruction, or two if the signedness differs."""
         type_id = self.m.type(type_)
         if source.is_float:
             if target.is_float:
@@ -266,14 +273,14 @@ class Registers:
             return self.m.result(Op.SConvert, type_id, part)
         if not target.is_signed:
             return self.m.result(Op.UConvert, type_id, part)
-        # OpUConvert gives unsigned integers only.
+        # OpUConvert only gives unsigned integers.
         unsigned = Scalar(f"u{target.bits}", "uint", target.bits)
         over = Vector(unsigned, type_.lanes) if isinstance(type_, Vector) else unsigned
         return self.m.result(Op.Bitcast, type_id, self.m.result(Op.UConvert, self.m.type(over), part))
 
     def _round_to_half(self, part: int, lanes: int) -> int:
-        """f32 to f16, to nearest even in integer arithmetic: drivers may truncate in OpFConvert."""
-        words, flags, floats = shape(u32, lanes), shape(bool_, lanes), shape(f32, lanes)
+        """Round f32 to f16, to nearest even, by integer arithmetic: drivers may truncate in OpFConvert."""
+        words, flags, floats = vector_type(u32, lanes), vector_type(bool_, lanes), vector_type(f32, lanes)
         word, flag = self.m.type(words), self.m.type(flags)
 
         def c(value: int) -> int:
@@ -284,11 +291,11 @@ class Registers:
 
         bits = do(Op.Bitcast, part)
         magnitude = do(Op.BitwiseAnd, bits, c(0x7FFFFFFF))
-        # Normal numbers: drop 13 bits, half of the last kept one added, less one when that is even; then rebias.
+        # Normal numbers: add half of the last remaining bit (less one if it is even), drop 13 bits and rebias.
         odd = do(Op.BitwiseAnd, do(Op.ShiftRightLogical, magnitude, c(13)), c(1))
         normal = do(Op.IAdd, do(Op.IAdd, magnitude, odd), c(0xFFF - 0x38000000))
         normal = self.m.extended(Glsl.UMin, word, do(Op.ShiftRightLogical, normal, c(13)), c(0x7C00))
-        # Below 2^-14: adding 0.5 in f32 rounds to multiples of 2^-24, f16's smallest.
+        # Below 2^-14: adding 0.5 in f32 rounds to multiples of 2^-24, the smallest f16.
         single = self.m.type(floats)
         small = self.m.result(Op.FAdd, single, self.m.result(Op.Bitcast, single, magnitude), self.constant(floats, 0.5))
         small = do(Op.ISub, do(Op.Bitcast, small), c(0x3F000000))
@@ -305,18 +312,18 @@ class Registers:
         return self.join(f16, pieces)[0]
 
     def _round_to_bfloat(self, part: int, lanes: int, small: bool) -> int:
-        """f32 rounded to nearest even with 8 bits, for an OpFConvert that may truncate, as NVIDIA's does.
+        """Round f32 to nearest even with 8 bits, for an OpFConvert that may truncate, as NVIDIA's does.
 
-        It is the upper part of Veltkamp's splitting, by one product and additions, which are cheaper than integers. Or
-        what is left of x - 2**16 x, rounded, when 2**16 x is taken off again: the larger has x's last eight bits at the
-        end of its own. From 2**110 on, where the product could overflow, and for NaN, the number stays as it is; what
-        is known to be ``small`` needs no such choice.
+        This is the upper part of Veltkamp's splitting: one product and two subtractions, cheaper than integers. The
+        fused form rounds x - 2**16 x and adds 2**16 x again: the larger number's last bit is the last of the eight bits
+        of x. From 2**110 on, where the product could overflow, and for NaN, the number is not changed; numbers that are
+        known to be ``small`` skip that test.
         """
-        floats = shape(f32, lanes)
-        single, flag = self.m.type(floats), self.m.type(shape(bool_, lanes))
+        floats = vector_type(f32, lanes)
+        single, flag = self.m.type(floats), self.m.type(vector_type(bool_, lanes))
 
         def exact(instruction: int, left: int, right: int) -> int:
-            # Else NVIDIA's compiler takes t - (t - x) for x.
+            # Without the decoration, NVIDIA's compiler simplifies t - (t - x) to x.
             result = self.m.result(instruction, single, left, right)
             self.m.decorate(result, Decoration.NoContraction)
             return result
@@ -335,18 +342,18 @@ class Registers:
         return self.m.result(Op.Select, single, limited, upper, part)
 
     def bitcast(self, source: ValueType, result: ValueType, parts: Parts) -> Parts:
-        """The same bits as another type of the same size."""
+        """Reinterpret bits as another type of the same size."""
         assert isinstance(source, Scalar | Vector) and isinstance(result, Scalar | Vector)
         if element(source) == element(result):
             return parts
         from_bits, to_bits = element(source).bits, element(result).bits
         if {from_bits, to_bits} == {8, 64}:
-            # One number would be a vector of eight.
+            # A direct bitcast would need a vector of eight lanes.
             words = Vector(u32, from_bits * lanes_of(source) // 32)
             return self.bitcast(words, result, self.bitcast(source, words, parts))
         # Pieces that have at most four lanes on both sides.
         bits = min(4 * from_bits, 4 * to_bits, from_bits * lanes_of(source))
         take, give = bits // from_bits, bits // to_bits
-        type_id = self.m.type(shape(element(result), give))
+        type_id = self.m.type(vector_type(element(result), give))
         pieces = [self.cut(source, parts, start, take) for start in range(0, lanes_of(source), take)]
         return self.join(element(result), [(self.m.result(Op.Bitcast, type_id, p), give) for p in pieces])

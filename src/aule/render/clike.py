@@ -1,14 +1,14 @@
-"""One printer for the C-like languages: statements, expressions, names and inlining.
+"""Base printer of the C-like languages: statements, expressions, names and inlining.
 
-`opencl`, `msl` and `wgsl` subclass it with what their language says differently. Each value becomes a line
-``const T v = ...;``, or is written where it is used when it is used once, in the same block, and costs nothing to move.
+`opencl`, `msl` and `wgsl` subclass it. Each value becomes a line ``const T v = ...;``, or is written inline if it is
+used once, in the same block, and can be moved freely.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from aule.render._clike_names import Names
 from aule.target import Target
 
 _INLINE_CHARS = 48
-"""Longer expressions get a line and a name, so that no line grows beyond reading."""
+"""Longer expressions get a line and a name, to keep lines readable."""
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and": "&", "or": "|", "xor": "^", "shl": "<<",
     "shr": ">>", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
@@ -29,7 +29,7 @@ _INFIX = {
 _SHIFTS = ("shl", "shr")
 _LOGICAL = {"and": "&&", "or": "||", "xor": "!="}
 _WIDENING = frozenset({"add", "sub", "mul", "div", "shl"})
-"""Operations that C computes in a wider type for narrow operands."""
+"""Operations that C computes in a wider type if the operands are narrow."""
 SUBGROUP_OPS = frozenset(
     {"lane_id", "subgroup_id", "shuffle", "shuffle_xor", "subgroup_reduce", "subgroup_any", "subgroup_all",
      "subgroup_barrier"}
@@ -37,7 +37,7 @@ SUBGROUP_OPS = frozenset(
 
 
 class Expr(NamedTuple):
-    """The text of an expression; ``atom`` when it can be an operand without parentheses."""
+    """The text of an expression; ``atom`` if it needs no parentheses as an operand."""
 
     text: str
     atom: bool = True
@@ -49,23 +49,23 @@ class Printer(ABC):
     Parameters
     ----------
     kernel : KernelIR
-        Verified, with only what the language can say.
+        Verified, and legalised for the language.
     target : Target
         The device it is for.
     """
 
-    language: ClassVar[Literal["opencl", "wgsl", "msl"]]
+    language: ClassVar[str]
     type_names: ClassVar[dict[str, str]]
     functions: ClassVar[dict[str, str]]
-    """Names of ``exp2``, ``sqrt`` and their like."""
+    """Functions of the language by opcode (``exp2``, ``sqrt`` ...)."""
 
     def __init__(self, kernel: KernelIR, target: Target) -> None:
         self.kernel = kernel
         self.target = target
         self.helpers: dict[str, str] = {}
-        """Functions and declarations before the kernel, by name."""
+        """Functions and declarations printed before the kernel, by name."""
         self.arrays: list[str] = []
-        """Declarations at the top of the kernel."""
+        """Declarations of arrays at the top of the kernel."""
         self.lines: list[str] = []
         self._depth = 1
         self._names = Names()
@@ -78,10 +78,10 @@ class Printer(ABC):
         self.uses_subgroups = any(op.opcode in SUBGROUP_OPS for op in kernel.walk())
         self._check_subgroups()
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- module ----------------------------------------------------------------------------------------------------
 
     def artifact(self, params: tuple[Param, ...]) -> Artifact:
-        """Print, and describe what was printed. ``params`` are those of the kernel before it was legalised."""
+        """Print the kernel. ``params`` are those of the kernel before legalisation."""
         self.declare_parameters()
         for array in self.kernel.shared:
             self._text[array] = Expr(self.name(array.hint or "shared"))
@@ -95,25 +95,23 @@ class Printer(ABC):
 
     @abstractmethod
     def module(self) -> str:
-        """The source around ``self.lines``."""
+        """The complete source, with ``self.lines`` as the kernel's body."""
 
     @abstractmethod
     def declare_parameters(self) -> None:
-        """Give every parameter its text."""
+        """Declare the parameters and set the text of their values."""
 
     @abstractmethod
     def declare_shared(self, array: Value) -> None:
         """Declare one shared array."""
 
     def extensions(self) -> Iterable[str]:
-        """Device features the code needs."""
+        """Device features that the code needs."""
         return ()
 
     def uses(self, elem: Scalar) -> bool:
-        """True when any register or array has this element."""
-        types = [v.type for v in (*self.kernel.values.values(), *self.kernel.shared)]
-        types += [op.result.type for op in self.kernel.walk() if op.result is not None]
-        return any(element(t) == elem for t in types)
+        """True if any register, buffer or array has this element type."""
+        return elem in self.kernel.elements()
 
     # -- names and operands ----------------------------------------------------------------------------------------
 
@@ -122,11 +120,11 @@ class Printer(ABC):
         return self._names.new(hint)
 
     def let(self, value: Value, text: str, atom: bool = True) -> None:
-        """Fix what is written for a value."""
+        """Set the text of a value."""
         self._text[value] = Expr(text, atom)
 
     def bare(self, value: Value) -> str:
-        """A value where it needs no parentheses: an argument, an index, the right side of an assignment."""
+        """A value in a place that needs no parentheses: an argument, an index, the right side of an assignment."""
         self._pending.pop(value, None)
         return self._text[value].text
 
@@ -137,7 +135,7 @@ class Printer(ABC):
         return expr.text if expr.atom else f"({expr.text})"
 
     def named(self, value: Value) -> str:
-        """A value by name, for text that repeats it."""
+        """A value as a name, for text that repeats it."""
         expr = self._text[value]
         if not (is_name(expr) or value.constant is not None):
             self._pending.pop(value, None)
@@ -145,18 +143,18 @@ class Printer(ABC):
         return self.bare(value)
 
     def emit(self, *lines: str) -> None:
-        """Lines at the present depth."""
+        """Append lines at the current indentation."""
         self.lines += ["    " * self._depth + line if line else "" for line in lines]
 
     # -- statements ------------------------------------------------------------------------------------------------
 
     def block(self, ops: list[Op]) -> None:
-        """The statements of a block."""
+        """Print the statements of a block."""
         for op in ops:
             self.statement(op)
 
     def statement(self, op: Op) -> None:
-        """One operation."""
+        """Print one operation."""
         match op.opcode:
             case "comment":
                 for line in str(op.attrs["text"]).splitlines():
@@ -197,7 +195,7 @@ class Printer(ABC):
         for arg in op.args:
             depends |= self._pending.get(arg, frozenset())
         if OPS[op.opcode].category == "fragment":
-            # Printed where it stands.
+            # Fragment operations are printed in place, never inlined.
             depends = frozenset()
         expr = self.atomic(op) if op.opcode == "atomic" else self.expression(op)
         users = self._users.get(value, [])
@@ -205,7 +203,7 @@ class Printer(ABC):
         if op.opcode == "const" or (repeatable and not depends):
             self._text[value] = expr
         elif not users:
-            # Only operations with effects are left without a user by the dead-code pass.
+            # After dead-code elimination, only operations with side effects have no user.
             if expr.text:
                 self.emit(f"{expr.text};")
         elif (
@@ -227,7 +225,7 @@ class Printer(ABC):
         self._text[value] = Expr(name)
 
     def _settle(self, refs: set[Value]) -> None:
-        """Values that were to be written later but read variables about to change get their line now."""
+        """Print pending inline values that read variables which are about to change."""
         for value, depends in list(self._pending.items()):
             if depends & refs:
                 expr = self._text[value]
@@ -243,7 +241,7 @@ class Printer(ABC):
 
     def _loop(self, op: Op) -> None:
         for bound in op.args[1:]:
-            # The condition is written once and evaluated on every turn.
+            # The condition is evaluated in every iteration, so its bounds must not read variables.
             if self._pending.get(bound):
                 self._settle(set(self._pending[bound]))
         changed = {inner.args[0] for inner in walk(op.blocks[0]) if inner.opcode == "set"}
@@ -284,7 +282,7 @@ class Printer(ABC):
             return
         assert isinstance(op.result.type, Scalar | Vector | Fragment)
         if code.startswith("{0} = ") and code.count("{0") == 1:
-            # A plain assignment is the value's own line.
+            # A plain assignment becomes the declaration of the value.
             self._define(op.result, Expr(code.removeprefix("{0} = ").removesuffix(";").format(None, *args)))
             return
         result = _Named(self.name(op.result.hint), op.result.type)
@@ -304,49 +302,53 @@ class Printer(ABC):
                 return self.literal(op.attrs["value"], result.type)
             case "get":
                 return self._text[args[0]]
-            case "small":
-                return Expr(self.operand(args[0]))
-            case "neg":
-                return self.negative(result.type, self.operand(args[0]))
-            case "not":
-                return self.invert(result.type, self.operand(args[0]))
-            case "abs":
-                return self.absolute(result.type, self.bare(args[0]))
-            case "rcp":
-                one = self.literal(1.0, element(result.type)).text
-                return self.narrowed(result.type, f"{one} / {self.operand(args[0])}")
-            case "min" | "max":
-                return self.call(self.extreme(code, element(result.type)), args)
-            case "fma":
-                return self.fused(result.type, *(self.bare(a) for a in args))
-            case "select":
-                return self.select(args[0], args[1], args[2])
-            case "cast":
-                return self.cast(args[0], result.type, result)
-            case "bitcast":
-                return self.bitcast(args[0], result.type)
-            case "make_vector":
-                return self.make_vector(result.type, [self.bare(a) for a in args])
-            case "splat":
-                return self.make_vector(result.type, [self.bare(args[0])])
-            case "extract":
-                return self.extract(args[0], op.attrs["lane"])
             case "load":
                 return self.load(args[0], args[1], result.type, op.attrs["align"])
             case "thread_id" | "group_id" | "group_count" | "lane_id" | "subgroup_id":
                 return self.leaf(code, op.attrs.get("axis", 0))
-            case "shuffle" | "shuffle_xor" | "subgroup_reduce" | "subgroup_any" | "subgroup_all":
-                return self.subgroup(op)
-        if code in self.functions:
-            return self.narrowed(result.type, self.call(self.functions[code], args).text, atom=True)
-        if code in _INFIX:
-            return self.infix(op)
+            case "cast":
+                return self.cast(args[0], result.type, result)
+            case "bitcast":
+                return self.bitcast(args[0], result.type)
+            case "make_vector" | "splat":
+                return self.make_vector(result.type, [self.bare(a) for a in args])
+            case "extract":
+                return self.extract(args[0], op.attrs["lane"])
+        if OPS[code].category == "subgroup":
+            return self.subgroup(op)
         if OPS[code].category == "fragment":
             return self.fragment(op)
+        return self.arithmetic(op, result.type)
+
+    def arithmetic(self, op: Op, type_: ValueType) -> Expr:
+        """A unary, binary, compare or ternary operation."""
+        code, args = op.opcode, op.args
+        match code:
+            case "small":
+                return Expr(self.operand(args[0]))
+            case "neg":
+                return self.negative(type_, self.operand(args[0]))
+            case "not":
+                return self.invert(type_, self.operand(args[0]))
+            case "abs":
+                return self.absolute(type_, self.bare(args[0]))
+            case "rcp":
+                one = self.literal(1.0, element(type_)).text
+                return self.narrowed(type_, f"{one} / {self.operand(args[0])}")
+            case "min" | "max":
+                return self.call(self.extreme(code, element(type_)), args)
+            case "fma":
+                return self.fused(type_, *(self.bare(a) for a in args))
+            case "select":
+                return self.select(args[0], args[1], args[2])
+        if code in self.functions:
+            return self.narrowed(type_, self.call(self.functions[code], args).text, atom=True)
+        if code in _INFIX:
+            return self.infix(op)
         raise KernelError(f"{self.kernel.name}: {self.language} has no {code} ({op.where})")
 
     def infix(self, op: Op) -> Expr:
-        """Operators between two operands, comparisons included."""
+        """A binary operator, including comparisons."""
         left, right = op.args
         assert op.result is not None
         symbol = _INFIX[op.opcode]
@@ -362,48 +364,57 @@ class Printer(ABC):
         return self.narrowed(op.result.type, text)
 
     def call(self, function: str, args: Sequence[Value]) -> Expr:
-        """A function of values."""
+        """A function call."""
         return Expr(f"{function}({', '.join(self.bare(a) for a in args)})")
 
     def narrowed(self, type_: ValueType, text: str, atom: bool = False) -> Expr:
-        """The result of arithmetic, brought back to ``type_`` where the language computes in a wider one."""
+        """The result of arithmetic, converted back to ``type_`` if the language computes in a wider type."""
         return Expr(text, atom)
 
     def shift_count(self, count: Value) -> str:
+        """The right operand of a shift."""
         return self.operand(count)
 
     def negative(self, type_: ValueType, text: str) -> Expr:
+        """``neg`` of an operand."""
         return self.narrowed(type_, f"-{text}")
 
     def invert(self, type_: ValueType, text: str) -> Expr:
+        """``not`` of an operand."""
         return Expr(f"!{text}", False) if element(type_).kind == "bool" else self.narrowed(type_, f"~{text}")
 
     def absolute(self, type_: ValueType, text: str) -> Expr:
+        """``abs`` of an operand."""
         return Expr(f"abs({text})")
 
     def extreme(self, code: str, elem: Scalar) -> str:
-        """The function for ``min`` or ``max`` of this element."""
+        """The function for ``min`` or ``max`` of an element type."""
         return code
 
     def fused(self, type_: ValueType, a: str, b: str, c: str) -> Expr:
+        """``a * b + c``."""
         return Expr(f"fma({a}, {b}, {c})")
 
     def select(self, condition: Value, yes: Value, no: Value) -> Expr:
+        """``yes`` where the condition holds, else ``no``."""
         if isinstance(condition.type, Scalar):
             return Expr(f"{self.operand(condition)} ? {self.operand(yes)} : {self.operand(no)}", atom=False)
         return Expr(f"select({self.bare(no)}, {self.bare(yes)}, {self.bare(condition)})")
 
     def cast(self, value: Value, type_: ValueType, result: Value) -> Expr:
+        """``value`` converted to ``type_``; ``result`` is the value of the cast."""
         return Expr(f"{self.type_name(type_)}({self.bare(value)})")
 
     def make_vector(self, type_: ValueType, parts: Sequence[str]) -> Expr:
+        """A vector of parts, or of one part in every lane."""
         return Expr(f"{self.type_name(type_)}({', '.join(parts)})")
 
     def extract(self, vector: Value, lane: int) -> Expr:
+        """One lane of a vector."""
         return Expr(f"{self.operand(vector)}{swizzle(vector.type, lane)}")
 
     def movable(self, op: Op) -> bool:
-        """True when an operation may be evaluated later than where it stands."""
+        """True if an operation may be evaluated later."""
         if op.opcode in SUBGROUP_OPS:
             return op.opcode in ("lane_id", "subgroup_id")
         return OPS[op.opcode].category in (
@@ -417,10 +428,10 @@ class Printer(ABC):
             "variable",
         )
 
-    # -- what each language says in its own way ----------------------------------------------------------------------
+    # -- language-specific -----------------------------------------------------------------------------------------
 
     def type_name(self, type_: ValueType) -> str:
-        """A register's type."""
+        """The name of a register's type."""
         elem = element(type_)
         if elem.name not in self.type_names or isinstance(type_, Fragment):
             raise KernelError(f"{self.kernel.name}: {self.language} has no type {type_}")
@@ -432,44 +443,54 @@ class Printer(ABC):
 
     @abstractmethod
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
-        """A constant."""
+        """A literal."""
 
     @abstractmethod
-    def bitcast(self, value: Value, type_: ValueType) -> Expr: ...
+    def bitcast(self, value: Value, type_: ValueType) -> Expr:
+        """The bits of ``value`` as ``type_``."""
 
     @abstractmethod
     def private(self, array: Value) -> str:
-        """The declaration of a thread's own array."""
+        """The declaration of a private array."""
 
     @abstractmethod
-    def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr: ...
+    def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
+        """A load."""
 
     @abstractmethod
-    def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]: ...
+    def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]:
+        """The statements of a store."""
 
     @abstractmethod
-    def atomic(self, op: Op) -> Expr: ...
+    def atomic(self, op: Op) -> Expr:
+        """An atomic."""
 
     @abstractmethod
-    def barrier(self, global_memory: bool) -> list[str]: ...
+    def barrier(self, global_memory: bool) -> list[str]:
+        """The statements of a barrier of the workgroup."""
 
     @abstractmethod
-    def subgroup_barrier(self) -> str: ...
+    def subgroup_barrier(self) -> str:
+        """The statement of a barrier of the subgroup."""
 
     @abstractmethod
-    def leaf(self, code: str, axis: int) -> Expr: ...
+    def leaf(self, code: str, axis: int) -> Expr:
+        """A thread, lane, subgroup or workgroup index, or a workgroup count."""
 
     @abstractmethod
-    def subgroup(self, op: Op) -> Expr: ...
+    def subgroup(self, op: Op) -> Expr:
+        """A subgroup operation."""
 
     def fragment(self, op: Op) -> Expr:
+        """A fragment operation with a result."""
         raise KernelError(f"{self.kernel.name}: {self.language} has no matrix fragments ({op.where})")
 
     def fragment_store(self, op: Op) -> list[str]:
+        """The statements of a ``fragment_store``."""
         raise KernelError(f"{self.kernel.name}: {self.language} has no matrix fragments ({op.where})")
 
     def unroll(self, count: int) -> list[str]:
-        """The hint before a loop."""
+        """The unroll hint before a loop."""
         if count == 0:
             return []
         return ["#pragma unroll" if count < 0 else f"#pragma unroll {count}"]
@@ -483,6 +504,7 @@ class Printer(ABC):
         return f"{self.operand(index)} + {add}" if add else self.bare(index)
 
     def users(self, value: Value) -> list[Op]:
+        """Operations that use a value."""
         return self._users.get(value, [])
 
     def _survey(self, block: list[Op]) -> None:
@@ -508,23 +530,23 @@ class Printer(ABC):
 
 
 def is_name(expr: Expr) -> bool:
-    """True when the text is an identifier, which can be repeated for nothing."""
+    """True if the text is an identifier, which can be repeated at no cost."""
     return expr.text.isidentifier()
 
 
 def swizzle(type_: Any, lane: int) -> str:
-    """The suffix that takes a lane of a vector."""
+    """The suffix that selects a lane of a vector."""
     return f".{'xyzw'[lane]}" if type_.lanes <= 4 else f".s{lane:x}"
 
 
 def decimal(number: float, type_: Scalar) -> str:
-    """The shortest decimal that reads back as the same number of the type."""
+    """The shortest decimal that round-trips to the same number of the type."""
     text = str(np.float16(number) if type_ == f16 else np.float32(number))
     return text if "." in text or "e" in text else text + ".0"
 
 
 class _Named:
-    """An operand in an intrinsic's text: ``{1}`` is itself, ``{1[2]}`` its lane 2."""
+    """An operand in the text of an intrinsic: ``{1}`` is the operand, ``{1[2]}`` its lane 2."""
 
     def __init__(self, text: str, type_: Type) -> None:
         self.text, self._type = text, type_

@@ -1,4 +1,4 @@
-"""What OpenCL C and MSL share of C, beyond what `clike` prints for all languages like it."""
+"""Printer for the parts of C that OpenCL C and MSL share, but WGSL does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aule.render.clike import Expr, Printer, decimal
 
 
 class CPrinter(Printer):
-    """C's types, literals, pointers and casts."""
+    """Prints types, literals, pointers and casts of C."""
 
     type_names: ClassVar[dict[str, str]] = {
         "bool": "bool", "i8": "char", "i16": "short", "i32": "int", "i64": "long", "u8": "uchar", "u16": "ushort",
@@ -19,26 +19,28 @@ class CPrinter(Printer):
     }  # fmt: skip
 
     def declare(self, type_: ValueType, name: str, init: str | None, mutable: bool = False) -> str:
+        """A declaration, with its semicolon."""
         const = "" if mutable else "const "
         return f"{const}{self.type_name(type_)} {name}{'' if init is None else f' = {init}'};"
 
     def narrowed(self, type_: ValueType, text: str, atom: bool = False) -> Expr:
-        # C promotes small integers to int; the IR's arithmetic wraps in its own width.
+        """The result of arithmetic, cast back from int: C promotes small integers, the IR wraps in their width."""
         if isinstance(type_, Scalar) and type_.is_int and type_.bits < 32:
             return Expr(f"({self.type_name(type_)})({text})")
         return Expr(text, atom)
 
     def typed(self, value: Value) -> str:
-        """A value where its size counts: C has made an int of what `&` and others left of small integers."""
+        """A value with its own size: C promotes the result of `&` and others on small integers to int."""
         assert isinstance(value.type, Scalar | Vector)
         atom = self._text[value].atom
         return self.bare(value) if atom else self.narrowed(value.type, self.bare(value)).text
 
     def extreme(self, code: str, elem: Scalar) -> str:
-        # min and max of the language promise nothing for infinities; fmin and fmax do.
+        """The function for ``min`` or ``max``: fmin and fmax for floats, since min and max may mishandle infinities."""
         return f"f{code}" if elem.is_float else code
 
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
+        """A literal."""
         if type_.kind == "bool":
             return Expr("true" if value else "false")
         if type_.is_int:
@@ -67,6 +69,7 @@ class CPrinter(Printer):
         return Expr(f"{value}{suffix}", value >= 0)
 
     def private(self, array: Value) -> str:
+        """The declaration of a private array."""
         assert isinstance(array.type, Pointer)
         return f"{self.type_name(array.type.elem)} {self.bare(array)}[{array.type.length}];"
 
@@ -77,11 +80,11 @@ class CPrinter(Printer):
         return f"{self.operand(pointer)} + {self.operand(index)}"
 
     def element_of(self, pointer: Value, index: Value, add: int = 0) -> str:
-        """An element as something that can be read and written."""
+        """An element as an lvalue."""
         return f"{self.operand(pointer)}[{self.offset(index, add)}]"
 
     def widest(self, pointer: Value) -> int:
-        """Bytes of the widest aligned vector that passes through an array; 0 when all are scalars."""
+        """Bytes of the widest aligned vector access of an array; 0 if all are scalars."""
         sizes = [0]
         for op in self.users(pointer):
             value = op.result if op.opcode == "load" else op.args[2] if op.opcode == "store" else None

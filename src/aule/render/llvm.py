@@ -1,19 +1,18 @@
-"""LLVM IR for CPUs, as text (LLVM 20 or later). A JIT compiles it for the machine it runs on.
+"""Renderer for LLVM IR text (LLVM 20 or later), which a JIT compiles for the CPU it runs on.
 
-The entry point is ``void entry(ptr args, ptr next, i64 total, i64 chunk, i32 nx, i32 ny, i32 nz)``. ``args`` has a cell
-of 8 bytes for each parameter, in order: a buffer's address, or a scalar in its low bytes. ``next`` is a counter of
-workgroups that all threads of a launch share: each takes ``chunk`` of the ``total`` until none are left. Workgroup
-x + nx * (y + ny * z) is the one at (x, y, z).
+The entry point is ``void entry(ptr args, ptr next, i64 total, i64 chunk, i32 nx, i32 ny, i32 nz)``. ``args`` has an
+8-byte cell for each parameter, in order: a buffer's address, or a scalar in its low bytes. ``next`` is a counter of
+workgroups shared by all CPU threads of a launch: each thread takes ``chunk`` of the ``total`` until none are left.
+Workgroup x + nx * (y + ny * z) is the one at (x, y, z).
 
-A thread of the CPU runs whole workgroups, one thread of the kernel after the other. Those of a workgroup can therefore
-not wait for each other: a kernel has workgroups of one thread, or no barriers and no shared memory. Its parallelism
-within a core is that of its vectors. In a workgroup of one thread shared memory is its own, a barrier is nothing, and
-a subgroup is the thread.
+A CPU thread runs the threads of a workgroup one after the other, so they cannot wait for each other: either a workgroup
+has one thread, or the kernel has no barriers and no shared memory. Parallelism within a core comes from vectors. In a
+workgroup of one thread, shared memory is private, a barrier does nothing, and a subgroup is the thread.
 
-The text names no machine: the caller sets data layout and triple before it optimises, and compiles with the features of
-the Target. ``floor`` without SSE4.1, ``log2``, ``sin`` and ``cos`` are functions of libm; nothing else is called.
+The text names no machine: the caller sets data layout and triple, and compiles with the features of the Target.
+``floor`` without SSE4.1, ``log2``, ``sin`` and ``cos`` call libm; nothing else is called.
 
-An intrinsic of "llvm" is an instruction, ``{0} = fadd float {1}, {2}``, or lines of them; operands come without their
+An intrinsic of "llvm" is an instruction, ``{0} = fadd float {1}, {2}``, or several lines of them; operands come without
 types. LLVM declares its own intrinsics.
 """
 
@@ -26,20 +25,20 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value, walk
 from aule.ir.ops import OPS
 from aule.ir.passes import soft_half
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Vector, bf16, element, f16, i32, lanes_of
 from aule.render import _llvm_math
-from aule.render._llvm_emitter import Emitter, lanes_of, literal, llvm_type, refuse
+from aule.render._llvm_emitter import Emitter, literal, llvm_type, refuse
 from aule.target import Target
 
 _ARCHITECTURES = ("x86_64", "aarch64")
 _AXES = "xyz"
 _IDS = ", ".join([*(f"i32 %group.{a}" for a in _AXES), *(f"i32 %count.{a}" for a in _AXES), "i32 %thread"])
-"""The last parameters of a body: which workgroup of how many, and which thread of it."""
+"""Last parameters of a body: workgroup index, workgroup count and thread index."""
 _CACHE_LINE = 64
 _UNROLL_LIMIT = 4096
-"""Operations that an unrolled loop may become: well below where LLVM gives up."""
+"""Maximum operations of an unrolled loop: well below LLVM's own limit."""
 _ATTRIBUTES = [
-    # Loops must not become calls of memset and memcpy: they are short, and libc is none of our business.
+    # Keep loops from becoming calls of memset and memcpy: they are short, and the JIT does not link libc.
     'attributes #0 = { nounwind "no-builtins" }',
     'attributes #1 = { alwaysinline nounwind "no-builtins" }',
 ]
@@ -53,17 +52,17 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     kernel : KernelIR
         A verified kernel.
     target : Target
-        The machine: its ``arch`` is "x86_64" or "aarch64", its ``extensions`` are features by LLVM's names.
+        The CPU: its ``arch`` is "x86_64" or "aarch64", its ``extensions`` are LLVM feature names.
 
     Returns
     -------
     Artifact
-        IR text. Its ``extensions`` are the features that it cannot do without.
+        IR text. Its ``extensions`` are the features that it requires.
 
     Raises
     ------
     KernelError
-        If threads of a workgroup work together, or the kernel has matrix fragments or intrinsics of another language.
+        If threads of a workgroup cooperate, or the kernel has matrix fragments or intrinsics of another language.
     """
     if target.arch not in _ARCHITECTURES:
         raise KernelError(f"[llvm] expected a target for {' or '.join(_ARCHITECTURES)}, got arch {target.arch!r}")
@@ -71,11 +70,11 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     processor = _llvm_math.Processor(target.arch, frozenset(target.extensions))
     soft = {bf16} if processor.halves else {bf16, f16}
     lowered = kernel
-    if soft & _elements(kernel):
+    if soft & kernel.elements():
         narrow = _llvm_math.float_to_bfloat if processor.bfloats else None
         lowered = soft_half(kernel, soft, float_to_bfloat=narrow)
     body = _Body(lowered, processor)
-    if processor.bfloats and bf16 in _elements(kernel):
+    if processor.bfloats and bf16 in kernel.elements():
         body.emitter.needs.add("avx512bf16")
     body.run()
     lines = [f"; {kernel.name}, rendered by aule for {_ascii(target.name)}.", ""]
@@ -93,7 +92,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
 
 
 def _check(kernel: KernelIR) -> None:
-    """Refuse threads, and workgroups, that work together."""
+    """Reject kernels in which threads or workgroups cooperate."""
     if kernel.cluster > 1:
         raise KernelError(
             f"[llvm] kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}; PTX has them"
@@ -111,16 +110,11 @@ def _check(kernel: KernelIR) -> None:
             raise refuse(op, "a workgroup of 1 thread", f"{kernel.workgroup} threads", remedy)
 
 
-def _elements(kernel: KernelIR) -> set[Scalar]:
-    values = (*kernel.values.values(), *kernel.shared, *(op.result for op in kernel.walk() if op.result is not None))
-    return {element(value.type) for value in values}
-
-
 # -- the entry point ---------------------------------------------------------------------------------------------------
 
 
 def _entry(kernel: KernelIR) -> list[str]:
-    """Takes workgroups from the counter and runs the body for each of their threads."""
+    """The entry function: takes workgroups from the counter and calls the body for each of their threads."""
     lines = [
         f"define void @{kernel.name}(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz) #0 {{",
         "entry:",
@@ -184,13 +178,13 @@ def _entry(kernel: KernelIR) -> list[str]:
 
 
 class _Body:
-    """Walks the operations of one kernel."""
+    """Emits the operations of a kernel as a function."""
 
     def __init__(self, kernel: KernelIR, processor: _llvm_math.Processor) -> None:
         self.kernel = kernel
         self.emitter = e = Emitter()
         self.arch = processor.arch
-        self._past: int | None = None
+        self._nontemporal: int | None = None
         self._align = _alignments(kernel)
         self._handlers: dict[str, Callable[[Op], None]] = {
             "const": self._const,
@@ -223,9 +217,8 @@ class _Body:
             "get": self._get,
             "set": self._set,
             "loop": self._loop,
-            **dict.fromkeys(("peek", "post", "repeat"), self._waiting),
             "if": self._if,
-            # A workgroup of one thread has nobody to wait for, and exchanges values with itself.
+            # In a workgroup of one thread, barriers do nothing and subgroup operations return their operand.
             "sync": lambda op: None,
             "workgroup_any": lambda op: self._bind(op, e.operand(op.args[0])),
             "device_fence": lambda op: e.line("fence acq_rel"),
@@ -243,12 +236,12 @@ class _Body:
         for array in self.kernel.shared:
             self._array(array, array.hint)
         self._block(self.kernel.body)
-        if self._past is not None and self.arch == "x86_64":
-            e.line("call void @llvm.x86.sse.sfence()")  # such stores wait in buffers, whatever comes behind them
+        if self._nontemporal is not None and self.arch == "x86_64":
+            e.line("call void @llvm.x86.sse.sfence()")  # nontemporal stores are not ordered with later stores
         e.line("ret void")
 
     def function(self) -> list[str]:
-        """The whole function. Buffers are different memory, as everywhere."""
+        """The lines of the function. Buffers never overlap, in all languages."""
         parameters = []
         for param in self.kernel.params:
             access = "" if param.kind == "scalar" else " noalias readonly" if param.access == "read" else " noalias"
@@ -265,9 +258,6 @@ class _Body:
     def _bind(self, op: Op, text: str) -> None:
         assert op.result is not None
         self.emitter.bind(op.result, text)
-
-    def _waiting(self, op: Op) -> None:
-        raise refuse(op, "workgroups that do not wait for others", op.opcode, "have another launch")
 
     def _e4m3_halves(self, op: Op) -> None:
         raise refuse(op, "no conversion of e4m3", op.opcode, "shift the bits into place")
@@ -342,8 +332,8 @@ class _Body:
         self._bind(op, self.emitter.emit(f"load {llvm_type(op.result.type)}, ptr {address}, align {_bytes(op)}"))
 
     def _prefetch(self, op: Op) -> None:
-        # Of data, to be read, with locality 2: into the second-level cache. The first has few slots for lines under
-        # way, and filling it from memory is no faster than loads are.
+        # Read prefetch into L2 (locality 2). L1 has few slots for pending lines, and filling it from memory is no
+        # faster than a load.
         address = self._address(op, inside=False)
         self.emitter.line(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 2, i32 1)")
 
@@ -352,28 +342,28 @@ class _Body:
         self.emitter.line(f"store {self.emitter.typed(op.args[2])}, ptr {address}, align {_bytes(op)}")
 
     def _stream(self, op: Op) -> None:
-        """Past the caches goes what is aligned as a whole; where it is not, it is stored as anything else is."""
+        """Emit a nontemporal store if the address is aligned to the full vector at run time, else a plain store."""
         e, (value, address) = self.emitter, (op.args[2], self._address(op))
         size = value.type.bytes  # type: ignore[union-attr]
         number = e.emit(f"ptrtoint ptr {address} to i64")
-        rest = e.emit(f"and i64 {number}, {size - 1}")
-        whole = e.emit(f"icmp eq i64 {rest}, 0")
+        misalignment = e.emit(f"and i64 {number}, {size - 1}")
+        aligned = e.emit(f"icmp eq i64 {misalignment}, 0")
         past, plain, end = e.labels("past", "plain", "stored")
-        e.line(f"br i1 {whole}, label %{past}, label %{plain}")
+        e.line(f"br i1 {aligned}, label %{past}, label %{plain}")
         e.start(past)
-        e.line(f"store {e.typed(value)}, ptr {address}, align {size}, !nontemporal !{self._temporal()}")
+        e.line(f"store {e.typed(value)}, ptr {address}, align {size}, !nontemporal !{self._nontemporal_metadata()}")
         e.line(f"br label %{end}")
         e.start(plain)
         e.line(f"store {e.typed(value)}, ptr {address}, align {_bytes(op)}")
         e.line(f"br label %{end}")
         e.start(end)
 
-    def _temporal(self) -> int:
-        """The number of the metadata of such stores."""
-        if self._past is None:
-            self._past = len(self.emitter.metadata)
-            self.emitter.metadata.append(f"!{self._past} = !{{i32 1}}")
-        return self._past
+    def _nontemporal_metadata(self) -> int:
+        """The number of the metadata node of nontemporal stores."""
+        if self._nontemporal is None:
+            self._nontemporal = len(self.emitter.metadata)
+            self.emitter.metadata.append(f"!{self._nontemporal} = !{{i32 1}}")
+        return self._nontemporal
 
     def _atomic(self, op: Op) -> None:
         elem, kind = element(op.args[2].type), op.attrs["kind"]
@@ -389,7 +379,7 @@ class _Body:
         order = "acq_rel" if op.attrs["ordered"] else "monotonic"
         self._bind(op, self.emitter.emit(f"atomicrmw {kind} ptr {address}, {self.emitter.typed(op.args[2])} {order}"))
 
-    # -- variables: memory that LLVM makes registers of ------------------------------------------------------------
+    # -- variables: stack memory that LLVM promotes to registers ---------------------------------------------------
 
     def _var(self, op: Op) -> None:
         assert op.result is not None and isinstance(op.result.type, Ref)
@@ -436,14 +426,17 @@ class _Body:
         self._block(op.blocks[0])
         e.line(f"br label %{latch}")
         e.start(latch)
-        # An index that passes the largest number of its type is not defined.
+        # Overflow of the index is undefined.
         e.line(f"{following} = add {'nsw' if signed else 'nuw'} {type_} {counter}, {step}")
         e.line(f"br label %{head}{self._unroll(op)}")
         e.start(end)
 
     def _unroll(self, op: Op) -> str:
-        """The metadata of a loop's last branch. LLVM warns its user of wishes that it cannot fulfil, and a loop of an
-        unknown or great length it cannot unroll fully; such a hint is dropped."""
+        """The unroll metadata of a loop's last branch.
+
+        Hints that LLVM cannot follow are dropped, since it would print a warning: full unrolling of a loop whose trip
+        count is unknown or large.
+        """
         count, (start, stop, step) = op.attrs["unroll"], (x.constant for x in op.args)
         copies = count
         if count < 0:
@@ -453,11 +446,11 @@ class _Body:
             return ""
         metadata = self.emitter.metadata
         number = len(metadata)
-        wish = '!"llvm.loop.unroll.full"' if count < 0 else f'!"llvm.loop.unroll.count", i32 {count}'
-        metadata.append(f"!{number} = distinct !{{!{number}, !{{{wish}}}}}")
+        hint = '!"llvm.loop.unroll.full"' if count < 0 else f'!"llvm.loop.unroll.count", i32 {count}'
+        metadata.append(f"!{number} = distinct !{{!{number}, !{{{hint}}}}}")
         return f", !llvm.loop !{number}"
 
-    # -- what only LLVM has, and what it has not -------------------------------------------------------------------
+    # -- intrinsics, comments and unsupported operations -----------------------------------------------------------
 
     def _intrinsic(self, op: Op) -> None:
         e = self.emitter
@@ -480,12 +473,12 @@ class _Body:
 
 
 def _bytes(op: Op) -> int:
-    """The alignment of a load or store."""
+    """The alignment of a load or store in bytes."""
     return int(op.attrs["align"]) * element(op.args[0].type).bytes
 
 
 def _alignments(kernel: KernelIR) -> dict[Value, int]:
-    """The alignment in bytes that the accesses of each array rely on."""
+    """The alignment in bytes that the accesses of each array require."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
         if op.opcode in ("load", "load_once", "store"):

@@ -1,7 +1,7 @@
-"""Metal Shading Language, for Apple GPUs. fp16 is native; bf16 is kept as bits, because ``bfloat`` needs Metal 3.1.
+"""Renderer for Metal Shading Language. fp16 is native; bf16 is held as bits, because ``bfloat`` needs Metal 3.1.
 
-Buffers are ``[[buffer(0)]]`` and on, and all scalars one ``constant`` struct after them. Matrix fragments are in
-`_msl_fragment`.
+Buffers are ``[[buffer(0)]]`` and up; all scalars are one ``constant`` struct after them. `_msl_fragment` prints matrix
+fragments.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     Raises
     ------
     KernelError
-        The kernel breaks a rule of the IR, or needs what Metal does not have (f64).
+        The kernel breaks a rule of the IR, or needs something that Metal lacks (f64).
     """
     verify(kernel)
     soft = frozenset({bf16})
     legal = legalise(kernel, Legal(soft=soft, max_lanes=4))
-    # Not the barriers again: a vote through shared memory is uniform, but no longer known to be.
+    # Barriers are not checked again: a vote through shared memory is uniform, but the analysis cannot prove it.
     verify_structure(legal, soft)
     return _Msl(legal, target).artifact(kernel.params)
 
 
 class _Msl(FragmentPrinter):
     language = "msl"
-    # The precise forms: the fast ones may assume that nothing is infinite, and exp2(-inf) must be 0.
+    # Fast functions may assume finite numbers, but exp2(-inf) must be 0.
     functions: ClassVar[dict[str, str]] = {
         "exp2": "precise::exp2", "log2": "precise::log2", "sqrt": "precise::sqrt", "rsqrt": "precise::rsqrt",
         "floor": "floor", "sin": "precise::sin", "cos": "precise::cos", "mulhi": "mulhi",
@@ -55,7 +55,7 @@ class _Msl(FragmentPrinter):
         self._parameters: list[str] = []
         self._inputs: dict[str, str] = {}
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- module ----------------------------------------------------------------------------------------------------
 
     def declare_parameters(self) -> None:
         scalars = []
@@ -83,7 +83,7 @@ class _Msl(FragmentPrinter):
         if lanes <= 1:
             self.arrays.append(f"threadgroup {elem} {name}[{array.type.length}];")
             return
-        # Declared as vectors, so that it is aligned for them.
+        # Declared as an array of vectors for its alignment.
         storage = self.name(f"{name}_storage")
         self.arrays.append(f"threadgroup {elem}{lanes} {storage}[{-(-array.type.length // lanes)}];")
         self.arrays.append(f"threadgroup {elem}* const {name} = (threadgroup {elem}*){storage};")
@@ -110,13 +110,13 @@ class _Msl(FragmentPrinter):
 
     def expression(self, op: Op) -> Expr:
         if op.opcode in self.functions and op.result is not None and element(op.result.type) == f16:
-            # Half has one form of each.
+            # Functions of half have no precise form.
             return self.call(self.functions[op.opcode].removeprefix("precise::"), op.args)
         return super().expression(op)
 
     def select(self, condition: Value, yes: Value, no: Value) -> Expr:
         if isinstance(condition.type, Vector) and element(yes.type) == bool_:
-            # Metal selects numbers only.
+            # Metal's select() takes only numbers.
             mask = self.operand(condition)
             return Expr(f"({mask} & {self.operand(yes)}) | (!{mask} & {self.operand(no)})", atom=False)
         return super().select(condition, yes, no)
@@ -129,7 +129,7 @@ class _Msl(FragmentPrinter):
     def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
         if not isinstance(type_, Vector):
             return Expr(self.element_of(pointer, index))
-        if self._whole(pointer, type_, align):
+        if self._as_vector(pointer, type_, align):
             return Expr(
                 f"*({self.space(pointer)} const {self.type_name(type_)}*)({self.address(pointer, index)})", False
             )
@@ -139,7 +139,7 @@ class _Msl(FragmentPrinter):
     def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]:
         if not isinstance(value.type, Vector):
             return [f"{self.element_of(pointer, index)} = {self.bare(value)};"]
-        if self._whole(pointer, value.type, align):
+        if self._as_vector(pointer, value.type, align):
             left = f"*({self.space(pointer)} {self.type_name(value.type)}*)({self.address(pointer, index)})"
             return [f"{left} = {self.bare(value)};"]
         self.named(index)
@@ -147,8 +147,8 @@ class _Msl(FragmentPrinter):
         lanes = range(value.type.lanes)
         return [f"{self.element_of(pointer, index, i)} = {name}{swizzle(value.type, i)};" for i in lanes]
 
-    def _whole(self, pointer: Value, type_: Vector, align: int) -> bool:
-        """True when a vector passes in one piece; a thread's own array stays in registers only without such casts."""
+    def _as_vector(self, pointer: Value, type_: Vector, align: int) -> bool:
+        """True if an access can be one vector access; such pointer casts would keep private arrays out of registers."""
         assert isinstance(pointer.type, Pointer)
         return pointer.type.space != "private" and align % type_.lanes == 0
 
@@ -163,7 +163,7 @@ class _Msl(FragmentPrinter):
         return Expr(f"{function}({place}, {self.bare(value)}, memory_order_relaxed)")
 
     def _float_add(self, space: str) -> str:
-        # atomic_float exists since Metal 3 and in device memory only; comparing words works everywhere.
+        # atomic_float needs Metal 3 and device memory; compare-and-swap of words works everywhere.
         name = f"atomic_add_float_{space}"
         self.helpers[name] = (
             f"float {name}({space} float* p, float x)\n{{\n"

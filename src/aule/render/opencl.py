@@ -1,7 +1,7 @@
-"""OpenCL C, from version 1.2 without any extension to Intel's subgroups.
+"""Renderer for OpenCL C 1.2 and later; extensions are optional.
 
-fp16 without ``cl_khr_fp16`` (PoCL, NVIDIA) is a storage format only: ``vload_half`` and ``vstore_half`` convert on the
-way to and from memory, and a register holds a ``float`` that fp16 can represent. Nothing is legalised for that.
+Without ``cl_khr_fp16`` (PoCL, NVIDIA) fp16 is only a storage format: ``vload_half`` and ``vstore_half`` convert at the
+access, and a register holds a ``float`` with a value that fp16 can represent. No legalisation pass is needed for that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aule.artifact import Artifact
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
-from aule.ir.types import Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32, f64, i32
+from aule.ir.types import Pointer, Scalar, ValueType, Vector, bf16, bool_, element, f16, f32, f64, i32, lanes_of
 from aule.ir.verify import verify
 from aule.render.clike import Expr
 from aule.render.clike_c import CPrinter
@@ -34,7 +34,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     Raises
     ------
     KernelError
-        The kernel breaks a rule of the IR, or needs what the target does not have.
+        The kernel breaks a rule of the IR, or needs something that the target lacks.
     """
     verify(kernel)
     legal = legalise(kernel, Legal(soft=frozenset({bf16}), max_lanes=16))
@@ -57,7 +57,7 @@ class _OpenCL(CPrinter):
         if self.uses(f64) and not target.f64:
             raise KernelError(f"{kernel.name}: it uses f64, {target.name} has none")
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- module ----------------------------------------------------------------------------------------------------
 
     def declare_parameters(self) -> None:
         for param in self.kernel.params:
@@ -72,7 +72,7 @@ class _OpenCL(CPrinter):
 
     def declare_shared(self, array: Value) -> None:
         assert isinstance(array.type, Pointer)
-        # ``half`` may only be pointed to where the extension is missing: the array is of ushort.
+        # Without the extension, only pointers to ``half`` are allowed, so the array is one of ushort.
         soft = self._soft_half and array.type.elem == f16
         elem = "ushort" if soft else self.type_name(array.type.elem)
         align = max(16, self.widest(array))
@@ -83,7 +83,7 @@ class _OpenCL(CPrinter):
 
     def module(self) -> str:
         head = [f"// {self.kernel.name}, rendered by aule for {self.target.name}."]
-        # Some compilers warn of the pragma for other extensions, whose functions are there without it.
+        # Other extensions need no pragma, and some compilers warn about one.
         head += [f"#pragma OPENCL EXTENSION {e} : enable" for e in self.extensions() if e in _PRAGMAS]
         attributes = [f"__attribute__((reqd_work_group_size({self.kernel.workgroup}, 1, 1)))"]
         if self.kernel.subgroup_size and "cl_intel_required_subgroup_size" in self.target.extensions:
@@ -111,7 +111,7 @@ class _OpenCL(CPrinter):
         if elem == f16 and self._soft_half and isinstance(type_, Scalar | Vector):
             type_ = f32 if isinstance(type_, Scalar) else Vector(f32, type_.lanes)
         if isinstance(type_, Vector) and type_.elem == bool_:
-            # A comparison of vectors gives integers, all bits set for true; we keep them as int.
+            # Comparing vectors gives integers with all bits set for true; they are held as int.
             type_ = Vector(i32, type_.lanes)
         return super().type_name(type_)
 
@@ -119,7 +119,7 @@ class _OpenCL(CPrinter):
         return "half" if pointer.elem == f16 else self.type_name(pointer.elem)
 
     def literal(self, value: float | int | bool, type_: Scalar) -> Expr:
-        if type_ == f16 and self._soft_half:  # a float, which has the number that fp16 has in its place
+        if type_ == f16 and self._soft_half:  # a float with the value rounded to fp16
             with np.errstate(over="ignore"):
                 return super().literal(float(np.float16(value)), f32)
         expr = super().literal(value, type_)
@@ -152,7 +152,7 @@ class _OpenCL(CPrinter):
             and element(op.result.type) == f32
             and not self.target.software
         ):
-            # The hardware's own instruction: within 2 ulp on NVIDIA (ex2.approx), AMD and Intel.
+            # The hardware instruction: within 2 ulp on NVIDIA (ex2.approx), AMD and Intel.
             return self.call("native_exp2", op.args)
         return super().expression(op)
 
@@ -236,7 +236,7 @@ class _OpenCL(CPrinter):
         )
 
     def _half_helper(self, kind: str, type_: ValueType) -> str:
-        """The name of a function between float and fp16 of the shape of ``type_``; adds it to the source."""
+        """Add a conversion function between float and fp16, of the shape of ``type_``, to the source; its name."""
         n = str(type_.lanes) if isinstance(type_, Vector) else ""
         a = "a" if n else ""
         name = f"{kind}{n}"
@@ -257,7 +257,7 @@ class _OpenCL(CPrinter):
 
     def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
         assert isinstance(pointer.type, Pointer)
-        lanes = type_.lanes if isinstance(type_, Vector) else 1
+        lanes = lanes_of(type_)
         aligned = align % lanes == 0
         if pointer.type.space == "private":
             if lanes == 1:
@@ -278,7 +278,7 @@ class _OpenCL(CPrinter):
 
     def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]:
         assert isinstance(pointer.type, Pointer) and isinstance(value.type, Scalar | Vector)
-        lanes = value.type.lanes if isinstance(value.type, Vector) else 1
+        lanes = lanes_of(value.type)
         aligned = align % lanes == 0
         if pointer.type.space == "private":
             parts = [self.bare(value)]

@@ -1,9 +1,9 @@
-"""PTX for NVIDIA GPUs from sm_75 on. The driver itself assembles the text.
+"""Renderer for PTX, for NVIDIA GPUs from sm_75 on. The driver assembles the text.
 
-Conventions that intrinsics may rely on: operands and results are registers of the classes in `_ptx_emitter`; a vector
-is a list of them; a variable (where the verifier lets one through) is the registers it lives in, and the only operand
-that may be written, as wgmma does with its accumulators; a pointer is a register with its address (32 bits in the
-``.shared`` window, 64 bits for global and local memory). Literal braces are doubled, as for `str.format`.
+Conventions for intrinsics: operands and results are registers of the classes in `_ptx_emitter`; a vector is a list of
+registers; a variable (if the verifier accepts one) is its registers, and the only operand that may be written, as wgmma
+writes its accumulators; a pointer is a register with its address (32 bits in the ``.shared`` window, 64 bits for global
+and local memory). Literal braces are doubled, as for `str.format`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aule.target import Target
 
 _SUBGROUP_SIZE = 32
 _UNROLL_LIMIT = 20_000
-"""Operations that a fully unrolled loop may become; a longer one stays a loop."""
+"""Maximum operations of a fully unrolled loop; a longer one stays a loop."""
 _AXES = "xyz"
 
 
@@ -51,7 +51,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     kernel : KernelIR
         A verified kernel.
     target : Target
-        The device; its ``arch`` names the instruction set (``sm_75``, ``sm_90a`` ...).
+        The device; its ``arch`` is the instruction set (``sm_75``, ``sm_90a`` ...).
 
     Returns
     -------
@@ -61,8 +61,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     Raises
     ------
     KernelError
-        If the kernel needs something PTX does not have: other fragments than 16 x 16, intrinsics of another language,
-        subgroups of a size other than 32, exp2, log2, sin and cos in f64.
+        If the kernel needs something that PTX lacks: fragments other than 16 x 16, intrinsics of another language,
+        subgroups of a size other than 32, exp2, log2, sin or cos in f64.
     """
     if kernel.subgroup_size not in (0, _SUBGROUP_SIZE):
         raise KernelError(
@@ -74,15 +74,8 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     body = _Body(kernel, arch)
     body.run()
     dynamic = kernel.shared_bytes > _ptx_memory.STATIC_SHARED_BYTES
-    version = arch.version
-    if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
-        version = "6.5"  # the first with ldmatrix and mma.sync of these shapes
-    if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
-        version = "8.1"  # the first with atomics of vectors
-    if version == "7.8" and (_ends_together(kernel) or any(_paired_words(op) for op in kernel.walk())):
-        version = "8.0"  # the first with arithmetic of pairs of 16-bit integers, and barriers of clusters alone
-    lines = [f".version {version}", f".target {arch.name}", ".address_size 64", ""]
-    if dynamic:  # aligned for the panels of warpgroups' products
+    lines = [f".version {_version(kernel, arch)}", f".target {arch.name}", ".address_size 64", ""]
+    if dynamic:  # aligned for the panels of warpgroup products
         lines += [f".extern .shared .align 1024 .b8 {body.addresses.symbol}[];", ""]
     elif kernel.shared:
         align = 1024 if arch.name == "sm_90a" else 16
@@ -103,8 +96,20 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     )
 
 
-def _ends_together(kernel: KernelIR, op: Op | None = None) -> bool:
-    """Whether the last that a kernel does is a barrier of clusters: this one, where one is given."""
+def _version(kernel: KernelIR, arch: Arch) -> str:
+    """The PTX version to declare: the lowest that has all instructions of the kernel."""
+    version = arch.version
+    if version == "6.3" and any(op.opcode.startswith("fragment") for op in kernel.walk()):
+        version = "6.5"  # ldmatrix and mma.sync of these shapes
+    if version in ("7.8", "8.0") and any(op.opcode == "atomic" and lane_count(op.args[2]) > 1 for op in kernel.walk()):
+        version = "8.1"  # vector atomics
+    if version == "7.8" and (_ends_in_cluster_barrier(kernel) or any(_paired_words(op) for op in kernel.walk())):
+        version = "8.0"  # arithmetic on pairs of 16-bit integers, and relaxed cluster barriers
+    return version
+
+
+def _ends_in_cluster_barrier(kernel: KernelIR, op: Op | None = None) -> bool:
+    """True if the last operation of a kernel is a cluster barrier, and is ``op`` if given."""
     last = kernel.body[-1] if kernel.body else None
     return last is not None and last.opcode == "cluster_barrier" and (op is None or op is last)
 
@@ -117,10 +122,10 @@ def _directives(kernel: KernelIR) -> list[str]:
 
 
 def _parameters(kernel: KernelIR) -> Iterator[str]:
-    """Declarations of the parameters. A buffer is promised to be aligned as its widest access needs it, no more."""
+    """Declarations of the parameters. A buffer declares the alignment that its widest access needs."""
     aligned: dict[Value, int] = {}
     for op in kernel.walk():
-        if op.opcode in ("load", "load_once", "peek", "store", "stream", "post"):
+        if op.opcode in ("load", "load_once", "store", "stream"):
             bytes_ = _ptx_memory.alignment(op.attrs["align"], element(op.args[0].type))
             aligned[op.args[0]] = max(aligned.get(op.args[0], 1), bytes_)
     for p in kernel.params:
@@ -137,7 +142,7 @@ def _parameter_type(dtype: str) -> str:
 
 
 class _Body:
-    """Walks the operations of one kernel."""
+    """Emits the operations of a kernel."""
 
     def __init__(self, kernel: KernelIR, arch: Arch) -> None:
         self.kernel = kernel
@@ -162,12 +167,10 @@ class _Body:
             "private": self.addresses.private,
             "load": lambda op: _ptx_memory.load(e, self.addresses, op),
             "load_once": lambda op: _ptx_memory.load(e, self.addresses, op),
-            "peek": lambda op: _ptx_memory.load(e, self.addresses, op),
             "store": lambda op: _ptx_memory.store(e, self.addresses, op),
-            "post": lambda op: _ptx_memory.store(e, self.addresses, op),
             "stream": lambda op: _ptx_memory.store(e, self.addresses, op),
             "atomic": lambda op: _ptx_memory.atomic(e, self.addresses, op),
-            "cluster_barrier": lambda op: _ptx_subgroup.cluster_barrier(e, op, _ends_together(kernel, op)),
+            "cluster_barrier": lambda op: _ptx_subgroup.cluster_barrier(e, op, _ends_in_cluster_barrier(kernel, op)),
             "cluster_load": lambda op: _ptx_memory.cluster_load(e, self.addresses, op),
             "cluster_post": lambda op: _ptx_memory.cluster_post(e, self.addresses, op),
             "prefetch": lambda op: _ptx_memory.prefetch(e, self.addresses, op),
@@ -243,7 +246,7 @@ class _Body:
             register = e.once("%tid", "mov.u32", "r", "%tid.x")
         elif op.opcode == "lane_id":
             register = e.once("%laneid", "mov.u32", "r", "%laneid")
-        elif op.opcode == "subgroup_id":  # not %warpid, which is where the warp runs and may change
+        elif op.opcode == "subgroup_id":  # not %warpid, which is the warp's hardware slot and may change
             register = e.once("%warp", "shr.u32", "r", e.once("%tid", "mov.u32", "r", "%tid.x"), "5")
         else:
             special = f"%{'ctaid' if op.opcode == 'group_id' else 'nctaid'}.{_AXES[op.attrs['axis']]}"
@@ -285,22 +288,22 @@ class _Body:
 
     def _var(self, op: Op) -> None:
         assert op.result is not None
-        kind, count = _held(op, op.result)
+        kind, count = _variable_registers(op, op.result)
         registers = tuple(self.emitter.new(kind) for _ in range(count))
         self._move(kind, registers, self.emitter.operands(op.args[0]))
         self.emitter.bind(op.result, registers)
 
     def _get(self, op: Op) -> None:
-        # A copy, since the variable may change while its old value is still in use; ptxas removes the needless ones.
+        # A copy, since the variable may change while its old value is in use; ptxas removes unneeded ones.
         assert op.result is not None
-        kind, _ = _held(op, op.args[0])
+        kind, _ = _variable_registers(op, op.args[0])
         source = self.emitter.operands(op.args[0])
         registers = tuple([self.emitter.new(kind) for _ in source])
         self._move(kind, registers, source)
         self.emitter.bind(op.result, registers)
 
     def _set(self, op: Op) -> None:
-        kind, _ = _held(op, op.args[0])
+        kind, _ = _variable_registers(op, op.args[0])
         self._move(kind, self.emitter.operands(op.args[0]), self.emitter.operands(op.args[1]))
 
     def _move(self, register_class: str, targets: tuple[str, ...], sources: tuple[str, ...]) -> None:
@@ -355,7 +358,7 @@ class _Body:
         e.line(f"@{e.emit('setp.eq.s32', 'p', e.operands(op.args[0])[0], '0')} bra $loop_{number};")
 
     def _counted(self, op: Op, copies: int, entered: bool) -> None:
-        """A loop that tests at its end, behind a test of whether to enter it at all (unless that is known)."""
+        """Emit a loop with the test at its end; unless ``entered`` is known, a test before it may skip it."""
         e, index = self.emitter, op.attrs["index"]
         assert isinstance(index.type, Scalar)
         kind = ("s" if index.type.is_signed else "u") + str(index.type.bits)
@@ -381,7 +384,7 @@ class _Body:
         e.line(f"@{e.emit(f'setp.lt.{kind}', 'p', counter, stop)} bra $loop_{number};")
         e.lines.append(f"$end_{number}:")
 
-    # -- what only PTX has, and what it has not --------------------------------------------------------------------
+    # -- intrinsics, comments and unsupported operations -----------------------------------------------------------
 
     def _intrinsic(self, op: Op) -> None:
         e = self.emitter
@@ -414,7 +417,7 @@ class _Body:
             self.emitter.line(f"// {text.encode('ascii', 'replace').decode()}")
 
 
-def _held(op: Op, ref: Value) -> tuple[str, int]:
+def _variable_registers(op: Op, ref: Value) -> tuple[str, int]:
     """Class and number of the registers of a variable."""
     assert isinstance(ref.type, Ref)
     target = ref.type.target

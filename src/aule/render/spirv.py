@@ -1,27 +1,28 @@
-"""Kernels as SPIR-V 1.5 for Vulkan 1.2 and later.
+"""Renderer for SPIR-V 1.5, for Vulkan 1.2 and later.
 
 Buffers are bound at set 0, bindings 0, 1, ... in their order, and the scalars as one uniform block at the binding after
 them (the *block* convention of `aule.artifact`).
 
-Drivers are not asked for more than they said they can do, with three decisions worth knowing:
+The code uses only features that the target lists. Three decisions:
 
-* Infinities are relied upon (masked scores are ``-inf``). ``SignedZeroInfNanPreserve`` is declared where the target
-  lists ``VK_KHR_shader_float_controls``; elsewhere declaring it would be invalid, and no driver known to us assumes
-  finite numbers by default.
-* f32 to f16 must round to nearest even, which Vulkan leaves to the driver. Where the target lists
-  ``shaderRoundingModeRTEFloat16`` the mode is declared for the whole kernel; else conversions that go straight to a
-  buffer are decorated with the rounding mode, and all others are done in integers. They are for NVIDIA, too, whose
-  compiler leaves out a conversion and its way back, unless the kernel is content with that (``KernelIR.arithmetic``).
-  Fragments are left to the driver, except that those that become bf16 are rounded before, as are numbers where the
-  target lists ``VK_KHR_shader_bfloat16``, whose conversion may truncate, and the kernel wants it quick.
-* The memory model is GLSL450. Cooperative matrices require the Vulkan memory model, so kernels with fragments use that.
+* Kernels rely on infinities (masked scores are ``-inf``). ``SignedZeroInfNanPreserve`` is declared if the target lists
+  ``VK_KHR_shader_float_controls``; else declaring it would be invalid, and no known driver assumes finite numbers by
+  default.
+* f32 to f16 must round to nearest even, which Vulkan leaves to the driver. If the target lists
+  ``shaderRoundingModeRTEFloat16``, the mode is declared for the kernel; else conversions that are stored directly to a
+  buffer are decorated with the rounding mode, and all others are done in integers. On NVIDIA the latter are always done
+  in integers, because its compiler drops a conversion and its inverse, unless the kernel allows that
+  (``KernelIR.arithmetic``). Conversions of fragments are left to the driver, except that those to bf16 are rounded
+  before. In kernels that are not exact, numbers are also converted by ``VK_KHR_shader_bfloat16``, whose conversion may
+  truncate, after rounding.
+* The memory model is GLSL450, or the Vulkan memory model for kernels with fragments: cooperative matrices require it.
 
-Shared memory is viewed as scalars and as vectors where the target lists ``VK_KHR_workgroup_memory_explicit_layout``
-(and ``workgroupMemoryExplicitLayout8BitAccess`` or ``...16BitAccess`` for elements of 8 and 16 bits): see
+If the target lists ``VK_KHR_workgroup_memory_explicit_layout`` (and ``workgroupMemoryExplicitLayout8BitAccess`` or
+``...16BitAccess`` for elements of 8 and 16 bits), shared memory is accessed both as scalars and as vectors: see
 `_spirv_memory`.
 
-Arithmetic on 16- and 8-bit integers is used where the target lists ``shaderInt16`` (or has cooperative matrices) and
-``VK_KHR_shader_float16_int8``; elsewhere such integers are kept in 32 bits.
+Arithmetic on 16- and 8-bit integers is used if the target lists ``shaderInt16`` (or has cooperative matrices) and
+``VK_KHR_shader_float16_int8``; else such integers are held in 32 bits.
 """
 
 from __future__ import annotations
@@ -32,11 +33,25 @@ from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.passes import Legal, legalise
 from aule.ir.passes.round_half import returning
 from aule.ir.passes.soft_half import float_to_bfloat
-from aule.ir.types import Fragment, Pointer, Scalar, Vector, bf16, element, f16, f32, i8, i16, u8, u16
+from aule.ir.types import (
+    Fragment,
+    Pointer,
+    Scalar,
+    bf16,
+    element,
+    f16,
+    f32,
+    i8,
+    i16,
+    lanes_of,
+    u8,
+    u16,
+    vector_type,
+)
 from aule.render._spirv_kernel import RTE_HALF, KernelRenderer
 from aule.render._spirv_memory import access_unit
 from aule.render._spirv_ops import Capability
-from aule.render._spirv_values import Rounding, lanes_of
+from aule.render._spirv_values import Rounding
 from aule.target import Target
 
 FEATURES = {
@@ -56,16 +71,16 @@ FEATURES = {
     Capability.BFloat16TypeKHR: "shaderBFloat16Type",
     Capability.BFloat16CooperativeMatrixKHR: "shaderBFloat16CooperativeMatrix",
 }
-"""The feature of a Vulkan device that a capability of the code needs; an artifact lists them as its ``extensions``."""
+"""The Vulkan device feature that each capability needs; an artifact lists them as its ``extensions``."""
 
 
 def render(kernel: KernelIR, target: Target) -> Artifact:
-    """The kernel as a SPIR-V module.
+    """Write a kernel as a SPIR-V module.
 
     Parameters
     ----------
     kernel : KernelIR
-        Any kernel that keeps the IR's rules.
+        A verified kernel.
     target : Target
         The Vulkan device to render for.
 
@@ -77,7 +92,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     Raises
     ------
     KernelError
-        The kernel asks for something that SPIR-V or the target cannot do.
+        The kernel needs something that SPIR-V or the target lacks.
     """
     computable = _computable(target)
     legal = legalise(kernel, _legal(kernel, target, computable))
@@ -87,7 +102,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
         language="spirv",
         code=code,
         entry=kernel.name,
-        # Legalisation keeps the bytes of buffers and of the parameter block, so callers go on with what they know.
+        # Legalisation does not change the bytes of buffers and of the parameter block, so callers use the old params.
         params=kernel.params,
         workgroup=kernel.workgroup,
         shared_bytes=legal.shared_bytes,
@@ -98,19 +113,18 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
 
 
 def _computable(target: Target) -> frozenset[Scalar]:
-    """Types of 8 and 16 bits that registers can compute with, not only load, store and convert."""
+    """8- and 16-bit types that support arithmetic, not only loads, stores and conversions."""
     types: list[Scalar] = [f16] if target.f16 else []
-    # A bf16 matrix is loaded from 16-bit integers, so an array of them must not be widened under it. Every device known
-    # to have cooperative matrices computes with such integers.
+    # A bf16 matrix is loaded from an array of 16-bit integers, which must not be widened. All known devices with
+    # cooperative matrices support 16-bit integer arithmetic.
     types += [i16, u16] if "shaderInt16" in target.extensions or target.matrix_units else []
     types += [i8, u8] if "VK_KHR_shader_float16_int8" in target.extensions else []
     return frozenset(types)
 
 
 def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> Legal:
-    """What the target can say; types that the kernel does not use are not worth a pass."""
-    present = {element(v.type) for v in (*kernel.values.values(), *kernel.shared)}
-    present |= {element(op.result.type) for op in kernel.walk() if op.result is not None}
+    """Limits of the target, for the types that the kernel uses only, to skip passes."""
+    present = kernel.elements()
     soft = {bf16} & present
     if f16 in present and not target.f16 and not (target.storage16 and _half_stays_in_memory(kernel)):
         soft.add(f16)
@@ -129,25 +143,23 @@ def _legal(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> L
         int64=target.int64 or not any(t.bits == 64 and t.is_int for t in present),
         float_to_bfloat=narrow if converts and "VK_KHR_shader_bfloat16" in target.extensions else None,
         pairs=converts,
-        waits=True,
     )
 
 
 def _quick_bfloat(b: Builder, value: Value) -> Value:
-    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16, rounded before; not for every number (`KernelIR`)."""
-    lanes = lanes_of(value.type)
-    return b.bitcast(b.cast(value, bf16), u16 if lanes == 1 else Vector(u16, lanes))
+    """f32 to bf16 bits by the conversion of SPV_KHR_bfloat16 after rounding; inexact for huge numbers (`KernelIR`)."""
+    return b.bitcast(b.cast(value, bf16), vector_type(u16, lanes_of(value.type)))
 
 
 def _exact_bfloat(b: Builder, value: Value) -> Value:
-    """f32 to bf16 bits: in integers what is not known to be small."""
+    """f32 to bf16 bits, by integer arithmetic unless the number is known to be small."""
     if value.op is not None and value.op.opcode == "small":
         return _quick_bfloat(b, value)
     return b.cast(float_to_bfloat(b, value), u16)
 
 
 def _half_stays_in_memory(kernel: KernelIR) -> bool:
-    """Whether f16 is only loaded from buffers to become f32, and made from f32 to be stored: no arithmetic needed."""
+    """True if f16 is only loaded and converted to f32, or converted from f32 and stored: no arithmetic is needed."""
     if any(element(array.type) == f16 for array in kernel.shared):
         return False
     for op in kernel.walk():
@@ -158,17 +170,17 @@ def _half_stays_in_memory(kernel: KernelIR) -> bool:
         for value in op.args:
             if element(value.type) != f16 or isinstance(value.type, Pointer):
                 continue
-            made = value.op.opcode if value.op is not None else ""
-            widens = made == "load" and op.opcode == "cast" and result is not None and element(result) == f32
-            stored = made == "cast" and op.opcode == "store"
+            source = value.op.opcode if value.op is not None else ""
+            widens = source == "load" and op.opcode == "cast" and result is not None and element(result) == f32
+            stored = source == "cast" and op.opcode == "store"
             if not (widens or stored):
                 return False
     return True
 
 
 def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) -> dict[Op, Rounding]:
-    """How each conversion to f16 is made to round to nearest even; see the module's head."""
-    # Whole fragments are another matter: see Group.fragment_cast.
+    """Choose how each conversion to f16 rounds to nearest even; see the module docstring."""
+    # Group.fragment_cast handles fragments.
     casts = {
         op: op.result
         for op in kernel.walk()
@@ -178,18 +190,18 @@ def _roundings(kernel: KernelIR, target: Target, computable: frozenset[Scalar]) 
     if not casts or f16 not in computable:
         return {}
     if RTE_HALF in target.extensions:
-        # NVIDIA's compiler leaves out a conversion and its way back.
+        # NVIDIA's compiler drops a conversion and its inverse.
         hidden = returning(kernel) if target.vendor == "nvidia" and kernel.arithmetic == "exact" else {}
         return dict.fromkeys(hidden, "software")
     direct: dict[Value, bool] = {}
     for op in kernel.walk():
         for position, value in enumerate(op.args):
-            direct[value] = position == 2 and _stores_whole(op) and direct.get(value, True)
+            direct[value] = position == 2 and _stores_parts(op) and direct.get(value, True)
     return {op: "decorate" if direct.get(result) else "software" for op, result in casts.items()}
 
 
-def _stores_whole(op: Op) -> bool:
-    """Whether a store writes the parts of its value to a buffer just as they are, as the decoration demands."""
+def _stores_parts(op: Op) -> bool:
+    """True if a store writes the parts of its value to a buffer unchanged, as the decoration requires."""
     if op.opcode != "store":
         return False
     pointer, value = op.args[0].type, op.args[2].type

@@ -1,7 +1,7 @@
-"""WGSL, for WebGPU: 32-bit numbers and, with ``shader-f16``, fp16. Everything else is legalised away.
+"""Renderer for WGSL (WebGPU): 32-bit numbers and, with ``shader-f16``, fp16. All other types are legalised away.
 
-Buffers are declared as arrays of what they are accessed by: vectors where every access allows it, atomics where any
-access is atomic.
+Buffers are declared by how they are accessed: as arrays of vectors if every access allows it, of atomics if any access
+is atomic.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from aule.ir.types import (
     f32,
     i8,
     i16,
+    lanes_of,
     u8,
     u16,
     u32,
+    vector_type,
 )
 from aule.ir.verify import verify
 from aule.render.clike import Expr, Printer, decimal, swizzle
@@ -56,7 +58,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
     Raises
     ------
     KernelError
-        The kernel breaks a rule of the IR, or needs what WGSL cannot say.
+        The kernel breaks a rule of the IR, or needs something that WGSL lacks.
     """
     verify(kernel)
     legal = legalise(kernel, _legal(kernel, target))
@@ -65,7 +67,7 @@ def render(kernel: KernelIR, target: Target) -> Artifact:
 
 
 def _legal(kernel: KernelIR, target: Target) -> Legal:
-    """What WGSL can say on a device."""
+    """Limits of WGSL on a device."""
     return Legal(
         soft=frozenset({bf16}) if target.f16 else frozenset({bf16, f16}),
         packed=_SMALL if target.storage16 else _SMALL | {f16},
@@ -79,8 +81,11 @@ def _legal(kernel: KernelIR, target: Target) -> Legal:
 
 
 def _half_to_float(b: Builder, bits: Value) -> Value:
-    """fp16 bits in the low half of a word to f32. Reading is exact by the specification, so the built-in serves;
-    pack2x16float may round either way, so writing is done in integers."""
+    """fp16 bits in the low half of a word to f32.
+
+    unpack2x16float is exact by the specification. There is no counterpart for f32 to fp16, because pack2x16float may
+    round in any direction.
+    """
     value = b.intrinsic("wgsl", "{0} = unpack2x16float({1}).x;", [bits], f32)
     assert value is not None
     return value
@@ -88,7 +93,7 @@ def _half_to_float(b: Builder, bits: Value) -> Value:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How an array is declared: of atomics, or of vectors of ``width``."""
+    """Declaration of an array: of atomics, or of vectors of ``width``."""
 
     elem: Scalar
     width: int = 1
@@ -110,7 +115,7 @@ class _Wgsl(Printer):
         self._specials: dict[str, str] = {}
         self._layouts: dict[Value, _Layout] = {}
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- module ----------------------------------------------------------------------------------------------------
 
     def declare_parameters(self) -> None:
         scalars = []
@@ -184,7 +189,7 @@ class _Wgsl(Printer):
         return self._special(value, type_)
 
     def _special(self, value: float, type_: Scalar) -> Expr:
-        """Infinities and NaN are errors in constant expressions, so their bits come from a variable."""
+        """An infinity or NaN, from bits in a variable: WGSL rejects them in constant expressions."""
         name, bits = ("not_a_number", 0x7FC00000)
         if not math.isnan(value):
             name, bits = ("infinity", 0x7F800000) if value > 0 else ("minus_infinity", 0xFF800000)
@@ -199,7 +204,7 @@ class _Wgsl(Printer):
         left, right = op.args
         elem = element(left.type)
         if op.opcode == "rem" and elem.is_signed and self.kernel.arithmetic == "exact":
-            # By the quotient: of the operator naga makes what Vulkan leaves undefined for negative numbers.
+            # naga compiles % to an instruction that Vulkan leaves undefined for negative numbers.
             for value in op.args:
                 self.named(value)
             x, y = self.operand(left), self.operand(right)
@@ -207,16 +212,16 @@ class _Wgsl(Printer):
         if op.opcode in ("eq", "ne") and elem.is_float:
             if left is right:
                 return self._is_number(left, op.opcode)
-            if op.opcode == "ne":  # naga's own is false where an operand is NaN
+            if op.opcode == "ne":  # naga's != is false if an operand is NaN
                 return Expr(f"!({self.operand(left)} == {self.operand(right)})", atom=False)
         return super().infix(op)
 
     def _is_number(self, value: Value, opcode: str) -> Expr:
-        """Whether a number equals itself, by its bits: WGSL lets a compiler assume that every one does."""
+        """NaN test by bits, for x == x and x != x: WGSL lets a compiler assume that there are no NaNs."""
         text = self.bare(value)
         if element(value.type) == f16:
-            text = f"{self.type_name(_like(value.type, f32))}({text})"
-        words = self.type_name(_like(value.type, u32))
+            text = f"{self.type_name(vector_type(f32, lanes_of(value.type)))}({text})"
+        words = self.type_name(vector_type(u32, lanes_of(value.type)))
         compared = "<=" if opcode == "eq" else ">"
         return Expr(f"(bitcast<{words}>({text}) & {words}(0x7fffffffu)) {compared} {words}(0x7f800000u)", atom=False)
 
@@ -225,7 +230,7 @@ class _Wgsl(Printer):
             return f"{int(count.constant)}u"
         if element(count.type) == u32:
             return self.operand(count)
-        return f"{self.type_name(_like(count.type, u32))}({self.bare(count)})"
+        return f"{self.type_name(vector_type(u32, lanes_of(count.type)))}({self.bare(count)})"
 
     def negative(self, type_: ValueType, text: str) -> Expr:
         return Expr(f"0u - {text}" if element(type_) == u32 else f"-{text}", atom=False)
@@ -238,9 +243,9 @@ class _Wgsl(Printer):
         return Expr(f"bitcast<{self.type_name(type_)}>({self.bare(value)})")
 
     def _words(self, value: Value, type_: ValueType) -> Expr:
-        """fp16 pairs as words. naga lacks the bitcast; packing rounds nothing that is fp16 already."""
+        """fp16 pairs as words. naga lacks the bitcast; packing is exact for fp16 numbers."""
         name = self.named(value)
-        words = [f"pack2x16float(vec2<f32>({name}.{pair}))" for pair in ("xy", "zw")[: _lanes(type_)]]
+        words = [f"pack2x16float(vec2<f32>({name}.{pair}))" for pair in ("xy", "zw")[: lanes_of(type_)]]
         text = words[0] if len(words) == 1 else f"vec2<u32>({', '.join(words)})"
         return Expr(text if element(type_) == u32 else f"bitcast<{self.type_name(type_)}>({text})")
 
@@ -259,7 +264,7 @@ class _Wgsl(Printer):
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _layout(self, pointer: Value) -> _Layout:
-        """The declaration that lets the accesses of an array be the fewest."""
+        """The declaration of an array that needs the fewest accesses."""
         if pointer in self._layouts:
             return self._layouts[pointer]
         assert isinstance(pointer.type, Pointer)
@@ -285,11 +290,11 @@ class _Wgsl(Printer):
 
     def load(self, pointer: Value, index: Value, type_: ValueType, align: int) -> Expr:
         layout = self._layout(pointer)
-        lanes = _lanes(type_)
-        whole = layout.width > 1 and lanes % layout.width == 0 and align % layout.width == 0
-        if lanes > (layout.width if whole else 1):
+        lanes = lanes_of(type_)
+        vectors = layout.width > 1 and lanes % layout.width == 0 and align % layout.width == 0
+        if lanes > (layout.width if vectors else 1):
             self.named(index)
-        if whole:
+        if vectors:
             parts = [self._vector(pointer, index, i) for i in range(0, lanes, layout.width)]
         else:
             parts = [self._element(pointer, index, i) for i in range(lanes)]
@@ -303,7 +308,7 @@ class _Wgsl(Printer):
         return f"{self.operand(pointer)}[{f'({at}) + {add // width}' if add else at}]"
 
     def _element(self, pointer: Value, index: Value, add: int) -> str:
-        """One element, to be read."""
+        """One element, for reading."""
         layout = self._layout(pointer)
         assert isinstance(pointer.type, Pointer)
         name = self.operand(pointer)
@@ -321,7 +326,7 @@ class _Wgsl(Printer):
     def store(self, pointer: Value, index: Value, value: Value, align: int) -> list[str]:
         layout = self._layout(pointer)
         assert isinstance(pointer.type, Pointer)
-        lanes = value.type.lanes if isinstance(value.type, Vector) else 1
+        lanes = lanes_of(value.type)
         if lanes == layout.width and not layout.atomic:
             left = self._vector(pointer, index, 0) if lanes > 1 else self._element(pointer, index, 0)
             return [f"{left} = {self.bare(value)};"]
@@ -352,7 +357,7 @@ class _Wgsl(Printer):
             return Expr(f"{_ATOMICS[kind]}({place}, {self.bare(value)})")
         if kind != "add":
             raise KernelError(f"{self.kernel.name}: expected atomic add of f32, got {kind} ({op.where})")
-        # There is no atomic on floats: try until nobody else has written in between.
+        # WGSL has no atomics on floats: compare and swap until no other thread has written in between.
         old, seen, term = self.name("old"), self.name("seen"), self.named(value)
         self.emit(
             f"var {old} = atomicLoad({place});",
@@ -370,7 +375,7 @@ class _Wgsl(Printer):
         return (["storageBarrier();"] if global_memory else []) + ["workgroupBarrier();"]
 
     def subgroup_barrier(self) -> str:
-        # WGSL has none. The workgroup's would be wrong where only one subgroup arrives, so the kernel is refused.
+        # WGSL has none. A workgroup barrier would be wrong if only one subgroup arrives, so the kernel is rejected.
         raise KernelError(f"{self.kernel.name}: WGSL has no subgroup barrier; use a barrier of the workgroup")
 
     def leaf(self, code: str, axis: int) -> Expr:
@@ -397,25 +402,20 @@ class _Wgsl(Printer):
                 return Expr(f"subgroup{op.opcode.removeprefix('subgroup_').capitalize()}({value})")
 
 
-def _lanes(type_: ValueType) -> int:
-    return type_.lanes if isinstance(type_, Vector) else 1
-
-
-def _like(type_: object, elem: Scalar) -> Scalar | Vector:
-    return Vector(elem, type_.lanes) if isinstance(type_, Vector) else elem
-
-
 def _fits(users: Sequence[Op], width: int, length: int | None) -> bool:
-    """True when an array can be one of vectors of ``width``: some access is such a vector, and every store is made of
-    whole ones. (A single element can be read out of a vector, but writing one may write its neighbours too.)"""
+    """True if an array can be declared with vectors of ``width``.
+
+    Some access must be such a vector, and every store must consist of full vectors: reading a single element of a
+    vector is safe, but writing one may also write its neighbours.
+    """
     if length is not None and length % width:
         return False
     found = False
     for op in users:
         value = op.result if op.opcode == "load" else op.args[2]
         lanes = value.type.lanes if value is not None and isinstance(value.type, Vector) else 1
-        whole = lanes % width == 0 and op.attrs["align"] % width == 0
-        if op.opcode == "store" and not whole:
+        full = lanes % width == 0 and op.attrs["align"] % width == 0
+        if op.opcode == "store" and not full:
             return False
-        found = found or whole
+        found = found or full
     return found

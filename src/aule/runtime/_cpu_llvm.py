@@ -1,8 +1,8 @@
-"""LLVM, through llvmlite: what this processor can do, and from LLVM IR to an address that can be called.
+"""LLVM through llvmlite: detects the processor's features and compiles LLVM IR into callable functions.
 
-Object code is kept on disk by everything that decides it, so that a fresh process parses and optimises nothing. It is
-linked by MCJIT; llvmlite calls its ORC interface experimental. MCJIT ends the process over a symbol that it cannot
-find, hence an object's symbols are looked up before it sees them.
+Object code is cached on disk under a key of everything that determines it, so a new process parses and optimises
+nothing. MCJIT links it, because llvmlite calls its ORC interface experimental. MCJIT aborts the process if a symbol is
+missing, so an object's symbols are checked first.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ _FEATURES = {
         avx512vnni avxvnni amx-tile amx-bf16 amx-fp16 amx-int8""".split(),
     "aarch64": "neon fullfp16 fp16fml bf16 dotprod i8mm sve sve2 sme".split(),
 }
-"""Features that may matter to a kernel, by LLVM's names."""
+"""Features that kernels may use, by LLVM's names."""
 _LEVELS = {
     ("x86_64", "avx2"): ("x86-64-v3", ("sse4.1", "sse4.2", "avx", "avx2", "fma", "f16c")),
     ("x86_64", "baseline"): ("x86-64", ()),
     ("aarch64", "baseline"): ("generic", ("neon",)),
 }
-"""LLVM's name of the processor that stands for a lowered level, and those of its features that we list."""
+"""For each reduced feature level, LLVM's processor name and the features of `_FEATURES` that it has."""
 
-# One at a time, and none at a fork: a child would inherit locks of llvmlite and of LLVM that nobody there releases.
+# Held during every LLVM call, and across a fork: a child would inherit locked locks of llvmlite and LLVM.
 _lock = threading.RLock()
-# Engines whose code nobody needs. They are closed under the lock, when it is next taken: a finalizer may run in the
-# midst of anything, where to wait for the lock could be to wait for oneself.
+# Engines whose code is no longer used. A finalizer may run in the middle of anything, where waiting for the lock could
+# deadlock; so it only appends here, and the next call that holds the lock closes them.
 _retired: deque[Any] = deque()
 
 
 class Refused(Exception):
-    """LLVM does not take the code; the text is what it says."""
+    """LLVM refused the code, with its message as the text."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What code is made for: with the code itself, everything that decides the object."""
+    """The machine that code is compiled for. Together with the IR it determines the object code."""
 
     arch: str
     triple: str
     cpu: str
     features: str
-    """As LLVM takes them: ``+avx2,-avx512f``."""
+    """In LLVM's notation: ``+avx2,-avx512f``."""
     extensions: tuple[str, ...]
-    """Of `_FEATURES`, those that may be used; sorted."""
+    """The usable features of `_FEATURES`, sorted."""
     version: str
-    """Of llvmlite and LLVM."""
+    """Versions of llvmlite and LLVM."""
 
 
 class Code:
-    """A function in memory, there for as long as this object."""
+    """Compiled functions in memory. They are freed with this object."""
 
     __slots__ = ("_engine", "addresses")
 
@@ -79,7 +79,7 @@ class Code:
         self.addresses = addresses
 
     def keep_for_ever(self) -> None:
-        """Leave the code in memory when this object goes: threads that outlive the interpreter are inside it."""
+        """Never free the code: threads that outlive the interpreter run in it."""
         self._engine.detach()
 
     def __del__(self, retire: Callable[[Any], None] = _retired.append) -> None:
@@ -88,7 +88,7 @@ class Code:
 
 @functools.cache
 def _llvm() -> Any:
-    """llvmlite's binding, ready to emit code for this processor. Importing it is the cost: some 20 ms."""
+    """Import llvmlite's binding, which is slow, and prepare it to emit code for this processor."""
     try:
         import llvmlite.binding as llvm
     except (ImportError, OSError, RuntimeError) as error:  # absent; its library missing, or built for another system
@@ -109,7 +109,7 @@ def _llvm() -> Any:
             "execmem) or use backend='numpy'",
         ) from error
     if sys.platform.startswith("linux"):
-        # sin, cos and log2 are calls into it. Python need not have loaded it for all to see.
+        # Kernels call its sin, cos and log2. Python may have loaded it without making its symbols global.
         with contextlib.suppress(RuntimeError):
             llvm.load_library_permanently("libm.so.6")
     llvm.initialize_native_target()
@@ -122,7 +122,7 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 def machine(level: str) -> Machine:
-    """This processor, with as many of its features as wanted.
+    """Describe this processor, with the features of the given level.
 
     Parameters
     ----------
@@ -132,9 +132,9 @@ def machine(level: str) -> Machine:
     Raises
     ------
     BackendUnavailableError
-        No llvmlite, or no processor that kernels are made for.
+        llvmlite is missing, or the processor is not supported.
     InvalidArgumentError
-        This processor has no such level.
+        This processor does not have that level.
     """
     arch = _ARCHITECTURES.get(platform.machine().lower())
     if arch is None or struct.calcsize("P") != 8:
@@ -149,12 +149,12 @@ def machine(level: str) -> Machine:
         has = dict(llvm.get_host_cpu_features())
         host = llvm.get_host_cpu_name()
     if arch == "aarch64":
-        has.setdefault("neon", True)  # part of the architecture; not every system's list says so
+        has.setdefault("neon", True)  # part of the architecture, but not every system lists it
     version = f"llvmlite {_llvmlite_version()}, LLVM {_dotted(llvm.llvm_version_info)}"
     if level == "native":
         features = [f"{'+' if on else '-'}{name}" for name, on in sorted(has.items())]
         if has.get("avx512f"):
-            features.append("-prefer-256-bit")  # a tuning of some Intel processors that would split our vectors
+            features.append("-prefer-256-bit")  # LLVM's tuning for some processors, which would split our vectors
         extensions = tuple(sorted(name for name in _FEATURES[arch] if has.get(name)))
         return Machine(arch, triple, host, ",".join(features), extensions, version)
     if (arch, level) not in _LEVELS:
@@ -179,31 +179,31 @@ def _llvmlite_version() -> str:
 
 @functools.cache
 def _recipe() -> bytes:
-    """Digest of this file: how code is compiled is part of what an object is."""
+    """Hash this file, as part of the cache key: object code depends on how it was compiled."""
     return hashlib.sha256(Path(__file__).read_bytes()).digest()
 
 
 def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> Code:
-    """Bring code into memory, compiled now or in an earlier process.
+    """Load code into memory, compiling it unless the disk cache has it.
 
     Parameters
     ----------
     made_for : Machine
         What to compile for.
     text : str
-        LLVM IR without a triple and a data layout.
+        LLVM IR without a triple or a data layout.
     entries : dict
-        Functions that the code must define, and the types of their parameters.
+        Functions that the code must define, with the types of their parameters.
 
     Returns
     -------
     Code
-        With the entries' addresses in order.
+        With the addresses of the entries, in order.
 
     Raises
     ------
     Refused
-        By LLVM, or because an entry or a symbol is missing.
+        LLVM rejects the code, or an entry or a symbol is missing.
     """
     key = hashlib.sha256(_recipe() + repr((made_for, text, entries)).encode()).hexdigest()
     name = os.path.join("objects", key[:2], key)
@@ -212,7 +212,7 @@ def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> C
         start = time.perf_counter()
         with _lock:
             built = _compile(made_for, text, entries)
-            _refuse_unknown_symbols(built)
+            _check_symbols(built)
         store.write(name, built)
         log.debug("cpu: compiled %s in %.0f ms", ", ".join(entries), 1e3 * (time.perf_counter() - start))
     with _lock:
@@ -227,7 +227,7 @@ def _target_machine(made_for: Machine) -> Any:
         cpu=made_for.cpu,
         features=made_for.features,
         opt=3,
-        # Sections may be placed anywhere, so distances between them must not be assumed to fit into 32 bits.
+        # Sections may be placed anywhere: distances between them may not fit into 32 bits.
         codemodel="jitdefault",
         reloc="static" if made_for.arch == "x86_64" else "default",
         jit=True,
@@ -236,8 +236,8 @@ def _target_machine(made_for: Machine) -> Any:
 
 def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> bytes:
     llvm = _llvm()
-    # Closed here, the inner before the outer: left to the garbage collector, which keeps no order, a context may go
-    # before its module, and that is a crash. Not the global context, which keeps every kernel's types and constants.
+    # Close the module before its context: the garbage collector keeps no order, and the wrong order crashes. The global
+    # context is not used because it would keep every kernel's types and constants.
     with _target_machine(made_for) as emitter, llvm.create_context() as context:
         try:
             module = llvm.parse_assembly(text, context)
@@ -248,14 +248,14 @@ def _compile(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) 
                 module.triple = emitter.triple
                 module.data_layout = str(emitter.target_data)
                 module.verify()
-                _refuse_entries(module, entries)
+                _check_entries(module, entries)
                 _optimise(module, emitter)
                 return bytes(emitter.emit_object(module))
             except RuntimeError as error:
                 raise Refused(str(error).strip()) from None
 
 
-def _refuse_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
+def _check_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
     for entry, expected in entries.items():
         try:
             function = module.get_function(entry)
@@ -269,14 +269,14 @@ def _refuse_entries(module: Any, entries: dict[str, tuple[str, ...]]) -> None:
 def _optimise(module: Any, emitter: Any) -> None:
     llvm = _llvm()
     with llvm.create_pipeline_tuning_options(speed_level=3) as tuning:
-        # Kernels say themselves what is a vector.
+        # Kernels are written with explicit vectors.
         tuning.loop_vectorization = False
         tuning.slp_vectorization = False
         with llvm.create_pass_builder(emitter, tuning) as passes, passes.getModulePassManager() as manager:
             manager.run(module, passes)
 
 
-def _refuse_unknown_symbols(built: bytes) -> None:
+def _check_symbols(built: bytes) -> None:
     llvm = _llvm()
     unknown = sorted(name for name in _undefined(built) if not llvm.address_of_symbol(name))
     if unknown:
@@ -284,9 +284,9 @@ def _refuse_unknown_symbols(built: bytes) -> None:
 
 
 def _undefined(built: bytes) -> Iterator[str]:
-    """Names that an ELF object needs from elsewhere: functions the code calls, and those LLVM put in.
+    """List an ELF object's undefined symbols: functions called by the code or inserted by LLVM.
 
-    Objects for MCJIT are ELF on Linux and on Windows; of others nothing is said.
+    Objects for MCJIT are ELF on Linux and Windows; the list is empty for other formats.
     """
     if built[:6] != b"\x7fELF\x02\x01":  # 64-bit, little-endian
         return
@@ -297,7 +297,7 @@ def _undefined(built: bytes) -> Iterator[str]:
         if kind != 2:  # SHT_SYMTAB
             continue
         names = sections[link][4]
-        for at in range(offset + 24, offset + size, 24):  # the first symbol is none
+        for at in range(offset + 24, offset + size, 24):  # the first symbol is a null entry
             name, _, _, section = struct.unpack_from("<IBBH", built, at)
             if section == 0 and name:
                 yield built[names + name : built.index(b"\0", names + name)].decode()
@@ -305,8 +305,8 @@ def _undefined(built: bytes) -> Iterator[str]:
 
 def _link(made_for: Machine, built: bytes, entries: tuple[str, ...]) -> Code:
     llvm = _llvm()
-    # An engine for each object: kernels share names. It owns its target machine and the module it is begun with; that
-    # is in the global context, which no collection of garbage takes away before the engine.
+    # One engine per object, because kernels share names. It owns its target machine and its empty first module. That
+    # module is in the global context, which is never collected before the engine.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(made_for))
     engine.add_object_file(llvm.ObjectFileRef.from_data(built))
     engine.finalize_object()

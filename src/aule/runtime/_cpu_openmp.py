@@ -1,16 +1,15 @@
-"""PyTorch's own threads, for launches between its operators.
+"""Running launches on PyTorch's own OpenMP threads.
 
-After an operator, OpenMP's threads go on spinning for some milliseconds in wait of the next one. Threads of ours would
-share the cores with them for just that time: on two cores a launch behind an operator took up to twice as long. So
-where PyTorch is loaded and says how many threads there are, a launch is a parallel region of the OpenMP library that
-PyTorch is linked to, in the same team, which is awake already.
+After each PyTorch operator, OpenMP's threads spin for some milliseconds, waiting for the next one. Threads of our own
+would compete with them for the cores during that time. So if PyTorch is loaded and sets the number of threads, a launch
+can be a parallel region of PyTorch's OpenMP library, in the same team of threads, which is already awake.
 
-A region ends only when every thread has been there, and whoever waits for that spins. So where cores are shared with
-other processes our own threads, which come or come not, are the better ones, and always for short launches, which would
-take milliseconds instead of microseconds. A launch finds out which are (`Habit`).
+A parallel region ends only after every thread has joined it, and the waiting threads spin. Our own pool does not wait
+for late workers, so it is faster if other processes use the cores, and always for short launches. `TeamChoice` finds
+out by measuring.
 
-GNU's entry point is used, which LLVM's and Intel's libraries have too. Where there is none (macOS, Windows), and in a
-child of a fork, where GNU's library waits for threads that are gone, the threads are those of `_cpu_pool`.
+The entry point is GNU's, which LLVM's and Intel's libraries provide as well. The threads of `_cpu_pool` are used if it
+does not exist (macOS, Windows), and in a forked child, where GNU's library waits for threads that are gone.
 """
 
 from __future__ import annotations
@@ -22,26 +21,29 @@ from pathlib import Path
 
 from aule import settings
 from aule.runtime import _cpu_llvm
-from aule.runtime._cpu_pool import JOB_CALL, JOB_LOADS, JOB_PLACES, JOB_STORES, RUN_TYPES, native
+from aule.runtime._cpu_pool import JOB_ADDRESSES, JOB_CALL, JOB_LOADS, JOB_STORES, RUN_TYPES, native
 
-_LONG_SECONDS = 0.2e-3
-"""A launch that has ever taken less is short."""
-_TURNS, _RARE_TURNS, _MUCH = 16, 64, 1.25
-"""Of so many launches one looks whether the other threads have become the quicker ones; of the first ones after a
-change more, and later fewer where those took so many times as long."""
-_MOST_SLOWER = 2.0
-"""A launch that took longer than so many times what it used to counts as one that took just that: one that waited for a
-core is no reason to leave threads that are the quicker ones, but three in a row are."""
+_SHORT_SECONDS = 0.2e-3
+"""A launch is short if it has ever taken less than this."""
+_RETRY_PERIOD = 16
+"""One launch in this many tries the slower threads again."""
+_RARE_RETRY_PERIOD, _MUCH_SLOWER = 64, 1.25
+"""Period of these trials, and the ratio of times from which it applies, for threads that are much slower."""
+_EARLY_RETRIES = (4, 8)
+"""Launches after a change of threads that also try the others."""
+_OUTLIER_RATIO = 2.0
+"""Longest time of a launch that is counted, relative to the average. A launch that once waited for a core should not
+cause a change of threads; three in a row should."""
 
-# Every thread of the team takes workgroups until there are none; the region ends when all of them have come back. A
-# second launch at the same time runs in its own thread alone: a team for each would be too many threads.
+# Every thread of the team takes workgroups until none are left; the region ends when all threads have returned. A
+# second launch at the same time runs in its own thread alone: a second team would be too many threads.
 _CODE = f"""
 %job = type {{ ptr, ptr, ptr, i64, i64, i32, i32, i32 }} ; kernel, args, next, total, chunk, grid
 
 @taken = internal global i64 0
 
 define internal void @work(ptr %job) {{
-{JOB_PLACES}{JOB_LOADS}{JOB_CALL}  ret void
+{JOB_ADDRESSES}{JOB_LOADS}{JOB_CALL}  ret void
 }}
 
 define void @aule_run_openmp(ptr %parallel, ptr %kernel, ptr %args, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz,
@@ -55,7 +57,7 @@ define void @aule_run_openmp(ptr %parallel, ptr %kernel, ptr %args, i64 %total, 
 solo:
 {JOB_CALL}  ret void
 share:
-{JOB_PLACES}{JOB_STORES}  %count = trunc i64 %helpers to i32
+{JOB_ADDRESSES}{JOB_STORES}  %count = trunc i64 %helpers to i32
   %threads = add i32 %count, 1
   call void %parallel(ptr @work, ptr %job, i32 %threads, i32 0)
   store atomic i64 0, ptr @taken release, align 8
@@ -72,7 +74,7 @@ class Team:
     run : callable
         As `aule.runtime._cpu_pool.Pool.run`.
     address : int
-        What it takes first: of the function that begins a parallel region.
+        First argument of ``run``: the address of the function that starts a parallel region.
     """
 
     def __init__(self, machine: _cpu_llvm.Machine, address: int) -> None:
@@ -82,8 +84,8 @@ class Team:
         self.address = address
 
 
-class Habit:
-    """Whose threads serve a launch: PyTorch's if they took less time of late, and ours if it is short."""
+class TeamChoice:
+    """Chooses the threads for repeated launches: ours for short ones, else those that were faster recently."""
 
     __slots__ = ("_chosen", "_count", "_least", "_times")
 
@@ -91,48 +93,52 @@ class Habit:
         self._chosen: bool | None = None
         self._count = 0
         self._least = 0.0
-        self._times: list[float | None] = [None, None]
+        self._times: list[float | None] = [None, None]  # ours, PyTorch's
 
     def choose(self) -> bool:
-        """Whether the next launch goes to PyTorch's threads. Now and then it is the turn of those that were slower."""
+        """Decide whether the next launch uses PyTorch's threads. Now and then the slower threads are tried again."""
         ours, theirs = self._times
-        if ours is None or self._least < _LONG_SECONDS:
+        if ours is None or self._least < _SHORT_SECONDS:
             return False
         if theirs is None:
             return True
         if self._chosen != (theirs <= ours):
             self._chosen, self._count = theirs <= ours, 0
         self._count += 1
-        turns = _RARE_TURNS if max(ours, theirs) > _MUCH * min(ours, theirs) else _TURNS
-        looks = self._count % turns == 0 or self._count in (4, 8)
-        return (theirs <= ours) != looks
+        much_slower = max(ours, theirs) > _MUCH_SLOWER * min(ours, theirs)
+        period = _RARE_RETRY_PERIOD if much_slower else _RETRY_PERIOD
+        retry = self._count % period == 0 or self._count in _EARLY_RETRIES
+        return (theirs <= ours) != retry
 
     def note(self, theirs: bool, seconds: float) -> None:
-        """How long it took. Less than before counts at once, and more only by and by: that others had the cores for a
-        moment is to be forgotten at the next look, which comes seldom to the slower threads."""
+        """Record the time of a launch on PyTorch's threads or on ours.
+
+        A shorter time counts at once, a longer one gradually: the slower threads are tried so rarely that one good
+        launch must undo a moment in which other processes had the cores.
+        """
         before = self._times[theirs]
         self._least = seconds if self._times == [None, None] else min(self._least, seconds)
         if before is not None and seconds > before:
-            seconds = before + (min(seconds, _MOST_SLOWER * before) - before) / 4
+            seconds = before + (min(seconds, _OUTLIER_RATIO * before) - before) / 4
         self._times[theirs] = seconds
 
 
 _team: Team | None = None
-_asked = False
+_searched = False
 
 
 def team(machine: _cpu_llvm.Machine) -> Team | None:
-    """PyTorch's threads, once it is loaded; None where they cannot be used."""
-    global _team, _asked
-    if not _asked:
-        address = _entry()
+    """Return PyTorch's threads; None if they cannot be used. Call it only once PyTorch is loaded."""
+    global _team, _searched
+    if not _searched:
+        address = _parallel_entry()
         _team = Team(machine, address) if address else None
-        _asked = True
+        _searched = True
     return _team
 
 
-def _entry() -> int:
-    """Address of the function that begins a parallel region, in the library that PyTorch uses; 0 if there is none."""
+def _parallel_entry() -> int:
+    """Return the address of the function that starts a parallel region in PyTorch's OpenMP library; 0 if none."""
     home = getattr(sys.modules.get("torch"), "__file__", None)
     if home is None or settings.omp_stack_size():
         return 0
@@ -144,8 +150,8 @@ def _entry() -> int:
 
 
 def _after_fork() -> None:
-    global _team, _asked
-    _team, _asked = None, True
+    global _team, _searched
+    _team, _searched = None, True
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,17 +1,17 @@
-"""Threads that share the workgroups of a launch with the thread that makes it.
+"""The pool of worker threads that share the workgroups of a launch with the calling thread.
 
-The whole of a launch is machine code, compiled from the LLVM IR below: waking workers, working, and waiting for those
-that joined. No thread needs the interpreter's lock for it, so a busy Python thread delays nobody, and sixty workers do
-not queue up to start. Workers are Python threads only in that Python started them; each is inside one call for ever.
+A launch is machine code throughout, compiled from the LLVM IR below: it wakes workers, runs workgroups, and waits for
+the workers that joined. No thread needs the interpreter's lock for it, so a busy Python thread delays none of them, and
+many workers do not queue up to start. Python starts the worker threads, and each stays inside one native call for ever.
 
-How a launch goes. The caller writes the job, opens it, invites workers and works itself. A worker that wakes while the
-job is open joins; one that wakes late goes back to sleep. When the caller runs out of work, so has everybody: it closes
-the job and waits for those that joined, not for those that were invited. Hence a small launch costs little more than
-the wake-ups. A second launch at the same time finds the pool taken and runs in its own thread alone. Where PyTorch says
-how many threads there are, they are PyTorch's instead (`_cpu_openmp`).
+Steps of a launch: the caller writes the job, opens it, invites workers and works itself. A worker that wakes while the
+job is open joins; one that wakes late goes back to sleep. When the caller finds no more workgroups, there are none left
+to start: it closes the job and waits for the workers that joined, not for those that were only invited. Hence a small
+launch costs little more than the wake-ups. A second launch at the same time finds the pool taken and runs in its own
+thread alone. PyTorch's threads may be used instead (`_cpu_openmp`).
 
-Waiting begins with a short spin (`_SPIN_SECONDS`), since launches come in sequences; then a thread sleeps on one of
-CPython's own locks, which exist on every system and need no interpreter.
+A waiting thread first spins briefly (`_SPIN_SECONDS`), since launches come in sequences. Then it sleeps on one of
+CPython's own locks, which exist on every system and can be used without the interpreter.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ log = logging.getLogger("aule")
 _SPIN_SECONDS = 20e-6
 _MOST_WORKERS = 1023
 _LINE = 64
-"""Bytes of a cache line. What different threads write lies in different lines."""
+"""Bytes of a cache line. Data that different threads write is in different lines."""
 
 # Offsets into the memory that all threads of a pool share.
 _STATE, _TAKEN, _CURSOR, _JOB, _FIXED, _WORKERS = (_LINE * n for n in (0, 1, 2, 3, 4, 5))
 
-_KERNEL = ("ptr", "ptr", "i64", "i64", "i32", "i32", "i32")
-KERNEL_TYPES = _KERNEL
-"""Types of a kernel's parameters: argument cells, counter, total, chunk, and the grid's three numbers."""
+KERNEL_TYPES = ("ptr", "ptr", "i64", "i64", "i32", "i32", "i32")
+"""Parameter types of a kernel: argument cells, counter, total, chunk, and the grid's three sizes."""
 RUN_TYPES = ("ptr", "ptr", "ptr", "i64", "i64", "i32", "i32", "i32", "i64")
-"""Those of a launch: see `Pool.run`."""
+"""Parameter types of a launch: see `Pool.run`."""
 _PAUSE = {"x86_64": "call void @llvm.x86.sse2.pause()", "aarch64": "call void @llvm.aarch64.hint(i32 1)"}
 _PAUSE_DECLARATION = {
     "x86_64": "declare void @llvm.x86.sse2.pause()",
     "aarch64": "declare void @llvm.aarch64.hint(i32)",
 }
 
-# A job is a kernel and what it is called with: where its fields lie, to fill them, to read them, and the call.
+# A job is a kernel and its arguments. Four pieces of IR: addresses of the fields, stores, loads, and the kernel's call.
 _FIELDS = (
     ("args", "ptr"), ("next", "ptr"), ("total", "i64"), ("chunk", "i64"), ("nx", "i32"), ("ny", "i32"), ("nz", "i32"),
 )  # fmt: skip
-JOB_PLACES = "".join(
+JOB_ADDRESSES = "".join(
     f"  %{name}.at = getelementptr %job, ptr %job, i64 0, i32 {number}\n" for number, (name, _) in enumerate(_FIELDS, 1)
 )
 JOB_STORES = "  store ptr %kernel, ptr %job\n" + "".join(
@@ -64,7 +63,7 @@ JOB_LOADS = "  %kernel = load ptr, ptr %job\n" + "".join(
 )
 JOB_CALL = f"  call void %kernel({', '.join(f'{kind} %{name}' for name, kind in _FIELDS)})\n"
 
-# The state counts the workers inside the job; OPEN lets more of them in, WAITING says that the caller sleeps.
+# The state counts the workers inside the job; OPEN lets more join, WAITING means the caller sleeps.
 # A worker's flag: 0 awake and not invited, 1 invited, 2 asleep and not invited.
 _CODE = f"""
 %job = type {{ ptr, ptr, ptr, i64, i64, i32, i32, i32, i64 }} ; kernel, args, next, total, chunk, grid, helpers
@@ -108,7 +107,7 @@ define internal i64 @spins(ptr %pool) {{
   ret i64 %spins
 }}
 
-; Every thread of a launch takes part, so that the wake-ups of many workers go on at the same time.
+; Every thread of a launch calls this, so that many workers are woken in parallel.
 define internal void @invite(ptr %pool) {{
 entry:
   %cursor = getelementptr i8, ptr %pool, i64 {_CURSOR}
@@ -156,7 +155,7 @@ solo:
 {JOB_CALL}  ret void
 share:
   %job = getelementptr i8, ptr %pool, i64 {_JOB}
-{JOB_PLACES}  %helpers.at = getelementptr %job, ptr %job, i64 0, i32 8
+{JOB_ADDRESSES}  %helpers.at = getelementptr %job, ptr %job, i64 0, i32 8
 {JOB_STORES}  store i64 %helpers, ptr %helpers.at
   %cursor = getelementptr i8, ptr %pool, i64 {_CURSOR}
   store atomic i64 0, ptr %cursor monotonic, align 8
@@ -208,7 +207,7 @@ entry:
   %spins = call i64 @spins(ptr %pool)
   %state = getelementptr i8, ptr %pool, i64 {_STATE}
   %job = getelementptr i8, ptr %pool, i64 {_JOB}
-{JOB_PLACES}  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
+{JOB_ADDRESSES}  %fixed = getelementptr i8, ptr %pool, i64 {_FIXED}
   %caller.at = getelementptr %fixed, ptr %fixed, i64 0, i32 2
   %caller = load ptr, ptr %caller.at
   br label %wait
@@ -267,7 +266,7 @@ _pool: Pool | None = None
 
 
 def pool(made_for: _cpu_llvm.Machine) -> Pool:
-    """The threads of this process; their code is compiled, for ``made_for``, when they are first asked for."""
+    """Return the process's pool. Its code is compiled for ``made_for`` on first use."""
     global _code, _pool
     found = _pool
     if found is None:
@@ -296,15 +295,15 @@ def _text(arch: str) -> str:
 
 
 def thread_count() -> int:
-    """Threads that a launch may use now."""
+    """Return how many threads a launch may use now."""
     return threads()[0]
 
 
 def threads() -> tuple[int, bool]:
-    """Threads that a launch may use now, and whether it is PyTorch that says so."""
+    """Return how many threads a launch may use now, and whether PyTorch set the number."""
     chosen = settings.num_threads()
     if chosen is None:
-        # Who tells PyTorch how many threads to use means us too. A module that is just being imported has no function.
+        # PyTorch's thread count applies to us too. While torch is being imported it has no such function yet.
         ask = getattr(sys.modules.get("torch"), "get_num_threads", None)
         if ask is not None:
             return min(int(ask()), _MOST_WORKERS + 1), True
@@ -315,22 +314,22 @@ def threads() -> tuple[int, bool]:
 
 
 def native(address: int, types: tuple[str, ...]) -> Callable[..., None]:
-    """Compiled code as a function of Python's, which runs without the interpreter's lock."""
+    """Wrap compiled code in a Python function that releases the interpreter's lock during the call."""
     integers = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
     made: Callable[..., None] = ctypes.CFUNCTYPE(None, *(integers[t] for t in types))(address)
     return made
 
 
 class Pool:
-    """Workers, and the memory they share with whoever launches.
+    """Worker threads, and the memory they share with callers.
 
     Attributes
     ----------
     run : callable
-        ``run(address, kernel, cells, total, chunk, nx, ny, nz, helpers)``: the launch, once ``helpers`` workers are
-        there (see `ready`). It returns when every workgroup is done.
+        ``run(address, kernel, cells, total, chunk, nx, ny, nz, helpers)`` runs all workgroups and returns when they are
+        done. At least ``helpers`` workers must exist (see `ready`).
     address : int
-        Of the shared memory.
+        Address of the shared memory.
     """
 
     def __init__(self, code: tuple[int, ...]) -> None:
@@ -340,7 +339,7 @@ class Pool:
         api: Any = ctypes.pythonapi
         self._new_lock = _function(api.PyThread_allocate_lock, ctypes.c_void_p)
         self._acquire = _function(api.PyThread_acquire_lock, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
-        # Never freed: workers sleep on it until the process ends, after Python has given everything else back.
+        # Never freed: workers use it until the process ends, after Python has freed everything else.
         size = _WORKERS + _LINE * _MOST_WORKERS
         memory = _function(api.PyMem_RawCalloc, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)(1, size + _LINE)
         if not memory:
@@ -349,13 +348,13 @@ class Pool:
         fixed = (ctypes.c_uint64 * 4).from_address(self.address + _FIXED)
         fixed[0] = ctypes.cast(api.PyThread_acquire_lock, ctypes.c_void_p).value or 0
         fixed[1] = ctypes.cast(api.PyThread_release_lock, ctypes.c_void_p).value or 0
-        fixed[2] = self._closed_lock()
+        fixed[2] = self._new_locked_lock()
         fixed[3] = _spins(native(spin, _ENTRIES["aule_spin"]))
         self._lock = threading.Lock()
         self._workers = 0
         self._most = _MOST_WORKERS
 
-    def _closed_lock(self) -> int:
+    def _new_locked_lock(self) -> int:
         lock = self._new_lock()
         if not lock:
             raise MemoryError
@@ -363,20 +362,20 @@ class Pool:
         return int(lock)
 
     def ready(self, helpers: int) -> int:
-        """How many of ``helpers`` workers are there, after starting those that were missing."""
+        """Start missing workers; return how many of ``helpers`` exist."""
         if helpers <= self._workers:
             return helpers
         with self._lock:
             while self._workers < min(helpers, self._most):
                 cell = (ctypes.c_uint64 * 2).from_address(self.address + _WORKERS + _LINE * self._workers)
-                cell[1] = self._closed_lock()
+                cell[1] = self._new_locked_lock()
                 thread = threading.Thread(
                     target=self._work, args=(self.address, self._workers), name=f"aule-cpu-{self._workers}", daemon=True
                 )
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    # The work gets done by those who are there; not to be tried again at each launch.
+                    # Existing workers do the work; do not try again at every launch.
                     log.warning("cpu: no more than %d threads could be started: %s", self._workers + 1, error)
                     self._most = self._workers
                     break
@@ -385,7 +384,7 @@ class Pool:
 
 
 def _function(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """A function of CPython's with types of our own: those set on ``ctypes.pythonapi`` itself would be everybody's."""
+    """Give a CPython function our own argument types; types set on ``ctypes.pythonapi`` would affect other users."""
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     made: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)(address)
@@ -393,7 +392,7 @@ def _function(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]
 
 
 def _spins(spin: Callable[[int], None]) -> int:
-    """How many turns of the spin loop take `_SPIN_SECONDS`: a pause takes from one to some hundred cycles."""
+    """Measure how many turns of the spin loop take `_SPIN_SECONDS`; a pause takes one to hundreds of cycles."""
     turns, best = 500, float("inf")
     for _ in range(4):
         start = time.perf_counter()
@@ -403,7 +402,7 @@ def _spins(spin: Callable[[int], None]) -> int:
 
 
 def _after_fork() -> None:
-    # The child has the memory and the code, but no thread of the pool, and perhaps a lock that one of them held.
+    # The child inherits the memory and the code, but no worker threads, and perhaps a lock that one of them held.
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

@@ -1,4 +1,4 @@
-"""The Target of this machine's processor: names and sizes from the system, features from LLVM."""
+"""The Target of this processor: names and sizes from the system, features from LLVM."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from aule.runtime._cpu_llvm import Machine
 from aule.target import Target
 
 _SHARED_BYTES = 256 << 10
-"""Shared memory is a thread's own stack here; so much stays within the second-level cache of current processors."""
+"""Shared memory is on each thread's stack; this size fits the second-level cache of current processors."""
 
 
 def read_target(machine: Machine, threads: int) -> Target:
+    """Describe this processor as a Target with ``threads`` compute units."""
     name, vendor = _name_and_vendor()
     return Target(
         "cpu",
@@ -55,7 +56,7 @@ def _name_and_vendor() -> tuple[str, str]:
 
 
 def _system_names() -> tuple[str, str]:
-    """The processor's name and its maker's, each as the system has it; empty where it has none."""
+    """Return the names of the processor and its maker as the system reports them; empty if unknown."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string"), ""
     if sys.platform == "win32":
@@ -66,7 +67,7 @@ def _system_names() -> tuple[str, str]:
 def _cpuinfo() -> tuple[str, str]:
     fields: dict[str, str] = {}
     try:
-        # Lines of the first processor only: the file grows with their number.
+        # Read the lines of the first processor only.
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 key, _, value = line.partition(":")
@@ -75,7 +76,7 @@ def _cpuinfo() -> tuple[str, str]:
                 fields.setdefault(key.strip(), value.strip())
     except OSError:
         return "", ""
-    # ARM's list has numbers where that of x86 has names.
+    # On ARM the maker is a number.
     maker = {"0x61": "Apple"}.get(fields.get("CPU implementer", ""), fields.get("vendor_id", ""))
     return fields.get("model name", ""), maker
 
@@ -89,16 +90,16 @@ def _sysctl(name: str) -> str:
 
 def _registry_name() -> str:
     registry = importlib.import_module("winreg")
-    place = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+    path = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
     try:
-        with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, place) as key:
+        with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, path) as key:
             return str(registry.QueryValueEx(key, "ProcessorNameString")[0])
     except OSError:
         return ""
 
 
 def _cache_bytes() -> int:
-    """The largest cache that the first processor uses; 0 where the system does not say."""
+    """Return the size of the first processor's largest cache; 0 if unknown."""
     found = 0
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with contextlib.suppress(OSError, ValueError):
@@ -108,7 +109,7 @@ def _cache_bytes() -> int:
 
 def _memory_bytes() -> int:
     if sys.platform == "win32":
-        # MEMORYSTATUSEX: its own size, the load in percent, then seven sizes, the first of which is the whole memory.
+        # MEMORYSTATUSEX: its own size and the load in percent (32 bits each), then seven sizes, total memory first.
         status = (ctypes.c_uint64 * 8)(64)
         return int(status[1]) if ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else 0
     try:

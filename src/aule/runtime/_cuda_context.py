@@ -1,4 +1,4 @@
-"""The primary context of a CUDA device: made current for a call, lost, closed; and the stream of our own in it."""
+"""The primary context of a CUDA device and our own stream in it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from aule.runtime import _cuda_driver as cu
 
 
 class Context:
-    """Retained when it is first entered, released by `close`.
+    """A device's primary context, retained when first entered and released by `close`.
 
     Attributes
     ----------
     lock : RLock
-        Held for the length of any call that does not wait; calls that wait are inside of `entered` instead, so that
-        they block nobody, and `close` waits for them.
+        Held during any call that does not wait. Calls that wait use `entered` instead: they block no other call, and
+        `close` waits for them.
     refusal : callable or None
-        Makes the error for any further call: the device is closed, lost, or was opened before a fork.
+        Makes the error for all further calls, once the device is closed, lost, or was opened before a fork.
     stream, fence : c_void_p
-        Our own stream, and an event to order others by.
+        Our own stream, and an event for ordering other streams.
     """
 
     def __init__(self, driver: cu.Driver, device: int, name: str) -> None:
@@ -48,13 +48,14 @@ class Context:
 
     @property
     def opened(self) -> bool:
-        """Whether it has been entered, and not been closed since."""
+        """Whether the context has been entered and not been closed since."""
         return self._handle != 0
 
-    # -- what it refuses -----------------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------------------
 
     def after_fork(self) -> None:
-        # Other threads of the parent, which do not exist here, may have held the lock or been inside a call.
+        """Refuse all further calls in a forked child."""
+        # Threads of the parent, which do not exist here, may have held the lock or been inside a call.
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._active = 0
@@ -67,15 +68,17 @@ class Context:
         )
 
     def refuse(self, refusal: Callable[[], AuleError]) -> None:
+        """Make all further calls raise this error, unless they already raise another."""
         if self.refusal is None:
             self.refusal = refusal
 
     def check(self) -> None:
+        """Raise the error of a closed or lost context."""
         if self.refusal is not None:
             raise self.refusal()
 
     def failure(self, code: int, action: str) -> AuleError:
-        """The error for a code that a driver call returned."""
+        """Make the error for a driver call's result code."""
         text = self._driver.describe(code)
         if code in cu.LOST:
             message = (
@@ -89,13 +92,14 @@ class Context:
         return LaunchError(f"[cuda] {action}: expected success, got {text}; see the CUDA driver API for the cause")
 
     def require(self, code: int, action: str) -> None:
+        """Raise if a driver call's result code is an error."""
         if code:
             raise self.failure(code, action)
 
     # -- making it current ---------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Retain the primary context and make our stream. The lock is held."""
+        """Retain the primary context and create our stream. The lock is held."""
         if self._handle:
             return
         context = cu.PTR()
@@ -128,7 +132,7 @@ class Context:
         self.stream, self.fence = stream, fence
 
     def _push(self) -> bool:
-        """Make our context current; False where it was already. The lock is held."""
+        """Make our context current; return False if it already was. The lock is held."""
         self.require(self._get_current(self._current_ref), "asking for the current context")
         if self._current.value == self._handle:
             return False
@@ -140,7 +144,7 @@ class Context:
 
     @contextlib.contextmanager
     def pushed(self) -> Iterator[None]:
-        """Inside, our context is current. The lock is held."""
+        """Make our context current in a ``with`` block. The lock is held."""
         pushed = self._push()
         try:
             yield
@@ -150,7 +154,10 @@ class Context:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the device is open, our context is current and close waits; the lock is not held."""
+        """Open the device and make our context current in a ``with`` block.
+
+        The lock is not held inside the block, and `close` waits for its end.
+        """
         with self.lock:
             self.check()
             self._open()
@@ -165,17 +172,19 @@ class Context:
                 self._active -= 1
                 self._idle.notify_all()
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------------------------
 
     def close(self, refusal: Callable[[], AuleError], tear_down: Callable[[], None]) -> None:
-        """Release it, once, when nobody is inside any more; before that ``tear_down`` frees what lies in it. The lock
-        is held."""
+        """Wait until no call is inside `entered`, run ``tear_down`` to free the contents, and release the context.
+
+        The lock is held.
+        """
         self.closed = True
         self.refusal = refusal
         while self._active:
             self._idle.wait()
         if self._handle and not self._forked:
-            # Errors are of no use to anyone here: what a lost context held is gone with it.
+            # Errors are ignored: a lost context has already lost its contents.
             api = self._api
             api.cuCtxPushCurrent_v2(self._handle)
             api.cuCtxSynchronize()

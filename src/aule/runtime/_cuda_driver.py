@@ -1,4 +1,4 @@
-"""The CUDA driver library: loading it, its entry points, its constants, and what it says of a device."""
+"""The CUDA driver library: loading, entry points, constants, and the Target of a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT, UINT, SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 PTR = ctypes.c_void_p  # every pointer and every opaque handle
 DEV = ctypes.c_uint64  # CUdeviceptr
 
-# Entry points by their exported names: the header maps cuMemAlloc and its like to the _v2 symbols, the plain symbols
+# Entry points by their exported names. The header maps names such as cuMemAlloc to the _v2 symbols; the plain symbols
 # are the 32-bit API of CUDA 3.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (UINT,),
@@ -65,6 +65,7 @@ MAX_GRID_DIM_X, MAX_GRID_DIM_Y, MAX_GRID_DIM_Z = 5, 6, 7
 MAX_SHARED_PER_BLOCK = 8
 MULTIPROCESSOR_COUNT = 16
 INTEGRATED = 18
+L2_CACHE_SIZE = 38
 MAX_THREADS_PER_SM = 39
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 MAX_SHARED_PER_SM = 81
@@ -80,7 +81,6 @@ FUNC_REGISTERS = 4
 FUNC_MAX_DYNAMIC_SHARED = 8
 FUNC_CARVEOUT = 9
 
-
 # CUlaunchAttributeID
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -92,13 +92,13 @@ EVENT_DISABLE_TIMING = 2
 
 # CUresult
 OUT_OF_MEMORY = 2
-ELSEWHERE = frozenset({201, 400})  # no context is current, or not the one of a kernel
-# After these the context answers every call with the same error (CUDA documents them so), or the driver is gone.
+WRONG_CONTEXT = frozenset({201, 400})  # no context is current, or not the kernel's
+# After these errors every call on the context fails with the same error (as CUDA documents), or the driver is gone.
 LOST = frozenset({3, 4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, with a value of numbers."""
+    """CUlaunchAttribute, with its value as an array of numbers."""
 
     _fields_ = (("id", INT), ("padding", INT), ("value", UINT * 16))
 
@@ -117,9 +117,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Forkable(Protocol):
-    """Something that must know that it woke up in a forked child."""
+    """An object that is told when it finds itself in a forked child."""
 
-    def after_fork(self) -> None: ...
+    def after_fork(self) -> None:
+        """Run in the child after a fork."""
 
 
 class Driver:
@@ -132,8 +133,8 @@ class Driver:
         try:
             for name, argtypes in _SIGNATURES.items():
                 getattr(self.api, name).argtypes = argtypes
-            # Second function objects of their own: without argtypes ctypes passes ready-made ctypes objects straight
-            # through, which is what the hot path wants.
+            # Separate function objects without argtypes: ctypes then passes ctypes objects through unchecked, which is
+            # faster on the hot path.
             self.launch_kernel: Callable[..., int] = self.api["cuLaunchKernel"]
             self.get_current: Callable[..., int] = self.api["cuCtxGetCurrent"]
         except AttributeError as error:
@@ -142,7 +143,7 @@ class Driver:
                 f"[cuda] expected a driver of CUDA 11.3 or later, got one that lacks an entry point ({error}); "
                 "update the NVIDIA driver",
             ) from None
-        # Only since CUDA 12.4. It ends the lazy loading of a kernel, so that its first launch can be captured.
+        # Exists since CUDA 12.4. Loads a kernel eagerly, so that its first launch can be captured into a graph.
         self.func_load: Callable[..., int] | None = getattr(self.api, "cuFuncLoad", None)
         code = self.api.cuInit(0)
         if code:
@@ -154,7 +155,7 @@ class Driver:
         number = INT()
         self.api.cuDriverGetVersion(ctypes.byref(number))
         self.version = number.value
-        # Launches that begin while the one before ends; graphs can have them since CUDA 12.3.
+        # Launches that overlap the end of the previous one; CUDA graphs support them since 12.3.
         known = self.version >= _FIRST_WITH_OVERLAP
         self.launch_kernel_ex: Callable[..., int] | None = self.api["cuLaunchKernelEx"] if known else None
         if hasattr(os, "register_at_fork"):
@@ -167,7 +168,7 @@ class Driver:
             try:
                 return ctypes.CDLL(name)
             except OSError as error:
-                if "No such file" not in str(error):  # there is one, but it does not load
+                if "No such file" not in str(error):  # the library exists but does not load
                     reasons.append(str(error))
         found = "; ".join(reasons) or f"none of {', '.join(names)}"
         raise BackendUnavailableError(
@@ -182,7 +183,7 @@ class Driver:
             device.after_fork()
 
     def describe(self, code: int) -> str:
-        """Name and text of an error code, as the driver gives them."""
+        """Return the driver's name and text for an error code."""
         name, text = ctypes.c_char_p(), ctypes.c_char_p()
         if self.api.cuGetErrorName(code, ctypes.byref(name)) or name.value is None:
             return f"CUDA error {code}"
@@ -190,12 +191,13 @@ class Driver:
         return f"{name.value.decode()} ({code}: {(text.value or b'').decode(errors='replace')})"
 
     def attribute(self, device: int, attribute: int) -> int:
+        """Return a CUdevice_attribute; 0 if an old driver does not know it."""
         value = INT()
         code = self.api.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        # An attribute that an old driver does not know counts as 0.
         return 0 if code else value.value
 
     def count(self) -> int:
+        """Count the devices."""
         value = INT()
         code = self.api.cuDeviceGetCount(ctypes.byref(value))
         if code:
@@ -210,6 +212,7 @@ _drivers_lock = threading.Lock()
 
 
 def open_driver(library: str | None) -> Driver:
+    """Load the driver library, the system's or the one named; once per process."""
     if library is None and sys.platform == "darwin":
         raise BackendUnavailableError(
             "cuda", "[cuda] expected Linux or Windows, got macOS, which has no CUDA driver; use backend='metal'"
@@ -234,13 +237,16 @@ def open_driver(library: str | None) -> Driver:
 
 
 _FIRST_WITH_WGMMA = 12000
-"""The driver must know PTX 8.0."""
+"""First driver version with PTX 8.0."""
 _FIRST_WITH_OVERLAP = 12030
+"""First driver version whose graphs can capture overlapping launches."""
 _PORTABLE_CLUSTER = 8
-"""What every architecture with clusters has; the H200 has 16, which were never quicker."""
+"""Largest cluster that every architecture with clusters supports. Larger ones gained nothing."""
 
 
 def read_target(driver: Driver, handle: int) -> Target:
+    """Read a device's properties into a Target."""
+
     def attribute(number: int) -> int:
         return driver.attribute(handle, number)
 
@@ -271,7 +277,10 @@ def read_target(driver: Driver, handle: int) -> Target:
         max_buffer_bytes=memory.value,
         offset_alignment=1,  # a buffer is a plain pointer
         memory_bytes=memory.value,
+        l2_bytes=attribute(L2_CACHE_SIZE),
         compute_units=attribute(MULTIPROCESSOR_COUNT),
+        shared_per_unit=attribute(MAX_SHARED_PER_SM),
+        registers_per_unit=attribute(MAX_REGISTERS_PER_SM),
         unified_memory=bool(attribute(INTEGRATED)),
         f16=capability >= (5, 3),
         f64=True,
@@ -281,6 +290,7 @@ def read_target(driver: Driver, handle: int) -> Target:
         bf16=capability >= (8, 0),
         e4m3=capability >= (9, 0),
         device_fence=True,
+        atomic_f32_add=True,
         overlap=capability >= (9, 0) and driver.launch_kernel_ex is not None,
         max_cluster=_PORTABLE_CLUSTER if capability >= (9, 0) else 1,
         matrix_units=matrix_units,

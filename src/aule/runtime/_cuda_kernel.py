@@ -1,4 +1,4 @@
-"""A loaded CUDA kernel, the storage that its launch parameters are passed in, and launches that are known before."""
+"""Loaded CUDA kernels, the storage for their launch parameters, and prepared launches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from aule.artifact import SCALAR_FORMATS, Artifact, Param
-from aule.errors import InvalidArgumentError
 from aule.runtime._cuda_context import Context
 from aule.runtime._cuda_driver import (
-    ELSEWHERE,
     PROGRAMMATIC_STREAM_SERIALIZATION,
+    WRONG_CONTEXT,
     Driver,
     LaunchAttribute,
     LaunchConfig,
@@ -23,8 +22,8 @@ from aule.runtime.base import Program
 class Arguments:
     """Storage for the parameters of one kernel, and the table of pointers into it that cuLaunchKernel reads.
 
-    Every parameter has a cell of 8 bytes: first the pointers, then the scalars, so that either kind is written by one
-    call of `struct`. The driver copies the values during the launch call.
+    Every parameter has 8 bytes: first the pointers, then the scalars, so that one `struct` call writes all of a kind.
+    The driver copies the values during the launch call.
     """
 
     __slots__ = ("pack_pointers", "pack_scalars", "scalars_at", "storage", "table")
@@ -46,7 +45,7 @@ class Arguments:
 
 
 class Kernel:
-    """A loaded function: what `Program.handle` is here."""
+    """A loaded function; the `Program.handle` of this runtime."""
 
     __slots__ = ("arguments", "awaits", "block", "function", "log", "shared")
 
@@ -59,7 +58,7 @@ class Kernel:
         self.awaits = artifact.awaits
 
     def call(self, grid: tuple[int, int, int], stream: ctypes.c_void_p, arguments: Arguments) -> tuple[Any, ...]:
-        """The arguments of cuLaunchKernel, all of them ctypes objects."""
+        """Return the arguments for cuLaunchKernel, all of them ctypes objects."""
         one = ctypes.c_uint(1)
         x, y, z = (ctypes.c_uint(n) for n in grid)
         return (self.function, x, y, z, self.block, one, one, self.shared, stream, arguments.table, None)
@@ -67,8 +66,11 @@ class Kernel:
     def extended_call(
         self, grid: tuple[int, int, int], arguments: Arguments
     ) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
-        """The stream, whose value is to be set before a call, and the arguments of cuLaunchKernelEx: four instead of
-        eleven, and a kernel that waits itself for the launch before it is started while that ends."""
+        """Return the stream, whose value the caller sets before each call, and the arguments for cuLaunchKernelEx.
+
+        It takes four arguments instead of eleven, and lets a kernel that waits for the previous launch itself start
+        while that launch ends.
+        """
         config = LaunchConfig(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.block.value, 1, 1), self.shared.value
         )
@@ -83,7 +85,7 @@ class PreparedLaunch:
     """A launch whose kernel, grid and scalars are fixed; made by `CudaDevice.prepare`.
 
     ``launch`` allocates nothing, records no event and waits for nothing, so a CUDA graph can capture it. It is ordered
-    by its stream alone: give it pointers of the framework that owns the stream. Threads may share it.
+    by its stream alone: pass pointers of the framework that owns the stream. Threads may share it.
     """
 
     __slots__ = ("_arguments", "_call", "_context", "_launch", "_pack_pointers", "_program", "_storage", "_stream")
@@ -107,7 +109,7 @@ class PreparedLaunch:
         try:
             self._arguments.pack_scalars(self._storage, self._arguments.scalars_at, *scalars)
         except (struct.error, OverflowError, TypeError) as error:
-            raise refuse_arguments(program.artifact, error) from None
+            raise program.device.argument_error(program.artifact, error) from None
 
     def launch(self, pointers: Sequence[int], stream: int) -> None:
         """Launch with new pointers.
@@ -126,21 +128,13 @@ class PreparedLaunch:
             try:
                 self._pack_pointers(self._storage, 0, *pointers)
             except (struct.error, TypeError) as error:
-                raise refuse_arguments(self._program.artifact, error) from None
+                raise self._program.device.argument_error(self._program.artifact, error) from None
             self._stream.value = stream
-            # Frameworks have the context current as a rule; where it is not, the driver refuses, and asking it on every
-            # call would take half a microsecond.
+            # Frameworks usually have the context current already, and asking the driver on every call is slow. If it is
+            # not current, the driver refuses the launch and it is repeated.
             code = self._launch(*self._call)
-            if code in ELSEWHERE:
+            if code in WRONG_CONTEXT:
                 with context.pushed():
                     code = self._launch(*self._call)
         if code:
             raise context.failure(code, f"launch of {self._program.artifact.entry}")
-
-
-def refuse_arguments(artifact: Artifact, error: Exception) -> InvalidArgumentError:
-    expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
-    return InvalidArgumentError(
-        f"[cuda] {artifact.entry} expected arguments ({expected}), got something else ({error}); "
-        "pass one value for each parameter, in order and in range"
-    )

@@ -1,4 +1,4 @@
-"""A pool of device memory. It keeps books only: the driver is called by the device that owns the pool."""
+"""Bookkeeping for a pool of device memory. The device that owns the pool makes the driver calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MIB = 1 << 20
 
 
 class Block:
-    """A part of a segment; neighbours in the same segment are linked so that free ones can be merged."""
+    """A part of a segment, linked to its neighbours in the segment so that free ones can be merged."""
 
     __slots__ = ("address", "following", "free", "previous", "size", "small")
 
@@ -22,35 +22,36 @@ class Block:
 
 
 class Pool:
-    """Keeps segments of device memory and hands out parts of them. Makes no driver call; its device locks it.
+    """Segments of device memory, divided into blocks. Makes no driver call; the device holds a lock around each call.
 
-    Requests up to 1 MiB share segments of 2 MiB, so that small things never break up large ones. The smallest free
-    block that fits is taken; what is left over becomes a free block if it is worth having.
+    Requests up to 1 MiB share segments of 2 MiB, so that small blocks never fragment large segments. A request takes
+    the smallest free block that fits; the rest becomes a free block if it is large enough.
     """
 
     GRAIN = 512
     SMALL = _MIB
     SEGMENT = 2 * _MIB
-    # A large block serves no request below an eighth of it: a small tenant would keep it from serving large ones.
+    # A large block serves no request smaller than an eighth of it: a small one would block its use for large requests.
     SPLIT_RATIO = 8
     SPLIT_ALWAYS = 32 * _MIB
 
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
-        self._blocks: dict[int, Block] = {}  # free ones, by address
+        self._blocks: dict[int, Block] = {}  # free blocks by address
         self._sizes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted, by smallness
 
     @classmethod
     def segment_size(cls, nbytes: int) -> int:
-        """Bytes to ask the driver for when a request finds no block."""
+        """Return how many bytes to allocate from the driver when a request finds no block."""
         return cls.SEGMENT if nbytes <= cls.SMALL else -(-nbytes // cls.SEGMENT) * cls.SEGMENT
 
     def add(self, address: int, size: int, nbytes: int) -> None:
-        """Take in a new segment that was made for a request of ``nbytes``."""
+        """Add a new segment, allocated for a request of ``nbytes``."""
         self.segments[address] = size
         self._insert(Block(address, size, nbytes <= self.SMALL))
 
     def take(self, nbytes: int) -> Block | None:
+        """Take a free block of at least ``nbytes``; None if there is none."""
         size = max(1, -(-nbytes // self.GRAIN)) * self.GRAIN
         small = size <= self.SMALL
         sizes = self._sizes[small]
@@ -81,12 +82,12 @@ class Pool:
         self._insert(block)
 
     def drop_free_segments(self) -> list[int]:
-        """Forget every segment that is wholly free, and return their addresses."""
-        whole = [b for b in self._blocks.values() if b.previous is None and b.following is None]
-        for block in whole:
+        """Remove every fully free segment from the pool and return their addresses."""
+        unused = [b for b in self._blocks.values() if b.previous is None and b.following is None]
+        for block in unused:
             self._remove(block)
             del self.segments[block.address]
-        return [block.address for block in whole]
+        return [block.address for block in unused]
 
     @staticmethod
     def _absorb(block: Block, following: Block) -> None:

@@ -1,7 +1,7 @@
-"""Devices with one in-order queue and a pool of whole buffers: what OpenCL and WebGPU have in common.
+"""Base class of the OpenCL and WebGPU devices: one in-order queue and a pool of freed buffers.
 
-The pool needs no more than the order of the queue. Who gets a freed buffer next uses it after the work that still does,
-so nothing waits for an event, and a buffer is never divided.
+The queue's order makes reuse safe without events: the next owner of a freed buffer uses it in work that runs after all
+work of the previous owner. Buffers are never divided.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from aule.runtime._refused import save_refused
 from aule.runtime.base import Allocation, Device, Program
 from aule.target import Target
 
-# The whole process shares a driver, and a driver does not survive a fork: its threads and handles stay behind.
+# A driver serves the process that started it and does not survive a fork: its threads and handles are lost.
 _driver_pids: dict[str, int] = {}
 
 
 def claim_driver(backend: str) -> None:
-    """Note that this process starts the backend's driver.
+    """Record that this process starts the backend's driver.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def claim_driver(backend: str) -> None:
     Raises
     ------
     BackendUnavailableError
-        When a parent of this process had started it before the fork.
+        If a parent of this process started it before the fork.
     """
     if _driver_pids.setdefault(backend, os.getpid()) != os.getpid():
         raise BackendUnavailableError(
@@ -56,7 +56,7 @@ def claim_driver(backend: str) -> None:
 
 
 def size_class(nbytes: int) -> int:
-    """Size to allocate for ``nbytes``: powers of two when small, else eight steps an octave (at most 12.5 % waste)."""
+    """Round ``nbytes`` up to a pool size: powers of two when small, else eight sizes per octave (12.5 % waste)."""
     if nbytes <= 4096:
         return max(256, 1 << max(nbytes - 1, 0).bit_length())
     step = 1 << ((nbytes - 1).bit_length() - 4)
@@ -64,7 +64,7 @@ def size_class(nbytes: int) -> int:
 
 
 class Block:
-    """One buffer of the driver; the handle of an allocation. ``size`` counts against the device's memory."""
+    """One driver buffer: the handle of an allocation. ``size`` is its bytes of device memory."""
 
     __slots__ = ("buffer", "size")
 
@@ -82,13 +82,13 @@ class PooledDevice(Device, Generic[B]):
     Parameters
     ----------
     target : Target
-        What the device can do; its ``backend`` heads every message.
+        What the device can do; its ``backend`` prefixes every error message.
     index : int
         As `Device.index`.
     largest : int
-        Bytes of the largest buffer that the driver makes.
+        Size in bytes of the largest buffer that the driver can allocate.
     pool_limit : int
-        Freed bytes kept for reuse.
+        Most freed bytes to keep for reuse.
     """
 
     def __init__(self, target: Target, index: int, largest: int, pool_limit: int) -> None:
@@ -117,9 +117,9 @@ class PooledDevice(Device, Generic[B]):
         size = min(size_class(nbytes), self._largest)
         with self._lock:
             self._open()  # checks again: another thread may have closed the device in between
-            waiting = self._pool.get(size)
-            if waiting:
-                block = waiting.pop()
+            pooled = self._pool.get(size)
+            if pooled:
+                block = pooled.pop()
                 self._pooled_bytes -= size
             else:
                 block = self._new_block(size, nbytes)
@@ -129,7 +129,7 @@ class PooledDevice(Device, Generic[B]):
 
     def free(self, allocation: Allocation) -> None:
         if os.getpid() != self._pid:
-            return  # the parent's memory; the child has no driver to give it back to
+            return  # the memory is the parent's; a forked child has no driver to free it with
         with self._lock:
             if allocation.freed:
                 return
@@ -146,53 +146,51 @@ class PooledDevice(Device, Generic[B]):
             if self._closed:
                 return
             self._closed = True
-            self._drain()
+            self._wait_idle()
             for allocation in list(self._live):
                 self._destroy(allocation.handle)
                 allocation.freed = True
                 allocation.handle = None
             self._live.clear()
             self._empty_pool()
-            self._shut()
+            self._release()
 
     @abstractmethod
     def _open(self) -> Any:
-        """The driver's object that takes work, after `_check`; opened on first use. `alloc` calls it under the lock."""
+        """Run `_check` and return the queue or device, opened on first use. `alloc` calls it under the lock."""
 
     @abstractmethod
     def _new_block(self, size: int, nbytes: int) -> B:
-        """Ask the driver for a buffer.
-
-        The device is open and the caller holds the lock.
+        """Allocate a driver buffer. The device is open and the caller holds the lock.
 
         Parameters
         ----------
         size : int
-            Bytes to ask for.
+            Bytes to allocate.
         nbytes : int
-            Bytes that the user wants, for the message.
+            Bytes the user asked for, for the error message.
 
         Raises
         ------
         OutOfMemoryError
-            When there is not enough memory even without the pool.
+            If there is not enough memory even after emptying the pool.
         """
 
     @abstractmethod
-    def _drain(self) -> None:
-        """Wait for all work before the memory goes, whatever became of it. The caller holds the lock."""
+    def _wait_idle(self) -> None:
+        """Wait for all work, ignoring its errors, before memory is freed. The caller holds the lock."""
 
     @abstractmethod
-    def _shut(self) -> None:
-        """Let go of what the driver holds beside the blocks. The caller holds the lock."""
+    def _release(self) -> None:
+        """Release all driver objects other than blocks. The caller holds the lock."""
 
     def _destroy(self, block: B) -> None:
-        """Give a block's memory back to the driver, where that takes more than the last reference to it."""
+        """Free a block's memory. Does nothing by default: dropping the last reference frees it."""
 
     def _retire(self, block: B) -> None:
-        """Keep a freed block for reuse, or destroy it when enough are kept. The caller holds the lock."""
+        """Put a freed block into the pool, or destroy it if the pool is full. The caller holds the lock."""
         if self._pooled_bytes + block.size <= self._pool_limit:
-            # The queue is in order, so whoever gets this block next comes after the work that still uses it.
+            # The queue is in order: the block's next owner runs after the work that still uses it.
             self._pool.setdefault(block.size, []).append(block)
             self._pooled_bytes += block.size
         else:
@@ -207,7 +205,10 @@ class PooledDevice(Device, Generic[B]):
         self._pooled_bytes = 0
 
     def _check(self) -> None:
-        """What every call begins with, before any lock: in a forked child a thread that is gone may hold it."""
+        """Refuse a device that is closed, lost or was opened before a fork.
+
+        Every call starts with this, before taking the lock: in a forked child, a thread that is gone may hold it.
+        """
         if os.getpid() != self._pid:
             raise DeviceLostError(
                 f"[{self.target.backend}] {self.target.name} was opened before fork; "
@@ -219,7 +220,7 @@ class PooledDevice(Device, Generic[B]):
             raise DeviceLostError(self._lost)
 
     def _block(self, allocation: Allocation) -> B:
-        """The block of a live allocation of this device."""
+        """Return the block of a live allocation of this device."""
         if allocation.device is not self:
             raise LaunchError(f"[{self.target.backend}] expected an allocation of this device, got another device's")
         block: B | None = allocation.handle
@@ -230,31 +231,24 @@ class PooledDevice(Device, Generic[B]):
     def _flat(
         self, allocation: Allocation, array: npt.NDArray[Any], offset: int, *, into: bool = False
     ) -> npt.NDArray[np.uint8]:
-        """The bytes of an array that can be copied, as `check_copy` has it."""
+        """View an array as bytes, after `check_copy`."""
         self.check_copy(allocation, array, offset, into=into)
         return array.reshape(-1).view(np.uint8)
 
-    def _matched(self, program: Program, args: Sequence[Allocation | int | float]) -> list[B | int | float]:
-        """A launch's arguments, matched with the program's parameters.
-
-        Parameters
-        ----------
-        program : Program
-            Must be loaded on this device.
-        args : sequence of Allocation, int or float
-            As for `launch`.
+    def _match_arguments(self, program: Program, args: Sequence[Allocation | int | float]) -> list[B | int | float]:
+        """Match a launch's arguments with the program's parameters.
 
         Returns
         -------
         list of Block, int or float
-            In order, the block of a buffer and the number for a scalar. Whether a number fits is not looked at.
+            For each parameter, the block of a buffer or the number of a scalar. Ranges of numbers are not checked.
 
         Raises
         ------
         LaunchError
-            When the arguments are too few, too many, of the wrong kind or another device's.
+            If the arguments are too few, too many, of the wrong kind or another device's.
         ClosedError
-            When an allocation was freed.
+            If an allocation was freed.
         """
         backend, entry, params = self.target.backend, program.artifact.entry, program.artifact.params
         if program.device is not self:
@@ -274,7 +268,7 @@ class PooledDevice(Device, Generic[B]):
         return values
 
     def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
-        """The error for a kernel that cannot be loaded; its source is saved for inspection."""
+        """Save the source of a kernel that cannot be loaded and make the error to raise."""
         path = save_refused(artifact.language, artifact.code)
         return ShaderCompileError(
             f"[{self.target.backend}] expected kernel '{artifact.entry}' to build, got: {reason}; "

@@ -1,4 +1,4 @@
-"""Where the source of a kernel goes that a driver refused, so that a person can look at it."""
+"""Saving kernels that a driver refused, for inspection."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl"
 
 
 def save_refused(language: str, code: bytes) -> str | None:
-    """Save a refused kernel for inspection, in ``refused/`` of the cache directory, named by the digest of the code.
+    """Save a refused kernel in ``refused/`` of the cache directory, named by the digest of its code.
 
     Parameters
     ----------
     language : str
-        As `Artifact.language`; decides the suffix.
+        As `Artifact.language`; determines the file suffix.
     code : bytes
         The source text or binary.
 
     Returns
     -------
     str or None
-        The file, or None where the cache directory cannot be written: the driver's refusal is the news, and a
-        read-only disk must not hide it.
+        The file's path, or None if the cache directory is not writable: a read-only disk must not hide the driver's
+        error.
     """
     name = f"{hashlib.sha256(code).hexdigest()[:16]}.{_SUFFIXES.get(language, language)}"
     path = settings.cache_dir() / "refused" / name

@@ -1,10 +1,10 @@
-"""An opened Vulkan device: queue, memory and pipelines under one roof. The caller holds the device's lock."""
+"""An open Vulkan device: its queue, memory and pipelines. The caller holds the device's lock."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from aule.artifact import Artifact
@@ -48,11 +48,11 @@ class Context:
         self.vk = Functions(lambda name: get(device, name.encode()))
         queue = ctypes.c_void_p()
         self.vk.vkGetDeviceQueue(device, facts.queue_family, 0, ctypes.byref(queue))
-        # Mesa's null device compiles, but has neither memory nor semaphores; fences are only made when work is given.
+        # Mesa's null device compiles, but has neither memory nor semaphores. Fences are only created on submission.
         semaphores = "timelineSemaphore" in facts.features and facts.target.memory_bytes > 0
         kind = Timeline if semaphores else FenceTimeline
         self._queries = ctypes.c_uint64()
-        # Made when first used, which on a null device is never.
+        # Created on first use, which never happens on a null device.
         self._parameters: Block | None = None
         self._parameter_views: list[Any] = []
         self._staging: Staging | None = None
@@ -88,7 +88,7 @@ class Context:
         instance.vk.vkCreateDevice(self._physical, ctypes.byref(info), None, ctypes.byref(self._device))
 
     def tidy(self) -> None:
-        """Take back what finalisers and `free` left, and drop recordings of what is gone."""
+        """Destroy what finalisers and `free` have queued, and drop recordings that refer to destroyed objects."""
         if self.memory.freed:
             self.memory.collect()
         garbage = self.pipelines.garbage
@@ -104,9 +104,9 @@ class Context:
             self._generation = self.memory.generation
 
     def upload(self, region: Region, offset: int, source: int, nbytes: int) -> None:
-        """Copy from a host address; on return the source may be changed."""
+        """Copy from a host address; the source may be changed after the return."""
         if region.address:
-            # The host does not queue behind the device, so it waits for what still reads the old bytes.
+            # The host writes outside the queue, so it must wait for work that still reads the old bytes.
             self.timeline.wait(region.last_use)
             ctypes.memmove(region.address + offset, source, nbytes)
             self.memory.flush(region, offset, nbytes)
@@ -121,14 +121,14 @@ class Context:
             region.last_use = value
 
     def download(self, region: Region, offset: int, destination: int, nbytes: int) -> None:
-        """Copy to a host address, after all work before."""
+        """Copy to a host address, after all earlier work."""
         if region.address:
             self.timeline.wait(region.last_use)
             self.memory.invalidate(region, offset, nbytes)
             ctypes.memmove(destination, region.address + offset, nbytes)
             return
         staging = self._get_staging()
-        # The device copies the next part while the host empties the one before.
+        # The device copies the next part while the host reads the previous one.
         pending: tuple[int, int, int, int] | None = None
         for done in range(0, nbytes, staging.CHUNK):
             part = min(staging.CHUNK, nbytes - done)
@@ -162,6 +162,7 @@ class Context:
         return self.ring.submit(slot)
 
     def load(self, artifact: Artifact) -> Pipeline:
+        """Compile a kernel."""
         return self.pipelines.load(artifact)
 
     def launch(
@@ -177,58 +178,31 @@ class Context:
             command = self.ring.begin(slot)
             self._bind(command, slot, pipeline)
             self.vk.vkCmdDispatch(command, *grid)
-            # Copies order themselves behind kernels; whether the host sees the memory belongs to what is recorded.
+            # Copies record their own barrier after kernels.
             self.ring.order(slot, KERNELS, KERNELS | HOST if any(region.address for region in regions) else KERNELS)
             self.ring.end(slot, key)
         self._used(self.ring.submit(slot), pipeline, regions)
 
-    def launch_together(self, launches: Sequence[Dispatch]) -> None:
-        """Submit dispatches in one, all or none; nothing is between them, so that one may begin while those before it
-        still run."""
-        key = tuple((d.pipeline.handle, d.grid, *[region.key for region in d.regions]) for d in launches)
-        slots, recorded = self._slots_of(launches, key)
-        if not recorded:
-            command = self.ring.begin(slots[0])
-            for slot, launch in zip(slots, launches, strict=True):
-                self._bind(command, slot, launch.pipeline)
-                self.vk.vkCmdDispatch(command, *launch.grid)
-            seen = any(region.address for launch in launches for region in launch.regions)
-            self.ring.order(slots[0], KERNELS, KERNELS | HOST if seen else KERNELS)
-            self.ring.end(slots[0], key, slots[1:])
-        self._submit(slots, launches)
+    def time_launches(self, launches: Sequence[Dispatch], rounds: int) -> float:
+        """Measure a round of dispatches in seconds, with the device's clock.
 
-    def _slots_of(self, launches: Sequence[Dispatch], key: Hashable = None) -> tuple[list[Slot], bool]:
-        """A slot for each of several dispatches, the first of which holds the commands of all, or will; the others give
-        descriptors and scalars alone. And whether ``key`` is already recorded."""
-        slots, recorded = self.ring.acquire_several(key, len(launches))
-        for slot, launch in zip(slots, launches, strict=True):
-            self._write_scalars(slot, launch.pipeline, launch.scalars)
-            if not recorded:
-                self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
-        return slots, recorded
-
-    def _submit(self, slots: list[Slot], launches: Sequence[Dispatch]) -> int:
-        """Submit what the first of the slots holds; returns the number of the submission."""
-        value = self.ring.submit(slots[0])
-        for slot, launch in zip(slots, launches, strict=True):
-            slot.value = value
-            self._used(value, launch.pipeline, launch.regions)
-        return value
-
-    def time_launches(self, launches: Sequence[Dispatch], rounds: int, together: bool = False) -> float:
-        """Seconds of a round of dispatches by the device's own clock, when as many follow each other in one submission,
-        each waiting for the one before, or where those of a round go ``together`` for the round before."""
+        All rounds are one submission, in which each dispatch waits for the one before.
+        """
         vk = self.vk
         if not self._queries:
             info = api.VkQueryPoolCreateInfo(queryType=api.VK_QUERY_TYPE_TIMESTAMP, queryCount=2)
             vk.vkCreateQueryPool(self._device, ctypes.byref(info), None, ctypes.byref(self._queries))
-        slots, _ = self._slots_of(launches)
+        # The first slot holds the commands; the others only provide descriptors and scalars.
+        slots = [self.ring.acquire(None)[0] for _ in launches]
+        for slot, launch in zip(slots, launches, strict=True):
+            self._write_scalars(slot, launch.pipeline, launch.scalars)
+            self._describe(slot, launch.pipeline, [region.key for region in launch.regions])
         command = self.ring.begin(slots[0])
         vk.vkCmdResetQueryPool(command, self._queries, 0, 2)
-        # At the top of the pipe the clock could be read while the work before is still under way.
+        # At the top of the pipe the clock could be read while earlier work is still running.
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 0)
         for number in range(rounds * len(launches)):
-            if number and not (together and number % len(launches)):
+            if number:
                 self.ring.order(slots[0], KERNELS, KERNELS)
             launch, slot = launches[number % len(launches)], slots[number % len(launches)]
             self._bind(command, slot, launch.pipeline)
@@ -236,7 +210,11 @@ class Context:
         vk.vkCmdWriteTimestamp(command, api.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, self._queries, 1)
         self.ring.order(slots[0], KERNELS, KERNELS | HOST)
         self.ring.end(slots[0], None)
-        self.timeline.wait(self._submit(slots, launches))
+        value = self.ring.submit(slots[0])
+        for slot, launch in zip(slots, launches, strict=True):
+            slot.value = value
+            self._used(value, launch.pipeline, launch.regions)
+        self.timeline.wait(value)
         ticks = (ctypes.c_uint64 * 2)()
         flags = api.VK_QUERY_RESULT_64_BIT | api.VK_QUERY_RESULT_WAIT_BIT
         vk.vkGetQueryPoolResults(self._device, self._queries, 0, 2, 16, ticks, 8, flags)
@@ -254,7 +232,7 @@ class Context:
                 raise LaunchError(f"[vulkan] expected numbers that fit {named}, got {scalars}: {error}") from None
 
     def _get_parameters(self) -> Block:
-        """The memory of the slots' scalars."""
+        """Return the memory for the slots' scalars, created on first use."""
         if self._parameters is None:
             usage = api.VK_BUFFER_USAGE_UNIFORM_BUFFER_BIT
             self._parameters = self.memory.host_block(SLOTS * PARAMETER_BYTES, usage, device_local=True)
@@ -269,19 +247,20 @@ class Context:
         pipeline.layout.bind(slot.index, keys)
 
     def _bind(self, command: int, slot: Slot, pipeline: Pipeline) -> None:
-        """Record everything that a dispatch with a slot's descriptors needs."""
+        """Record the binding of a pipeline and of a slot's descriptors."""
         point, layout = api.VK_PIPELINE_BIND_POINT_COMPUTE, pipeline.layout
         self.vk.vkCmdBindPipeline(command, point, pipeline.handle)
         chosen = ctypes.c_uint64(layout.sets[slot.index])
         self.vk.vkCmdBindDescriptorSets(command, point, layout.pipeline_layout, 0, 1, ctypes.byref(chosen), 0, None)
 
     def _used(self, value: int, pipeline: Pipeline, regions: list[Region]) -> None:
-        """A submission uses these."""
+        """Record that a submission uses a pipeline and regions."""
         pipeline.last_use = value
         for region in regions:
             region.last_use = value
 
     def synchronize(self) -> None:
+        """Wait for all submissions."""
         self.timeline.wait(self.timeline.submitted)
 
     def close(self) -> None:

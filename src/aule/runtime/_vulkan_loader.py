@@ -1,4 +1,4 @@
-"""The Vulkan loader: finding the library, calling its functions, turning results into errors, and the instance."""
+"""The Vulkan loader library: finding it, calling its functions, turning results into errors, and the instance."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from aule.runtime import _vulkan_api as api
 log = logging.getLogger("aule.vulkan")
 
 API_VERSION = (1 << 22) | (3 << 12)
-"""Vulkan 1.3: the newest version whose rules this runtime follows."""
+"""Vulkan 1.3, the newest version that this runtime supports."""
 MINIMUM_VERSION = (1 << 22) | (2 << 12)
 VALIDATION_LAYER = b"VK_LAYER_KHRONOS_validation"
 
 
 def result_name(result: int) -> str:
+    """Return the name of a VkResult."""
     return api.RESULTS.get(result, f"VkResult {result}")
 
 
 def error_of(function: str, result: int) -> AuleError:
-    """The error that a result stands for."""
+    """Make the error for a failed Vulkan call."""
     name = result_name(result)
     if result == api.VK_ERROR_DEVICE_LOST:
         return DeviceLostError(f"[vulkan] {function} answered {name}: the device stopped answering; open it again")
@@ -46,6 +47,7 @@ def error_of(function: str, result: int) -> AuleError:
 
 
 def driver_remedy() -> str:
+    """Return how to install a Vulkan driver on this system, for error messages."""
     if sys.platform == "win32":
         return "install the GPU vendor's current driver, which brings Vulkan"
     if sys.platform == "darwin":
@@ -57,7 +59,7 @@ def driver_remedy() -> str:
 
 
 class Functions:
-    """Vulkan's functions as attributes, looked up when first used. A negative result raises."""
+    """Vulkan's functions as attributes, looked up on first use. A negative result raises an error."""
 
     def __init__(self, address_of: Callable[[str], int | None]) -> None:
         self._address_of = address_of
@@ -83,7 +85,7 @@ class Functions:
 
 
 def chain(*structs: Any) -> Any:
-    """Links structs through ``pNext`` and gives the first, which keeps the others alive."""
+    """Link structs through ``pNext`` and return the first, which keeps the others alive."""
     for one, following in pairwise(structs):
         one.pNext = ctypes.addressof(following)
     structs[0].chained = structs[1:]
@@ -91,11 +93,12 @@ def chain(*structs: Any) -> Any:
 
 
 def strings(names: Sequence[bytes]) -> Any:
+    """Make a C array of strings."""
     return (ctypes.c_char_p * len(names))(*names)
 
 
 def enumerate_all(call: Callable[[Any, Any], int], struct: Any) -> list[Any]:
-    """Everything a two-call enumeration has to tell."""
+    """Return all items of a two-call enumeration: one call for the count, one for the items."""
     while True:
         count = ctypes.c_uint32()
         call(ctypes.byref(count), None)
@@ -141,7 +144,7 @@ _messages: list[str] = []
 
 
 def validation_messages() -> list[str]:
-    """Warnings and errors of the validation layer so far (``AULE_VULKAN_VALIDATION=1``), oldest first."""
+    """Return the validation layer's warnings and errors (``AULE_VULKAN_VALIDATION=1``), oldest first."""
     return list(_messages)
 
 
@@ -176,7 +179,7 @@ class Instance:
             raise
 
     def _loader_version(self, get: Any) -> int:
-        # A loader of Vulkan 1.0 does not have the function that tells its version.
+        # A Vulkan 1.0 loader lacks this function.
         if not get(None, b"vkEnumerateInstanceVersion"):
             return 1 << 22
         version = ctypes.c_uint32()
@@ -197,31 +200,15 @@ class Instance:
                 lambda n, p: vk.vkEnumerateInstanceExtensionProperties(None, n, p), api.VkExtensionProperties
             )
         }
-        extensions, layers, flags, linked = [], [], 0, []
+        extensions, layers, flags = [], [], 0
         if b"VK_KHR_portability_enumeration" in available:
-            # MoltenVK is hidden from programs that do not say they can live with a subset.
+            # The loader hides MoltenVK from programs that do not declare that they accept a subset of Vulkan.
             extensions.append(b"VK_KHR_portability_enumeration")
             flags = api.VK_INSTANCE_CREATE_ENUMERATE_PORTABILITY_BIT_KHR
-        messenger = None
-        if settings.vulkan_validation():
-            known = {p.layerName for p in enumerate_all(vk.vkEnumerateInstanceLayerProperties, api.VkLayerProperties)}
-            if VALIDATION_LAYER not in known:
-                raise BackendUnavailableError(
-                    "vulkan",
-                    "[vulkan] AULE_VULKAN_VALIDATION=1 expects the layer VK_LAYER_KHRONOS_validation, which is not "
-                    "installed; `apt install vulkan-validationlayers`, or unset the variable",
-                )
+        messenger = self._validation_messenger() if settings.vulkan_validation() else None
+        if messenger is not None:
             layers.append(VALIDATION_LAYER)
             extensions.append(b"VK_EXT_debug_utils")
-            messenger = api.VkDebugUtilsMessengerCreateInfoEXT(
-                messageSeverity=api.VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT
-                | api.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT,
-                messageType=api.VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT
-                | api.VK_DEBUG_UTILS_MESSAGE_TYPE_PERFORMANCE_BIT_EXT,
-                pfnUserCallback=ctypes.cast(_on_message, ctypes.c_void_p).value,
-            )
-            # Chained to the instance as well, it hears of leaks that only vkDestroyInstance can see.
-            linked.append(messenger)
         application = api.VkApplicationInfo(
             pApplicationName=b"aule", pEngineName=b"aule", apiVersion=min(API_VERSION, self.version)
         )
@@ -234,19 +221,37 @@ class Instance:
                 enabledExtensionCount=len(extensions),
                 ppEnabledExtensionNames=strings(extensions),
             ),
-            *linked,
+            # Chained to the instance as well, the messenger hears of leaks that only vkDestroyInstance can see.
+            *([] if messenger is None else [messenger]),
         )
         try:
             vk.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(self.handle))
         except AuleError as error:
-            if isinstance(error, BackendUnavailableError):  # which has the remedy
+            if isinstance(error, BackendUnavailableError):  # its message includes the remedy
                 raise
             raise BackendUnavailableError("vulkan", f"{error.message}; {driver_remedy()}") from None
         if messenger is not None:
             vk.vkCreateDebugUtilsMessengerEXT(self.handle, ctypes.byref(messenger), None, ctypes.byref(self._messenger))
 
+    def _validation_messenger(self) -> Any:
+        vk = self.vk
+        known = {p.layerName for p in enumerate_all(vk.vkEnumerateInstanceLayerProperties, api.VkLayerProperties)}
+        if VALIDATION_LAYER not in known:
+            raise BackendUnavailableError(
+                "vulkan",
+                "[vulkan] AULE_VULKAN_VALIDATION=1 expects the layer VK_LAYER_KHRONOS_validation, which is not "
+                "installed; `apt install vulkan-validationlayers`, or unset the variable",
+            )
+        return api.VkDebugUtilsMessengerCreateInfoEXT(
+            messageSeverity=api.VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT
+            | api.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT,
+            messageType=api.VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT
+            | api.VK_DEBUG_UTILS_MESSAGE_TYPE_PERFORMANCE_BIT_EXT,
+            pfnUserCallback=ctypes.cast(_on_message, ctypes.c_void_p).value,
+        )
+
     def close(self) -> None:
-        """Destroys the instance; in a child process it only forgets it."""
+        """Destroy the instance, or in a forked child only forget it."""
         if self.handle and self.pid == os.getpid():
             if self._messenger:
                 self.vk.vkDestroyDebugUtilsMessengerEXT(self.handle, self._messenger, None)
@@ -255,6 +260,7 @@ class Instance:
 
 
 def version_text(version: int) -> str:
+    """Format a packed Vulkan version."""
     return f"{version >> 22 & 0x7F}.{version >> 12 & 0x3FF}.{version & 0xFFF}"
 
 
@@ -263,10 +269,10 @@ _current: Instance | None = None
 
 
 def instance() -> Instance:
-    """The instance of this process, made when first asked for and anew after a fork."""
+    """Return the process's instance, created on first use and again after a fork."""
     global _current, _lock
     if _current is not None and _current.pid != os.getpid():
-        # Another thread of the parent may have held the lock at the fork.
+        # A thread of the parent may have held the lock at the fork.
         _current, _lock = None, threading.Lock()
     with _lock:
         if _current is None:
@@ -275,7 +281,7 @@ def instance() -> Instance:
 
 
 def close_instance() -> None:
-    """Destroys this process's instance, if there is one."""
+    """Destroy the process's instance, if there is one."""
     global _current
     if _current is not None:
         _current.close()

@@ -1,9 +1,9 @@
-"""Memory of a Vulkan device: big blocks, the ranges given out of them, the staging ring, and imported host memory.
+"""Memory of a Vulkan device: large blocks, ranges allocated from them, the staging ring, and imported host memory.
 
-A block is one piece of driver memory with one buffer over all of it, so that a tensor costs neither a
-``vkAllocateMemory`` nor a ``vkCreateBuffer``: it is an offset. All work of a device runs in order on one queue, with
-barriers between submissions; a freed range can therefore be given out again at once, and only the host, which writes
-mapped memory beside the queue, has to wait for the range's last use.
+A block is one driver allocation with one buffer over all of it. A tensor is an offset in a block and needs neither
+``vkAllocateMemory`` nor ``vkCreateBuffer``. All work of a device runs in order on one queue, with barriers between
+submissions, so a freed range can be reused at once. Only the host, which writes mapped memory outside the queue, has to
+wait for the range's last use.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def size_text(nbytes: int) -> str:
+    """Format a size for an error message."""
     return f"{nbytes} bytes ({nbytes / MIB:.1f} MiB)"
 
 
 class Block:
-    """A piece of driver memory, the buffer over it, and its free ranges in order of offset."""
+    """One driver allocation, the buffer over it, and its free ranges in order of offset."""
 
     __slots__ = ("address", "buffer", "coherent", "ends", "memory", "size", "starts", "uses")
 
@@ -48,7 +49,7 @@ class Block:
         self.buffer = buffer
         self.size = size
         self.address = address
-        """Where the host sees it; 0 when it does not."""
+        """Host address of the mapping; 0 if not mapped."""
         self.coherent = coherent
         # Free range i is [starts[i], ends[i]), last used by submission uses[i].
         self.starts = [0]
@@ -57,15 +58,16 @@ class Block:
 
     @property
     def empty(self) -> bool:
+        """Whether the whole block is free."""
         return self.starts == [0] and self.ends == [self.size]
 
     def best_fit(self, size: int) -> tuple[int, int] | None:
-        """(waste, index) of the smallest free range that holds ``size`` bytes."""
+        """Find the smallest free range that holds ``size`` bytes; return (waste, index)."""
         fits = [(e - s - size, i) for i, (s, e) in enumerate(zip(self.starts, self.ends, strict=True)) if e - s >= size]
         return min(fits) if fits else None
 
     def take(self, index: int, size: int) -> tuple[int, int]:
-        """Offset and last use of ``size`` bytes cut from the front of a free range."""
+        """Take ``size`` bytes from the front of a free range; return their offset and last use."""
         offset, use = self.starts[index], self.uses[index]
         if self.ends[index] - offset == size:
             del self.starts[index], self.ends[index], self.uses[index]
@@ -74,7 +76,7 @@ class Block:
         return offset, use
 
     def give(self, start: int, end: int, use: int) -> None:
-        """Take a range back and join it with its free neighbours."""
+        """Return a range to the block and merge it with free neighbours."""
         i = bisect.bisect_left(self.starts, start)
         if i < len(self.starts) and self.starts[i] == end:
             end, use = self.ends[i], max(use, self.uses[i])
@@ -88,20 +90,20 @@ class Block:
 
 
 class Region:
-    """A range of a block: what `Allocation.handle` is on this runtime.
+    """A range of a block; the `Allocation.handle` of this runtime.
 
     Attributes
     ----------
     buffer, offset : int
         The VkBuffer and the byte offset of the range in it.
     size : int
-        Bytes that belong to the range, padding included.
+        Bytes of the range, including padding.
     key : tuple of int
-        Buffer, offset and size: what a descriptor says.
+        Buffer, offset and size, as written into a descriptor.
     address : int
-        Where the host sees the range; 0 when it does not.
+        Host address of the range; 0 if not mapped.
     last_use : int
-        Number of the last submission that touches it.
+        Number of the last submission that uses it.
     """
 
     __slots__ = ("_freed", "address", "block", "buffer", "imported", "key", "last_use", "offset", "released", "size")
@@ -119,8 +121,10 @@ class Region:
         self._freed = freed
 
     def give_up(self) -> None:
-        """Leave a note that the range is not needed any more. Safe in a finaliser, which may run in the middle of
-        anything and in any thread; `Memory.collect` reads the notes."""
+        """Queue the range for `Memory.collect`.
+
+        Safe in a finaliser, which may run in any thread and in the middle of anything.
+        """
         self._freed.append(self)
 
     def __del__(self) -> None:
@@ -129,7 +133,7 @@ class Region:
 
 
 class Memory:
-    """All memory of one opened device. The caller holds the device's lock."""
+    """All memory of one open device. The caller holds the device's lock."""
 
     def __init__(
         self, vk: Any, instance_vk: Any, physical: int, device: Any, facts: Facts, timeline: Timeline | FenceTimeline
@@ -140,35 +144,35 @@ class Memory:
         self._imports: set[Block] = set()
         self._others: list[Block] = []
         self.freed: deque[Region] = deque()
-        """Regions whose owners are done with them; any thread may append without the lock."""
+        """Regions to free; any thread may append without the lock."""
         self.driver_allocations = 0
-        """Calls of vkAllocateMemory so far."""
+        """Number of vkAllocateMemory calls so far."""
         self.used = 0
         self.generation = 0
-        """Changes whenever a buffer was destroyed: recordings made before are void."""
+        """Changes when a buffer is destroyed, which invalidates earlier recordings."""
         limits = facts.properties.limits
-        # Descriptor offsets, flushed ranges and vector loads are all aligned in a range of this granularity.
+        # Offsets that are multiples of this suit descriptors, flushed ranges and vector loads.
         self.quantum = max(facts.target.offset_alignment, limits.nonCoherentAtomSize, 256)
         self._atom = max(limits.nonCoherentAtomSize, 1)
         self._type = tensor_memory_type(facts.memory, self._type_bits(), facts.target.unified_memory)
         self._heap = 0
         if self._type is not None:
             self._heap = facts.memory.memoryHeaps[facts.memory.memoryTypes[self._type].heapIndex].size
-        # Empty blocks are kept for the next tensor, but not to the disadvantage of other programs.
+        # Empty blocks are kept for reuse, up to a limit that leaves memory for other programs.
         self._keep = min(1024 * MIB, self._heap // 8)
 
     @property
     def reserved(self) -> int:
-        """Bytes taken from the driver for tensors."""
+        """Bytes allocated from the driver for tensors."""
         return sum(block.size for block in self.blocks)
 
     def alloc(self, nbytes: int) -> Region:
-        """A range of at least ``nbytes``.
+        """Allocate a range of at least ``nbytes``.
 
         Raises
         ------
         OutOfMemoryError
-            Also after all that is free was given back to the driver.
+            If there is no room even after all free blocks were returned to the driver.
         """
         self.collect()
         size = _round_up(max(nbytes, 1), self.quantum)
@@ -182,7 +186,7 @@ class Memory:
             )
         region = self._find(size) or self._grow(size)
         if region is None:
-            # What is free now may still be in use by work under way; give it back once that is done.
+            # Work in progress may still use free blocks; wait for it, then return them to the driver.
             self._timeline.wait(self._timeline.submitted)
             self._trim(0)
             region = self._find(size) or self._grow(size)
@@ -192,7 +196,7 @@ class Memory:
         return region
 
     def collect(self) -> None:
-        """Take back what was freed since the last call."""
+        """Reclaim regions freed since the last call."""
         while self.freed:
             region = self.freed.popleft()
             if region.released:
@@ -218,7 +222,7 @@ class Memory:
         return Region(self.blocks[n], offset, size, use, self.freed)
 
     def _grow(self, size: int) -> Region | None:
-        """A range in a new block, or None when the device has no room for one."""
+        """Allocate a range in a new block; return None if the device has no room for one."""
         reserved = self.reserved
         usual = max(BLOCK_BYTES, min(reserved // 2, LARGEST_BLOCK_BYTES))
         usual = _round_up(min(usual, self._heap // 8, self._facts.max_allocation), self.quantum)
@@ -235,7 +239,7 @@ class Memory:
         return None
 
     def _trim(self, keep: int) -> None:
-        """Give empty blocks back to the driver until at most ``keep`` bytes of them are left."""
+        """Return empty blocks to the driver until at most ``keep`` bytes of them are left."""
         empty = [block for block in self.blocks if block.empty and self._timeline.reached(block.uses[0])]
         spare = sum(block.size for block in empty)
         for block in sorted(empty, key=lambda b: b.size):
@@ -259,7 +263,7 @@ class Memory:
         return f"{text}; free tensors or use smaller ones"
 
     def _type_bits(self) -> int:
-        """Memory types that a tensor's buffer may use, asked of a small one."""
+        """Return the memory types that a tensor's buffer may use, as a bit mask."""
         buffer = self._create_buffer(65536, _TENSOR_USAGE)
         need = api.VkMemoryRequirements()
         self._vk.vkGetBufferMemoryRequirements(self._device, buffer, ctypes.byref(need))
@@ -278,7 +282,7 @@ class Memory:
     def _create(
         self, size: int, type_index: int | None, usage: int, *, mapped: bool, pointer: int = 0, external_bits: int = ~0
     ) -> Block:
-        """A block: buffer, memory, binding and mapping; nothing is left behind when one of them fails."""
+        """Create a block: buffer, memory, binding and mapping. If a step fails, everything is destroyed again."""
         vk, device = self._vk, self._device
         buffer, memory = self._create_buffer(size, usage, external=pointer != 0), ctypes.c_uint64()
         try:
@@ -291,7 +295,7 @@ class Memory:
                 type_index = choose_memory_type(self._facts.memory, bits, visible, preferred)
             if type_index is None or not need.memoryTypeBits >> type_index & 1:
                 raise LaunchError("[vulkan] no memory type of the device fits the buffer")
-            # Imported memory has the size it has; the driver may ask more of its own.
+            # Imported memory has a fixed size; for its own memory the driver may require more.
             structs: list[Any] = [
                 api.VkMemoryAllocateInfo(allocationSize=size if pointer else need.size, memoryTypeIndex=type_index)
             ]
@@ -319,7 +323,7 @@ class Memory:
         self._vk.vkFreeMemory(self._device, block.memory, None)
 
     def host_block(self, size: int, usage: int, *, device_local: bool) -> Block:
-        """A mapped, coherent block that lives as long as the device (parameters, staging)."""
+        """Create a mapped, coherent block that lives as long as the device (for parameters and staging)."""
         preferred = api.VK_MEMORY_PROPERTY_HOST_CACHED_BIT
         if device_local:
             preferred = api.VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT
@@ -330,14 +334,14 @@ class Memory:
         return block
 
     def import_host(self, address: int, nbytes: int, owner: object) -> Region | None:
-        """The host's memory as a region, or None where the driver or an alignment is against it."""
+        """Import host memory as a region; return None if the driver or the alignment does not allow it."""
         align = self._facts.host_pointer_alignment
         if not align or not nbytes:
             return None
         start = address // align * align
         size = _round_up(address + nbytes, align) - start
         exact = start == address and size == nbytes
-        # The bytes around the array belong to somebody else; whole pages of them are at least mapped.
+        # Rounding to the alignment imports bytes around the array. Within its pages these are at least mapped.
         if (not exact and align > mmap.PAGESIZE) or (address - start) % self._facts.target.offset_alignment:
             return None
         if size > self._facts.max_allocation:
@@ -354,18 +358,18 @@ class Memory:
             log.debug("host memory not imported: %s", error)
             return None
         self._imports.add(block)
-        # Kernels may load whole words at the end of an array of smaller elements.
+        # Kernels may load full 4-byte words at the end of an array of smaller elements.
         region = Region(block, address - start, min(_round_up(nbytes, 4), size - (address - start)), 0, self.freed)
         region.imported = owner
         return region
 
     def flush(self, region: Region, offset: int, nbytes: int) -> None:
-        """Make what the host wrote to mapped memory visible to the device."""
+        """Make the host's writes to mapped memory visible to the device."""
         if not region.block.coherent:
             self._vk.vkFlushMappedMemoryRanges(self._device, 1, ctypes.byref(self._atoms(region, offset, nbytes)))
 
     def invalidate(self, region: Region, offset: int, nbytes: int) -> None:
-        """Make what the device wrote to mapped memory visible to the host."""
+        """Make the device's writes to mapped memory visible to the host."""
         if not region.block.coherent:
             self._vk.vkInvalidateMappedMemoryRanges(self._device, 1, ctypes.byref(self._atoms(region, offset, nbytes)))
 
@@ -375,17 +379,17 @@ class Memory:
         return api.VkMappedMemoryRange(memory=region.block.memory, offset=start, size=end - start)
 
     def close(self) -> None:
-        """Give everything back; the device must be idle."""
+        """Free everything; the device must be idle."""
         for block in [*self.blocks, *self._imports, *self._others]:
             self._destroy(block)
         self.blocks, self._imports, self._others = [], set(), []
 
 
 class Staging:
-    """A mapped ring through which bytes travel to and from memory the host cannot see."""
+    """A mapped ring buffer for copies to and from memory that the host cannot see."""
 
     CHUNK = STAGING_BYTES // 4
-    """Most bytes of one reservation, so that copies on both sides can overlap."""
+    """Most bytes per reservation, so that the host's and the device's copies can overlap."""
 
     def __init__(self, memory: Memory, timeline: Timeline | FenceTimeline) -> None:
         usage = api.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | api.VK_BUFFER_USAGE_TRANSFER_DST_BIT
@@ -395,16 +399,16 @@ class Staging:
         self._busy: deque[tuple[int, int, int]] = deque()
 
     def reserve(self, nbytes: int) -> int:
-        """Offset of ``nbytes`` of the ring that no copy under way uses."""
+        """Wait until ``nbytes`` of the ring are unused, and return their offset."""
         if self._head + nbytes > STAGING_BYTES:
             self._head = 0
         start, end = self._head, self._head + nbytes
-        # Reservations are in order, so the ones in the way are the oldest.
+        # Reservations are in order, so those that overlap are the oldest.
         while any(s < end and start < e for s, e, _value in self._busy):
             self._timeline.wait(self._busy.popleft()[2])
         self._head = _round_up(end, 64)
         return start
 
     def use(self, start: int, nbytes: int, value: int) -> None:
-        """A reservation is in use until submission ``value`` is done."""
+        """Mark a reservation as in use until submission ``value`` is done."""
         self._busy.append((start, start + nbytes, value))

@@ -1,4 +1,4 @@
-"""Compute pipelines: the check of SPIR-V, layouts with their descriptor sets, the pipeline cache, and statistics."""
+"""Vulkan compute pipelines: SPIR-V checks, layouts with descriptor sets, the pipeline cache, and statistics."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _GL_COMPUTE = 5
 
 
 def spirv_fault(code: bytes, entry: str) -> str:
-    """What is wrong with the form of a SPIR-V module, or an empty text.
+    """Check the form of a SPIR-V module; return what is wrong with it, or an empty string.
 
-    Drivers trust their input: several crash on words that are not SPIR-V at all. A module that passes may still be
-    refused by the driver.
+    Drivers trust their input: several crash on data that is not SPIR-V. The driver may still refuse a module that
+    passes.
     """
     if len(code) % 4 or len(code) < 20:
         return f"expected whole words and a header of five, got {len(code)} bytes"
@@ -51,14 +51,14 @@ def spirv_fault(code: bytes, entry: str) -> str:
 
 
 class Layout:
-    """Descriptor sets for ``buffers`` storage buffers and perhaps a block of scalars: one set for each slot."""
+    """A pipeline layout for ``buffers`` storage buffers and optionally scalars, with one descriptor set per slot."""
 
     def __init__(self, vk: Any, device: Any, buffers: int, has_block: bool) -> None:
         self._vk, self._device = vk, device
         self.buffers, self.has_block = buffers, has_block
         self.set_layout, self.pipeline_layout, self._pool = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
         self.sets: Any = (ctypes.c_uint64 * SLOTS)()
-        """The descriptor set of each slot; a launch without parameters needs none, but an empty one does no harm."""
+        """One descriptor set per slot, empty for a kernel without parameters."""
         self._infos = (api.VkDescriptorBufferInfo * max(buffers, 1))()
         self._write = api.VkWriteDescriptorSet(
             descriptorCount=buffers, descriptorType=api.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, pBufferInfo=self._infos
@@ -84,7 +84,7 @@ class Layout:
         vk.vkCreatePipelineLayout(device, ctypes.byref(pipeline), None, ctypes.byref(self.pipeline_layout))
 
     def create_sets(self, parameters: Block) -> None:
-        """Makes the descriptor sets, when the first launch needs them."""
+        """Create the descriptor sets, before the first launch."""
         if self._pool:
             return
         vk, device = self._vk, self._device
@@ -104,8 +104,8 @@ class Layout:
         self._pool = pool
         if self.has_block:
             for slot in range(SLOTS):
-                # The block of a slot never moves, so its descriptor is written once.
-                where = api.VkDescriptorBufferInfo(
+                # A slot's scalars stay at the same place, so their descriptor is written once.
+                scalars = api.VkDescriptorBufferInfo(
                     buffer=parameters.buffer, offset=slot * PARAMETER_BYTES, range=PARAMETER_BYTES
                 )
                 write = api.VkWriteDescriptorSet(
@@ -113,17 +113,17 @@ class Layout:
                     dstBinding=self.buffers,
                     descriptorCount=1,
                     descriptorType=api.VK_DESCRIPTOR_TYPE_UNIFORM_BUFFER,
-                    pBufferInfo=ctypes.pointer(where),
+                    pBufferInfo=ctypes.pointer(scalars),
                 )
                 vk.vkUpdateDescriptorSets(device, 1, ctypes.byref(write), 0, None)
 
     def bind(self, slot: int, keys: list[tuple[int, int, int]]) -> None:
-        """Point a slot's set at buffers, each a (buffer, offset, size)."""
+        """Write buffers, each a (buffer, offset, size), into a slot's descriptor set."""
         if keys:
             for info, key in zip(self._infos, keys, strict=True):
                 info.buffer, info.offset, info.range = key
             self._write.dstSet = self.sets[slot]
-            # One write runs over consecutive bindings of the same type.
+            # One write covers consecutive bindings of the same type.
             self._vk.vkUpdateDescriptorSets(self._device, 1, ctypes.byref(self._write), 0, None)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Layout:
 
 
 class Pipeline:
-    """A compiled kernel: what `Program.handle` is on this runtime."""
+    """A compiled kernel; the `Program.handle` of this runtime."""
 
     __slots__ = ("_garbage", "buffers", "handle", "last_use", "layout", "names", "pack", "scalars")
 
@@ -148,19 +148,19 @@ class Pipeline:
         self._garbage = garbage
 
     def __del__(self) -> None:
-        # A finaliser may run in the middle of anything, so it only leaves a note.
+        # A finaliser may run in the middle of anything, so it only queues the pipeline for destruction.
         self._garbage.append((self.handle, self.last_use))
 
 
 class Pipelines:
-    """All pipelines of an opened device, their layouts and their cache. The caller holds the device's lock."""
+    """All pipelines of an open device, their layouts and their cache. The caller holds the device's lock."""
 
     def __init__(self, vk: Any, device: Any, facts: Facts) -> None:
         self._vk, self._device, self._facts = vk, device, facts
         self._layouts: dict[tuple[int, bool], Layout] = {}
         self._live: set[int] = set()
         self.garbage: deque[tuple[int, int]] = deque()
-        """(pipeline, last use) of those nobody holds any more; any thread may append without the lock."""
+        """Unused pipelines as (pipeline, last use); any thread may append without the lock."""
         self._cache = ctypes.c_uint64()
         self._saved = b""
         p = facts.properties
@@ -182,7 +182,7 @@ class Pipelines:
         self._saved = data
 
     def _cache_fits(self, data: bytes) -> bool:
-        """Whether cached data came from this very driver and device; some drivers do not look closely themselves."""
+        """Check that cached data came from this driver and device; some drivers do not check it themselves."""
         properties = self._facts.properties
         expected = struct.pack(
             "<III", api.VK_PIPELINE_CACHE_HEADER_VERSION_ONE, properties.vendorID, properties.deviceID
@@ -190,7 +190,7 @@ class Pipelines:
         return len(data) >= 32 and struct.unpack_from("<I", data)[0] == 32 and data[4:32] == expected
 
     def cache_data(self) -> bytes:
-        """What the driver would like to find again next time."""
+        """Return the driver's pipeline cache."""
         size = ctypes.c_size_t()
         self._vk.vkGetPipelineCacheData(self._device, self._cache, ctypes.byref(size), None)
         data = ctypes.create_string_buffer(max(size.value, 1))
@@ -198,7 +198,7 @@ class Pipelines:
         return data.raw[: size.value]
 
     def save_cache(self) -> None:
-        """Writes the cache to disk if it changed; a disk that does not want it is no error."""
+        """Write the cache to disk if it changed. A failed write is only logged."""
         try:
             if not settings.disk_cache():
                 return
@@ -210,6 +210,7 @@ class Pipelines:
             log.debug("pipeline cache not saved: %s", error)
 
     def layout(self, artifact: Artifact) -> Layout:
+        """Return the layout for a kernel's parameters. Kernels with equal parameter counts share one."""
         key = (len(artifact.buffers), bool(artifact.scalars))
         if key not in self._layouts:
             self._layouts[key] = Layout(self._vk, self._device, *key)
@@ -224,7 +225,7 @@ class Pipelines:
         return Pipeline(handle, layout, artifact, self.garbage)
 
     def _check(self, artifact: Artifact) -> None:
-        """What drivers leave to the validation layer, and crash or miscompute on."""
+        """Check what drivers leave to the validation layer and would otherwise crash or miscompute on."""
         target = self._facts.target
         if artifact.language != "spirv":
             raise ShaderCompileError(f"[vulkan] expected a kernel in spirv, got {artifact.language}")
@@ -248,7 +249,7 @@ class Pipelines:
 
     def _compile(self, artifact: Artifact, layout: Layout, flags: int) -> int:
         vk, device, module, pipeline = self._vk, self._device, ctypes.c_uint64(), ctypes.c_uint64()
-        heard = len(validation_messages())
+        messages_before = len(validation_messages())
         code = (ctypes.c_uint32 * (len(artifact.code) // 4)).from_buffer_copy(artifact.code)
         try:
             module_info = api.VkShaderModuleCreateInfo(codeSize=len(artifact.code), pCode=code)
@@ -257,30 +258,33 @@ class Pipelines:
                 stage=api.VK_SHADER_STAGE_COMPUTE_BIT, module=module, pName=artifact.entry.encode()
             )
             self._control_subgroups(artifact, stage)
-            unchecked = self._unchecked()
+            robustness = self._robustness_off()
             info = api.VkComputePipelineCreateInfo(
-                pNext=None if unchecked is None else ctypes.addressof(unchecked),
+                pNext=None if robustness is None else ctypes.addressof(robustness),
                 flags=flags,
                 stage=stage,
                 layout=layout.pipeline_layout,
                 basePipelineIndex=-1,
             )
-            # A build for statistics must not be answered from the cache, nor fill it.
+            # A build for statistics must neither come from the cache nor fill it.
             cache = ctypes.c_uint64() if flags else self._cache
             vk.vkCreateComputePipelines(device, cache, 1, ctypes.byref(info), None, ctypes.byref(pipeline))
         except DeviceLostError:
             raise
         except AuleError as error:
-            said = "\n".join([error.message, *validation_messages()[heard:]])
-            self._refuse(artifact, said, f"the driver refused it ({error.message})")
+            messages = "\n".join([error.message, *validation_messages()[messages_before:]])
+            self._refuse(artifact, messages, f"the driver refused it ({error.message})")
         finally:
             if module:
                 vk.vkDestroyShaderModule(device, module, None)
         return pipeline.value
 
-    def _unchecked(self) -> Any:
-        """What tells the driver not to check accesses, which kernels keep in bounds themselves. Without it NVIDIA's
-        compares every address of a buffer with its end, even though robustBufferAccess is off (580.159)."""
+    def _robustness_off(self) -> Any:
+        """Return the struct that turns the driver's bounds checks off; None if the driver has no such option.
+
+        Kernels stay in bounds themselves. NVIDIA's driver checks every buffer address without this struct, even though
+        robustBufferAccess is off.
+        """
         if "pipelineRobustness" not in self._facts.features:
             return None
         off = api.VK_PIPELINE_ROBUSTNESS_BUFFER_BEHAVIOR_DISABLED_EXT
@@ -292,7 +296,7 @@ class Pipelines:
         )
 
     def _control_subgroups(self, artifact: Artifact, stage: Any) -> None:
-        """Require the size the kernel was built for, and full subgroups where it uses them."""
+        """Require the subgroup size the kernel was built for, and full subgroups if the kernel uses subgroups."""
         facts, size = self._facts, artifact.subgroup_size
         if size in facts.target.subgroup_sizes and artifact.workgroup <= size * facts.max_workgroup_subgroups:
             required = api.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo(requiredSubgroupSize=size)
@@ -304,16 +308,16 @@ class Pipelines:
         if artifact.uses_subgroups and full:
             stage.flags = api.VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT
 
-    def _refuse(self, artifact: Artifact, said: str, why: str) -> NoReturn:
+    def _refuse(self, artifact: Artifact, driver_log: str, why: str) -> NoReturn:
         message = f"[vulkan] kernel {artifact.entry!r} on {self._facts.target.name}: {why}"
         path = save_refused("spirv", artifact.code)
         saved = "" if path is None else f"; the code was saved to {path}"
-        raise ShaderCompileError(f"{message}{saved}", log=said, source_path=path)
+        raise ShaderCompileError(f"{message}{saved}", log=driver_log, source_path=path)
 
     def statistics(self, artifact: Artifact) -> dict[str, int | float | bool]:
-        """What the driver tells of a kernel's machine code, by the driver's names."""
+        """Return the driver's statistics of a kernel's machine code, under the driver's names."""
         vk, found = self._vk, dict[str, int | float | bool]()
-        # Collecting statistics can bypass the cache and slow the driver down, so it is done on a second build.
+        # Collecting statistics can bypass the cache and slow the driver down, so a second build does it.
         for executable, one in self._executables(artifact, api.VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR):
             found.setdefault("Subgroup Size", executable.subgroupSize)
             ask = partial(vk.vkGetPipelineExecutableStatisticsKHR, self._device, ctypes.byref(one))
@@ -322,7 +326,7 @@ class Pipelines:
         return found
 
     def representations(self, artifact: Artifact) -> dict[str, str]:
-        """The texts through which a kernel went in the driver, by the driver's names."""
+        """Return a kernel's texts in the driver, from its intermediate code to assembly, under the driver's names."""
         vk, found = self._vk, dict[str, str]()
         type_ = api.VkPipelineExecutableInternalRepresentationKHR
         for _, one in self._executables(artifact, api.VK_PIPELINE_CREATE_CAPTURE_INTERNAL_REPRESENTATIONS_BIT_KHR):
@@ -340,19 +344,20 @@ class Pipelines:
         return found
 
     def _executables(self, artifact: Artifact, flag: int) -> Iterator[tuple[Any, Any]]:
-        """The parts of a kernel's machine code, built to be asked about, and how to name them."""
+        """Compile a kernel with ``flag`` and yield the properties and the query struct of each executable in it."""
         if "pipelineExecutableInfo" not in self._facts.features:
             return
         handle = self._compile(artifact, self.layout(artifact), flag)
         try:
-            whole = api.VkPipelineInfoKHR(pipeline=handle)
-            ask = partial(self._vk.vkGetPipelineExecutablePropertiesKHR, self._device, ctypes.byref(whole))
+            info = api.VkPipelineInfoKHR(pipeline=handle)
+            ask = partial(self._vk.vkGetPipelineExecutablePropertiesKHR, self._device, ctypes.byref(info))
             for index, executable in enumerate(enumerate_all(ask, api.VkPipelineExecutablePropertiesKHR)):
                 yield executable, api.VkPipelineExecutableInfoKHR(pipeline=handle, executableIndex=index)
         finally:
             self._vk.vkDestroyPipeline(self._device, handle, None)
 
     def destroy(self, handle: int) -> None:
+        """Destroy a pipeline that no submission uses."""
         if handle in self._live:
             self._live.remove(handle)
             self._vk.vkDestroyPipeline(self._device, handle, None)

@@ -1,31 +1,30 @@
-"""Work on a Vulkan queue: completion, and a ring of recorded command buffers.
+"""Submission to a Vulkan queue: completion tracking, and a ring of recorded command buffers.
 
-Each launch is submitted by itself. An attention call is one or two launches, so a batch would save little and would
-delay the first one until a flush. What is saved instead is the recording: a slot keeps its command buffer with the
-descriptor set it refers to, and a launch with the same pipeline, grid and buffers only rewrites the slot's scalars and
-submits again. Launches that go together are one recording, in the first of as many slots.
+Each launch is submitted separately. An attention call has few launches, so batching would save little and would delay
+the first launch until a flush. The saving is in recording: a slot keeps its command buffer and descriptor set, and a
+launch with the same pipeline, grid and buffers only rewrites the slot's scalars and submits it again.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from aule.runtime import _vulkan_api as api
 from aule.runtime._vulkan_loader import chain
 
 SLOTS = 64
-"""Submissions that may be under way at once."""
+"""Most submissions that can be in progress at once."""
 PARAMETER_BYTES = 1024
-"""Room for the scalars of one launch."""
-# Waits are cut into slices so that Ctrl-C is seen between them.
+"""Bytes for the scalars of one launch."""
+# Waits are split into slices so that Ctrl-C works between them.
 _SLICE_NS = 100_000_000
 
 
 class Timeline:
-    """Numbers the submissions of a queue 1, 2, ... and tells which are done, by a timeline semaphore."""
+    """Numbers a queue's submissions 1, 2, ... and tracks which are done, with a timeline semaphore."""
 
     def __init__(self, vk: Any, device: Any, queue: Any) -> None:
         self._vk, self._device, self._queue = vk, device, queue
@@ -56,7 +55,7 @@ class Timeline:
         )
 
     def submit(self, command: int) -> int:
-        """Give a command buffer to the queue; returns its number."""
+        """Submit a command buffer and return the submission's number."""
         self._command.value = command
         self._signal.value = self.submitted + 1
         self._vk.vkQueueSubmit(self._queue, 1, ctypes.byref(self._submit_info), 0)
@@ -64,14 +63,14 @@ class Timeline:
         return self.submitted
 
     def reached(self, value: int) -> bool:
-        """Whether a submission is done, without waiting."""
+        """Return whether a submission is done, without waiting."""
         if value > self.completed:
             self._vk.vkGetSemaphoreCounterValue(self._device, self._semaphore, ctypes.byref(self._counter))
             self.completed = self._counter.value
         return value <= self.completed
 
     def wait(self, value: int) -> None:
-        """Wait until a submission and all before it are done."""
+        """Wait until a submission and all earlier ones are done."""
         if value <= self.completed:
             return
         self._target.value = value
@@ -84,7 +83,7 @@ class Timeline:
 
 
 class FenceTimeline:
-    """The same by fences, for a driver without timeline semaphores."""
+    """A `Timeline` made of fences, for drivers without timeline semaphores."""
 
     def __init__(self, vk: Any, device: Any, queue: Any) -> None:
         self._vk, self._device, self._queue = vk, device, queue
@@ -120,8 +119,8 @@ class FenceTimeline:
     def wait(self, value: int) -> None:
         while value > self.completed:
             fence = self._pending[0][1]
-            answer = self._vk.vkWaitForFences(self._device, 1, ctypes.byref(fence), api.VK_TRUE, _SLICE_NS)
-            if answer != api.VK_TIMEOUT:
+            result = self._vk.vkWaitForFences(self._device, 1, ctypes.byref(fence), api.VK_TRUE, _SLICE_NS)
+            if result != api.VK_TIMEOUT:
                 self._retire()
 
     def _retire(self) -> None:
@@ -136,14 +135,14 @@ class FenceTimeline:
 
 
 class Order(NamedTuple):
-    """Work that a barrier orders: its stages, what it may have written, and how it may access memory."""
+    """One side of a barrier: pipeline stages, the writes made there, and all memory accesses made there."""
 
     stages: int
     writes: int
     accesses: int
 
     def __or__(self, other: Order) -> Order:
-        """Work of either kind."""
+        """Combine two kinds of work."""
         return Order(*(x | y for x, y in zip(self, other, strict=True)))
 
 
@@ -158,14 +157,13 @@ COPIES = Order(
     api.VK_ACCESS_TRANSFER_READ_BIT | api.VK_ACCESS_TRANSFER_WRITE_BIT,
 )
 HOST = Order(api.VK_PIPELINE_STAGE_HOST_BIT, 0, api.VK_ACCESS_HOST_READ_BIT)
-"""The host's reading. It costs: on an H200 a kernel that does nothing, with the barrier behind it, takes 3.0 us for
-kernels, copies and the host, 1.9 for kernels and copies, 1.8 for kernels alone."""
+"""Reads by the host. Barriers that include it are slow, so it is used only for memory that the host can see."""
 
 
 class Slot:
     """One command buffer, its place in the ring, and what is recorded in it."""
 
-    __slots__ = ("command", "helped", "helpers", "index", "key", "value")
+    __slots__ = ("command", "index", "key", "value")
 
     def __init__(self, index: int, command: int) -> None:
         self.index = index
@@ -173,10 +171,6 @@ class Slot:
         self.key: Hashable = None
         self.value = 0
         """Number of its last submission."""
-        self.helpers: tuple[Slot, ...] = ()
-        """Whose descriptors and scalars the recording takes beside its own."""
-        self.helped: Slot | None = None
-        """Whose recording takes this one's."""
 
 
 class Ring:
@@ -203,78 +197,63 @@ class Ring:
         self._begin = api.VkCommandBufferBeginInfo()
 
     def acquire(self, key: Hashable) -> tuple[Slot, bool]:
-        """An idle slot, and whether ``key`` is already recorded in it. Waits when all are busy.
+        """Return an idle slot, and whether ``key`` is already recorded in it. Waits if all slots are busy.
 
-        ``None`` is the key of commands that are not to be found again.
+        Commands with the key ``None`` are recorded for one use only.
         """
-        (slot,), recorded = self.acquire_several(key, 1)
-        return slot, recorded
-
-    def acquire_several(self, key: Hashable, count: int) -> tuple[list[Slot], bool]:
-        """The same of several, for as many dispatches in the commands of the first."""
         found = self._recorded.get(key)
         if found and self._timeline.reached(found[0].value):
-            slots = [found[0], *found[0].helpers]
+            slot = found[0]
             found.rotate(-1)
-            for slot in slots:
-                self._slots.move_to_end(slot.index)
-            return slots, True
-        slots = []
-        for _ in range(count):
-            slot = next(iter(self._slots.values()))
-            self._timeline.wait(slot.value)
-            self.forget(slot)
             self._slots.move_to_end(slot.index)
-            slots.append(slot)
-        return slots, False
+            return slot, True
+        slot = next(iter(self._slots.values()))
+        self._timeline.wait(slot.value)
+        self.forget(slot)
+        self._slots.move_to_end(slot.index)
+        return slot, False
 
     def begin(self, slot: Slot) -> int:
-        """Start recording into a slot; returns its command buffer."""
+        """Start recording into a slot and return its command buffer."""
         self._vk.vkBeginCommandBuffer(slot.command, ctypes.byref(self._begin))
         return slot.command
 
     def order(self, slot: Slot, before: Order, after: Order) -> None:
-        """Order all work of a kind so far, of this recording and of earlier submissions, before that of another kind
-        that follows."""
+        """Record a barrier: work of kind ``before``, also from earlier submissions, precedes later work ``after``."""
         one = api.VkMemoryBarrier(srcAccessMask=before.writes, dstAccessMask=after.accesses)
         self._vk.vkCmdPipelineBarrier(
             slot.command, before.stages, after.stages, 0, 1, ctypes.byref(one), 0, None, 0, None
         )
 
-    def end(self, slot: Slot, key: Hashable, helpers: Sequence[Slot] = ()) -> None:
-        """Finish a recording. What it leaves for others is ordered by then; what the host wrote before a submission is
-        visible to it anyway."""
+    def end(self, slot: Slot, key: Hashable) -> None:
+        """Finish a recording, and keep it for reuse if it has a key.
+
+        The recording must end with the barrier for later work. The host's writes before a submission need none: they
+        are always visible to it.
+        """
         self._vk.vkEndCommandBuffer(slot.command)
         if key is not None:
-            slot.key, slot.helpers = key, tuple(helpers)
-            for other in helpers:
-                other.helped = slot
+            slot.key = key
             self._recorded.setdefault(key, deque()).append(slot)
 
     def submit(self, slot: Slot) -> int:
-        """Give a recorded slot to the queue; returns the number of the submission."""
+        """Submit a recorded slot and return the submission's number."""
         slot.value = self._timeline.submit(slot.command)
         return slot.value
 
     def forget(self, slot: Slot) -> None:
-        """A slot's recording, or that which it helps, is not to be used again."""
-        slot = slot.helped or slot
+        """Drop a slot's recording."""
         if slot.key is not None:
             sharing = self._recorded[slot.key]
             sharing.remove(slot)
             if not sharing:
                 del self._recorded[slot.key]
-            self._clear(slot)
-
-    def _clear(self, slot: Slot) -> None:
-        for other in slot.helpers:
-            other.helped = None
-        slot.key, slot.helpers = None, ()
+            slot.key = None
 
     def forget_all(self) -> None:
-        """A buffer or pipeline is about to be destroyed: no recording may be submitted again."""
+        """Drop all recordings, because a buffer or pipeline that they may use is destroyed."""
         for slot in self._slots.values():
-            self._clear(slot)
+            slot.key = None
         self._recorded.clear()
 
     def close(self) -> None:

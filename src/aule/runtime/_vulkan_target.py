@@ -1,9 +1,10 @@
-"""What a Vulkan device can do: properties and features become a Target, and the request that opens the device."""
+"""Properties and features of a Vulkan device: its Target, and what to enable when opening it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,8 @@ _COMPONENTS = {
     api.VK_COMPONENT_TYPE_BFLOAT16_KHR: "bf16",
 }
 
-# Struct, the features wanted from it, the extension that brings it ("" in Vulkan 1.2 itself), and whether Vulkan 1.3
-# brings it too.
+# Struct, the features wanted from it, the extension that provides it ("" if Vulkan 1.2 does), and whether Vulkan 1.3
+# provides it too.
 _FEATURES: tuple[tuple[Any, tuple[str, ...], str, bool], ...] = (
     (
         api.VkPhysicalDeviceVulkan11Features,
@@ -132,7 +133,7 @@ _FEATURES: tuple[tuple[Any, tuple[str, ...], str, bool], ...] = (
     ),
 )
 
-# What Target.extensions says: the name stands when the feature is enabled, be it core or extension.
+# Names listed in Target.extensions if the feature is enabled, whether it is core or from an extension.
 _REPORTED = {
     "VK_KHR_variable_pointers": "variablePointersStorageBuffer",
     "VK_KHR_shader_float16_int8": "shaderInt8",
@@ -147,7 +148,7 @@ _REPORTED = {
     "VK_KHR_cooperative_matrix": "cooperativeMatrix",
     "VK_KHR_shader_bfloat16": "shaderBFloat16Type",
     "VK_KHR_pipeline_executable_properties": "pipelineExecutableInfo",
-    # Parts that an extension, or Vulkan itself, leaves to the driver go by the feature's own name.
+    # Optional parts of an extension, or of Vulkan itself, are listed under the feature's own name.
     "shaderInt16": "shaderInt16",
     "shaderSharedFloat32AtomicAdd": "shaderSharedFloat32AtomicAdd",
     "workgroupMemoryExplicitLayout8BitAccess": "workgroupMemoryExplicitLayout8BitAccess",
@@ -157,30 +158,30 @@ _REPORTED = {
 
 @dataclass
 class Facts:
-    """What opening and driving a device needs beside its Target."""
+    """A device's Target and all else that is needed to open and use the device."""
 
     target: Target
     position: int
-    """In the instance's list of physical devices."""
+    """Index in the instance's list of physical devices."""
     properties: Any
     """VkPhysicalDeviceProperties."""
     memory: Any
     """VkPhysicalDeviceMemoryProperties."""
     queue_family: int
     timestamp_bits: int
-    """Valid bits of a timestamp; 0 when the queue has none."""
+    """Valid bits of a timestamp; 0 if the queue has no timestamps."""
     extensions: tuple[str, ...]
-    """To enable."""
+    """Extensions to enable."""
     features: frozenset[str]
-    """To enable, by the names of their fields."""
+    """Features to enable, by their field names."""
     max_allocation: int
-    """Largest piece of memory the driver gives at once."""
+    """Bytes of the largest single allocation."""
     max_workgroup_subgroups: int
     host_pointer_alignment: int
-    """Of memory to import; 0 when that cannot be done."""
+    """Required alignment of host memory to import; 0 if it cannot be imported."""
 
     def feature_chain(self) -> Any:
-        """The features to enable, for ``VkDeviceCreateInfo.pNext``."""
+        """Return the features to enable, for ``VkDeviceCreateInfo.pNext``."""
         head = api.VkPhysicalDeviceFeatures2()
         structs: list[Any] = [head]
         for name in ("shaderFloat64", "shaderInt64", "shaderInt16"):
@@ -195,8 +196,11 @@ class Facts:
 
 
 def choose_memory_type(memory: Any, bits: int, required: int, preferred: int, avoided: int = 0) -> int | None:
-    """Index of the best memory type with ``required`` properties: most of ``preferred``, least of ``avoided``, largest
-    heap, first in the driver's own order."""
+    """Return the index of the best memory type that has all ``required`` properties; None if there is none.
+
+    The best has the most ``preferred`` and fewest ``avoided`` properties, then the largest heap, then comes first in
+    the driver's order.
+    """
     never = (
         api.VK_MEMORY_PROPERTY_LAZILY_ALLOCATED_BIT
         | api.VK_MEMORY_PROPERTY_PROTECTED_BIT
@@ -219,19 +223,83 @@ def choose_memory_type(memory: Any, bits: int, required: int, preferred: int, av
 
 
 def tensor_memory_type(memory: Any, bits: int, unified: bool) -> int | None:
-    """Memory type of tensors: device-local, and mapped where the device shares the host's memory. None for a device
-    that only compiles (Mesa's null device)."""
+    """Return the memory type for tensors: device-local, and mapped if the device shares the host's memory.
+
+    None for a device that only compiles (Mesa's null device).
+    """
     local, visible = api.VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT, api.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
     host = api.VK_MEMORY_PROPERTY_HOST_CACHED_BIT | api.VK_MEMORY_PROPERTY_HOST_COHERENT_BIT
     chosen = choose_memory_type(memory, bits, local | visible, host) if unified else None
     if chosen is None:
-        # Without a mapping, host visibility only means a small window or uncached memory.
+        # Tensors are not mapped here, and host-visible memory would be a small window or uncached.
         chosen = choose_memory_type(memory, bits, local, 0, avoided=visible)
     return chosen if chosen is not None else choose_memory_type(memory, bits, 0, host)
 
 
+class _Properties:
+    """A device's properties, as the driver's structs. A struct that the device does not support stays zero."""
+
+    def __init__(self, vk: Any, physical: int, has: Callable[..., bool]) -> None:
+        self.v11 = api.VkPhysicalDeviceVulkan11Properties()
+        self.v12 = api.VkPhysicalDeviceVulkan12Properties()
+        self.subgroup_sizes = api.VkPhysicalDeviceSubgroupSizeControlProperties()
+        self.maintenance = api.VkPhysicalDeviceMaintenance4Properties()
+        self.host_memory = api.VkPhysicalDeviceExternalMemoryHostPropertiesEXT()
+        self.amd = api.VkPhysicalDeviceShaderCorePropertiesAMD()
+        self.nvidia = api.VkPhysicalDeviceShaderSMBuiltinsPropertiesNV()
+        optional = (
+            (self.subgroup_sizes, has("VK_EXT_subgroup_size_control", True)),
+            (self.maintenance, has("VK_KHR_maintenance4", True)),
+            (self.host_memory, has("VK_EXT_external_memory_host")),
+            (self.amd, has("VK_AMD_shader_core_properties")),
+            (self.nvidia, has("VK_NV_shader_sm_builtins")),
+        )
+        supported = (struct for struct, present in optional if present)
+        queried = chain(api.VkPhysicalDeviceProperties2(), self.v11, self.v12, *supported)
+        vk.vkGetPhysicalDeviceProperties2(physical, ctypes.byref(queried))
+
+    def max_allocation(self) -> int:
+        """Return the bytes of the largest single allocation."""
+        largest = self.v11.maxMemoryAllocationSize
+        return int(min(largest, self.maintenance.maxBufferSize or largest))
+
+    def compute_units(self) -> int:
+        """Return the number of compute units; 0 if unknown."""
+        amd = self.amd
+        engines = amd.shaderEngineCount * amd.shaderArraysPerEngineCount
+        return int(self.nvidia.shaderSMCount or engines * amd.computeUnitsPerShaderArray)
+
+    def subgroups(self, features: set[str]) -> tuple[int, tuple[int, ...]]:
+        """Return the subgroup size (0 if kernels cannot use subgroups) and the sizes that a kernel may require."""
+        wanted = (
+            api.VK_SUBGROUP_FEATURE_BASIC_BIT
+            | api.VK_SUBGROUP_FEATURE_ARITHMETIC_BIT
+            | api.VK_SUBGROUP_FEATURE_SHUFFLE_BIT
+        )
+        compute = api.VK_SHADER_STAGE_COMPUTE_BIT
+        v11, control = self.v11, self.subgroup_sizes
+        if not v11.subgroupSupportedStages & compute or v11.subgroupSupportedOperations & wanted != wanted:
+            return 0, ()
+        sizes: tuple[int, ...] = ()
+        if "subgroupSizeControl" in features and control.requiredSubgroupSizeStages & compute:
+            powers = (1 << n for n in range(8))
+            sizes = tuple(size for size in powers if control.minSubgroupSize <= size <= control.maxSubgroupSize)
+        return v11.subgroupSize, sizes
+
+    def reported(self, features: set[str]) -> tuple[str, ...]:
+        """Return the names for `Target.extensions`."""
+        names = [extension for extension, feature in _REPORTED.items() if feature in features]
+        if self.v12.shaderSignedZeroInfNanPreserveFloat32:
+            names.append("VK_KHR_shader_float_controls")
+        if self.v12.shaderRoundingModeRTEFloat16:
+            names.append("shaderRoundingModeRTEFloat16")
+        if self.host_memory.minImportedHostPointerAlignment:
+            names.append("VK_EXT_external_memory_host")
+        return tuple(sorted(names))
+
+
 def inspect(instance: Instance, position: int) -> Facts:
-    """Everything about one physical device.
+    """Read everything about one physical device.
 
     Raises
     ------
@@ -261,30 +329,11 @@ def inspect(instance: Instance, position: int) -> Facts:
     def has(extension: str, core_in_1_3: bool = False) -> bool:
         return extension in available or (core_in_1_3 and version >= VERSION_1_3)
 
-    # Properties.
-    v11, v12 = api.VkPhysicalDeviceVulkan11Properties(), api.VkPhysicalDeviceVulkan12Properties()
-    sizes = api.VkPhysicalDeviceSubgroupSizeControlProperties()
-    maintenance = api.VkPhysicalDeviceMaintenance4Properties()
-    host = api.VkPhysicalDeviceExternalMemoryHostPropertiesEXT()
-    amd = api.VkPhysicalDeviceShaderCorePropertiesAMD()
-    nvidia = api.VkPhysicalDeviceShaderSMBuiltinsPropertiesNV()
-    optional = (
-        (sizes, has("VK_EXT_subgroup_size_control", True)),
-        (maintenance, has("VK_KHR_maintenance4", True)),
-        (host, has("VK_EXT_external_memory_host")),
-        (amd, has("VK_AMD_shader_core_properties")),
-        (nvidia, has("VK_NV_shader_sm_builtins")),
-    )
-    queried = chain(api.VkPhysicalDeviceProperties2(), v11, v12, *(struct for struct, there in optional if there))
-    vk.vkGetPhysicalDeviceProperties2(physical, ctypes.byref(queried))
-
+    found = _Properties(vk, physical, has)
     features, extensions = _features(vk, physical, has)
-    if host.minImportedHostPointerAlignment:
+    if found.host_memory.minImportedHostPointerAlignment:
         extensions.append("VK_EXT_external_memory_host")
-    if "VK_EXT_memory_budget" in available:
-        extensions.append("VK_EXT_memory_budget")
-    if "VK_KHR_portability_subset" in available:
-        extensions.append("VK_KHR_portability_subset")
+    extensions += [e for e in ("VK_EXT_memory_budget", "VK_KHR_portability_subset") if e in available]
 
     memory = api.VkPhysicalDeviceMemoryProperties2()
     vk.vkGetPhysicalDeviceMemoryProperties2(physical, ctypes.byref(memory))
@@ -294,36 +343,16 @@ def inspect(instance: Instance, position: int) -> Facts:
     software = properties.deviceType == api.VK_PHYSICAL_DEVICE_TYPE_CPU
     unified = software or properties.deviceType == api.VK_PHYSICAL_DEVICE_TYPE_INTEGRATED_GPU
     tensor_type = tensor_memory_type(memory, ~0, unified)
-    wanted_operations = (
-        api.VK_SUBGROUP_FEATURE_BASIC_BIT | api.VK_SUBGROUP_FEATURE_ARITHMETIC_BIT | api.VK_SUBGROUP_FEATURE_SHUFFLE_BIT
-    )
-    compute = api.VK_SHADER_STAGE_COMPUTE_BIT
-    subgroups = (
-        v11.subgroupSupportedStages & compute
-        and v11.subgroupSupportedOperations & wanted_operations == wanted_operations
-    )
-    subgroup_sizes: tuple[int, ...] = ()
-    if subgroups and "subgroupSizeControl" in features and sizes.requiredSubgroupSizeStages & compute:
-        powers = (1 << n for n in range(8))
-        subgroup_sizes = tuple(s for s in powers if sizes.minSubgroupSize <= s <= sizes.maxSubgroupSize)
-    max_allocation = min(v11.maxMemoryAllocationSize, maintenance.maxBufferSize or v11.maxMemoryAllocationSize)
-    units = nvidia.shaderSMCount
-    units = units or amd.shaderEngineCount * amd.shaderArraysPerEngineCount * amd.computeUnitsPerShaderArray
-    reported = [extension for extension, feature in _REPORTED.items() if feature in features]
-    if v12.shaderSignedZeroInfNanPreserveFloat32:
-        reported.append("VK_KHR_shader_float_controls")
-    if v12.shaderRoundingModeRTEFloat16:
-        reported.append("shaderRoundingModeRTEFloat16")
-    if host.minImportedHostPointerAlignment:
-        reported.append("VK_EXT_external_memory_host")
-    driver = f"{v12.driverName.decode(errors='replace')} {v12.driverInfo.decode(errors='replace')}".strip()
+    subgroup_size, subgroup_sizes = found.subgroups(features)
+    max_allocation = found.max_allocation()
+    driver = b" ".join((found.v12.driverName, found.v12.driverInfo)).decode(errors="replace").strip()
     target = Target(
         backend="vulkan",
         name=name,
         vendor="software" if software else _VENDORS.get(properties.vendorID, "unknown"),
         driver=driver or f"version {properties.driverVersion}",
         software=software,
-        subgroup_size=v11.subgroupSize if subgroups else 0,
+        subgroup_size=subgroup_size,
         subgroup_sizes=subgroup_sizes,
         # Workgroups are one-dimensional.
         max_threads=min(limits.maxComputeWorkGroupInvocations, limits.maxComputeWorkGroupSize[0]),
@@ -337,7 +366,7 @@ def inspect(instance: Instance, position: int) -> Facts:
         max_buffer_bytes=min(limits.maxStorageBufferRange, max_allocation),
         offset_alignment=max(limits.minStorageBufferOffsetAlignment, 1),
         memory_bytes=0 if tensor_type is None else memory.memoryHeaps[memory.memoryTypes[tensor_type].heapIndex].size,
-        compute_units=units or ((os.cpu_count() or 0) if software else 0),
+        compute_units=found.compute_units() or ((os.cpu_count() or 0) if software else 0),
         unified_memory=unified,
         f16="shaderFloat16" in features,
         f64="shaderFloat64" in features,
@@ -345,11 +374,12 @@ def inspect(instance: Instance, position: int) -> Facts:
         storage16="storageBuffer16BitAccess" in features,
         storage8="storageBuffer8BitAccess" in features,
         bf16="shaderBFloat16Type" in features,
-        # On top of another driver's language the fence may become a barrier, which one thread alone must not reach.
+        # A driver on top of another API may turn the fence into a barrier, which a single thread must not reach.
         device_fence="VK_KHR_portability_subset" not in available,
+        atomic_f32_add="shaderBufferFloat32AtomicAdd" in features,
         matrix_units=_matrix_units(vk, physical, features) if "cooperativeMatrix" in features else (),
         language_version=(version >> 22) * 10 + (version >> 12 & 0x3FF),
-        extensions=tuple(sorted(reported)),
+        extensions=found.reported(features),
     )
     return Facts(
         target=target,
@@ -361,13 +391,13 @@ def inspect(instance: Instance, position: int) -> Facts:
         extensions=tuple(extensions),
         features=frozenset(features),
         max_allocation=max_allocation,
-        max_workgroup_subgroups=sizes.maxComputeWorkgroupSubgroups,
-        host_pointer_alignment=host.minImportedHostPointerAlignment,
+        max_workgroup_subgroups=found.subgroup_sizes.maxComputeWorkgroupSubgroups,
+        host_pointer_alignment=found.host_memory.minImportedHostPointerAlignment,
     )
 
 
 def inspect_all(instance: Instance) -> tuple[list[Facts], list[AuleError]]:
-    """The usable devices in the driver's order, and why the others are not."""
+    """Return the usable devices in the driver's order, and the errors that exclude the others."""
     usable: list[Facts] = []
     refused: list[AuleError] = []
     for position in range(len(instance.physical)):
@@ -380,7 +410,7 @@ def inspect_all(instance: Instance) -> tuple[list[Facts], list[AuleError]]:
 
 
 def _compute_queue(vk: Any, physical: int, name: str) -> tuple[int, int]:
-    """Queue family to compute on, and its timestamp bits."""
+    """Return the queue family to compute on, and its timestamp bits."""
 
     def call(count: Any, items: Any) -> int:
         vk.vkGetPhysicalDeviceQueueFamilyProperties(physical, count, items)
@@ -397,24 +427,24 @@ def _compute_queue(vk: Any, physical: int, name: str) -> tuple[int, int]:
     return chosen, families[chosen].timestampValidBits
 
 
-def _features(vk: Any, physical: int, has: Any) -> tuple[set[str], list[str]]:
-    """Features to enable, and the extensions that bring them."""
+def _features(vk: Any, physical: int, has: Callable[..., bool]) -> tuple[set[str], list[str]]:
+    """Return the features to enable, and the extensions that provide them."""
     head = api.VkPhysicalDeviceFeatures2()
-    asked = [(s(), fields, ext) for s, fields, ext, core in _FEATURES if not ext or has(ext, core)]
-    chain(head, *(struct for struct, _fields, _extension in asked))
+    queried = [(s(), fields, ext) for s, fields, ext, core in _FEATURES if not ext or has(ext, core)]
+    chain(head, *(struct for struct, _fields, _extension in queried))
     vk.vkGetPhysicalDeviceFeatures2(physical, ctypes.byref(head))
     features = {f for f in ("shaderFloat64", "shaderInt64", "shaderInt16") if getattr(head.features, f)}
     extensions: list[str] = []
-    for struct, fields, extension in asked:
-        there = {f for f in fields if getattr(struct, f)}
-        features |= there
-        if there and extension and has(extension):
+    for struct, fields, extension in queried:
+        supported = {f for f in fields if getattr(struct, f)}
+        features |= supported
+        if supported and extension and has(extension):
             extensions.append(extension)
     return features, extensions
 
 
 def _matrix_units(vk: Any, physical: int, features: set[str]) -> tuple[str, ...]:
-    """Shapes that one subgroup multiplies: ``m16n16k16:f16:f32`` is A and B in f16, accumulated in f32."""
+    """Return the matrix shapes of one subgroup: ``m16n16k16:f16:f32`` is A and B in f16, accumulated in f32."""
     listed = enumerate_all(
         lambda n, p: vk.vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR(physical, n, p),
         api.VkCooperativeMatrixPropertiesKHR,

@@ -1,14 +1,14 @@
-"""What every runtime offers: devices, memory and launches. Knows a driver, never the IR.
+"""The interface of every runtime: devices, memory and launches. A runtime knows a driver, never the IR.
 
 A runtime module has one entry point, ``devices() -> list[Device]``. It raises `BackendUnavailableError` with a remedy
-when the driver is missing, and it opens no context until a device is first used beyond its Target.
+when the driver is missing. A device opens its context on first use; reading its Target does not count as use.
 
 Rules for every implementation:
 
 * Thread-safe: any thread may call any method at any time.
-* Work on one device is ordered: a launch sees the uploads and launches before it, a download sees all before it.
-* ``launch`` is asynchronous; ``download`` and ``synchronize`` wait; ``upload`` may return once ``data`` may be reused.
-* ``free`` may be called while work that uses the memory is under way; the implementation defers it.
+* Work on one device is ordered: launches and downloads see the results of all earlier uploads and launches.
+* ``launch`` is asynchronous; ``download`` and ``synchronize`` wait; ``upload`` returns once ``data`` may be reused.
+* ``free`` may be called while queued work still uses the memory; the implementation defers it.
 * A failed call raises a child of `AuleError` and leaves the device usable, unless it is `DeviceLostError`.
 * After ``os.fork()``, a device opened in the parent raises `DeviceLostError` in the child ("opened before fork").
 * A closed device, a freed allocation: `ClosedError`.
@@ -28,7 +28,10 @@ from aule.target import Target
 
 
 class Allocation:
-    """A range of device memory. ``handle`` is the runtime's own; ``address`` is a device pointer where there is one."""
+    """A range of device memory.
+
+    ``handle`` is private to the runtime. ``address`` is a device pointer, or 0 if the runtime has none.
+    """
 
     __slots__ = ("__weakref__", "address", "device", "freed", "handle", "nbytes")
 
@@ -41,7 +44,7 @@ class Allocation:
 
 
 class Program:
-    """A kernel loaded by a driver. ``handle`` is the runtime's own."""
+    """A kernel loaded by a driver. ``handle`` is private to the runtime."""
 
     __slots__ = ("artifact", "device", "handle")
 
@@ -70,11 +73,11 @@ class Device(ABC):
 
     @abstractmethod
     def alloc(self, nbytes: int) -> Allocation:
-        """Allocate; contents are undefined. ``nbytes`` may be 0. Raises `OutOfMemoryError`."""
+        """Allocate ``nbytes`` (0 is allowed) with undefined contents. Raises `OutOfMemoryError`."""
 
     @abstractmethod
     def free(self, allocation: Allocation) -> None:
-        """Give memory back. Freeing twice is a no-op."""
+        """Release an allocation. Freeing twice is a no-op."""
 
     @abstractmethod
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
@@ -82,10 +85,10 @@ class Device(ABC):
 
     @abstractmethod
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
-        """Copy from the allocation into a writable C-contiguous array; waits for the work before it."""
+        """Copy from the allocation into a writable C-contiguous array, after all earlier work is done."""
 
     def check_copy(self, allocation: Allocation, array: npt.NDArray[Any], offset: int, *, into: bool = False) -> None:
-        """Refuse an array that cannot be copied to ``offset`` bytes into an allocation, or from there ``into`` it."""
+        """Check that an array can be uploaded to, or downloaded (``into=True``) from, ``offset`` in an allocation."""
         backend = self.target.backend
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(
@@ -101,9 +104,29 @@ class Device(ABC):
                 f"bytes at offset {offset}; allocate more or copy less"
             )
 
+    def check_arguments(self, artifact: Artifact, args: Sequence[Any]) -> None:
+        """Check that a launch's arguments are as many as the kernel's parameters, and of the same kinds."""
+        params = artifact.params
+        if len(args) != len(params):
+            raise self.argument_error(artifact, f"{len(args)} values for {len(params)} parameters")
+        for param, arg in zip(params, args, strict=True):
+            if isinstance(arg, Allocation):
+                if param.kind != "buffer":
+                    raise self.argument_error(artifact, f"a buffer for {param.name}")
+            elif param.kind == "buffer":
+                raise self.argument_error(artifact, f"{arg!r} for {param.name}")
+
+    def argument_error(self, artifact: Artifact, got: object) -> InvalidArgumentError:
+        """Make the error for arguments that do not match a kernel's parameters."""
+        expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
+        return InvalidArgumentError(
+            f"[{self.target.backend}] {artifact.entry} expected arguments ({expected}), got something else ({got}); "
+            "pass one value for each parameter, in order and in range"
+        )
+
     @abstractmethod
     def load(self, artifact: Artifact) -> Program:
-        """Hand a kernel to the driver. Raises `ShaderCompileError` with the driver's log."""
+        """Load a kernel into the driver. Raises `ShaderCompileError` with the driver's log."""
 
     @abstractmethod
     def launch(
@@ -113,32 +136,32 @@ class Device(ABC):
         args: Sequence[Allocation | int | float],
         stream: int | None = None,
     ) -> None:
-        """Start ``grid`` workgroups. ``args`` follow ``program.artifact.params``: an Allocation for a buffer, a number
-        for a scalar. ``stream`` is a native stream handle where the runtime has such (CUDA), else None."""
+        """Start ``grid`` workgroups.
 
-    def launch_together(self, launches: Sequence[Launch]) -> None:
-        """Start launches none of which depends on another, or which wait themselves for what those before them leave:
-        one may begin while those before it still run, where a device can do that."""
-        for launch in launches:
-            self.launch(*launch)
+        ``args`` follow ``program.artifact.params``: an Allocation for a buffer, a number for a scalar. ``stream`` is a
+        native stream handle if the runtime has them (CUDA), else None.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all work given to the device is done. Raises what went wrong in it."""
+        """Wait until all submitted work is done. Raises the error of any that failed."""
 
     @abstractmethod
     def close(self) -> None:
         """Free everything. Idempotent."""
 
     def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
-        """Make host memory visible to the device without a copy, or None where that cannot be done. The allocation
-        keeps ``array`` alive; kernels see and change the host's bytes, current after ``synchronize``."""
+        """Make host memory visible to the device without a copy; return None if that is not possible.
+
+        The allocation keeps ``array`` alive. Kernels read and write the host's bytes; the host sees the results after
+        ``synchronize``.
+        """
         return None
 
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> float:
-        """Seconds one launch takes, by device timestamps where there are any, by the host's clock otherwise."""
+        """Measure one launch in seconds, with device timestamps if available, else with the host's clock."""
         import time
 
         self.synchronize()
@@ -147,10 +170,12 @@ class Device(ABC):
         self.synchronize()
         return time.perf_counter() - start
 
-    def time_launches(self, launches: Sequence[Launch], rounds: int, together: bool = False) -> float:
-        """Seconds that a round of launches takes when ``rounds`` of them follow each other, each launch waiting for the
-        one before; by device timestamps around them all where there are any, by the host's clock otherwise. Where those
-        of a round go ``together``, they do not wait for each other if the device can do without."""
+    def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
+        """Measure the average seconds of a round of launches over ``rounds`` rounds.
+
+        Each launch waits for the one before. Timestamps around all rounds come from the device if it has any, else from
+        the host's clock.
+        """
         import time
 
         self.synchronize()

@@ -1,17 +1,17 @@
-"""The processor itself: kernels compiled by LLVM (llvmlite), run by a pool of threads that is started once.
+"""The CPU runtime: kernels compiled by LLVM (llvmlite) and run by a persistent pool of threads.
 
-A kernel is LLVM IR without a triple and a data layout that defines
+A kernel is LLVM IR, without a triple or a data layout, that defines
 
     define void @<entry>(ptr %args, ptr %next, i64 %total, i64 %chunk, i32 %nx, i32 %ny, i32 %nz)
 
-``args`` are cells of 8 bytes, one for each parameter in order: a buffer's address, or a scalar in the low bytes.
-``next`` is a counter that all threads of the launch share. The function adds ``chunk`` to it and runs the workgroups
-from what it was, again and again until that is ``total`` or more. So threads share the work by making the same call.
+``args`` are cells of 8 bytes, one per parameter in order: a buffer's address, or a scalar in the low bytes. ``next`` is
+a counter that all threads of the launch share. The function repeatedly adds ``chunk`` to it and runs the workgroups
+that start at the old value, until that value is ``total`` or more. So threads share the work by making the same call.
 
-Launches are synchronous, and memory is the process's own: nothing is queued, and ``import_host`` and ``wrap`` cost
-nothing. Launches of different threads run at the same time; one of them has the pool, the others run on their own
-thread. Unlike other runtimes' devices this one goes on working after a fork, with its memory and its programs; the
-child starts threads of its own.
+Launches are synchronous: nothing is queued. Memory is the process's own, so ``import_host`` and ``wrap`` cost nothing.
+Launches of different threads run at the same time; one of them uses the pool, the others run on their own thread.
+Unlike the devices of other runtimes, this one keeps working after a fork, with its memory and programs; the child
+starts its own threads.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from aule.runtime._refused import save_refused
 from aule.runtime.base import Allocation, Device, Program
 
 _ALIGNMENT = 64
-"""Of memory from `CpuDevice.alloc`: a cache line, and the widest vector."""
+"""Alignment of memory from `CpuDevice.alloc`: a cache line and the widest vector."""
 
-# Guards every device's list of live memory. One for all, since it has to be replaced after a fork.
+# Guards the list of live memory of every device. There is one lock because it must be replaced after a fork.
 _lock = threading.Lock()
 
 
 def devices() -> list[Device]:
-    """The processor, as the one device.
+    """List the one CPU device.
 
     Returns
     -------
@@ -60,15 +60,15 @@ def devices() -> list[Device]:
     Raises
     ------
     BackendUnavailableError
-        No llvmlite, or a processor that LLVM IR is not rendered for.
+        llvmlite is missing, or the processor is not supported.
     InvalidArgumentError
-        ``AULE_CPU_FEATURES`` or ``AULE_NUM_THREADS`` has a value outside its domain.
+        ``AULE_CPU_FEATURES`` or ``AULE_NUM_THREADS`` has an invalid value.
     """
     return [CpuDevice(_cpu_llvm.machine(settings.cpu_features()))]
 
 
 class _Kernel:
-    """A loaded function: what `Program.handle` is here."""
+    """A loaded function; the `Program.handle` of this runtime."""
 
     __slots__ = ("_code", "address", "buffers", "pack", "scalars")
 
@@ -79,14 +79,25 @@ class _Kernel:
         self.buffers = [i for i, kind in enumerate(kinds) if kind == "buffer"]
         self.scalars = [i for i, kind in enumerate(kinds) if kind == "scalar"]
         codes = ["Q" if p.kind == "buffer" else SCALAR_FORMATS[p.dtype] for p in artifact.params]
-        # Little-endian, like every processor that `_cpu_llvm` serves: a scalar is in the low bytes of its cell.
+        # Little-endian, like every processor that `_cpu_llvm` supports: a scalar is in the low bytes of its cell.
         self.pack = struct.Struct("<" + "".join(c + "4x" * (struct.calcsize(c) == 4) for c in codes)).pack
 
 
 class PreparedLaunch:
     """A launch whose kernel, grid and scalars are fixed; made by `CpuDevice.prepare`. Threads may share it."""
 
-    __slots__ = ("_buffers", "_device", "_grid", "_habit", "_kernel", "_most", "_pack", "_program", "_total", "_values")
+    __slots__ = (
+        "_buffers",
+        "_device",
+        "_grid",
+        "_kernel",
+        "_max_helpers",
+        "_pack",
+        "_program",
+        "_team_choice",
+        "_total",
+        "_values",
+    )
 
     def __init__(
         self, device: CpuDevice, program: Program, grid: tuple[int, int, int], scalars: Sequence[Any], serial: bool
@@ -99,41 +110,39 @@ class PreparedLaunch:
         self._buffers = kernel.buffers
         self._grid = grid
         self._total = device._total(program, grid)
-        self._most = 0 if serial else self._total - 1
-        self._habit = _cpu_openmp.Habit()
+        self._max_helpers = 0 if serial else self._total - 1
+        self._team_choice = _cpu_openmp.TeamChoice()
         if len(scalars) != len(kernel.scalars):
-            raise _refuse_arguments(
-                program.artifact, TypeError(f"{len(scalars)} values for {len(kernel.scalars)} scalars")
-            )
+            raise device.argument_error(program.artifact, f"{len(scalars)} values for {len(kernel.scalars)} scalars")
         self._values: list[Any] = [0] * len(program.artifact.params)
         for i, value in zip(kernel.scalars, scalars, strict=True):
             self._values[i] = value
         try:
-            self._pack(*self._values)  # scalars that do not fit are refused here
+            self._pack(*self._values)  # refuses scalars that do not fit
         except (struct.error, OverflowError, TypeError) as error:
-            raise _refuse_arguments(program.artifact, error) from None
+            raise device.argument_error(program.artifact, error) from None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """Launch with new pointers, and wait for the end.
+        """Launch with new pointers and wait for the end.
 
         Parameters
         ----------
         pointers : sequence of int
-            One address for each buffer, in the order of the kernel's buffers. Whoever calls keeps the memory alive.
+            One address per buffer, in the order of the kernel's buffers. The caller keeps the memory alive.
         """
-        theirs = self._habit.choose()
+        on_pytorch = self._team_choice.choose()
         start = time.perf_counter()
-        self.launch_on(theirs, pointers)
-        self._habit.note(theirs, time.perf_counter() - start)
+        self.launch_on(on_pytorch, pointers)
+        self._team_choice.note(on_pytorch, time.perf_counter() - start)
 
-    def launch_on(self, theirs: bool, pointers: Sequence[int]) -> None:
-        """The same, on PyTorch's threads or on ours."""
+    def launch_on(self, on_pytorch: bool, pointers: Sequence[int]) -> None:
+        """Launch on PyTorch's threads or on ours; see `launch`."""
         device = self._device
         if device._closed:
             device._check()
         if len(pointers) != len(self._buffers):
-            raise _refuse_arguments(
-                self._program.artifact, TypeError(f"{len(pointers)} pointers for {len(self._buffers)} buffers")
+            raise device.argument_error(
+                self._program.artifact, f"{len(pointers)} pointers for {len(self._buffers)} buffers"
             )
         values = self._values.copy()
         for i, pointer in zip(self._buffers, pointers, strict=True):
@@ -141,34 +150,34 @@ class PreparedLaunch:
         try:
             cells = self._pack(*values)
         except (struct.error, OverflowError, TypeError) as error:
-            raise _refuse_arguments(self._program.artifact, error) from None
-        device._run(self._kernel.address, cells, self._grid, self._total, self._most, theirs)
+            raise device.argument_error(self._program.artifact, error) from None
+        device._run(self._kernel.address, cells, self._grid, self._total, self._max_helpers, on_pytorch)
 
 
 class PreparedSequence:
-    """Launches one after the other, on the same threads: those that are the quicker ones for all of them together.
+    """Launches that run one after the other on the same threads, PyTorch's or ours, whichever are faster overall.
 
-    Short launches by themselves would be our threads', but beside a long one on PyTorch's those would share the cores
-    with it while it spins.
+    A short launch alone would use our threads. After a long launch on PyTorch's threads, though, ours would share the
+    cores with PyTorch's, which are still spinning.
     """
 
-    __slots__ = ("_habit", "_launches")
+    __slots__ = ("_launches", "_team_choice")
 
     def __init__(self, launches: Sequence[PreparedLaunch]) -> None:
         self._launches = tuple(launches)
-        self._habit = _cpu_openmp.Habit()
+        self._team_choice = _cpu_openmp.TeamChoice()
 
     def launch(self, pointers: Iterable[Sequence[int]]) -> None:
-        """Launch with new pointers for each, and wait for the end; see `PreparedLaunch.launch`."""
-        theirs = self._habit.choose()
+        """Run all launches with new pointers for each, and wait for the end; see `PreparedLaunch.launch`."""
+        on_pytorch = self._team_choice.choose()
         start = time.perf_counter()
         for launch, given in zip(self._launches, pointers, strict=True):
-            launch.launch_on(theirs, given)
-        self._habit.note(theirs, time.perf_counter() - start)
+            launch.launch_on(on_pytorch, given)
+        self._team_choice.note(on_pytorch, time.perf_counter() - start)
 
 
 class CpuDevice(Device):
-    """The processor. Made by `devices`; see the module's page."""
+    """The processor as a device. Made by `devices`; see the module docstring."""
 
     def __init__(self, machine: _cpu_llvm.Machine) -> None:
         self.index = 0
@@ -189,7 +198,7 @@ class CpuDevice(Device):
             raise InvalidArgumentError(f"[cpu] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
         try:
             memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        except (MemoryError, ValueError):  # ValueError: more than there are addresses
+        except (MemoryError, ValueError):  # ValueError: larger than the address space
             raise OutOfMemoryError(
                 f"[cpu] expected {nbytes} bytes of memory, got none; free some or make the problem smaller",
                 requested_bytes=nbytes,
@@ -197,29 +206,31 @@ class CpuDevice(Device):
         return self._adopt(-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT, nbytes, memory)
 
     def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
-        """As `Device.import_host`, for any C-contiguous array: nothing is asked of its alignment. Give one that must
-        not be written only to a buffer that the kernel reads."""
+        """Use any C-contiguous array, of any alignment, as an allocation without a copy.
+
+        Pass a read-only array only for buffers that the kernel does not write.
+        """
         self._check()
         if not array.flags.c_contiguous:
             return None
         return self._adopt(array.ctypes.data, array.nbytes, array)
 
     def wrap(self, address: int, nbytes: int, owner: object = None) -> Allocation:
-        """Memory that somebody else owns, as an allocation.
+        """Wrap memory that someone else owns in an allocation.
 
         Parameters
         ----------
         address : int
-            Where it begins.
+            Start of the memory.
         nbytes : int
-            Bytes from there that may be used.
+            Usable bytes from there.
         owner : object, optional
             Kept alive until the allocation is freed.
 
         Returns
         -------
         Allocation
-            ``free`` only lets go of the owner.
+            ``free`` only drops the reference to the owner.
         """
         self._check()
         return self._adopt(address, nbytes, owner)
@@ -234,12 +245,12 @@ class CpuDevice(Device):
     def free(self, allocation: Allocation) -> None:
         if allocation.device is not self:
             raise DeviceMismatchError("[cpu] expected an allocation of cpu:0, got one of another device; free it there")
-        # A launch or a copy under way has a reference of its own to the memory.
+        # A launch or copy in progress holds its own reference to the memory.
         allocation.freed = True
         allocation.handle = None
 
-    def _own(self, allocation: Allocation) -> object:
-        """What keeps an allocation's memory alive; hold on to it while the memory is in use."""
+    def _owner(self, allocation: Allocation) -> object:
+        """Check an allocation and return the object that keeps its memory alive; hold it while using the memory."""
         if allocation.device is not self:
             raise DeviceMismatchError(
                 "[cpu] expected an allocation of cpu:0, got one of another device; copy the data first"
@@ -253,14 +264,14 @@ class CpuDevice(Device):
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        owner = self._own(allocation)
+        owner = self._owner(allocation)
         self.check_copy(allocation, data, offset)
         ctypes.memmove(allocation.address + offset, data.ctypes.data, data.nbytes)
         del owner
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        owner = self._own(allocation)
+        owner = self._owner(allocation)
         self.check_copy(allocation, out, offset, into=True)
         ctypes.memmove(out.ctypes.data, allocation.address + offset, out.nbytes)
         del owner
@@ -290,32 +301,31 @@ class CpuDevice(Device):
         return kernel
 
     def _total(self, program: Program, grid: tuple[int, int, int]) -> int:
-        """Workgroups of a grid."""
+        """Count the workgroups of a grid, after checking it."""
         if len(grid) != 3 or not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
             raise LaunchError(
                 f"[cpu] {program.artifact.entry} expected a grid from (0, 0, 0) to {self.target.max_grid}, got {grid}; "
                 "split the work"
             )
         total = grid[0] * grid[1] * grid[2]
-        if total >> 62:  # the counter goes past the total by a chunk for each thread
+        if total >> 62:  # the counter must not overflow: it passes the total by up to a chunk per thread
             raise LaunchError(f"[cpu] {program.artifact.entry} expected fewer than 2**62 workgroups, got {grid}")
         return total
 
     def _run(
-        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, most: int, openmp: bool = False
+        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, max_helpers: int, openmp: bool = False
     ) -> None:
-        """Run every workgroup, with as many workers beside this thread as are wanted, at most ``most``; or with
-        PyTorch's threads, where there are such."""
+        """Run all workgroups on this thread and up to ``max_helpers`` workers, or on PyTorch's threads (``openmp``)."""
         if not total:
             return
-        count, theirs = _cpu_pool.threads() if most else (1, False)
-        team = _cpu_openmp.team(self._machine) if openmp and theirs and count > 1 else None
+        count, set_by_pytorch = _cpu_pool.threads() if max_helpers else (1, False)
+        team = _cpu_openmp.team(self._machine) if openmp and set_by_pytorch and count > 1 else None
         if team is not None:
-            # All of them, or the library would end threads now and start them again for the next operator.
+            # Use all of them: a smaller team makes OpenMP end threads now and restart them for the next operator.
             team.run(team.address, kernel, cells, total, 1, *grid, count - 1)
             return
         pool = _cpu_pool.pool(self._machine)
-        helpers = pool.ready(min(count - 1, most)) if most else 0
+        helpers = pool.ready(min(count - 1, max_helpers)) if max_helpers else 0
         pool.run(pool.address, kernel, cells, total, 1, *grid, helpers)
 
     def launch(
@@ -327,10 +337,12 @@ class CpuDevice(Device):
         *,
         serial: bool = False,
     ) -> None:
-        """As `Device.launch`, but it returns when the work is done.
+        """Run a kernel and return when it is done; see `Device.launch`.
 
         Parameters
         ----------
+        program, grid, args, stream
+            As for `Device.launch`; ``stream`` must be None.
         serial : bool
             Run in this thread alone.
         """
@@ -339,32 +351,19 @@ class CpuDevice(Device):
         total = self._total(program, grid)
         if stream is not None:
             raise LaunchError(f"[cpu] expected no stream, got {stream!r}; a launch here is done when it returns")
-        params = program.artifact.params
-        if len(args) != len(params):
-            raise _refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
-        owners: list[object] = []
-        values: list[int | float] = []
-        for param, arg in zip(params, args, strict=True):
-            if isinstance(arg, Allocation):
-                if param.kind != "buffer":
-                    raise _refuse_arguments(program.artifact, TypeError(f"a buffer for {param.name}"))
-                owners.append(self._own(arg))
-                values.append(arg.address)
-            elif param.kind == "buffer":
-                raise _refuse_arguments(program.artifact, TypeError(f"{arg!r} for {param.name}"))
-            else:
-                values.append(arg)
+        self.check_arguments(program.artifact, args)
+        owners = [self._owner(arg) for arg in args if isinstance(arg, Allocation)]
         try:
-            cells = kernel.pack(*values)
+            cells = kernel.pack(*(arg.address if isinstance(arg, Allocation) else arg for arg in args))
         except (struct.error, OverflowError, TypeError) as error:
-            raise _refuse_arguments(program.artifact, error) from None
+            raise self.argument_error(program.artifact, error) from None
         self._run(kernel.address, cells, grid, total, 0 if serial else total - 1)
         del owners
 
     def prepare(
         self, program: Program, grid: tuple[int, int, int], scalars: Sequence[int | float], *, serial: bool = False
     ) -> PreparedLaunch:
-        """Fix everything of a launch but its pointers.
+        """Prepare a launch with everything fixed except its pointers.
 
         Parameters
         ----------
@@ -380,21 +379,21 @@ class CpuDevice(Device):
         Returns
         -------
         PreparedLaunch
-            Its ``launch(pointers)`` checks nothing but their number.
+            Its ``launch(pointers)`` checks only their number.
         """
         self._check()
         return PreparedLaunch(self, program, grid, scalars, serial)
 
     def prepare_sequence(self, launches: Sequence[PreparedLaunch]) -> PreparedSequence:
-        """Launches that always follow each other, as one."""
+        """Combine launches that always run one after the other."""
         return PreparedSequence(launches)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: a launch is done when it returns."""
+        """Do nothing: a launch is done when it returns."""
         self._check()
 
     def close(self) -> None:
-        """Let go of all memory. Launches under way come to their end; the threads stay for other devices."""
+        """Release all memory. Running launches finish; the threads stay for other devices."""
         with _lock:
             self._closed = True
             for allocation in self._live:
@@ -403,16 +402,8 @@ class CpuDevice(Device):
             self._live.clear()
 
 
-def _refuse_arguments(artifact: Artifact, error: Exception) -> InvalidArgumentError:
-    expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
-    return InvalidArgumentError(
-        f"[cpu] {artifact.entry} expected arguments ({expected}), got something else ({error}); "
-        "pass one value for each parameter, in order and in range"
-    )
-
-
 def _after_fork() -> None:
-    # Another thread of the parent may have held the lock; nobody would ever release it here.
+    # A thread of the parent may have held the lock; nothing in the child would release it.
     global _lock
     _lock = threading.Lock()
 

@@ -1,21 +1,21 @@
-"""CUDA through the driver API (libcuda, nvcuda.dll) by ctypes: no toolkit, no runtime library, no compiler.
+"""The CUDA runtime: the driver API (libcuda, nvcuda.dll) through ctypes. Needs no toolkit and no compiler.
 
 Contexts
-    The primary context of each device is used, the one PyTorch and JAX use, so that their pointers and streams are
-    valid here. It is retained when a device is first used, released as often by ``close`` and never reset. Each call
-    makes it current only where the calling thread's current context is another, and restores that one.
+    Each device uses its primary context, the one PyTorch and JAX use, so their pointers and streams are valid here. It
+    is retained on first use, released by ``close`` and never reset. A call makes it current only if the thread's
+    current context is another one, and restores that one.
 
 Streams
     ``launch(..., stream=s)`` goes to the caller's stream (0 is the legacy default stream). Everything else goes to one
-    stream of our own, which does not synchronise with the legacy stream. That stream is the time line of all memory
-    from ``alloc``: a launch on another stream that uses such memory first waits for our stream, and our stream then
-    waits for it (on the device, by events). So work on one device is ordered, and a freed block can be handed out again
-    at once. Memory from ``wrap`` belongs to a framework and is ordered by the framework's stream alone: pass that
-    stream. While a stream is being captured into a CUDA graph nothing but the launch itself is recorded.
+    stream of our own, which does not synchronise with the legacy stream. Memory from ``alloc`` is ordered by our
+    stream: a launch on another stream that uses such memory first waits for our stream, and our stream then waits for
+    it (on the device, by events). So work on one device is ordered, and a freed block can be reused at once. Memory
+    from ``wrap`` belongs to a framework and is ordered by the launch's stream alone: pass the framework's stream. While
+    a stream is captured into a CUDA graph, only the launch itself is recorded.
 
 Memory
-    ``alloc`` is served from a pool; cuMemAlloc and cuMemFree synchronise the device and are called only to grow the
-    pool, to empty it before giving up on an allocation, and in ``close``.
+    ``alloc`` is served from a pool, because cuMemAlloc and cuMemFree synchronise the device. They are called only to
+    grow the pool, to empty it before an allocation fails, and in ``close``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from aule.errors import (
 )
 from aule.runtime import _cuda_driver as cu
 from aule.runtime._cuda_context import Context
-from aule.runtime._cuda_kernel import Kernel, PreparedLaunch, refuse_arguments
+from aule.runtime._cuda_kernel import Kernel, PreparedLaunch
 from aule.runtime._cuda_pool import Block, Pool
 from aule.runtime._refused import save_refused
 from aule.runtime.base import Allocation, Device, Program
@@ -54,14 +54,14 @@ _TIMING_SCRATCH = 64 << 20
 
 
 def devices(library: str | None = None) -> list[Device]:
-    """The CUDA devices that the driver shows, in its order (that of ``CUDA_VISIBLE_DEVICES`` and of PyTorch).
+    """List the CUDA devices in the driver's order, which is that of ``CUDA_VISIBLE_DEVICES`` and PyTorch.
 
-    No context is created. Every call returns new devices; each has a pool of its own.
+    Creates no context. Every call returns new devices, each with its own pool.
 
     Parameters
     ----------
     library : str or None
-        Path of the driver library instead of the system's.
+        Path of the driver library to use instead of the system's.
 
     Returns
     -------
@@ -83,13 +83,13 @@ def devices(library: str | None = None) -> list[Device]:
 
 
 class _Wrapped(Allocation):
-    """Memory of somebody else. Its handle keeps the owner alive."""
+    """Memory owned by someone else. Its handle keeps the owner alive."""
 
     __slots__ = ()
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU. Made by `devices`; see the module's page for contexts, streams and memory."""
+    """One NVIDIA GPU. Made by `devices`; the module docstring explains contexts, streams and memory."""
 
     def __init__(self, driver: cu.Driver, ordinal: int) -> None:
         handle = cu.INT()
@@ -107,7 +107,7 @@ class CudaDevice(Device):
         self._require = self._context.require
         self._modules: list[ctypes.c_void_p] = []
         self._pool = Pool()
-        # free only appends here, which is atomic: it may run in a finalizer, in the midst of any other method.
+        # `free` only appends here, which is atomic: a finalizer may call it in the middle of any other method.
         self._returned: deque[Block] = deque()
         driver.devices.add(self)
 
@@ -163,15 +163,15 @@ class CudaDevice(Device):
         self._pool.add(address.value, size, nbytes)
 
     def _release_cached(self) -> None:
-        """Give wholly free segments back to the driver. Lock held, context current."""
+        """Return fully free segments to the driver. The lock is held and the context is current."""
         self._reclaim()
-        # Freed blocks may still be in use by work before; all such work is on our stream or waited for by it.
+        # Queued work may still use freed blocks; all such work is on our stream or our stream waits for it.
         self._require(self._api.cuStreamSynchronize(self._context.stream), "waiting for work on cached memory")
         for address in self._pool.drop_free_segments():
             self._require(self._api.cuMemFree_v2(address), "freeing cached memory")
 
     def empty_cache(self) -> None:
-        """Give the memory that the pool holds but does not use back to the driver. Waits for work under way."""
+        """Return the pool's unused memory to the driver. Waits for work in progress."""
         with self._context.lock:
             self._context.check()
             if self._context.opened:
@@ -192,32 +192,32 @@ class CudaDevice(Device):
             self._returned.append(held)
 
     def wrap(self, pointer: int, nbytes: int, owner: object = None) -> Allocation:
-        """Memory that somebody else owns, as an allocation.
+        """Wrap memory that someone else owns in an allocation.
 
         Parameters
         ----------
         pointer : int
             Device address.
         nbytes : int
-            Bytes from there that may be used.
+            Usable bytes from there.
         owner : object, optional
             Kept alive until the allocation is freed.
 
         Returns
         -------
         Allocation
-            ``free`` only lets go of the owner. Launches that use it are ordered by their stream alone.
+            ``free`` only drops the reference to the owner. Launches that use it are ordered by their stream alone.
         """
         return _Wrapped(self, nbytes, [owner], pointer)
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes, by the driver. What our pool holds counts as used."""
+        """Return free and total bytes as the driver counts them: all of our pool counts as used."""
         free, total = cu.SIZE(), cu.SIZE()
         with self._context.entered():
             self._require(self._api.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
         return free.value, total.value
 
-    def _own(self, allocation: Allocation) -> None:
+    def _check_allocation(self, allocation: Allocation) -> None:
         if allocation.device is not self:
             raise DeviceMismatchError(
                 f"[cuda] expected an allocation of cuda:{self.index}, got one of another device; copy the data first"
@@ -229,12 +229,12 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def _transfer(self, allocation: Allocation, array: npt.NDArray[Any], offset: int, into: bool) -> Iterator[int]:
-        """Check a copy between an array and an allocation; inside, the device address of the range is given."""
-        self._own(allocation)
+        """Check a copy between an array and an allocation, enter the context and yield the device address."""
+        self._check_allocation(allocation)
         self.check_copy(allocation, array, offset, into=into)
         with self._context.entered():
             if isinstance(allocation, _Wrapped):
-                # Whoever owns the memory may use it on any stream.
+                # The memory's owner may use it on any stream.
                 self._require(self._api.cuCtxSynchronize(), "waiting for the memory's owner")
             yield allocation.address + offset
 
@@ -242,7 +242,8 @@ class CudaDevice(Device):
         with self._transfer(allocation, data, offset, into=False) as address:
             if data.nbytes:
                 code = self._api.cuMemcpyHtoDAsync_v2(address, data.ctypes.data, data.nbytes, self._context.stream)
-                # The driver stages pageable memory, but it reads pinned memory, and with HMM or ATS any memory, later.
+                # The driver copies pageable memory at once, but may read pinned memory, or with HMM or ATS any
+                # memory, after the call has returned.
                 self._require(code or self._api.cuStreamSynchronize(self._context.stream), "upload")
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
@@ -269,11 +270,11 @@ class CudaDevice(Device):
         with self._context.entered():
             code = self._api.cuModuleLoadDataEx(ctypes.byref(module), artifact.code + b"\0", 4, options, values)
             try:
-                self._compiled(artifact, code, errors)
+                self._check_load(artifact, code, errors)
                 code = self._api.cuModuleGetFunction(ctypes.byref(function), module, artifact.entry.encode())
                 if not code and self._driver.func_load is not None:
                     code = self._driver.func_load(function)
-                self._compiled(artifact, code, errors)
+                self._check_load(artifact, code, errors)
                 self._configure(artifact, function, errors)
             except AuleError:
                 if module:
@@ -286,7 +287,7 @@ class CudaDevice(Device):
             _log.debug("cuda: %s: %s", artifact.entry, log)
         return Program(self, artifact, Kernel(artifact, function, log))
 
-    def _compiled(self, artifact: Artifact, code: int, errors: ctypes.Array[ctypes.c_char]) -> None:
+    def _check_load(self, artifact: Artifact, code: int, errors: ctypes.Array[ctypes.c_char]) -> None:
         if not code:
             return
         if code in cu.LOST or code == cu.OUT_OF_MEMORY:
@@ -301,7 +302,7 @@ class CudaDevice(Device):
         )
 
     def _configure(self, artifact: Artifact, function: ctypes.c_void_p, errors: ctypes.Array[ctypes.c_char]) -> None:
-        """Ask for the shared memory a kernel needs, and for as much of the L1 as its occupancy can use."""
+        """Request the shared memory a kernel needs, and a split of L1 that lets its resident workgroups fit."""
         allowed = self._function_attribute(function, cu.FUNC_MAX_THREADS)
         if artifact.workgroup > allowed:
             raise ShaderCompileError(
@@ -310,10 +311,10 @@ class CudaDevice(Device):
             )
         if artifact.dynamic_shared:
             code = self._api.cuFuncSetAttribute(function, cu.FUNC_MAX_DYNAMIC_SHARED, artifact.shared_bytes)
-            self._compiled(artifact, code, errors)
+            self._check_load(artifact, code, errors)
         shared_per_sm = self._driver.attribute(self._handle, cu.MAX_SHARED_PER_SM)
         if artifact.shared_bytes and shared_per_sm:
-            # Registers are handed out to whole warps, in steps of 8 a thread.
+            # Registers are allocated per warp, in steps of 8 per thread.
             registers = -(-max(1, self._function_attribute(function, cu.FUNC_REGISTERS)) // 8) * 8
             threads = -(-artifact.workgroup // 32) * 32
             resident = max(
@@ -326,7 +327,7 @@ class CudaDevice(Device):
             need = resident * (
                 artifact.shared_bytes + self._driver.attribute(self._handle, cu.RESERVED_SHARED_PER_BLOCK)
             )
-            # A hint: a driver that refuses it runs the kernel all the same.
+            # Only a hint: the kernel runs even if the driver refuses it.
             self._api.cuFuncSetAttribute(function, cu.FUNC_CARVEOUT, min(100, -(-100 * need // shared_per_sm)))
 
     def _function_attribute(self, function: ctypes.c_void_p, attribute: int) -> int:
@@ -335,13 +336,13 @@ class CudaDevice(Device):
         return value.value
 
     def statistics(self, program: Program) -> dict[str, int]:
-        """What the driver made of a kernel.
+        """Return the resources that a loaded kernel uses.
 
         Returns
         -------
         dict
-            ``registers`` a thread, ``local_bytes`` a thread (spills and stack), ``static_shared_bytes``,
-            ``dynamic_shared_bytes`` and ``max_threads`` of a workgroup.
+            ``registers`` and ``local_bytes`` (spills and stack) per thread; ``static_shared_bytes``,
+            ``dynamic_shared_bytes`` and ``max_threads`` per workgroup.
         """
         kernel = self._kernel(program)
         with self._context.entered():
@@ -361,32 +362,26 @@ class CudaDevice(Device):
             )
         return kernel
 
-    def _grid(self, program: Program, grid: tuple[int, int, int]) -> None:
+    def _check_grid(self, program: Program, grid: tuple[int, int, int]) -> None:
         if len(grid) != 3 or not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
             raise LaunchError(
                 f"[cuda] {program.artifact.entry} expected a grid from (1, 1, 1) to {self.target.max_grid}, got "
                 f"{grid}; split the work"
             )
 
-    def _sort(
+    def _sort_arguments(
         self, program: Program, args: Sequence[Allocation | int | float]
     ) -> tuple[list[int], list[int | float], bool]:
-        """Pointers, scalars, and whether any pointer is from our pool."""
-        params = program.artifact.params
-        if len(args) != len(params):
-            raise refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
+        """Check arguments and return the pointers, the scalars, and whether any pointer is from our pool."""
+        self.check_arguments(program.artifact, args)
         pointers: list[int] = []
         scalars: list[int | float] = []
         pooled = False
-        for param, arg in zip(params, args, strict=True):
+        for arg in args:
             if isinstance(arg, Allocation):
-                if param.kind != "buffer":
-                    raise refuse_arguments(program.artifact, TypeError(f"a buffer for {param.name}"))
-                self._own(arg)
+                self._check_allocation(arg)
                 pointers.append(arg.address)
                 pooled = pooled or not isinstance(arg, _Wrapped)
-            elif param.kind == "buffer":
-                raise refuse_arguments(program.artifact, TypeError(f"{arg!r} for {param.name}"))
             else:
                 scalars.append(arg)
         return pointers, scalars, pooled
@@ -399,8 +394,8 @@ class CudaDevice(Device):
         stream: int | None = None,
     ) -> None:
         kernel = self._kernel(program)
-        self._grid(program, grid)
-        pointers, scalars, pooled = self._sort(program, args)
+        self._check_grid(program, grid)
+        pointers, scalars, pooled = self._sort_arguments(program, args)
         with self._context.lock:
             self._context.check()
             with self._context.pushed():
@@ -408,13 +403,13 @@ class CudaDevice(Device):
                 if stream is None or stream == self._context.stream.value:
                     self._start(program, kernel, grid, self._context.stream)
                     return
-                target = cu.PTR(stream)
-                fenced = pooled and not self._capturing(target)
+                caller = cu.PTR(stream)
+                fenced = pooled and not self._capturing(caller)
                 if fenced:
-                    self._wait(target, self._context.stream)
-                self._start(program, kernel, grid, target)
+                    self._wait(caller, self._context.stream)
+                self._start(program, kernel, grid, caller)
                 if fenced:
-                    self._wait(self._context.stream, target)
+                    self._wait(self._context.stream, caller)
 
     def _pack(self, program: Program, kernel: Kernel, pointers: list[int], scalars: list[int | float]) -> None:
         arguments = kernel.arguments
@@ -422,12 +417,12 @@ class CudaDevice(Device):
             arguments.pack_pointers(arguments.storage, 0, *pointers)
             arguments.pack_scalars(arguments.storage, arguments.scalars_at, *scalars)
         except (struct.error, OverflowError, TypeError) as error:
-            raise refuse_arguments(program.artifact, error) from None
+            raise self.argument_error(program.artifact, error) from None
 
     def _start(self, program: Program, kernel: Kernel, grid: tuple[int, int, int], stream: ctypes.c_void_p) -> None:
         if kernel.awaits and self._driver.launch_kernel_ex is not None:
-            target, call = kernel.extended_call(grid, kernel.arguments)
-            target.value = stream.value
+            call_stream, call = kernel.extended_call(grid, kernel.arguments)
+            call_stream.value = stream.value
             code = self._driver.launch_kernel_ex(*call)
         else:
             code = self._driver.launch_kernel(*kernel.call(grid, stream, kernel.arguments))
@@ -439,7 +434,7 @@ class CudaDevice(Device):
         return status.value != 0
 
     def capture(self, stream: int) -> int:
-        """The number, never used again, of the capture into a CUDA graph that a stream takes part in; 0 for none."""
+        """Return the unique number of the CUDA graph capture that a stream takes part in; 0 if none."""
         status, number = cu.INT(), cu.DEV()
         with self._context.lock:
             self._context.check()
@@ -451,9 +446,9 @@ class CudaDevice(Device):
         return number.value if status.value else 0
 
     def _wait(self, stream: ctypes.c_void_p, other: ctypes.c_void_p) -> None:
-        """Work given to ``stream`` from now on waits for the work ``other`` has now. The host does not wait.
+        """Make future work on ``stream`` wait for the work now on ``other``. The host does not wait.
 
-        One event serves for all: a wait means the record before it, whatever is recorded later.
+        One event serves all waits: a wait refers to the latest record before it, not to later ones.
         """
         self._require(self._api.cuEventRecord(self._context.fence, other), "ordering streams")
         self._require(self._api.cuStreamWaitEvent(stream, self._context.fence, 0), "ordering streams")
@@ -461,7 +456,7 @@ class CudaDevice(Device):
     def prepare(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float | None]
     ) -> PreparedLaunch:
-        """Fix everything of a launch but its pointers and its stream.
+        """Prepare a launch with everything fixed except its pointers and its stream.
 
         Parameters
         ----------
@@ -470,7 +465,7 @@ class CudaDevice(Device):
         grid : tuple of int
             Workgroups along each axis.
         args : sequence
-            As for ``launch``; what stands in the place of a buffer is ignored, None will do.
+            As for ``launch``; values in the places of buffers are ignored and may be None.
 
         Returns
         -------
@@ -478,10 +473,10 @@ class CudaDevice(Device):
             Its ``launch(pointers, stream)`` costs little more than cuLaunchKernel itself.
         """
         self._kernel(program)
-        self._grid(program, grid)
+        self._check_grid(program, grid)
         params = program.artifact.params
         if len(args) != len(params):
-            raise refuse_arguments(program.artifact, TypeError(f"{len(args)} values for {len(params)} parameters"))
+            raise self.argument_error(program.artifact, f"{len(args)} values for {len(params)} parameters")
         with self._context.lock:
             self._context.check()
         scalars = [a for p, a in zip(params, args, strict=True) if p.kind == "scalar"]
@@ -490,14 +485,14 @@ class CudaDevice(Device):
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> float:
-        """Seconds one launch takes by device timestamps, with a cold cache.
+        """Measure one launch in seconds with device timestamps and a cold cache.
 
-        The device is kept busy with filling scratch memory while the host queues the launch; otherwise the time in
-        which the host does so would count as the kernel's.
+        The device fills scratch memory while the host queues the launch. Otherwise the host's time for that would count
+        as the kernel's.
         """
         kernel = self._kernel(program)
-        self._grid(program, grid)
-        pointers, scalars, _ = self._sort(program, args)
+        self._check_grid(program, grid)
+        pointers, scalars, _ = self._sort_arguments(program, args)
         start, end, elapsed = cu.PTR(), cu.PTR(), ctypes.c_float()
         with self._context.entered():
             # Wrapped arguments may be in use on other streams.
@@ -529,9 +524,9 @@ class CudaDevice(Device):
         return elapsed.value * 1e-3
 
     def synchronize(self) -> None:
-        """Wait for all work of the context, that of other libraries in this process included.
+        """Wait for all work in the context, including that of other libraries in this process.
 
-        Not while a stream is being captured: CUDA then refuses to wait.
+        Fails while a stream is being captured: CUDA then refuses to wait.
         """
         with self._context.lock:
             self._context.check()
@@ -541,7 +536,7 @@ class CudaDevice(Device):
             self._require(self._api.cuCtxSynchronize(), "synchronize")
 
     def close(self) -> None:
-        """Free the pool, unload all kernels and release the context. Idempotent; not to be called from a finalizer."""
+        """Free the pool, unload all kernels and release the context. Idempotent. Do not call it from a finalizer."""
 
         def refusal() -> ClosedError:
             return ClosedError(

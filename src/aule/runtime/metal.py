@@ -1,10 +1,10 @@
-"""Metal through PyObjC (`pip install pyobjc-framework-Metal`).
+"""The Metal runtime, through PyObjC (`pip install pyobjc-framework-Metal`).
 
-This file has not been run on Apple hardware: it is tested against a stand-in for the `Metal` module only.
+Untested on Apple hardware: the tests use a substitute for the `Metal` module.
 
 All buffers are in shared storage, so uploads and downloads are copies by the CPU. Metal orders the command buffers of
-the one queue by what they read and write; an upload waits for the command buffers that use its buffer. Buffers that
-were freed go to a pool by size, and are handed out again at once for the same reason. ``stream`` means nothing here.
+the single queue by the buffers they read and write, so a freed buffer can go to a pool and be reused at once. An upload
+waits for the command buffers that use its buffer. ``stream`` is ignored.
 
 Kernels follow the *block* convention: buffers at indices ``0 .. n - 1``, the packed scalars at index ``n``.
 """
@@ -67,7 +67,7 @@ def _watch_forks() -> None:
 
 
 def devices() -> list[Device]:
-    """The Metal devices of this Mac, the system's default first.
+    """List the Metal devices of this Mac, the system's default first.
 
     Raises
     ------
@@ -139,21 +139,21 @@ def _read_target(metal: Any, native: Any) -> Target:
 
 
 def _pipeline(metal: Any, native: Any, source: str, entry: str) -> tuple[Any, str]:
-    """A compute pipeline, or None and what the compiler said."""
+    """Compile a compute pipeline; return it, or None and the compiler's message."""
     options = metal.MTLCompileOptions.alloc().init()
-    # Fast mathematics may assume that there is no infinity; masked scores are infinities.
+    # Fast math may assume that there are no infinities; masked scores are infinite.
     options.setFastMathEnabled_(False)
     library, error = native.newLibraryWithSource_options_error_(source, options, None)
     if library is None:
-        return None, _said(error)
+        return None, _message(error)
     function = library.newFunctionWithName_(entry)
     if function is None:
         return None, f"the library has no function {entry}"
     pipeline, error = native.newComputePipelineStateWithFunction_error_(function, None)
-    return pipeline, "" if pipeline is not None else _said(error)
+    return pipeline, "" if pipeline is not None else _message(error)
 
 
-def _said(error: Any) -> str:
+def _message(error: Any) -> str:
     return "no message" if error is None else str(error.localizedDescription())
 
 
@@ -175,7 +175,7 @@ def _finished(command: Any) -> bool:
 
 
 def _size_class(nbytes: int) -> int:
-    """Pool size for a request: pages, in four steps for each power of two, so that at most a quarter is unused."""
+    """Round a size up to a pool size: pages, with four sizes per power of two, so at most a quarter is unused."""
     pages = max(1, -(-nbytes // mmap.PAGESIZE))
     step = 1 << max(0, pages.bit_length() - 3)
     return -(-pages // step) * step * mmap.PAGESIZE
@@ -199,18 +199,18 @@ class MetalDevice(Device):
         self._refusal: Callable[[], AuleError] | None = None
         self._closed = False
         self._cache: dict[int, list[_Buffer]] = {}
-        # free only appends here, which is atomic: it may run in a finalizer, in the midst of any other method.
+        # `free` only appends here, which is atomic: a finalizer may call it in the middle of any other method.
         self._returned: deque[_Buffer] = deque()
-        self._under_way: deque[tuple[str, Any]] = deque()
+        self._pending: deque[tuple[str, Any]] = deque()
         self._failed: AuleError | None = None
         _opened.add(self)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def _after_fork(self) -> None:
-        # Another thread of the parent, which does not exist here, may have held the lock.
+        # A thread of the parent, which does not exist here, may have held the lock.
         self._lock = threading.RLock()
-        self._under_way.clear()
+        self._pending.clear()
         if self._refusal is None:
             self._refusal = lambda: DeviceLostError(
                 "[metal] expected a device of this process, got one that was opened before fork; start the process "
@@ -222,10 +222,10 @@ class MetalDevice(Device):
             raise self._refusal()
 
     def _failure(self, entry: str, command: Any) -> AuleError:
-        """The error for a command buffer that ended in one."""
+        """Make the error for a command buffer that failed."""
         error = command.error()
         code = 0 if error is None else int(error.code())
-        text = f"[metal] {entry}: expected the GPU to finish, got error {code}: {_said(error)}"
+        text = f"[metal] {entry}: expected the GPU to finish, got error {code}: {_message(error)}"
         if code == _ERROR_OUT_OF_MEMORY:
             return OutOfMemoryError(f"{text}; free memory or make the problem smaller")
         if code in (_ERROR_ACCESS_REVOKED, _ERROR_DEVICE_REMOVED):
@@ -235,19 +235,19 @@ class MetalDevice(Device):
         return LaunchError(f"{text}; run with METAL_DEVICE_WRAPPER_TYPE=1 to let Metal check the launch")
 
     def _settle(self) -> None:
-        """Forget command buffers that are done, but not that one of them failed. The lock is held."""
-        while self._under_way and _finished(self._under_way[0][1]):
-            entry, command = self._under_way.popleft()
+        """Forget command buffers that are done, and keep the first error among them. The lock is held."""
+        while self._pending and _finished(self._pending[0][1]):
+            entry, command = self._pending.popleft()
             if command.status() == _STATUS_ERROR and self._failed is None:
                 self._failed = self._failure(entry, command)
 
     def _wait(self) -> None:
-        """Wait for everything, and raise the first error since the last wait."""
+        """Wait for all work, and raise the first error since the last wait."""
         with self._lock:
             self._check()
-            last = self._under_way[-1][1] if self._under_way else None
+            last = self._pending[-1][1] if self._pending else None
         if last is not None:
-            # Not under the lock: other threads may launch meanwhile. The queue finishes in order.
+            # Without the lock, so that other threads can launch meanwhile. The queue finishes in order.
             last.waitUntilCompleted()
         with self._lock:
             self._settle()
@@ -293,7 +293,7 @@ class MetalDevice(Device):
             if buffer.owner is None:
                 self._cache.setdefault(buffer.size, []).append(buffer)
             elif not _finished(buffer.used):
-                # The command buffer keeps the Metal buffer alive but not the array whose memory it is.
+                # The command buffer keeps the Metal buffer alive, but not the imported array.
                 self._returned.append(buffer)
 
     def free(self, allocation: Allocation) -> None:
@@ -378,7 +378,7 @@ class MetalDevice(Device):
         return Program(self, artifact, pipeline)
 
     def statistics(self, program: Program) -> dict[str, int]:
-        """What Metal made of a kernel: ``max_threads``, ``subgroup_size`` and ``static_shared_bytes``."""
+        """Return a kernel's ``max_threads``, ``subgroup_size`` and ``static_shared_bytes``."""
         pipeline = program.handle
         return {
             "max_threads": int(pipeline.maxTotalThreadsPerThreadgroup()),
@@ -396,7 +396,7 @@ class MetalDevice(Device):
         self._launch(program, grid, args)
 
     def _launch(self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]) -> Any:
-        """Launch, and return the command buffer."""
+        """Launch a kernel and return the command buffer."""
         artifact = program.artifact
         if program.device is not self:
             raise DeviceMismatchError("[metal] expected a program of this device, got another's; load it here")
@@ -405,7 +405,7 @@ class MetalDevice(Device):
                 f"[metal] {artifact.entry} expected a grid from (1, 1, 1) to {self.target.max_grid}, got {grid}; "
                 "split the work"
             )
-        buffers, scalars = self._sort(artifact, args)
+        buffers, scalars = self._sort_arguments(artifact, args)
         with self._lock, self._objc.autorelease_pool():
             self._check()
             self._settle()
@@ -425,35 +425,25 @@ class MetalDevice(Device):
             command.commit()
             for buffer in buffers:
                 buffer.used = command
-            self._under_way.append((artifact.entry, command))
+            self._pending.append((artifact.entry, command))
         return command
 
-    def _sort(self, artifact: Artifact, args: Sequence[Allocation | int | float]) -> tuple[list[_Buffer], bytes]:
-        """Buffers, and the block of scalars (empty where there are none)."""
-        buffers: list[_Buffer] = []
-        scalars: list[int | float] = []
+    def _sort_arguments(
+        self, artifact: Artifact, args: Sequence[Allocation | int | float]
+    ) -> tuple[list[_Buffer], bytes]:
+        """Check arguments and return the buffers, and the packed scalars (empty if there are none)."""
+        self.check_arguments(artifact, args)
+        buffers = [self._buffer(arg) for arg in args if isinstance(arg, Allocation)]
+        scalars = [arg for arg in args if not isinstance(arg, Allocation)]
         try:
-            for param, arg in zip(artifact.params, args, strict=True):
-                if isinstance(arg, Allocation) != (param.kind == "buffer"):
-                    raise TypeError(f"{arg!r} for {param.name}")
-                if isinstance(arg, Allocation):
-                    buffers.append(self._buffer(arg))
-                else:
-                    scalars.append(arg)
             return buffers, artifact.scalar_struct.pack(*scalars) if scalars else b""
         except (struct.error, OverflowError, TypeError, ValueError) as error:
-            if isinstance(error, AuleError):
-                raise
-            expected = ", ".join(f"{p.name}: {p.dtype}{'*' if p.kind == 'buffer' else ''}" for p in artifact.params)
-            raise InvalidArgumentError(
-                f"[metal] {artifact.entry} expected arguments ({expected}), got something else ({error}); "
-                "pass one value for each parameter, in order and in range"
-            ) from None
+            raise self.argument_error(artifact, error) from None
 
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> float:
-        """Seconds one launch takes, by the GPU's clock."""
+        """Measure one launch in seconds, with the GPU's clock."""
         self._wait()
         command = self._launch(program, grid, args)
         self._wait()
@@ -464,7 +454,7 @@ class MetalDevice(Device):
         self._wait()
 
     def close(self) -> None:
-        """Wait for the work under way and let go of everything. Idempotent."""
+        """Wait for all work and release everything. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -472,9 +462,9 @@ class MetalDevice(Device):
             self._refusal = lambda: ClosedError(
                 f"[metal] expected an open device, got metal:{self.index} after close; ask for the device again"
             )
-            for _, command in self._under_way:
+            for _, command in self._pending:
                 command.waitUntilCompleted()
-            self._under_way.clear()
+            self._pending.clear()
             self._returned.clear()
             self._cache.clear()
             self._queue = None

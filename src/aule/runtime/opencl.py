@@ -1,4 +1,7 @@
-"""OpenCL devices, through pyopencl. Kernels take the *args* convention: one kernel argument per parameter, in order."""
+"""The OpenCL runtime, through pyopencl.
+
+Kernels follow the *args* convention: one kernel argument per parameter, in order.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,14 @@ _USEFUL_EXTENSIONS = (
 )
 _VENDORS = {"nvidia": "nvidia", "advanced micro devices": "amd", "amd": "amd", "intel": "intel", "apple": "apple"}
 LARGE_REGISTERS = "-cl-intel-256-GRF-per-thread"
-"""Build option of Intel's own driver: twice the registers for half the threads. Older devices take no notice of it."""
+"""Build option of Intel's own driver: twice the registers for half the threads. Older devices ignore it."""
 _SUB_GROUP_SIZES_INTEL = 0x4108
 _WAVEFRONT_WIDTH_AMD = 0x4043
 _WARP_SIZE_NV = 0x4003
 
 
 def devices() -> list[Device]:
-    """Every OpenCL device of every platform: GPUs first, then accelerators, CPUs last.
+    """List the OpenCL devices of all platforms: GPUs first, then accelerators, CPUs last.
 
     Returns
     -------
@@ -62,7 +65,7 @@ def devices() -> list[Device]:
     Raises
     ------
     BackendUnavailableError
-        When pyopencl is missing, no driver is installed, or the driver was started before a fork.
+        pyopencl is missing, no driver is installed, or the driver was started before a fork.
     """
     try:
         cl: Any = importlib.import_module("pyopencl")
@@ -81,7 +84,7 @@ def devices() -> list[Device]:
         ) from error
     found: list[Any] = []
     for platform in platforms:
-        # A platform without devices answers with an error, not with an empty list.
+        # A platform without devices raises an error instead of returning an empty list.
         with contextlib.suppress(cl.Error):
             found += [d for d in platform.get_devices() if d.available and d.compiler_available]
     if not found:
@@ -98,7 +101,7 @@ def devices() -> list[Device]:
 
 
 class _Block(Block):
-    """One cl.Buffer. ``array`` is the host memory of an imported one, whose size counts as 0."""
+    """One cl.Buffer. ``array`` is the host memory of an imported buffer, whose ``size`` is 0."""
 
     __slots__ = ("array",)
 
@@ -108,7 +111,7 @@ class _Block(Block):
 
 
 class _Kernel:
-    """A cl.Kernel with the lock that OpenCL demands: setting arguments and enqueueing must not interleave."""
+    """A cl.Kernel with the lock that OpenCL requires: threads must not interleave setting arguments and enqueueing."""
 
     __slots__ = ("kernel", "local", "lock")
 
@@ -123,7 +126,7 @@ class OpenCLDevice(PooledDevice[_Block]):
 
     def __init__(self, cl: Any, device: Any, index: int) -> None:
         target = _target(cl, device)
-        # A quarter of the memory keeps a decode loop free of allocations and leaves room for other users.
+        # Pooling a quarter of the memory avoids allocations in a decode loop and leaves room for other users.
         super().__init__(target, index, target.max_buffer_bytes, max(target.memory_bytes // 4, 64 << 20))
         self._cl = cl
         self._device = device
@@ -162,14 +165,14 @@ class OpenCLDevice(PooledDevice[_Block]):
         if artifact.language != "opencl":
             raise ShaderCompileError(f"[opencl] expected a kernel in opencl, got {artifact.language}")
         cl, version = self._cl, self.target.language_version
-        # No -cl-fast-relaxed-math and no -cl-finite-math-only: masks are made of infinities. Fused multiply-adds need
-        # no option, FP_CONTRACT is on by default.
+        # No -cl-fast-relaxed-math or -cl-finite-math-only, because masks use infinities. Fused multiply-adds need no
+        # option: FP_CONTRACT is on by default.
         options = [f"-cl-std=CL{version // 100}.{version // 10 % 10}"]
-        if self.target.vendor == "intel" and self.target.driver.startswith("Intel"):  # not Mesa's, which refuses it
+        if self.target.vendor == "intel" and self.target.driver.startswith("Intel"):  # Mesa's driver refuses the option
             options.append(LARGE_REGISTERS)
         try:
             kernel = cl.Kernel(cl.Program(self._context, artifact.text).build(options=options), artifact.entry)
-            # NVIDIA's driver notices a wrong entry point only when the kernel is asked for something.
+            # NVIDIA's driver reports a wrong entry point only at the first query of the kernel.
             arguments = int(kernel.num_args)
             info = cl.kernel_work_group_info
             threads = int(kernel.get_work_group_info(info.WORK_GROUP_SIZE, self._device))
@@ -180,7 +183,7 @@ class OpenCLDevice(PooledDevice[_Block]):
             raise self._refused(artifact, f"the driver of {self.target.name} refused it", str(error)) from error
         if arguments != len(artifact.params):
             raise self._refused(artifact, f"it takes {arguments} arguments, expected {len(artifact.params)}")
-        # NVIDIA's driver (580) answers 256 whatever the kernel requires or uses, and launches up to the device's limit.
+        # NVIDIA's driver (580) always reports 256 threads, but launches up to the device's limit.
         if threads < artifact.workgroup and self.target.vendor != "nvidia":
             raise self._refused(
                 artifact,
@@ -207,7 +210,7 @@ class OpenCLDevice(PooledDevice[_Block]):
             raise LaunchError("[opencl] expected stream=None, got a native stream; OpenCL devices have one queue")
         queue = self._open()
         self._enqueue(queue, program, grid, args)
-        # Some drivers hold commands back until a flush; the device should start while the host goes on.
+        # Some drivers hold commands back until a flush; the device should start at once.
         try:
             queue.flush()
         except self._cl.Error as error:
@@ -223,8 +226,8 @@ class OpenCLDevice(PooledDevice[_Block]):
             self._sweep()
 
     def import_host(self, array: npt.NDArray[Any]) -> Allocation | None:
-        # Only a CPU device works in the array's own memory. A GPU may keep a copy behind CL_MEM_USE_HOST_PTR that
-        # nothing but a map brings up to date, and a map would overwrite what the host wrote in the meantime.
+        # Only a CPU device works in the array's own memory. With CL_MEM_USE_HOST_PTR a GPU may keep a copy that only a
+        # map synchronises, and a map would overwrite what the host wrote in the meantime.
         self._open()
         flags = array.flags
         if not self._is_cpu or not flags.c_contiguous or not flags.writeable or array.nbytes == 0:
@@ -246,8 +249,8 @@ class OpenCLDevice(PooledDevice[_Block]):
     def time_launch(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> float:
-        # Profiling slows every launch of a queue, so timed launches have a queue of their own. All work before is
-        # finished and the launch is waited for, so the order of work on the device still holds.
+        # Profiling slows every launch of a queue, so timed launches use a separate queue. Work stays ordered: earlier
+        # work is finished first, and the host waits for the timed launch.
         self.synchronize()
         with self._lock:
             self._open()
@@ -268,7 +271,7 @@ class OpenCLDevice(PooledDevice[_Block]):
         self, queue: Any, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> Any:
         entry = program.artifact.entry
-        values = [v.buffer if isinstance(v, _Block) else v for v in self._matched(program, args)]
+        values = [v.buffer if isinstance(v, _Block) else v for v in self._match_arguments(program, args)]
         x, y, z = grid
         if x == 0 or y == 0 or z == 0:
             return None
@@ -287,7 +290,7 @@ class OpenCLDevice(PooledDevice[_Block]):
             raise LaunchError(f"[opencl] '{entry}' got a scalar that does not fit its parameter: {error}") from error
 
     def _open(self) -> Any:
-        """The queue, after the checks that every call begins with; opens the context on first use."""
+        """Run `_check` and return the queue, opening the context on first use."""
         self._check()
         if self._queue is None:
             with self._lock:
@@ -306,7 +309,7 @@ class OpenCLDevice(PooledDevice[_Block]):
     def _new_block(self, size: int, nbytes: int) -> _Block:
         memory = self.target.memory_bytes
         live = sum(a.handle.size for a in self._live)
-        # Drivers promise memory that they do not have and fail (or page, or die) at first use: count ourselves.
+        # Drivers promise memory that they do not have and fail, page or crash at first use. So sizes are counted here.
         if memory and live + self._pooled_bytes + size > memory:
             self._trim()
             if live + size > memory:
@@ -320,7 +323,7 @@ class OpenCLDevice(PooledDevice[_Block]):
         def create() -> Any:
             buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, size)
             if not self._is_cpu and size >= 1 << 20:
-                # Memory is bound at first use: use it now, so that a shortage shows here and not in a launch.
+                # Memory is bound at first use. Use it now, so that running out shows here and not in a launch.
                 cl.enqueue_fill_buffer(queue, buffer, np.uint32(0), 0, 4)
             return buffer
 
@@ -330,37 +333,37 @@ class OpenCLDevice(PooledDevice[_Block]):
         if block.array is None:
             super()._retire(block)
             return
-        # Kernels under way may still use the array's memory: it lives until the queue has passed this point.
+        # Queued kernels may still use the array's memory: keep it until the queue has passed this point.
         with contextlib.suppress(self._cl.Error):
             self._retired.append((self._cl.enqueue_marker(self._queue), block))
         self._sweep()
 
-    def _drain(self) -> None:
+    def _wait_idle(self) -> None:
         if self._queue is not None:
             with contextlib.suppress(self._cl.Error):
                 self._queue.finish()
 
-    def _shut(self) -> None:
+    def _release(self) -> None:
         self._retired.clear()
         self._queue = self._timing_queue = self._context = None
 
     def _trim(self) -> bool:
-        """Give pooled memory back to the driver; True when there was any."""
+        """Return pooled memory to the driver; True if there was any."""
         with self._lock:
             had = bool(self._pool)
             self._empty_pool()
             if had:
-                self._drain()  # a buffer is released once the work that uses it is done
+                self._wait_idle()  # a buffer is released once the work that uses it is done
             return had
 
     def _sweep(self) -> None:
-        """Let go of freed host arrays that the queue has passed. The caller holds the lock."""
+        """Release freed host arrays that the queue no longer uses. The caller holds the lock."""
         if self._retired:
             complete = self._cl.command_execution_status.COMPLETE
             self._retired = [r for r in self._retired if r[0].command_execution_status > complete]
 
     def _with_memory(self, what: str, nbytes: int | None, action: Callable[[], _T]) -> _T:
-        """Run a driver call; when the device is out of memory, drop the pool and try once more."""
+        """Run a driver call; if the device runs out of memory, empty the pool and try once more."""
         try:
             return action()
         except self._cl.Error as error:
@@ -377,10 +380,10 @@ class OpenCLDevice(PooledDevice[_Block]):
 
     def _translate(self, error: Any, what: str, nbytes: int | None) -> AuleError:
         if not self._alive():
-            # Drivers report a kernel's wild access as OUT_OF_RESOURCES and refuse everything after it.
+            # Drivers report a kernel's out-of-bounds access as OUT_OF_RESOURCES and refuse everything after it.
             self._lost = f"[opencl] {self.target.name} stopped answering ({what}: {error}); start a new process"
             return DeviceLostError(self._lost)
-        # Without a size at stake, OUT_OF_RESOURCES speaks of registers or of the launch, not of memory.
+        # For calls that allocate nothing, OUT_OF_RESOURCES is about registers or the launch, not memory.
         short_of_memory = error.code in self._memory_codes() and (
             nbytes is not None or error.code != self._cl.status_code.OUT_OF_RESOURCES
         )
@@ -397,13 +400,13 @@ class OpenCLDevice(PooledDevice[_Block]):
             buffer = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, 256)
             cl.enqueue_copy(self._queue, buffer, np.zeros(4, np.uint8), is_blocking=True)
         except cl.Error as error:
-            # Short of memory to the last byte is not dead.
+            # A device that is completely out of memory is still alive.
             return bool(error.code in (cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE, cl.status_code.OUT_OF_HOST_MEMORY))
         return True
 
 
 def _info(device: Any, key: int) -> Any:
-    """A device property that only some vendors know; None elsewhere."""
+    """Return a vendor-specific device property; None if the driver does not have it."""
     try:
         return device.get_info(key)
     except Exception:  # pyopencl raises its own Error for an unknown value and others for an unknown type
@@ -412,20 +415,20 @@ def _info(device: Any, key: int) -> Any:
 
 def _language_version(cl: Any, device: Any) -> int:
     versions = [int(float(device.opencl_c_version.split()[2]) * 100 + 0.5)]
-    # A device of OpenCL 3.0 names its newest language only in this list; the older query stays at 1.2 for it.
+    # An OpenCL 3.0 device reports its newest language only in this list; for the older query it answers 1.2.
     with contextlib.suppress(AttributeError, cl.Error):
         versions += [(v.version >> 22) * 100 + (v.version >> 12 & 0x3FF) * 10 for v in device.opencl_c_all_versions]
     return max(versions)
 
 
 def _subgroups(device: Any, extensions: set[str], is_cpu: bool) -> tuple[int, tuple[int, ...]]:
-    """Subgroup size and the sizes a kernel may require; (0, ()) unless shuffles work and the size is known."""
+    """Return the subgroup size and the sizes a kernel may require; (0, ()) unless shuffles work and it is known."""
     khronos = {"cl_khr_subgroups", "cl_khr_subgroup_shuffle"} <= extensions
     if is_cpu or not (khronos or "cl_intel_subgroups" in extensions):
         return 0, ()
     if "cl_intel_required_subgroup_size" in extensions:
         sizes = tuple(sorted(int(n) for n in _info(device, _SUB_GROUP_SIZES_INTEL) or ()))
-        # Intel's compiler favours 16 lanes: 32 halve the registers of a lane, and newest parts have no 8.
+        # Intel's compiler favours 16 lanes: 32 halve the registers per lane, and the newest devices do not support 8.
         return (16 if 16 in sizes else max(sizes, default=0)), sizes
     return int(_info(device, _WARP_SIZE_NV) or _info(device, _WAVEFRONT_WIDTH_AMD) or 0), ()
 

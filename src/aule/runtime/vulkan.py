@@ -2,8 +2,8 @@
 
 Environment
 -----------
-``AULE_VULKAN_VALIDATION=1`` turns the validation layer on: what it says goes to the logger ``aule.vulkan`` and to
-`validation_messages`. ``AULE_CACHE_DIR`` is where compiled pipelines and refused shaders are kept.
+``AULE_VULKAN_VALIDATION=1`` turns the validation layer on. Its messages go to the logger ``aule.vulkan`` and to
+`validation_messages`. ``AULE_CACHE_DIR`` is the directory for compiled pipelines and refused shaders.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = ["VulkanDevice", "devices", "skipped", "validation_messages"]
 
 
 class VulkanDevice(Device):
-    """One Vulkan device. It is opened by the first call that needs more than its Target.
+    """One Vulkan device, opened by the first call that needs more than its Target.
 
-    Allocations have no device address; their ``handle`` tells buffer and byte offset.
+    Allocations have no device address; their ``handle`` holds the buffer and the byte offset.
     """
 
     def __init__(self, facts: Facts, index: int) -> None:
@@ -52,7 +52,7 @@ class VulkanDevice(Device):
         self._closed = False
 
     def _context(self) -> Context:
-        """The opened device; the caller holds the lock."""
+        """Return the open device, opening it on first use. The caller holds the lock."""
         if self._opened is None:
             if self._closed:
                 raise ClosedError("[vulkan] expected an open device, got a closed one; ask for the device again")
@@ -64,7 +64,7 @@ class VulkanDevice(Device):
         return self._opened
 
     def _check_process(self) -> None:
-        # Before the lock is taken: in a child, a thread that does not exist any more may hold it.
+        # Called before taking the lock: in a forked child, a thread that no longer exists may hold it.
         if self._pid and self._pid != os.getpid():
             raise DeviceLostError(
                 f"[vulkan] {self.target.name} was opened before fork and cannot be used in the child; start workers "
@@ -91,8 +91,8 @@ class VulkanDevice(Device):
             return Allocation(self, nbytes, self._context().memory.alloc(nbytes))
 
     def free(self, allocation: Allocation) -> None:
-        # No lock: finalisers call this, in any thread and in the middle of anything. The memory is taken back by the
-        # next call on the device.
+        # No lock: finalisers call this in any thread and in the middle of anything. The next call on the device
+        # reclaims the memory.
         if not allocation.freed and allocation.device is self:
             allocation.freed = True
             region: Region = allocation.handle
@@ -141,16 +141,8 @@ class VulkanDevice(Device):
             if 0 not in grid:
                 context.launch(pipeline, grid, regions, scalars)
 
-    def launch_together(self, launches: Sequence[Launch]) -> None:
-        self._check_process()
-        with self._lock:
-            context = self._context()
-            found = self._dispatches(launches)
-            if found:
-                context.launch_together(found)
-
     def _dispatches(self, launches: Sequence[Launch]) -> list[Dispatch]:
-        """Those of the launches that have anything to do."""
+        """Check launches and return those with a nonempty grid."""
         found = []
         for program, grid, args in launches:
             pipeline, regions, scalars = self._prepare(program, grid, args)
@@ -170,19 +162,19 @@ class VulkanDevice(Device):
             dispatch = Dispatch(pipeline, grid, regions, scalars)
             return 0.0 if 0 in grid else context.time_launches([dispatch], 1)
 
-    def time_launches(self, launches: Sequence[Launch], rounds: int, together: bool = False) -> float:
+    def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
         if not self._facts.timestamp_bits:
-            return super().time_launches(launches, rounds, together)
+            return super().time_launches(launches, rounds)
         self._check_process()
         with self._lock:
             context = self._context()
             found = self._dispatches(launches)
-            return context.time_launches(found, rounds, together) if found else 0.0
+            return context.time_launches(found, rounds) if found else 0.0
 
     def _prepare(
         self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
     ) -> tuple[Pipeline, list[Region], list[Any]]:
-        """Sorts the arguments of a launch and refuses what the driver would not check."""
+        """Sort a launch's arguments into buffers and scalars, and check what the driver does not."""
         self._check_program(program)
         pipeline: Pipeline = program.handle
         if len(args) != len(pipeline.names):
@@ -209,7 +201,7 @@ class VulkanDevice(Device):
             self._context().synchronize()
 
     def statistics(self, program: Program) -> dict[str, int | float | bool]:
-        """What the driver tells of a program's machine code: registers, spills, shared memory ...
+        """Return the driver's statistics of a program's machine code: registers, spills, shared memory ...
 
         Parameters
         ----------
@@ -219,7 +211,7 @@ class VulkanDevice(Device):
         Returns
         -------
         dict
-            By the driver's own names; empty where VK_KHR_pipeline_executable_properties is missing.
+            Values under the driver's own names; empty without VK_KHR_pipeline_executable_properties.
         """
         self._check_process()
         with self._lock:
@@ -228,8 +220,18 @@ class VulkanDevice(Device):
             return context.pipelines.statistics(program.artifact)
 
     def representations(self, program: Program) -> dict[str, str]:
-        """The texts through which a program went in the driver, the assembly among them; by the driver's own names,
-        and empty where VK_KHR_pipeline_executable_properties is missing."""
+        """Return a program's texts in the driver, from its intermediate code to assembly.
+
+        Parameters
+        ----------
+        program : Program
+            Loaded on this device.
+
+        Returns
+        -------
+        dict
+            Texts under the driver's own names; empty without VK_KHR_pipeline_executable_properties.
+        """
         self._check_process()
         with self._lock:
             context = self._context()
@@ -237,13 +239,13 @@ class VulkanDevice(Device):
             return context.pipelines.representations(program.artifact)
 
     def pipeline_cache_data(self) -> bytes:
-        """The driver's pipeline cache. It is also kept on disk, written when the device is closed."""
+        """Return the driver's pipeline cache, which is also written to disk when the device is closed."""
         self._check_process()
         with self._lock:
             return self._context().pipelines.cache_data()
 
     def memory_info(self) -> dict[str, int]:
-        """Bytes ``used`` by tensors, bytes ``reserved`` for them, and the count of ``driver_allocations`` so far."""
+        """Return the bytes ``used`` by tensors, the bytes ``reserved``, and the number of ``driver_allocations``."""
         self._check_process()
         with self._lock:
             memory = self._context().memory
@@ -273,8 +275,7 @@ _opened: list[VulkanDevice] = []
 
 
 def _check_fork() -> None:
-    """A child of a process that used a GPU must not start its driver again: it may hang or worse. Software devices
-    have no such state."""
+    """Refuse to start a GPU's driver again in a forked child: it may hang or crash. Software devices are safe."""
     lost = [d.target.name for d in _opened if d._pid != os.getpid() and not d.target.software]
     if lost:
         raise BackendUnavailableError(
@@ -285,14 +286,14 @@ def _check_fork() -> None:
 
 
 def devices() -> list[Device]:
-    """The Vulkan devices of this machine that can compute, in the driver's order.
+    """List the Vulkan devices that can compute, in the driver's order.
 
-    Each call gives the same objects, except that a closed device is replaced by a new one.
+    Each call returns the same objects, except that a new device replaces a closed one.
 
     Raises
     ------
     BackendUnavailableError
-        There is no loader, no driver or no device, with the remedy; or this is a child of a process that used a GPU.
+        No loader, driver or device was found, or this is a forked child of a process that used a GPU.
     NoComputeQueueError
         There are devices, but none has a compute queue.
     """
@@ -313,7 +314,7 @@ def devices() -> list[Device]:
 
 
 def skipped() -> list[AuleError]:
-    """Why devices that the driver lists are not among `devices`: no compute queue, or older than Vulkan 1.2."""
+    """Return why some of the driver's devices are not in `devices`: no compute queue, or older than Vulkan 1.2."""
     devices()
     return list(_skipped)
 
@@ -328,7 +329,7 @@ def _none_usable(reasons: list[AuleError]) -> AuleError:
 
 @atexit.register
 def _close_all() -> None:
-    """Drivers do not like to be unloaded under work, and the validation layer reports what is left."""
+    """Close all devices at exit: a driver may crash if it is unloaded while work runs."""
     for device in list(_opened):
         device.close()
     close_instance()

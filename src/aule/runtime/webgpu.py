@@ -1,6 +1,6 @@
-"""WebGPU devices, through wgpu-py.
+"""The WebGPU runtime, through wgpu-py.
 
-Kernels take the *block* convention: storage buffers at bindings ``0..n-1`` of group 0, and all scalars in one uniform
+Kernels follow the *block* convention: storage buffers at bindings ``0..n-1`` of group 0, and all scalars in one uniform
 buffer at binding ``n``.
 """
 
@@ -35,7 +35,7 @@ from aule.target import Target
 _T = TypeVar("_T")
 
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
-"""In order of preference for a device that several reach; OpenGL lacks too much of compute."""
+"""APIs under WebGPU, the preferred ones first if several reach the same device. OpenGL lacks compute features."""
 _KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "CPU": 3}
 _VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x106B: "apple"}
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
@@ -50,12 +50,12 @@ _LIMITS = (
     "max-storage-buffers-per-shader-stage",
 )
 _CHUNK = 64 << 20
-"""Copies pass through staging memory in pieces of this many bytes."""
+"""Copies go through staging memory in pieces of this many bytes."""
 _POOL_LIMIT = 1 << 30
-"""Freed bytes kept for reuse. WebGPU does not tell how much memory a device has; a shortage empties the pool."""
+"""Freed bytes kept for reuse. WebGPU does not report a device's memory size; running out of memory empties the pool."""
 _STAGING_LIMIT = 2 * _CHUNK
 _BIND_GROUPS = 64
-"""Bind groups remembered per program: a model repeats its launches with few sets of buffers and scalars."""
+"""Bind groups cached per program. A model repeats its launches with few sets of buffers and scalars."""
 _ENABLE_SUBGROUPS = re.compile(r"^[ \t]*enable[ \t]+subgroups[ \t]*;", re.MULTILINE)
 _SUBGROUP_PROBE = """
 @group(0) @binding(0) var<storage, read_write> size: array<u32>;
@@ -65,9 +65,9 @@ fn main(@builtin(subgroup_size) lanes: u32) { size[0] = lanes; }
 
 
 def devices() -> list[Device]:
-    """Every WebGPU adapter over Vulkan, Metal or Direct3D 12: discrete GPUs first, software last.
+    """List the WebGPU adapters over Vulkan, Metal or Direct3D 12: discrete GPUs first, software last.
 
-    A GPU that two of these reach is listed once.
+    A GPU that several of these APIs reach is listed once.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def devices() -> list[Device]:
     Raises
     ------
     BackendUnavailableError
-        When wgpu is missing, finds no adapter, or was started before a fork.
+        wgpu is missing, finds no adapter, or was started before a fork.
     """
     try:
         wgpu: Any = importlib.import_module("wgpu")
@@ -111,7 +111,7 @@ def devices() -> list[Device]:
 
 
 class _Block(Block):
-    """One GPUBuffer. ``serial`` names it in the keys of bind groups: an id() would come back for another buffer."""
+    """One GPUBuffer. ``serial`` identifies it in the keys of bind groups; an ``id()`` may be reused."""
 
     __slots__ = ("serial",)
     _serials = itertools.count()
@@ -122,7 +122,7 @@ class _Block(Block):
 
 
 class _Pipeline:
-    """A compute pipeline and the bind groups it was launched with last, each with its uniform buffer."""
+    """A compute pipeline and its most recent bind groups, each with its uniform buffer."""
 
     __slots__ = ("groups", "layout", "pipeline")
 
@@ -135,7 +135,7 @@ class _Pipeline:
 class WebGPUDevice(PooledDevice[_Block]):
     """One WebGPU device and its queue.
 
-    wgpu-py's objects keep state in Python; every touch of a shared one happens under the device's lock.
+    wgpu-py's objects keep state in Python, so all use of shared ones happens under the device's lock.
     """
 
     def __init__(self, wgpu: Any, adapter: Any, index: int) -> None:
@@ -161,8 +161,8 @@ class WebGPUDevice(PooledDevice[_Block]):
             if flat.nbytes == 0:
                 return
             end = offset + flat.nbytes
-            # The queue writes whole words. Words that the data fills in part keep their other bytes, except for the
-            # bytes behind the end of the allocation, which nobody owns.
+            # The queue writes 4-byte words. Words that the data fills only in part keep their other bytes, except for
+            # bytes past the end of the allocation, which are unused.
             last = end & ~3
             for at in sorted({edge & ~3 for edge in (offset, end) if edge & 3}):
                 word = np.zeros(4, np.uint8)
@@ -174,7 +174,7 @@ class WebGPUDevice(PooledDevice[_Block]):
             begin = -(-offset // 4) * 4
             for at in range(begin, last, _CHUNK):
                 if at > begin:
-                    device.queue.submit([])  # lets the staging memory of the piece before go
+                    device.queue.submit([])  # releases the staging memory of the previous piece
                 size = min(_CHUNK, last - at)
                 self._with_memory(
                     device, functools.partial(device.queue.write_buffer, block.buffer, at, flat, at - offset, size)
@@ -198,7 +198,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         target, wgpu = self.target, self._wgpu
         if artifact.language != "wgsl":
             raise ShaderCompileError(f"[webgpu] expected a kernel in wgsl, got {artifact.language}")
-        # naga lets these pass and the driver then misbehaves.
+        # naga does not check these, and the driver then misbehaves.
         for what, used, most in (
             ("threads in a workgroup", artifact.workgroup, target.max_threads),
             ("bytes of workgroup memory", artifact.shared_bytes, target.max_shared_bytes),
@@ -271,7 +271,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         return super().time_launch(program, grid, args)
 
     def _open(self) -> Any:
-        """The GPUDevice, opened on first use. The caller holds the lock."""
+        """Return the GPUDevice, opened on first use. The caller holds the lock."""
         self._check()
         if self._device is None:
             features, limits = self._adapter.features, self._adapter.limits
@@ -294,15 +294,15 @@ class WebGPUDevice(PooledDevice[_Block]):
             return _Block(self._new_buffer(self._device, size, flags), size)
 
     def _destroy(self, block: _Block) -> None:
-        block.buffer.destroy()  # takes effect when the work that uses it is done
+        block.buffer.destroy()  # takes effect once the work that uses it is done
 
-    def _drain(self) -> None:
+    def _wait_idle(self) -> None:
         if self._device is not None:
-            # The driver may be gone by now; what it held went with it.
+            # The driver may be gone by now, and its memory with it.
             with contextlib.suppress(Exception):
                 self._wait(self._device)
 
-    def _shut(self) -> None:
+    def _release(self) -> None:
         for buffer in itertools.chain(*self._uniforms.values(), *self._staging.values()):
             buffer.destroy()
         self._uniforms.clear()
@@ -311,7 +311,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         self._device = self._fence = self._timestamps = None
 
     def _with_memory(self, device: Any, action: Callable[[], _T]) -> _T:
-        """Run a wgpu call; when it is out of memory, drop the pools and try once more. The caller holds the lock."""
+        """Run a wgpu call; if it runs out of memory, empty the pools and try once more. The caller holds the lock."""
         try:
             return action()
         except self._wgpu.GPUError as error:
@@ -320,7 +320,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         return action()
 
     def _is_memory(self, error: Exception) -> bool:
-        # wgpu-native 29 passes a failed allocation off as a validation error, with this text of wgpu-core's.
+        # wgpu-native 29 reports a failed allocation as a validation error with wgpu-core's text.
         return isinstance(error, self._wgpu.GPUOutOfMemoryError) or bool(
             re.search(r"not enough memory left|out of memory", str(error), re.IGNORECASE)
         )
@@ -329,7 +329,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         return self._with_memory(device, lambda: device.create_buffer(size=size, usage=usage))
 
     def _trim(self, device: Any) -> bool:
-        """Give pooled memory back to the driver; True when there was any. The caller holds the lock."""
+        """Return pooled memory to the driver; True if there was any. The caller holds the lock."""
         staging = list(itertools.chain(*self._staging.values()))
         had = any(self._pool.values()) or bool(staging)
         self._empty_pool()
@@ -339,19 +339,19 @@ class WebGPUDevice(PooledDevice[_Block]):
         self._staging_bytes = 0
         if not had:
             return False
-        # Memory comes back when the work that uses it is done.
+        # The driver frees memory once the work that uses it is done.
         self._wait(device)
         return True
 
     def _read(self, device: Any, block: _Block, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copy bytes out of a buffer through mapped staging memory; waits."""
+        """Copy bytes out of a buffer through mapped staging memory, and wait for them."""
         first = start & ~3
         size = -(-(start + out.nbytes) // 4) * 4 - first
         capacity = max(size_class(size), 4096)
         with self._lock:
-            waiting = self._staging.get(capacity)
-            if waiting:
-                staging = waiting.pop()
+            pooled = self._staging.get(capacity)
+            if pooled:
+                staging = pooled.pop()
                 self._staging_bytes -= capacity
             else:
                 usage = self._wgpu.BufferUsage
@@ -361,9 +361,9 @@ class WebGPUDevice(PooledDevice[_Block]):
             device.queue.submit([encoder.finish()])
         try:
             staging.map_sync("READ", 0, size)
-            seen = np.frombuffer(staging.read_mapped(0, size, copy=False), np.uint8)
-            out[:] = seen[start - first : start - first + out.nbytes]
-            del seen  # a view must not outlive the mapping
+            mapped = np.frombuffer(staging.read_mapped(0, size, copy=False), np.uint8)
+            out[:] = mapped[start - first : start - first + out.nbytes]
+            del mapped  # a view must not outlive the mapping
             staging.unmap()
         except BaseException:
             staging.destroy()
@@ -377,7 +377,7 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def _wait(self, device: Any) -> None:
         """Wait for all submitted work, by reading back a word that the queue copies after it."""
-        # on_submitted_work_done is the call for this, but wgpu-py 0.32 declares its callback wrongly and raises.
+        # on_submitted_work_done would do this, but wgpu-py 0.32 declares its callback wrongly and raises.
         with self._lock:
             if self._fence is None:
                 usage = self._wgpu.BufferUsage
@@ -397,12 +397,12 @@ class WebGPUDevice(PooledDevice[_Block]):
         return _Pipeline(pipeline, layout)
 
     def _bind(self, device: Any, program: Program, args: Sequence[Allocation | int | float]) -> Any:
-        """The bind group for these arguments, remembered from an earlier launch where possible."""
+        """Return the bind group for these arguments, from an earlier launch if possible."""
         artifact = program.artifact
-        values = self._matched(program, args)
+        values = self._match_arguments(program, args)
         blocks = [v for v in values if isinstance(v, _Block)]
         scalars = [v for v in values if not isinstance(v, _Block)]
-        # Whole vectors of four words, so that a kernel may read its last elements as one.
+        # Rounded up to vectors of four words, so that a kernel may read its last elements as a vector.
         ranges = [max(-(-a.nbytes // 16) * 16, 16) for a in args if isinstance(a, Allocation)]
         try:
             packed = artifact.scalar_struct.pack(*scalars) if scalars else b""
@@ -437,13 +437,13 @@ class WebGPUDevice(PooledDevice[_Block]):
         return group
 
     def _check_bindings(self, artifact: Artifact, blocks: Sequence[_Block], ranges: Sequence[int]) -> None:
-        times = Counter(b.serial for b in blocks)
+        uses = Counter(b.serial for b in blocks)
         for param, block, size in zip(artifact.buffers, blocks, ranges, strict=True):
-            if times[block.serial] > 1 and param.access != "read":
-                twins = [p.name for p, b in zip(artifact.buffers, blocks, strict=True) if b is block]
+            if uses[block.serial] > 1 and param.access != "read":
+                aliases = [p.name for p, b in zip(artifact.buffers, blocks, strict=True) if b is block]
                 raise LaunchError(
                     f"[webgpu] '{artifact.entry}' expected memory of its own for '{param.name}', which it writes, got "
-                    f"one allocation for {', '.join(twins)}; WebGPU forbids such aliases, pass a copy"
+                    f"one allocation for {', '.join(aliases)}; WebGPU forbids such aliases, pass a copy"
                 )
             if size > self.target.max_buffer_bytes:
                 raise LaunchError(
@@ -452,11 +452,13 @@ class WebGPUDevice(PooledDevice[_Block]):
                 )
 
     def _uniform(self, device: Any, packed: bytes) -> Any:
-        """A uniform buffer with these contents. Writes are ordered like launches, so an evicted one can be rewritten
-        while the launches that read it are still under way."""
-        waiting = self._uniforms.get(len(packed))
-        if waiting:
-            buffer = waiting.pop()
+        """Return a uniform buffer with these contents, if possible one that was evicted.
+
+        Writes are ordered like launches, so a buffer can be rewritten while earlier launches that read it still run.
+        """
+        evicted = self._uniforms.get(len(packed))
+        if evicted:
+            buffer = evicted.pop()
         else:
             usage = self._wgpu.BufferUsage
             buffer = self._new_buffer(device, len(packed), usage.UNIFORM | usage.COPY_DST)
@@ -477,11 +479,11 @@ class WebGPUDevice(PooledDevice[_Block]):
         compute_pass.end()
 
     def _timestamp_queries(self, device: Any) -> tuple[Any, Any, float]:
-        """Query set, buffer for its values and nanoseconds a tick; the period is 0 where there are no timestamps."""
+        """Return a query set, a buffer for its values and the nanoseconds per tick; 0 without timestamps."""
         if self._timestamps is None:
             self._timestamps = (None, None, 0.0)
             if "timestamp-query" in device.features:
-                # wgpu-native counts in ticks, and wgpu-py 0.32 tells their length only through the native library.
+                # wgpu-native counts in ticks; wgpu-py 0.32 exposes their length only through the native library.
                 with contextlib.suppress(Exception):
                     native: Any = importlib.import_module("wgpu.backends.wgpu_native")
                     period = float(native.lib.wgpuQueueGetTimestampPeriod(device.queue._internal))
@@ -492,7 +494,10 @@ class WebGPUDevice(PooledDevice[_Block]):
         return self._timestamps
 
     def _accepts_enable_subgroups(self, device: Any) -> bool:
-        """Standard WGSL demands ``enable subgroups;``; the naga in wgpu 0.32 has the operations, not the directive."""
+        """Find out whether the compiler accepts ``enable subgroups;``.
+
+        Standard WGSL requires the directive, but the naga in wgpu 0.32 supports the operations without it.
+        """
         if self._knows_enable_subgroups is None:
             try:
                 device.create_shader_module(code="enable subgroups;\n@compute @workgroup_size(1) fn main() {}")
@@ -502,7 +507,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         return self._knows_enable_subgroups
 
     def _check_subgroups(self, device: Any, artifact: Artifact) -> None:
-        """WebGPU cannot ask for a subgroup size: run once to see that the device's is the one the kernel wants."""
+        """Check that the device's subgroup size is the kernel's; WebGPU cannot require one, so it is measured once."""
         wanted = artifact.subgroup_size or self.target.subgroup_size
         if not self.target.subgroup_size:
             raise self._refused(artifact, "it uses subgroups and the device's subgroup size is not known")
@@ -531,7 +536,7 @@ class WebGPUDevice(PooledDevice[_Block]):
             yield
         except AuleError:
             raise
-        # wgpu-py raises GPUError for what the driver says, RuntimeError for promises, ValueError for its own checks.
+        # wgpu-py raises GPUError for driver errors, RuntimeError for promises, ValueError for its own checks.
         except (self._wgpu.GPUError, self._wgpu.GPUPipelineError, RuntimeError, ValueError) as error:
             raise self._translate(error, what, nbytes) from error
 
@@ -552,10 +557,10 @@ def _identity(adapter: Any) -> tuple[int, int]:
 
 
 def _subgroup_size(vendor: str, name: str) -> int:
-    """Lanes of a subgroup where they are the same for every kernel, else 0.
+    """Return the subgroup size if it is the same for every kernel, else 0.
 
-    wgpu-native 29 reports no sizes (its fields are 0), and a kernel cannot ask for one. NVIDIA and Apple always have
-    32, llvmpipe fills its vector registers; AMD's and Intel's compilers choose per kernel.
+    wgpu-native 29 reports no sizes (its fields are 0), and a kernel cannot require one. NVIDIA and Apple always have
+    32 lanes, llvmpipe fills its vector registers; AMD's and Intel's compilers choose per kernel.
     """
     if vendor in ("nvidia", "apple"):
         return 32

@@ -1,11 +1,11 @@
-"""The interpreter: any kernel on NumPy, with a sanitizer.
+"""Interpreter: runs any kernel on NumPy, with a sanitizer.
 
-It is the oracle when a backend disagrees, and finds what a device would only sometimes stumble over: races, accesses
-out of bounds or misaligned, reads of memory that was never written, barriers that not every thread reaches. Each report
+It is the reference when a backend disagrees, and reports errors that a device shows only sometimes: races, accesses out
+of bounds or misaligned, reads of memory that was never written, barriers that not every thread reaches. Each report
 names the line of Python that emitted the operation.
 
-Operations are compiled to closures once; then workgroups run in batches, every lane of a batch in lockstep as one
-element of a NumPy array. Lanes that do not take a branch are masked: they neither write nor fail.
+Operations are compiled to closures once. Then workgroups run in batches: all lanes of a batch run in lockstep, each as
+one element of a NumPy array. Lanes that do not take a branch are masked: they neither write nor fail.
 """
 
 from __future__ import annotations
@@ -42,27 +42,26 @@ def interpret(
     Parameters
     ----------
     kernel : KernelIR
-        Must pass `verify`; only the rule about barriers in divergent control flow is checked while running instead.
+        Must pass `verify`, except that barriers in divergent control flow are checked at run time instead.
     grid : tuple of int
         Workgroups along the three axes.
     args : sequence
         One argument per parameter: contiguous arrays of the buffer's element type (bf16 as ``uint16`` bits or
         ``ml_dtypes.bfloat16``) and numbers.
     subgroup_size : int, optional
-        Lanes of a subgroup; the kernel's own by default, 32 when it has none.
+        Lanes per subgroup; by default the kernel's own, or 32 if it has none.
     sanitize : bool
-        Look for races and for reads of memory that was never written. Bounds, alignment and divergence are checked
-        in any case.
+        Check for races and for reads of memory that was never written. Bounds, alignment and divergence are always
+        checked.
     layouts : mapping, optional
-        How fragments lie over a subgroup, by their use ("a", "b", "accumulator"); those that are missing lie row by
-        row.
+        Layout of fragments over a subgroup by use ("a", "b", "accumulator"); row-major if missing.
 
     Raises
     ------
     SanitizerError
-        The kernel did something that is not defined; the message says which thread did what in which line.
+        The kernel has undefined behaviour; the message names the thread, the operation and the line of Python.
     KernelError
-        The kernel breaks a rule, the arguments do not fit, or an operation exists in one language only.
+        The kernel breaks a rule, the arguments do not fit, or an operation is an intrinsic of one language.
     """
     verify_structure(kernel)
     size = subgroup_size or kernel.subgroup_size or 32

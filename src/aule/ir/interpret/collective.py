@@ -1,4 +1,4 @@
-"""Operations that lanes do together: barriers and subgroup operations."""
+"""Interpreted operations that lanes execute together: barriers and subgroup operations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import numpy as np
 
 from aule.ir.interpret.machine import Compiler, Machine, Step
 from aule.ir.kernel import Op
-
-# Synchronisation and subgroups.
 
 
 def _barrier(m: Machine, op: Op) -> Step:
@@ -23,7 +21,7 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
     subgroups = np.arange(lanes.subgroups)
 
     def step() -> None:
-        slots = lanes.whole_clusters(op) if clusters else lanes.whole_groups(op)
+        slots = lanes.full_clusters(op) if clusters else lanes.full_groups(op)
         for shadow in shadows:
             if shadow.shared:
                 teams = None if slots is None else (slots[:, None] * lanes.subgroups + subgroups).ravel()
@@ -40,7 +38,7 @@ def _synchronise(m: Machine, op: Op, all_memory: bool, clusters: bool = False) -
 
 
 def _nothing(m: Machine, op: Op) -> None:
-    """Launches follow each other."""
+    """Compile to nothing: launches of the interpreter never overlap."""
 
 
 def _device_fence(m: Machine, op: Op) -> Step | None:
@@ -64,7 +62,7 @@ def _subgroup_barrier(m: Machine, op: Op) -> Step:
     lanes, shadows = m.lanes, m.shadows
 
     def step() -> None:
-        teams = lanes.whole_subgroups(op)
+        teams = lanes.full_subgroups(op)
         for shadow in shadows:
             if shadow.shared:
                 shadow.synchronise(op, teams, False)
@@ -73,12 +71,12 @@ def _subgroup_barrier(m: Machine, op: Op) -> Step:
 
 
 def collective(m: Machine, op: Op, step: Step) -> Step:
-    """All lanes of a subgroup take part, or none."""
+    """Wrap a step to check that either all lanes of a subgroup take part, or none."""
     lanes = m.lanes
 
     def checked() -> None:
         if lanes.mask is not None:
-            lanes.whole_subgroups(op)
+            lanes.full_subgroups(op)
         step()
 
     return checked

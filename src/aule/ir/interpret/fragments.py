@@ -1,4 +1,4 @@
-"""Matrix fragments: whole matrices, one per subgroup, of which each lane sees the components that its layout names."""
+"""Interpreted matrix fragments: one full matrix per subgroup; a layout maps each lane's components to elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _fragment(m: Machine, op: Op, value: Value) -> Fragment:
 
 
 def _uniform(m: Machine, op: Op, value: Array) -> Array:
-    """An operand that is the same in all lanes of a subgroup: one number per subgroup."""
+    """One number per subgroup of an operand that must be equal in all its lanes."""
     one = value.take(m.lanes.first)
     differs = value != one.take(m.lanes.subgroup)
     if m.lanes.mask is not None:
@@ -45,36 +45,36 @@ def _fragment_fill(m: Machine, op: Op) -> Step:
     return collective(m, op, fill)
 
 
-def _places(m: Machine, op: Op, type_: Fragment) -> Callable[[], tuple[Array, Array]]:
-    """Addresses of a matrix in memory, a column per active subgroup, and the first lanes of those."""
+def _addresses(m: Machine, op: Op, type_: Fragment) -> Callable[[], tuple[Array, Array]]:
+    """Make a function that returns the addresses of a matrix, a column per active subgroup, and their first lanes."""
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, stride = m.slot(op.args[1]), m.slot(op.args[2])
     row, column = np.indices((type_.rows, type_.cols)).reshape(2, -1, 1)
     major, minor = (row, column) if op.attrs["layout"] == "row" else (column, row)
 
-    def places() -> tuple[Array, Array]:
-        running = lanes.whole_subgroups(op)
+    def addresses() -> tuple[Array, Array]:
+        running = lanes.full_subgroups(op)
         start, step = (_uniform(m, op, registers[slot].astype(np.int64)) for slot in (index, stride))
         first = lanes.first
         if running is not None:
             start, step, first = start[running], step[running], first[running]
         return memory.matrix_addresses(op, start + major * step + minor, first), first
 
-    return places
+    return addresses
 
 
 def _fragment_load(m: Machine, op: Op) -> Step:
     assert op.result is not None
     type_ = _fragment(m, op, op.result)
     memory, lanes, registers, result = m.memory[op.args[0]], m.lanes, m.registers, m.result(op)
-    places, dtype = _places(m, op, type_), register_dtype(type_.elem)
+    addresses, dtype = _addresses(m, op, type_), register_dtype(type_.elem)
 
     def step() -> None:
-        address, first = places()
+        address, first = addresses()
         value = memory.read(op, address, first, collective=True)
-        whole = np.zeros((len(lanes.first), type_.rows, type_.cols), dtype)
-        whole[lanes.subgroup[first]] = value.T.reshape(-1, type_.rows, type_.cols)
-        registers[result] = whole
+        matrices = np.zeros((len(lanes.first), type_.rows, type_.cols), dtype)
+        matrices[lanes.subgroup[first]] = value.T.reshape(-1, type_.rows, type_.cols)
+        registers[result] = matrices
 
     return step
 
@@ -82,10 +82,10 @@ def _fragment_load(m: Machine, op: Op) -> Step:
 def _fragment_store(m: Machine, op: Op) -> Step:
     type_ = _fragment(m, op, op.args[3])
     memory, lanes, registers, source = m.memory[op.args[0]], m.lanes, m.registers, m.slot(op.args[3])
-    places = _places(m, op, type_)
+    addresses = _addresses(m, op, type_)
 
     def step() -> None:
-        address, first = places()
+        address, first = addresses()
         value = registers[source][lanes.subgroup[first]]
         memory.write(op, address, value.reshape(len(first), -1).T, first, collective=True)
 
@@ -102,12 +102,12 @@ def _fragment_mma(m: Machine, op: Op) -> Step:
     return collective(m, op, multiply)
 
 
-# Components. Lane L of n holds elements L*c ... L*c+c-1 of the matrix in row-major order, c = rows * cols / n, unless
-# the launch has a layout for fragments of that use.
+# Components. Without a layout for fragments of that use, lane L of n holds elements L*c ... L*c+c-1 of the matrix in
+# row-major order, c = rows * cols / n.
 
 
 def _elements(m: Machine, op: Op, type_: Fragment) -> Array:
-    """Number, row by row, of the element that a lane holds in each component; a row per lane."""
+    """Row-major number of each lane's elements: a row per lane, a column per component."""
     size, layout = m.lanes.subgroup_size, m.layouts.get(type_.use)
     if layout is None:
         return np.arange(type_.rows * type_.cols).reshape(size, -1)
@@ -123,8 +123,8 @@ def _elements(m: Machine, op: Op, type_: Fragment) -> Array:
 
 
 def _fragment_length(m: Machine, op: Op) -> Step:
-    held = _elements(m, op, _fragment(m, op, op.args[0])).shape[1]
-    return collective(m, op, m.apply(op, lambda x: np.full(m.lanes.count, held, np.int32)))
+    components = _elements(m, op, _fragment(m, op, op.args[0])).shape[1]
+    return collective(m, op, m.apply(op, lambda x: np.full(m.lanes.count, components, np.int32)))
 
 
 def _fragment_get(m: Machine, op: Op) -> Step:
@@ -160,11 +160,11 @@ def _fragment_pack(m: Machine, op: Op) -> Step:
 
 
 def _scattered(m: Machine, op: Op, old: Array, at: Array, values: Array) -> Array:
-    """A matrix per subgroup with elements replaced. Lanes that hold the same element must agree on it."""
-    whole = old.reshape(len(old), -1).copy()
-    whole[:, at] = values
-    differs = (whole[:, at] != values) & ~((values != values) & (whole[:, at] != whole[:, at]))
-    running = m.lanes.whole_subgroups(op)
+    """Replace elements of a matrix per subgroup. Lanes that hold the same element must agree on it."""
+    new = old.reshape(len(old), -1).copy()
+    new[:, at] = values
+    differs = (new[:, at] != values) & ~((values != values) & (new[:, at] != new[:, at]))  # NaN equals NaN here
+    running = m.lanes.full_subgroups(op)
     if running is not None:
         absent = np.ones(len(old), bool)
         absent[running] = False
@@ -173,11 +173,11 @@ def _scattered(m: Machine, op: Op, old: Array, at: Array, values: Array) -> Arra
         subgroup, place = np.argwhere(differs)[0]
         lane = int(m.lanes.first[subgroup]) + int(place) * m.lanes.subgroup_size // len(at)
         raise m.lanes.error(op, lane, "copies of an element of a fragment that differ between lanes")
-    return whole.reshape(old.shape)
+    return new.reshape(old.shape)
 
 
 def _component(m: Machine, op: Op, type_: Fragment) -> Array:
-    """The element that each lane holds in the operation's component."""
+    """Row-major number of the element that each lane holds in the operation's component."""
     elements, component = _elements(m, op, type_), op.attrs["component"]
     if component >= elements.shape[1]:
         message = f"{type_} has {elements.shape[1]} components in each lane, got component {component}"

@@ -1,4 +1,4 @@
-"""Who runs: the lanes of a batch of workgroups, and how reports name them."""
+"""The lanes of a batch of workgroups, which of them are active, and how error messages name them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aule.ir.text import line
 
 
 class SanitizerError(KernelError):
-    """The interpreter saw a kernel do something that is not defined."""
+    """The interpreter found undefined behaviour in a kernel."""
 
 
 class Lanes:
@@ -22,9 +22,9 @@ class Lanes:
     Attributes
     ----------
     count : int
-        Lanes of a batch.
+        Lanes per batch.
     mask, active : ndarray or None
-        Lanes that run now, as bools and as numbers; None when all do.
+        Active lanes, as bools and as indices; None if all are active.
     first : ndarray
         The first lane of each subgroup.
     subgroup : ndarray
@@ -56,24 +56,24 @@ class Lanes:
         self.active: Array | None = None
 
     def begin(self, first_group: int, total: int) -> None:
-        """Start the batch of workgroups from ``first_group`` on; those past the end of the launch do not run."""
+        """Start the batch of workgroups from ``first_group`` on; those past the end of the launch are inactive."""
         self.group = self.slot + first_group
         self.lane_id = self.group * self.workgroup + self.thread
         exists = self.group < total
         self.enter(None if exists.all() else exists)
 
     def enter(self, mask: Array | None) -> None:
-        """Run with these lanes from now on."""
+        """Set the active lanes."""
         self.mask = mask
         self.active = None if mask is None else np.flatnonzero(mask)
 
     def tick(self, op: Op) -> int:
-        """The time of a new access."""
+        """Record an access or barrier; returns its time."""
         self.history.append(op)
         return len(self.history) - 1
 
-    def whole_groups(self, op: Op) -> Array | None:
-        """Slots of the workgroups that arrive at a barrier (None: all); an error when one arrives in part."""
+    def full_groups(self, op: Op) -> Array | None:
+        """Slots of the workgroups that arrive at a barrier (None: all); an error if only some threads of one do."""
         if self.mask is None:
             return None
         arrived = self.mask.reshape(self.groups, self.workgroup)
@@ -84,9 +84,9 @@ class Lanes:
             raise self.error(op, absent, "barrier in divergent control flow: this thread does not arrive, others do")
         return np.flatnonzero(every)
 
-    def whole_clusters(self, op: Op) -> Array | None:
-        """Slots of the workgroups that arrive at a barrier of clusters (None: all); an error when one is missing."""
-        slots = self.whole_groups(op)
+    def full_clusters(self, op: Op) -> Array | None:
+        """Slots of the workgroups that arrive at a cluster barrier (None: all); an error if part of a cluster does."""
+        slots = self.full_groups(op)
         if slots is None:
             return None
         cluster = self.kernel.cluster
@@ -98,8 +98,8 @@ class Lanes:
             raise self.error(op, absent, "barrier of a cluster: this workgroup does not arrive, others do")
         return slots
 
-    def whole_subgroups(self, op: Op) -> Array | None:
-        """Subgroups that arrive at a subgroup operation (None: all); an error when one arrives in part."""
+    def full_subgroups(self, op: Op) -> Array | None:
+        """Subgroups that arrive at a subgroup operation (None: all); an error if only some lanes of one do."""
         if self.mask is None:
             return None
         some = np.logical_or.reduceat(self.mask, self.first)
@@ -113,7 +113,7 @@ class Lanes:
         return np.flatnonzero(every)
 
     def error(self, op: Op, lane: int, message: str) -> SanitizerError:
-        """An error that names the kernel, the operation, the lane and the line of Python."""
+        """Make an error that names the kernel, the operation, the lane and the line of Python."""
         return SanitizerError(f"kernel {self.kernel.name}: {message}; {self.site(op)}, {self.who(lane)}")
 
     def site(self, op: Op) -> str:
@@ -121,15 +121,15 @@ class Lanes:
         return f"`{line(self.kernel, op)}` at {op.where}"
 
     def who(self, lane: int) -> str:
-        """A lane of the batch, by the numbers a kernel knows."""
+        """Name a lane of the batch by its thread and workgroup."""
         return self.who_id(int(self.lane_id[lane]))
 
     def who_id(self, lane_id: int) -> str:
-        """A lane by its number in the launch."""
+        """Name a lane, given its number in the launch, by its thread and workgroup."""
         group, thread = divmod(lane_id, self.workgroup)
         return f"thread {thread} of workgroup {self.coordinates(group)}"
 
     def coordinates(self, group: Any) -> tuple[Any, Any, Any]:
-        """Position in the grid of a workgroup, or of an array of them."""
+        """Grid position of a workgroup, or of an array of workgroups."""
         x, y, _ = self.grid
         return group % x, group // x % y, group // (x * y)

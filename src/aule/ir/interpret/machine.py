@@ -1,4 +1,4 @@
-"""One launch of the interpreter: its registers, its memory and the compiled operations."""
+"""A launch of the interpreter: registers, memory and compiled operations."""
 
 from __future__ import annotations
 
@@ -20,52 +20,54 @@ from aule.ir.types import SCALARS, Pointer
 from aule.target import FragmentLayout
 
 _BATCH_LANES = 1024
-"""Lanes that run in lockstep, if the grid has that many: enough to make NumPy's cost per call small."""
+"""Lanes per batch, if the grid has that many: enough to amortise NumPy's overhead per call."""
 
 Step = Callable[[], None]
 Compiler = Callable[["Machine", Op], "Step | None"]
-"""Turns an operation into a step, or into nothing when its result is known beforehand."""
+"""Compiles an operation to a step, or to None if there is nothing to do at run time."""
 
 
 class Product(NamedTuple):
-    """A product of a warpgroup that is under way: its variables, and what is to be checked when it is waited for."""
+    """An unfinished warpgroup product: its variables, and the checks to run when it is waited for."""
 
     op: Op
     variables: tuple[int, ...]
     checks: list[Step]
 
 
-class Meeting(NamedTuple):
-    """A barrier in two halves: for each workgroup of a batch, when it was arrived at (0: all who arrived have gone on),
-    and how often it was waited for."""
+class SplitBarrier(NamedTuple):
+    """State of a split barrier, per workgroup of the batch."""
 
     arrived: Array
+    """Time of the arrivals; 0 before them and after the wait."""
     waited: Array
+    """Number of waits so far."""
 
     @classmethod
-    def of(cls, groups: int) -> Meeting:
+    def of(cls, groups: int) -> SplitBarrier:
+        """A barrier without arrivals."""
         return cls(np.zeros(groups, np.int64), np.zeros(groups, np.int64))
 
 
 class Machine:
-    """Registers are a list; each value has its place there. A register is an array that is never changed in place.
+    """State of a launch. Registers are a list with a slot per value; their arrays are never changed in place.
 
     Attributes
     ----------
     lanes : Lanes
-        Who runs now.
+        The lanes of a batch.
     memory : dict
-        What each pointer points to.
+        The memory behind each pointer.
     group_ids : list
-        Registers that hold the workgroup's index along an axis, filled for every batch.
+        (slot, axis) of registers that hold the workgroup's index along an axis, filled for every batch.
     fences : Fences or None
-        What is ordered between workgroups, where the kernel has fences and races are looked for.
+        Order between workgroups, if the kernel has fences and the sanitizer is on.
     layouts : mapping
-        How fragments lie over a subgroup, by their use.
+        Layout of fragments over a subgroup, by use.
     copies, products : list
-        Groups of what is under way, the latest last; that one is still open.
-    meetings : dict
-        Barriers in two halves by the memory they live in.
+        Groups of unfinished copies and products, oldest first; the last group is still open.
+    split_barriers : dict
+        Split barriers by the shared array that holds them.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class Machine:
         self.layouts = layouts
         if grid[0] % kernel.cluster:
             raise KernelError(f"kernel {kernel.name}: expected a grid of clusters of {kernel.cluster}, got {grid}")
-        together = kernel.cluster * kernel.workgroup
-        batches = -(-self.total // (kernel.cluster * max(1, _BATCH_LANES // together)))
+        cluster_lanes = kernel.cluster * kernel.workgroup
+        batches = -(-self.total // (kernel.cluster * max(1, _BATCH_LANES // cluster_lanes)))
         groups = -(-self.total // (kernel.cluster * batches)) * kernel.cluster
         self.lanes = Lanes(kernel, grid, groups, subgroup_size)
         self.fences: Fences | None = None
@@ -92,7 +94,7 @@ class Machine:
         self.group_ids: list[tuple[int, int]] = []
         self.copies: list[list[Step]] = [[]]
         self.products: list[list[Product]] = [[]]
-        self.meetings: dict[Value, Meeting] = {}
+        self.split_barriers: dict[Value, SplitBarrier] = {}
         self._slots: dict[Value, int] = {}
 
     def run(self, args: Sequence[Any]) -> None:
@@ -158,7 +160,7 @@ class Machine:
     # -- registers -------------------------------------------------------------------------------------------------
 
     def slot(self, value: Value) -> int:
-        """The place of a value among the registers."""
+        """The register slot of a value."""
         slot = self._slots.get(value)
         if slot is None:
             slot = self._slots[value] = len(self.registers)
@@ -166,11 +168,11 @@ class Machine:
         return slot
 
     def put(self, value: Value, content: Array) -> None:
-        """Fill a register while compiling."""
+        """Set a register at compile time."""
         self.registers[self.slot(value)] = content
 
     def result(self, op: Op) -> int:
-        """The place of an operation's result."""
+        """The register slot of an operation's result."""
         assert op.result is not None
         return self.slot(op.result)
 
@@ -187,7 +189,7 @@ class Machine:
         return steps
 
     def apply(self, op: Op, call: Callable[..., Array]) -> Step:
-        """A step that computes the result from the operands."""
+        """Make a step that computes the result from the operands."""
         registers, result = self.registers, self.result(op)
         slots = [self.slot(arg) for arg in op.args]
         if len(slots) == 1:

@@ -1,4 +1,4 @@
-"""Memory of the interpreter: one flat NumPy array per buffer, shared array or private array, and checked accesses."""
+"""Memory of the interpreter: a flat NumPy array per buffer, shared array or private array, with checked accesses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from aule.ir.types import Scalar
 
 
 class Memory:
-    """What a pointer points to.
+    """Memory that a pointer points to.
 
     Parameters
     ----------
     data : ndarray
         All elements, flat; bf16 as bits.
     length : int
-        Elements that one lane sees.
+        Elements that one lane can index.
     base : ndarray, optional
-        Where each lane's own elements start: a workgroup's part of a shared array, a lane's private array.
+        Start of each lane's elements: its workgroup's copy of a shared array, or its own private array.
     shadow : Shadow, optional
-        Looks for races and, in shared memory, for reads of what was never written.
+        Checks for races and, in shared memory, for reads before the first write.
     private : bool
-        Look for reads of what was never written, without a shadow.
+        Check for reads before the first write, without a shadow.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Memory:
         self.base = base
         self.shadow = shadow
         self.written = np.zeros(data.size, np.bool_) if private else None
-        self.expected: Array | None = None  # by copies that are under way
+        self.expected: Array | None = None  # elements that unfinished copies will write
 
     def begin(self) -> None:
-        """Contents become undefined: NaN, or -1 for integers, so that a kernel that relies on them goes wrong."""
+        """Make the contents undefined: NaN, or -1 for integers, so that a kernel that relies on them fails."""
         self.expected = None
         if self.base is not None:
             self.data.view(np.uint8).fill(1 if self.elem.name == "bool" else 0xFF)
 
     def forget(self, active: Array | None) -> None:
-        """A private array is declared anew, in these lanes."""
+        """Make a private array undefined in the active lanes, where it is declared again."""
         if self.written is not None:
             rows = self.written.reshape(-1, self.length)
             rows[slice(None) if active is None else active] = False
@@ -60,7 +60,7 @@ class Memory:
     # -- accesses --------------------------------------------------------------------------------------------------
 
     def addresses(self, op: Op, index: Array, active: Array | None, lanes: int, align: int) -> Array:
-        """Where an access of ``lanes`` consecutive elements goes; one row per vector lane."""
+        """Addresses of an access to ``lanes`` consecutive elements; one row per vector lane."""
         index = index.astype(np.int64) if active is None else index.take(active).astype(np.int64)
         if index.size and (int(index.min()) < 0 or int(index.max()) > self.length - lanes):
             self._out_of_bounds(op, index, active, lanes)
@@ -73,14 +73,14 @@ class Memory:
         return index if lanes == 1 else index + np.arange(lanes)[:, None]
 
     def matrix_addresses(self, op: Op, offsets: Array, active: Array) -> Array:
-        """Where the elements of a fragment lie; ``offsets`` has a column per subgroup, ``active`` its first lane."""
+        """Addresses of a fragment's elements; ``offsets`` has a column per subgroup, ``active`` its first lane."""
         if offsets.size and (int(offsets.min()) < 0 or int(offsets.max()) >= self.length):
             bad = (offsets < 0) | (offsets >= self.length)
             self._out_of_bounds(op, offsets[np.argwhere(bad)[0][0]], active, 1)
         return offsets if self.base is None else offsets + self.base.take(active)
 
     def read(self, op: Op, address: Array, active: Array | None, collective: bool = False) -> Array:
-        """Registers of the active lanes."""
+        """Load into the active lanes."""
         if self.shadow is not None:
             self.shadow.read(op, address, active, collective)
         elif self.written is not None and not self.written.take(address).all():
@@ -91,40 +91,27 @@ class Memory:
         return from_memory(self.elem, self.data.take(address))
 
     def read_other(self, op: Op, address: Array, active: Array | None) -> Array:
-        """The same of workgroups of the cluster."""
+        """Load into the active lanes from other workgroups of the cluster."""
         if self.shadow is not None:
             self.shadow.read_other(op, address, active)
         return from_memory(self.elem, self.data.take(address))
 
     def write(self, op: Op, address: Array, value: Array, active: Array | None, collective: bool = False) -> None:
-        """Store registers of the active lanes."""
+        """Store from the active lanes."""
         if self.shadow is not None:
             self.shadow.write(op, address, active, collective)
         elif self.written is not None:
             self.written[address] = True
         self.data[address] = to_memory(self.elem, value)
 
-    def peek(self, op: Op, address: Array, active: Array | None) -> Array:
-        """Registers of the active lanes, where other workgroups may be writing."""
-        if self.shadow is not None:
-            self.shadow.peek(op, address, active)
-        return from_memory(self.elem, self.data.take(address))
-
-    def post(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
-        """Store registers of the active lanes, where other workgroups may be reading."""
-        if self.shadow is not None:
-            for row in np.atleast_2d(address):
-                self.shadow.update(op, row, active)
-        self.data[address] = to_memory(self.elem, value)
-
     def post_other(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
-        """The same to workgroups of the cluster."""
+        """Store from the active lanes to other workgroups of the cluster, which may be reading."""
         if self.shadow is not None:
             self.shadow.update_other(op, address, active)
         self.data[address] = to_memory(self.elem, value)
 
     def expect(self, op: Op, address: Array, active: Array | None) -> None:
-        """A copy is under way. Of two to one place either might come last."""
+        """Record an unfinished copy; an error if another one has the same destination, since either may finish last."""
         if self.expected is None:
             self.expected = np.zeros(self.data.size, np.bool_)
         if self.expected.take(address).any():
@@ -135,13 +122,13 @@ class Memory:
         self.expected[address] = True
 
     def arrive(self, op: Op, address: Array, value: Array, active: Array | None) -> None:
-        """What a copy has brought is written."""
+        """Finish a copy: write its data."""
         assert self.expected is not None
         self.expected[address] = False
         self.write(op, address, value, active)
 
     def atomic(self, op: Op, address: Array, value: Array, active: Array | None, function: Function) -> Array:
-        """Read-modify-write; lanes that meet at one element take turns, lower lanes first."""
+        """Read-modify-write; lanes with the same element take turns, lower lanes first."""
         if self.shadow is not None:
             self.shadow.update(op, address, active)
         order = np.argsort(address, kind="stable")
@@ -164,7 +151,7 @@ class Memory:
 
 
 def flat_buffer(kernel: str, name: str, elem: Scalar, array: Any) -> Array:
-    """A caller's array as the flat elements of a buffer, sharing its memory."""
+    """Flatten a caller's array to the elements of a buffer, sharing its memory."""
     expected = "uint16 bits or ml_dtypes.bfloat16" if elem.name == "bf16" else str(memory_dtype(elem))
     if not isinstance(array, np.ndarray):
         got = type(array).__name__

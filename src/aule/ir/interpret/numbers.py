@@ -1,8 +1,8 @@
-"""How NumPy computes each operation, exactly as ``ops.py`` says. Used by the interpreter.
+"""NumPy implementations of the operations of ``ops.py``, for the interpreter.
 
-A value in registers is an array with one number per lane (a vector: one row per vector lane). NumPy has no bf16, so
-bf16 lives in float32 arrays that hold only bf16 numbers, rounded after every operation: float32 keeps more than twice
-the digits of bf16, so rounding twice gives the same as rounding once.
+A value in registers is an array with one number per lane (a vector: one row per vector lane). NumPy lacks bf16, so bf16
+values are float32 arrays, rounded to bf16 after every operation: float32 has more than twice the digits of bf16, so
+rounding twice gives the same as rounding once.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _DTYPES = {"bool": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.flo
 
 
 def register_dtype(elem: Scalar) -> np.dtype[Any]:
-    """NumPy's type of a number in a register."""
+    """NumPy dtype of a number in a register."""
     return np.dtype(np.float32 if elem.name == "bf16" else _DTYPES[elem.name])
 
 
 def memory_dtype(elem: Scalar) -> np.dtype[Any]:
-    """NumPy's type of a number in memory: bf16 is its bits."""
+    """NumPy dtype of a number in memory; bf16 is stored as bits."""
     return np.dtype(np.uint16 if elem.name == "bf16" else _DTYPES[elem.name])
 
 
 def from_memory(elem: Scalar, data: Array) -> Array:
-    """Registers from memory."""
+    """Convert numbers from their form in memory to that in registers."""
     return (data.astype(np.uint32) << np.uint32(16)).view(np.float32) if elem.name == "bf16" else data
 
 
 def to_memory(elem: Scalar, value: Array) -> Array:
-    """Memory from registers."""
+    """Convert numbers from their form in registers to that in memory."""
     return (value.view(np.uint32) >> np.uint32(16)).astype(np.uint16) if elem.name == "bf16" else value
 
 
@@ -50,13 +50,13 @@ def round_bf16(value: Array) -> Array:
         value = _round_to_odd(value)
     bits = value.view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    # The carry would turn some NaN into infinity.
+    # The carry would turn some NaNs into infinity.
     rounded = np.where(np.isnan(value), bits | np.uint32(0x400000), rounded) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)
 
 
 def _round_to_odd(value: Array) -> Array:
-    """float64 to float32 such that a further rounding to bf16 gives what one rounding would."""
+    """Round float64 to float32 so that rounding again to bf16 equals a single rounding."""
     near = value.astype(np.float32)
     inexact = np.isfinite(near) & (near.astype(np.float64) != value)
     toward_zero = np.where(np.abs(near.astype(np.float64)) > np.abs(value), np.nextafter(near, np.float32(0)), near)
@@ -85,7 +85,7 @@ _INTEGER: dict[str, Function] = _ANY | {
     "shl": np.left_shift, "shr": np.right_shift, "div": _divide_integers, "rem": np.fmod,
     "min": np.minimum, "max": np.maximum, "mulhi": _high_product,
 }  # fmt: skip
-# fmin and fmax return the number when the other operand is NaN, as the devices do.
+# fmin and fmax return the number if the other operand is NaN, as devices do.
 _FLOAT: dict[str, Function] = _ANY | {
     "div": np.divide, "min": np.fmin, "max": np.fmax, "exp2": np.exp2, "log2": np.log2, "sqrt": np.sqrt,
     "rsqrt": _rsqrt, "rcp": np.reciprocal, "floor": np.floor, "small": np.positive, "sin": np.sin, "cos": np.cos,
@@ -93,7 +93,7 @@ _FLOAT: dict[str, Function] = _ANY | {
 
 
 def function(opcode: str, elem: Scalar) -> Function:
-    """The NumPy function of a unary, binary, ternary or comparing operation on operands of type ``elem``."""
+    """The NumPy function of a unary, binary, ternary or compare operation on operands of type ``elem``."""
     if opcode == "select":
         return np.where
     if opcode == "fma":
@@ -129,7 +129,7 @@ _FMA: dict[str, Function] = {"f64": _fma_f64, "f32": _fma_f32, "f16": _fma_f16, 
 
 
 def _dot_pairs(a: Array, b: Array, c: Array) -> Array:
-    """The second products first, as AVX512_BF16 has it; every product is exact, every sum rounded."""
+    """Add the product of the high halves first, as AVX512_BF16 does; products are exact, sums are rounded."""
     a, b = np.broadcast_arrays(a, b)
     high = np.uint32(0xFFFF0000)
     for first, second in ((a & high, b & high), (a << np.uint32(16), b << np.uint32(16))):
@@ -138,7 +138,7 @@ def _dot_pairs(a: Array, b: Array, c: Array) -> Array:
 
 
 def e4m3_halves(words: Array) -> Array:
-    """A row of f16 for each byte."""
+    """Convert the e4m3 bytes of words to f16: a row per byte."""
     magnitude = np.arange(128)
     exponent, mantissa = magnitude >> 3, magnitude & 7
     size = np.where(exponent > 0, (8 + mantissa) * np.exp2(exponent - 10.0), mantissa * 2.0**-9)
@@ -149,7 +149,7 @@ def e4m3_halves(words: Array) -> Array:
 
 
 def cast_function(source: Scalar, target: Scalar) -> Function:
-    """Conversion of numbers from one element type to another."""
+    """The function that converts numbers from one element type to another."""
     if target.name == "bf16":
         if source.name in ("bf16", "f16", "f32"):
             return lambda x: round_bf16(x.astype(np.float32))
@@ -159,7 +159,7 @@ def cast_function(source: Scalar, target: Scalar) -> Function:
 
 
 def bitcast_function(source: ValueType, target: ValueType) -> Function:
-    """The same bits as another type; lane 0 of a vector holds the lowest bits."""
+    """The function that reinterprets bits as another type; lane 0 of a vector holds the lowest bits."""
     elem_in, elem_out = element(source), element(target)
     dtype = memory_dtype(elem_out)
     vector = isinstance(target, Vector)
@@ -180,7 +180,7 @@ def constant(value: float | int | bool, elem: Scalar, lanes: int) -> Array:
     if elem.name == "bf16":
         number = round_bf16(np.array([value], np.float64))
     elif elem.is_int:
-        # Through 64 bits: the narrow types of NumPy 2 refuse what does not fit, and a kernel wraps.
+        # Through 64 bits: kernels wrap, but NumPy 2 refuses numbers that do not fit a narrow type.
         number = np.array([int(value)], np.int64 if int(value) < (1 << 63) else np.uint64).astype(register_dtype(elem))
     else:
         number = np.array([value], register_dtype(elem))
@@ -188,7 +188,7 @@ def constant(value: float | int | bool, elem: Scalar, lanes: int) -> Array:
 
 
 def atomic_function(kind: str) -> Function:
-    """``f(old, operand)`` of a read-modify-write."""
+    """The function ``f(old, operand)`` of an atomic."""
     if kind == "exchange":
         return lambda old, new: new
     table: dict[str, Function] = {

@@ -1,9 +1,9 @@
-"""Who touched which element of memory: the bookkeeping behind the interpreter's sanitizer.
+"""Shadow memory of the interpreter's sanitizer: who accessed each element last, and when.
 
-Every access of shared memory, and of a global buffer that is written, gets a time. An earlier access is *ordered*
-before a later one when the same lane did both, or when a barrier that both lanes took part in came between; between
-workgroups, where `fences.py` says so. Two accesses of one element by two lanes, not both reading, not both atomic and
-neither ordered before the other, are a race, whatever the lockstep of this interpreter made of them.
+Every access to shared memory, and to a global buffer that is written, gets a time. An earlier access is *ordered*
+before a later one if the same lane did both, or if both lanes took part in a barrier in between; between workgroups,
+`fences.py` decides. Two accesses of one element by two lanes are a race if they are not ordered, not both reads and not
+both atomic. It is reported even if the interpreter's lockstep execution happens to give the right result.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from aule.ir.kernel import Op
 _SEVERAL = -1
 """Writer of an element that several lanes updated atomically, or that a subgroup stored together."""
 _COLLECTIVE = -2
-"""A subgroup that accesses memory together: which lane touches which element is not known, so it equals no lane."""
+"""Accessor of elements that a subgroup accesses together: the lane of each element is unknown, so it equals no lane."""
 _PENDING_LIMIT = 1 << 22
-"""Remembered reads after which repeated ones are dropped, so that a long loop without barriers stays in memory."""
+"""Number of recorded reads above which repeated ones are dropped, to bound memory in long loops without barriers."""
 
 
 class _Party(NamedTuple):
-    """The lanes of one access: their numbers, their teams, and the times before which things are ordered for them."""
+    """The lanes of one access: their numbers, their teams, and the times before which accesses are ordered for them."""
 
     lane: Array
     team: Array
@@ -43,7 +43,7 @@ class _Record:
         self.team = np.zeros(size, np.int64)
 
     def unordered(self, time: Array, address: Array, party: _Party) -> Array | None:
-        """Where the write at ``time`` is not ordered before an access by the party; None when it is everywhere."""
+        """Mask of writes at ``time`` that are not ordered before an access by the party; None if all are."""
         unordered: Array = time >= party.outer
         if not unordered.any():
             return None
@@ -52,22 +52,22 @@ class _Record:
         return unordered if unordered.any() else None
 
     def note(self, now: int, address: Array, party: _Party, collective: bool) -> Array:
-        """Write down an access; returns where another lane of the same operation hit the same element."""
+        """Record an access; returns where another lane of the same operation accessed the same element."""
         self.time[address] = now
         self.team[address] = party.team
         self.lane[address] = _SEVERAL if collective else party.lane
-        # Of lanes that meet in this very operation, only the last one still finds itself there.
-        found, own = (self.team, party.team) if collective else (self.lane, party.lane)
-        met: Array = found.take(address) != own
-        return met
+        # If lanes of this operation share an element, only the last one still finds itself recorded.
+        recorded, own = (self.team, party.team) if collective else (self.lane, party.lane)
+        collided: Array = recorded.take(address) != own
+        return collided
 
 
 class Shadow:
-    """Last writes and recent reads of every element of one shared array or one global buffer.
+    """Last writes and recent reads of every element of a shared array or a global buffer.
 
     Lanes belong to *teams* whose barriers order them: subgroups for shared memory, workgroups for global memory. A
-    barrier of the workgroup orders everything in shared memory, so there times before ``outer`` do not count. Of global
-    memory, ``fences`` know what is ordered between workgroups, where a kernel has fences.
+    barrier of the workgroup orders everything in shared memory, so accesses before the time ``outer`` are ignored
+    there. For global memory, ``fences`` knows the order between workgroups if the kernel has fences.
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class Shadow:
         self.sync = np.ones(teams, np.int64)
         self.pending: list[tuple[Any, Array, Array, Array]] = []
         self.pending_size = 0
-        # Writes concern only reads of the same workgroup in shared memory, and all reads in global memory.
+        # A write can only race with reads of the same workgroup in shared memory, and with any read in global memory.
         self.domain = np.arange(teams) // lanes.subgroups if shared else np.zeros(teams, np.int64)
         self.dirty = np.zeros(int(self.domain[-1]) + 1, np.bool_)
-        self.together = np.ones(teams, np.int64)
-        """Time of each team's last barrier of its cluster."""
-        self.others = np.zeros(size, np.int64)
-        """When each element was last read by way of the cluster."""
+        self.cluster_sync = np.ones(teams, np.int64)
+        """Time of each team's last cluster barrier."""
+        self.cluster_access = np.zeros(size, np.int64)
+        """Time of each element's last access from the cluster (``cluster_load``, ``cluster_post``)."""
 
     def begin(self) -> None:
-        """A new batch of workgroups starts: its shared memory holds nothing, buffers keep what was written."""
+        """Start a new batch of workgroups: shared memory is undefined again, buffers keep their records."""
         if self.shared:
             for record in self._records():
                 record.time.fill(0)
             self.pending.clear()
             self.pending_size = 0
-            self.others.fill(0)
+            self.cluster_access.fill(0)
         self._refresh()
 
     def _records(self) -> list[_Record]:
@@ -117,7 +117,7 @@ class Shadow:
     # -- accesses --------------------------------------------------------------------------------------------------
 
     def read(self, op: Op, address: Array, active: Array | None, collective: bool = False) -> None:
-        """Check and note a load. ``address`` has a column per active lane."""
+        """Check and record a load. ``address`` has a column per active lane."""
         party = self._party(active, collective)
         self.require_written(op, address, active)
         for record in self._records():
@@ -128,38 +128,40 @@ class Shadow:
             self._compact()
 
     def write(self, op: Op, address: Array, active: Array | None, collective: bool = False) -> None:
-        """Check and note a store."""
+        """Check and record a store."""
         party = self._party(active, collective)
         for record in self._records():
             self._ordered(record, op, "writes", address, party)
         if self.shared:
-            self._require_read(op, address, self.together.take(party.team))
-        met = self.writes.note(self.lanes.tick(op), address, party, collective)
-        if met.any():
-            self._race(self.writes, op, "writes", address, met, party)
+            self._check_cluster_access(op, address, self.cluster_sync.take(party.team))
+        collided = self.writes.note(self.lanes.tick(op), address, party, collective)
+        if collided.any():
+            self._race(self.writes, op, "writes", address, collided, party)
         self.dirty[self.domain.take(party.team)] = True
 
     def read_other(self, op: Op, address: Array, active: Array | None) -> None:
-        """Check and note a load from any workgroup of the cluster: only barriers of clusters order it."""
+        """Check and record a load from any workgroup of the cluster, which only cluster barriers order."""
         party = self._party(active, False)
         self.require_written(op, address, active)
-        wrong = self.writes.time.take(address) >= self.together.take(party.team)
+        wrong = self.writes.time.take(address) >= self.cluster_sync.take(party.team)
         if wrong.any():
             self._race(self.writes, op, "reads", address, wrong, party)
-        self.others[address] = self.lanes.tick(op)
+        self.cluster_access[address] = self.lanes.tick(op)
 
     def update_other(self, op: Op, address: Array, active: Array | None) -> None:
-        """Check and note an atomic on memory of any workgroup of the cluster: only barriers of clusters order it with
-        stores, and with the end of that workgroup."""
+        """Check and record an atomic on memory of any workgroup of the cluster.
+
+        Only cluster barriers order it with stores, and with the end of the owning workgroup.
+        """
         party = self._party(active, False)
-        wrong = self.writes.time.take(address) >= self.together.take(party.team)
+        wrong = self.writes.time.take(address) >= self.cluster_sync.take(party.team)
         if wrong.any():
             self._race(self.writes, op, "updates", address, wrong, party)
         self.update(op, address, active)
-        self.others[address] = len(self.lanes.history) - 1
+        self.cluster_access[address] = len(self.lanes.history) - 1
 
     def update(self, op: Op, address: Array, active: Array | None) -> None:
-        """Check and note an atomic. Where lanes meet, the record names several, whom only a barrier orders."""
+        """Check and record an atomic. An element updated by several lanes is recorded as `_SEVERAL`."""
         party = self._party(active, False)
         self.require_written(op, address, active)
         self._ordered(self.writes, op, "updates", address, party)
@@ -167,25 +169,21 @@ class Shadow:
             self.atomics = _Record(self.size)
         record = self.atomics
         before = record.unordered(record.time.take(address), address, party)
-        several = [] if before is None else [address[before]]
-        apart = [] if before is None else [address[before & (record.team.take(address) != party.team)]]
-        met = record.note(self.lanes.tick(op), address, party, False)
-        several.append(address[met])
-        apart.append(address[record.team.take(address) != party.team])
-        for elements in several:
+        several_lanes = [] if before is None else [address[before]]
+        several_teams = [] if before is None else [address[before & (record.team.take(address) != party.team)]]
+        collided = record.note(self.lanes.tick(op), address, party, False)
+        several_lanes.append(address[collided])
+        several_teams.append(address[record.team.take(address) != party.team])
+        for elements in several_lanes:
             record.lane[elements] = _SEVERAL
-        for elements in apart:
+        for elements in several_teams:
             record.team[elements] = _SEVERAL
         if self.fences is not None:
             self.fences.atomic(self.name, address)
         self.dirty[self.domain.take(party.team)] = True
 
-    def peek(self, op: Op, address: Array, active: Array | None) -> None:
-        """Check a load that may meet atomics, and only those."""
-        self._ordered(self.writes, op, "peeks at", address, self._party(active, False))
-
     def require_written(self, op: Op, address: Array, active: Array | None) -> None:
-        """Shared memory starts undefined."""
+        """Raise an error if shared memory is read before its first write."""
         if not self.shared:
             return
         time = self.writes.time.take(address)
@@ -206,14 +204,14 @@ class Shadow:
     # -- barriers --------------------------------------------------------------------------------------------------
 
     def synchronise(self, op: Op, teams: Array | None, everything: bool, since: int | None = None) -> None:
-        """A barrier: ``teams`` (None: all of the batch) go on together.
+        """Record a barrier of ``teams`` (None: all of the batch).
 
         Parameters
         ----------
         everything : bool
-            All of the workgroup's lanes took part, so what came before is ordered before whatever comes.
+            All lanes of the workgroup took part, so every access before it is ordered before every one after it.
         since : int, optional
-            Only what came before that time is.
+            Order only accesses before that time.
         """
         self.check()
         now = self.lanes.tick(op) if since is None else since
@@ -226,25 +224,25 @@ class Shadow:
         self._refresh()
 
     def meet(self, teams: Array | None) -> None:
-        """Clusters, all of the batch or those that these teams make up, have met."""
-        self.together[slice(None) if teams is None else teams] = len(self.lanes.history) - 1
+        """Record a cluster barrier of ``teams`` (None: all of the batch)."""
+        self.cluster_sync[slice(None) if teams is None else teams] = len(self.lanes.history) - 1
 
     def leave(self) -> None:
-        """The workgroups of the batch end, and what others may still read goes with them."""
+        """End the batch: shared memory goes away, so a barrier must follow the last access from the cluster."""
         if self.shared:
-            length = self.length * self.lanes.kernel.cluster  # all of a cluster end together
-            last = np.repeat(self.together[:: self.lanes.subgroups * self.lanes.kernel.cluster], length)
-            late = self.others >= last[: self.size]
-            if (self.others > 0).any() and late.any():
+            length = self.length * self.lanes.kernel.cluster  # all workgroups of a cluster end together
+            last = np.repeat(self.cluster_sync[:: self.lanes.subgroups * self.lanes.kernel.cluster], length)
+            late = self.cluster_access >= last[: self.size]
+            if (self.cluster_access > 0).any() and late.any():
                 address = int(np.flatnonzero(late)[0])
-                self._too_early(self._op(self.others[address]), address, "it ends")
+                self._too_early(self._op(self.cluster_access[address]), address, "it ends")
 
-    def _require_read(self, op: Op, address: Array, met: Array) -> None:
-        """What others of the cluster read is written again only behind a barrier."""
-        late = self.others.take(address) >= met
+    def _check_cluster_access(self, op: Op, address: Array, synced: Array) -> None:
+        """Require a cluster barrier between accesses from the cluster and a store."""
+        late = self.cluster_access.take(address) >= synced
         if late.any():
             where = tuple(np.argwhere(late)[0])
-            read = self._op(self.others[address[where]])
+            read = self._op(self.cluster_access[address[where]])
             self._too_early(read, address[where], f"it is written in {self.lanes.site(op)}")
 
     def _too_early(self, read: Op, address: Any, what: str) -> NoReturn:
@@ -254,7 +252,7 @@ class Shadow:
         )
 
     def _prune(self) -> None:
-        """Forget reads that a barrier of the workgroup has ordered before whatever comes."""
+        """Forget reads that a barrier of the workgroup has ordered before everything that follows."""
         pending, self.pending, self.pending_size = self.pending, [], 0
         for read, address, lane, team in pending:
             keep = read >= self.outer.take(team)
@@ -266,10 +264,10 @@ class Shadow:
         self.pending_size = sum(entry[1].size for entry in self.pending)
 
     def check(self) -> None:
-        """Look for writes that came after a read they are not ordered with.
+        """Check for writes that follow a read without being ordered with it.
 
-        Called before every barrier. Between two barriers the last write of an element stands for all of them, as
-        writes by two lanes would have been a race themselves.
+        Called before every barrier. Between two barriers, checking the last write of an element is enough: writes by
+        two lanes would have been a race themselves.
         """
         if not self.dirty.any():
             return
@@ -294,7 +292,7 @@ class Shadow:
                     self._report(address[where], record, f"{who} reads it before in {self.lanes.site(reader)}")
 
     def _compact(self) -> None:
-        """Keep the last read of each element by each lane: earlier ones are ordered with more, never with less."""
+        """Keep only the last read of each element by each lane: whatever orders it orders the earlier ones too."""
         self.check()
         parts = [
             [np.broadcast_to(part, address.shape).ravel() for part in (read, address, lane, team)]
@@ -307,7 +305,7 @@ class Shadow:
         keep = order[last]
         keep = keep[read[keep] >= self.outer.take(team[keep])]
         self.pending = [(read[keep], address[keep], lane[keep], team[keep])]
-        # What is left counts as nothing: it is bounded by elements times lanes, and compacting again gains nothing.
+        # The rest does not count: it is bounded by elements times lanes, and compacting it again would gain nothing.
         self.pending_size = 0
 
     # -- reports ---------------------------------------------------------------------------------------------------
@@ -337,7 +335,7 @@ class Shadow:
         self._report(address[where], record, f"{who} {verb} it in {self.lanes.site(op)}")
 
     def _report(self, address: Any, record: _Record, other: str) -> NoReturn:
-        """``other`` collides with the write that the record holds."""
+        """Raise the error for ``other``, which races with the recorded write."""
         verb = "writes" if record is self.writes else "updates"
         who = self._who(record.lane[address], record.team[address])
         raise SanitizerError(

@@ -1,4 +1,4 @@
-"""Operations of single lanes: leaves, arithmetic, vectors, memory, variables and control."""
+"""Interpreted operations of single lanes: leaves, arithmetic, vectors, memory, variables and control."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from aule.ir.interpret.numbers import (
     register_dtype,
 )
 from aule.ir.kernel import Op
-from aule.ir.types import Fragment, Pointer, Scalar, Vector, element
+from aule.ir.types import Fragment, Pointer, Scalar, Vector, element, lanes_of
 
-# Leaves never change while a batch runs, so they are registers that are filled beforehand.
+# Leaves do not change while a batch runs, so their registers are filled beforehand.
 
 
 def _const(m: Machine, op: Op) -> None:
@@ -74,7 +74,7 @@ def _rem(m: Machine, op: Op) -> Step:
     compute = _div(m, op)
     if m.kernel.arithmetic == "exact" or not element(op.args[0].type).is_signed:
         return compute
-    for place in (0, 1):  # of which devices make what they like
+    for place in (0, 1):  # devices disagree on the result
         if op.args[place].constant is None or op.args[place].constant < 0:
             compute = _guarded(
                 m, op, compute, lambda x: x < 0, "remainder of negative numbers in a quick kernel", place
@@ -92,7 +92,7 @@ def _shift(m: Machine, op: Op) -> Step:
 
 
 def _guarded(m: Machine, op: Op, compute: Step, wrong: Callable[[Array], Array], message: str, place: int = 1) -> Step:
-    """Report lanes in which an operand, the second if nothing is said, leaves the result undefined."""
+    """Wrap a step to report lanes in which an operand (by default the second) makes the result undefined."""
     lanes, registers, right = m.lanes, m.registers, m.slot(op.args[place])
 
     def step() -> None:
@@ -163,26 +163,27 @@ def _load(m: Machine, op: Op) -> Step:
     assert op.result is not None
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, result, align = m.slot(op.args[1]), m.result(op), op.attrs["align"]
-    count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
+    count = lanes_of(op.result.type)
     shape = (lanes.count,) if count == 1 else (count, lanes.count)
     dtype = register_dtype(memory.elem)
-    read = memory.peek if op.opcode == "peek" else memory.read
 
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
-        value = read(op, address, active)
-        if active is not None:
-            whole = np.zeros(shape, dtype)
-            whole[..., active] = value
-            value = whole
-        registers[result] = value
+        value = memory.read(op, address, active)
+        registers[result] = value if active is None else _scatter(value, active, np.zeros(shape, dtype))
 
     return step
 
 
-def _elsewhere(m: Machine, op: Op, number: int, count: int, align: int) -> Array:
-    """Where an access goes in memory of other workgroups of the cluster, whose numbers are in a register."""
+def _scatter(value: Array, active: Array, out: Array) -> Array:
+    """Write values of the active lanes into an array of all lanes."""
+    out[..., active] = value
+    return out
+
+
+def _cluster_addresses(m: Machine, op: Op, number: int, count: int, align: int) -> Array:
+    """Addresses of an access to other workgroups of the cluster; the register ``number`` holds their numbers."""
     memory, lanes, registers, cluster = m.memory[op.args[0]], m.lanes, m.registers, m.kernel.cluster
     active = lanes.active
     who = registers[number] if active is None else registers[number].take(active)
@@ -192,19 +193,19 @@ def _elsewhere(m: Machine, op: Op, number: int, count: int, align: int) -> Array
         raise lanes.error(op, lane, f"no workgroup {int(who[where])} in a cluster of {cluster}")
     address = memory.addresses(op, registers[m.slot(op.args[1])], active, count, align)
     slot = lanes.slot if active is None else lanes.slot.take(active)
-    found: Array = address + (who - slot % cluster) * memory.length
-    return found
+    result: Array = address + (who - slot % cluster) * memory.length
+    return result
 
 
 def _cluster_load(m: Machine, op: Op) -> Step:
     assert op.result is not None
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     number, result, align = m.slot(op.args[2]), m.result(op), op.attrs["align"]
-    count = op.result.type.lanes if isinstance(op.result.type, Vector) else 1
+    count = lanes_of(op.result.type)
     shape = (lanes.count,) if count == 1 else (count, lanes.count)
 
     def step() -> None:
-        active, address = lanes.active, _elsewhere(m, op, number, count, align)
+        active, address = lanes.active, _cluster_addresses(m, op, number, count, align)
         value = np.zeros(shape, register_dtype(memory.elem))
         value[..., slice(None) if active is None else active] = memory.read_other(op, address, active)
         registers[result] = value
@@ -217,7 +218,7 @@ def _cluster_post(m: Machine, op: Op) -> Step:
     source, number = m.slot(op.args[2]), m.slot(op.args[3])
 
     def step() -> None:
-        active, address = lanes.active, _elsewhere(m, op, number, 1, 1)
+        active, address = lanes.active, _cluster_addresses(m, op, number, 1, 1)
         value = registers[source] if active is None else registers[source].take(active)
         memory.post_other(op, address, value, active)
 
@@ -227,15 +228,13 @@ def _cluster_post(m: Machine, op: Op) -> Step:
 def _store(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, source, align = m.slot(op.args[1]), m.slot(op.args[2]), op.attrs["align"]
-    type_ = op.args[2].type
-    count = type_.lanes if isinstance(type_, Vector) else 1
-    write = memory.post if op.opcode == "post" else memory.write
+    count = lanes_of(op.args[2].type)
 
     def step() -> None:
         active = lanes.active
         address = memory.addresses(op, registers[index], active, count, align)
         value = registers[source] if active is None else registers[source][..., active]
-        write(op, address, value, active)
+        memory.write(op, address, value, active)
 
     return step
 
@@ -244,8 +243,7 @@ def _atomic(m: Machine, op: Op) -> Step:
     memory, lanes, registers = m.memory[op.args[0]], m.lanes, m.registers
     index, source, result = m.slot(op.args[1]), m.slot(op.args[2]), m.result(op)
     merge = atomic_function(op.attrs["kind"])
-    type_ = op.args[2].type
-    count = type_.lanes if isinstance(type_, Vector) else 1
+    count = lanes_of(op.args[2].type)
     fences = m.fences if op.attrs["ordered"] else None
 
     def step() -> None:
@@ -254,13 +252,11 @@ def _atomic(m: Machine, op: Op) -> Step:
             fences.fence()
         address = memory.addresses(op, registers[index], active, count, count)
         value = registers[source] if active is None else registers[source][..., active]
-        # The elements of a vector are updated each for itself.
+        # The elements of a vector are updated separately.
         rows = zip(np.atleast_2d(address), np.atleast_2d(value), strict=True)
         old = np.stack([memory.atomic(op, place, x, active, merge) for place, x in rows]).reshape(value.shape)
         if active is not None:
-            whole = np.zeros((*old.shape[:-1], lanes.count), old.dtype)
-            whole[..., active] = old
-            old = whole
+            old = _scatter(old, active, np.zeros((*old.shape[:-1], lanes.count), old.dtype))
         registers[result] = old
         if fences is not None:
             fences.fence()
@@ -268,7 +264,7 @@ def _atomic(m: Machine, op: Op) -> Step:
     return step
 
 
-# Asynchronous copies: what was read waits here until the wait for its group writes it, as late as a device might.
+# Asynchronous copies: data is read at once, but written only by the wait for its group, as late as a device might.
 
 
 def _async_copy(m: Machine, op: Op) -> Step:
@@ -288,7 +284,7 @@ def _async_copy(m: Machine, op: Op) -> Step:
 
 def _async_commit(m: Machine, op: Op) -> Step:
     def step() -> None:
-        _whole(m, op)
+        _require_full_groups(m, op)
         m.copies.append([])
 
     return step
@@ -298,19 +294,19 @@ def _async_wait(m: Machine, op: Op) -> Step:
     pending = op.attrs["pending"]
 
     def step() -> None:
-        _whole(m, op)
+        _require_full_groups(m, op)
         while len(m.copies) > pending + 1:
             run(m.copies.pop(0))
 
     return step
 
 
-def _whole(m: Machine, op: Op) -> None:
-    """Groups are counted once for all threads that run together, so none may be left out."""
-    m.lanes.whole_groups(op)
+def _require_full_groups(m: Machine, op: Op) -> None:
+    """Require all threads of a workgroup, since groups of copies are counted once for the batch."""
+    m.lanes.full_groups(op)
 
 
-# Variables. Arrays in registers are never changed, so a variable can hold the array it was given.
+# Variables. Arrays in registers are never changed in place, so a variable can share the array it is set to.
 
 
 def _var(m: Machine, op: Op) -> Step:
@@ -321,14 +317,14 @@ def _get(m: Machine, op: Op) -> Step:
     read, variable = m.apply(op, lambda x: x), m.slot(op.args[0])
 
     def step() -> None:
-        _finished(m, op, variable)
+        _require_finished(m, op, variable)
         read()
 
     return step
 
 
-def _finished(m: Machine, op: Op, variable: int) -> None:
-    """No product is still computing a variable."""
+def _require_finished(m: Machine, op: Op, variable: int) -> None:
+    """Raise an error if an unfinished warpgroup product accumulates into a variable."""
     if any(variable in product.variables for group in m.products for product in group):
         raise m.lanes.error(op, 0, "a variable that a product is still computing")
 
@@ -339,13 +335,13 @@ def _set(m: Machine, op: Op) -> Step:
     fragment = isinstance(op.args[1].type, Fragment)
 
     def step() -> None:
-        _finished(m, op, variable)
+        _require_finished(m, op, variable)
         mask = lanes.mask
         if mask is None:
             registers[variable] = registers[source]
             return
         if fragment:
-            lanes.whole_subgroups(op)
+            lanes.full_subgroups(op)
             mask = mask[lanes.first][:, None, None]
         registers[variable] = np.where(mask, registers[source], registers[variable])
 
@@ -418,9 +414,9 @@ def _repeat(m: Machine, op: Op) -> Step:
             lanes.enter(waiting)
             run(body)
             still = waiting & (registers[done] == 0)
-            # Workgroups run one after the other, so whoever has not left anything by now has not begun.
+            # All workgroups of a cluster run together: if none got on, none ever will.
             if still.any() and (still == waiting).all():
-                raise lanes.error(op, int(np.flatnonzero(still)[0]), "wait for what no workgroup that has begun leaves")
+                raise lanes.error(op, int(np.flatnonzero(still)[0]), "wait for what no workgroup of the cluster leaves")
             waiting = still
         lanes.enter(outer)
 
@@ -428,14 +424,14 @@ def _repeat(m: Machine, op: Op) -> Step:
 
 
 def _overflow(m: Machine, op: Op, wrapped: Array, outer: Array | None) -> None:
-    """The index passed the largest number of its type before it reached the end: on a device, an endless loop."""
+    """Raise an error if a loop index overflowed before the loop ended: on a device, an endless loop."""
     if outer is not None:
         wrapped = wrapped & outer
     if wrapped.any():
         raise m.lanes.error(op, int(np.flatnonzero(wrapped)[0]), "loop whose index overflows before it stops")
 
 
-# What only one language has.
+# Specific to one language.
 
 
 def _intrinsic(m: Machine, op: Op) -> Step:
@@ -446,7 +442,7 @@ def _intrinsic(m: Machine, op: Op) -> Step:
 
 
 def _nothing(m: Machine, op: Op) -> None:
-    """Nothing to run."""
+    """Compile to nothing."""
 
 
 COMPILERS: dict[str, Compiler] = {
@@ -457,10 +453,10 @@ COMPILERS: dict[str, Compiler] = {
     "e4m3_halves": _e4m3_halves,
     "make_vector": _make_vector, "splat": _splat, "extract": _extract, "permute": _permute,
     "private": _private, "load": _load, "load_once": _load, "prefetch": _nothing, "store": _store,
-    "stream": _store, "post": _store, "peek": _load, "atomic": _atomic,
+    "stream": _store, "atomic": _atomic,
     "cluster_load": _cluster_load, "cluster_post": _cluster_post,
     "async_copy": _async_copy, "async_commit": _async_commit, "async_wait": _async_wait,
     "var": _var, "get": _get, "set": _set, "loop": _loop, "repeat": _repeat, "if": _if,
     "intrinsic": _intrinsic, "comment": _nothing,
 }  # fmt: skip
-"""By opcode, or else by category."""
+"""Compilers by opcode, or else by category."""

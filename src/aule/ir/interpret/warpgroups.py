@@ -1,5 +1,8 @@
-"""Products that four subgroups start together. Here they are done at once, but what they were given stays theirs until
-the wait for their group: a variable that is read before, and memory that has changed by then, are reported."""
+"""Interpreted warpgroup products and split barriers.
+
+Products run at once, but count as unfinished until the wait for their group: reading a variable before that, or
+changing the memory of a factor, is reported.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aule.errors import KernelError
-from aule.ir.interpret.machine import Compiler, Machine, Meeting, Product, Step, run
+from aule.ir.interpret.machine import Compiler, Machine, Product, SplitBarrier, Step, run
 from aule.ir.interpret.memory import Memory
 from aule.ir.interpret.numbers import Array
 from aule.ir.kernel import Op, Value
@@ -20,7 +23,7 @@ _ROWS = _DEPTH = 16
 
 @dataclass(frozen=True)
 class _Factor:
-    """A factor in shared memory: ``offsets`` of its elements from the index, row by row."""
+    """A factor in shared memory; ``offsets`` are those of its elements from the index, row-major."""
 
     memory: Memory
     slot: int
@@ -55,7 +58,7 @@ def _warpgroup_mma(m: Machine, op: Op) -> Step:
         return check
 
     def step() -> None:
-        running = lanes.whole_subgroups(op)
+        running = lanes.full_subgroups(op)
         groups = np.arange(len(lanes.first) // SUBGROUPS)
         if running is not None:
             arrived = np.isin(np.arange(len(lanes.first)), running).reshape(-1, SUBGROUPS)
@@ -64,17 +67,17 @@ def _warpgroup_mma(m: Machine, op: Op) -> Step:
             groups = np.flatnonzero(arrived.all(axis=1))
         subgroups = (groups[:, None] * SUBGROUPS + np.arange(SUBGROUPS)).ravel()
         first = lanes.first[groups * SUBGROUPS]
-        found = []
+        reads = []
         for factor in factors:
             start = _uniform(m, op, registers[factor.slot].astype(np.int64), groups)
             if (start % 512).any():
                 raise lanes.error(op, int(first[0]), "a factor that does not start at a multiple of 512 elements")
             offsets = factor.offsets.reshape(-1, 1) + start
             address = factor.memory.matrix_addresses(op, offsets, first)
-            found.append((factor, address, first, factor.memory.read(op, address, first, collective=True)))
-        right = found[0][3].T.reshape(-1, _DEPTH, cols)
+            reads.append((factor, address, first, factor.memory.read(op, address, first, collective=True)))
+        right = reads[0][3].T.reshape(-1, _DEPTH, cols)
         if fragment is None:
-            left = found[1][3].T.reshape(-1, SUBGROUPS * _ROWS, _DEPTH)
+            left = reads[1][3].T.reshape(-1, SUBGROUPS * _ROWS, _DEPTH)
         else:
             left = registers[fragment][subgroups].reshape(-1, SUBGROUPS * _ROWS, _DEPTH)
         product = left.astype(np.float32) @ right.astype(np.float32)
@@ -83,13 +86,13 @@ def _warpgroup_mma(m: Machine, op: Op) -> Step:
             total = registers[slot].copy()
             total[subgroups] = block if op.attrs["fresh"] else total[subgroups] + block
             registers[slot] = total
-        m.products[-1].append(Product(op, variables, [unchanged(*place) for place in found]))
+        m.products[-1].append(Product(op, variables, [unchanged(*read) for read in reads]))
 
     return step
 
 
 def _uniform(m: Machine, op: Op, value: Array, groups: Array) -> Array:
-    """An operand that is the same in all lanes of a warpgroup: one number for each."""
+    """One number per warpgroup of an operand that must be equal in all its lanes."""
     rows = value.reshape(-1, 32 * SUBGROUPS)[groups]
     if (rows != rows[:, :1]).any():
         raise m.lanes.error(op, int(groups[0]) * 128, "operand that differs between the lanes of a warpgroup")
@@ -113,41 +116,41 @@ def _warpgroup_wait(m: Machine, op: Op) -> Step:
 
 
 def _warpgroup_meeting(m: Machine, op: Op) -> Step:
-    return lambda: m.meetings.update({op.args[0]: Meeting.of(m.lanes.groups)})
+    return lambda: m.split_barriers.update({op.args[0]: SplitBarrier.of(m.lanes.groups)})
 
 
 def _slots(m: Machine, op: Op) -> Array:
-    """The workgroups of the batch that take part."""
-    slots = m.lanes.whole_groups(op)
+    """Slots of the workgroups that take part."""
+    slots = m.lanes.full_groups(op)
     return np.arange(m.lanes.groups) if slots is None else slots
 
 
 def _warpgroup_arrive(m: Machine, op: Op) -> Step:
     def step() -> None:
-        meeting, slots = m.meetings[op.args[0]], _slots(m, op)
-        if meeting.arrived[slots].any():
+        barrier, slots = m.split_barriers[op.args[0]], _slots(m, op)
+        if barrier.arrived[slots].any():
             raise m.lanes.error(
                 op, int(slots[0]) * m.lanes.workgroup, "a second arrival that nobody has waited between"
             )
-        meeting.arrived[slots] = m.lanes.tick(op)
+        barrier.arrived[slots] = m.lanes.tick(op)
 
     return step
 
 
 def _warpgroup_await(m: Machine, op: Op) -> Step:
-    """All have arrived when the first gets here, for all run in lockstep: only what they did before it is ordered."""
+    """Order only what came before the arrivals; there is no waiting, since all lanes run in lockstep."""
     lanes, registers, parity = m.lanes, m.registers, m.slot(op.args[2])
 
     def step() -> None:
-        meeting, slots = m.meetings[op.args[0]], _slots(m, op)
-        times = meeting.arrived[slots].copy()
+        barrier, slots = m.split_barriers[op.args[0]], _slots(m, op)
+        times = barrier.arrived[slots].copy()
         first = slots * lanes.workgroup
         if (times == 0).any():
             raise lanes.error(op, int(first[0]), "a wait for a meeting at which nobody has arrived")
-        if (registers[parity][first] != meeting.waited[slots] % 2).any():
+        if (registers[parity][first] != barrier.waited[slots] % 2).any():
             raise lanes.error(op, int(first[0]), "a wait for a meeting of the other parity")
-        meeting.arrived[slots] = 0
-        meeting.waited[slots] += 1
+        barrier.arrived[slots] = 0
+        barrier.waited[slots] += 1
         for time in np.unique(times):
             teams = (slots[times == time][:, None] * lanes.subgroups + np.arange(lanes.subgroups)).ravel()
             for shadow in m.shadows:

@@ -1,4 +1,7 @@
-"""Passes that bring a kernel down to what a language or device can say. Each is proven against the interpreter."""
+"""Legalisation passes: rewrite a kernel to use only what a language and device support.
+
+Each pass is tested against the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from aule.ir.passes.round_half import round_half
 from aule.ir.passes.soft_half import Convert, soft_half
 from aule.ir.passes.votes import votes
 from aule.ir.passes.widen_int import widen_int
-from aule.ir.types import Scalar, element, f16, i64, u64
+from aule.ir.types import Scalar, f16, i64, u64
 
 __all__ = [
     "Legal",
@@ -36,66 +39,49 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Legal:
-    """What a language and device can say; the defaults say everything."""
+    """Limits of a language and device; the defaults are no limits."""
 
     soft: frozenset[Scalar] = frozenset()
-    """Floating-point types (f16, bf16) that no register can have: kept as u16 bits."""
+    """Floating-point types (f16, bf16) that registers cannot hold: replaced by u16 bits."""
     packed: frozenset[Scalar] = frozenset()
-    """Elements that buffers cannot have: kept in words. Judged after ``soft``: soft elements are u16."""
+    """Element types that buffers cannot have: packed into words. Applied after ``soft``, which turns types into u16."""
     widened: frozenset[Scalar] = frozenset()
-    """Integer types that no register can have: kept in 32 bits."""
+    """Integer types that registers cannot hold: widened to 32 bits."""
     int64: bool = True
-    """64-bit integers exist."""
+    """64-bit integers are supported."""
     mulhi: bool = True
-    """The high word of a product can be had."""
+    """``mulhi`` is supported."""
     max_lanes: int = 16
     """Widest vector."""
     half_to_float: Convert | None = None
-    """The language's own exact conversion of fp16 bits, for soft f16 and rounded ones."""
+    """The language's own exact conversion of fp16 bits to f32, for ``soft`` f16 and ``rounded``."""
     float_to_bfloat: Convert | None = None
-    """The language's own conversion to bf16 bits, for soft bf16."""
+    """The language's own conversion of f32 to bf16 bits, for ``soft`` bf16."""
     rounded: bool = False
-    """What becomes f16 in registers is rounded before (`round_half`); where there are such registers."""
+    """Numbers are rounded before they are cast to f16 in registers (`round_half`)."""
     pairs: bool = False
-    """Vectors of soft bf16 are read as words of two (`soft_half`)."""
-    waits: bool = False
-    """Workgroups can wait for what others leave."""
-
-
-_WAITING = frozenset({"peek", "post", "repeat"})
+    """Vectors of ``soft`` bf16 are converted in words of two (`soft_half`)."""
 
 
 def legalise(kernel: KernelIR, legal: Legal) -> KernelIR:
-    """The same kernel within the limits of ``legal``. The bytes of its buffers and parameter block stay the same."""
+    """Rewrite a kernel to the limits of ``legal``. The bytes of its buffers and parameter block do not change."""
     if kernel.cluster > 1:
         raise KernelError(f"kernel {kernel.name}: expected no cluster, got one of {kernel.cluster}: PTX alone has them")
-    waiting = None if legal.waits else next((op for op in kernel.walk() if op.opcode in _WAITING), None)
-    if waiting is not None:
-        raise KernelError(
-            f"kernel {kernel.name}: expected workgroups that do not wait for others, got {waiting.opcode} "
-            f"({waiting.where}): PTX and SPIR-V alone have it"
-        )
-    # First what adds small integers, then what removes them; whole words are packed before wide vectors are cut, so
-    # that eight fp16 are still one load. A pass with nothing to do is left out: each copies the kernel.
+    # Passes that introduce small integers come before those that remove them. Memory is packed before wide vectors are
+    # split, so that eight fp16 are still one load. A pass copies the kernel, so one with nothing to do is skipped.
     kernel = votes(hints(kernel))
-    if legal.soft & _elements(kernel):
+    if legal.soft & kernel.elements():
         kernel = soft_half(kernel, legal.soft, legal.half_to_float, legal.float_to_bfloat, legal.pairs)
-    if legal.rounded and f16 in _elements(kernel):
+    if legal.rounded and f16 in kernel.elements():
         kernel = round_half(kernel, legal.half_to_float)
-    if legal.packed & _elements(kernel):
+    if legal.packed & kernel.elements():
         kernel = pack_memory(kernel, legal.packed)
-    if legal.widened & _elements(kernel):
+    if legal.widened & kernel.elements():
         kernel = widen_int(kernel, legal.widened)
-    if not legal.int64 and {i64, u64} & _elements(kernel):
+    if not legal.int64 and {i64, u64} & kernel.elements():
         kernel = int64(kernel)
     if not legal.mulhi and any(op.opcode == "mulhi" for op in kernel.walk()):
         kernel = multiply_high(kernel)
-    # Always, because it folds constants as well: WGSL refuses those that wrap.
+    # Always runs, because it also folds constants: WGSL rejects constant expressions that wrap.
     kernel = narrow_vectors(kernel, legal.max_lanes)
     return dead_code(kernel)
-
-
-def _elements(kernel: KernelIR) -> set[Scalar]:
-    """Elements of all registers, buffers and arrays."""
-    values = (*kernel.values.values(), *kernel.shared, *(op.result for op in kernel.walk() if op.result is not None))
-    return {element(value.type) for value in values}

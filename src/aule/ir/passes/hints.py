@@ -1,4 +1,4 @@
-"""Hints, where a language cannot give them."""
+"""Removes hints that a language does not have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ _HINTS = ("prefetch", "launch_next", "launch_await")
 
 
 def hints(kernel: KernelIR) -> KernelIR:
-    """Leave out every ``prefetch``, and what tells launches when to start; store what is to be streamed, and load what
-    is to be loaded once."""
+    """Drop ``prefetch``, ``launch_next`` and ``launch_await``; make ``stream`` a store and ``load_once`` a load."""
     known = (*_HINTS, "stream", "load_once")
     return _Hints(kernel).run() if any(op.opcode in known for op in kernel.walk()) else kernel
 
@@ -21,7 +20,7 @@ class _Hints(Rewriter):
         self.hooks |= dict.fromkeys(_HINTS, self._nothing) | {"stream": self._store, "load_once": self._load}
 
     def _nothing(self, op: Op) -> None:
-        """Whoever reads the memory waits for it, and a launch for those before it."""
+        """Drop the operation."""
 
     def _load(self, op: Op) -> Value:
         assert op.result is not None

@@ -1,7 +1,7 @@
 """64-bit integers as pairs of u32 words, low word first, for languages without them.
 
-Arithmetic is done on the words of one lane or, lane by lane, on vectors of words. An index keeps its low word only: a
-buffer such a language can address is below 4 GiB.
+Arithmetic works on single words or lane by lane on vectors of words. An index keeps only its low word: such languages
+can only address buffers below 4 GiB.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
 from aule.ir.passes.multiply_high import high_product
-from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
-from aule.ir.types import Pointer, Ref, Scalar, Type, Vector, element, f32, i32, i64, u32, u64
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.types import Pointer, Ref, Scalar, Type, Vector, element, f32, i32, i64, lanes_of, u32, u64, vector_type
 
 Pair = tuple[Value, Value]
 """Low word, high word."""
@@ -24,8 +24,8 @@ _WIDE = (i64, u64)
 def int64(kernel: KernelIR) -> KernelIR:
     """Replace i64 and u64, in registers, memory and parameters, by pairs of u32.
 
-    A scalar parameter ``n`` becomes ``n_low`` and ``n_high``, after a word of padding where the parameter block has
-    one, so that the block's bytes are the same.
+    A scalar parameter ``n`` becomes ``n_low`` and ``n_high``. Padding of the parameter block becomes a parameter too,
+    so that the block's bytes do not change.
     """
     return _Int64(kernel).run()
 
@@ -70,7 +70,7 @@ class _Int64(Rewriter):
         return Pointer(u32, pointer.space, None if pointer.length is None else 2 * pointer.length)
 
     def value(self, old: Value) -> Value:
-        # What is left to the generic clone uses 64 bits only as an index.
+        # Operations copied by the generic clone use 64-bit integers only as an index.
         new = self.values[old]
         return new[0] if isinstance(new, tuple) and old.type == i64 else super().value(old)
 
@@ -104,7 +104,7 @@ class _Int64(Rewriter):
             raise KernelError(f"int64: expected atomics on 32 bits, got {op.args[2].type} ({op.where})")
         return self.clone(op)
 
-    # -- what goes word by word ------------------------------------------------------------------------------------
+    # -- operations on each word separately ------------------------------------------------------------------------
 
     def _const(self, op: Op) -> Lowered | None:
         assert op.result is not None
@@ -160,7 +160,7 @@ class _Int64(Rewriter):
             self.b.set(ref, word)
 
     def _loop(self, op: Op) -> None:
-        """A loop over 64 bits counts its turns in 32: more of them no kernel makes."""
+        """Rewrite a loop with a 64-bit index to count iterations in 32 bits, which is enough for any kernel."""
         index: Value = op.attrs["index"]
         if not _is_wide(index.type):
             self.clone_loop(op)
@@ -168,10 +168,10 @@ class _Int64(Rewriter):
         start, stop, step = (self._pair(a) for a in op.args)
         signed = element(index.type).is_signed
         span = self._sum(self._difference(stop, start), self._difference(step, self._constant(1)))
-        turns = span[0] if step[0].constant == 1 and step[1].constant == 0 else self._quotient(span, step)[0][0]
-        turns = self.b.select(self._less(start, stop, signed), turns, self.b.const(0, u32))
+        trips = span[0] if step[0].constant == 1 and step[1].constant == 0 else self._quotient(span, step)[0][0]
+        trips = self.b.select(self._less(start, stop, signed), trips, self.b.const(0, u32))
         low, high = self.b.var(start[0], f"{index.hint}_low"), self.b.var(start[1], f"{index.hint}_high")
-        with self.b.loop(self.b.const(0, u32), turns, unroll=op.attrs["unroll"], name="turn"):
+        with self.b.loop(self.b.const(0, u32), trips, unroll=op.attrs["unroll"], name="turn"):
             now = low.value, high.value
             self.values[index] = now
             self.block(op.blocks[0])
@@ -201,7 +201,7 @@ class _Int64(Rewriter):
         return (high < other) | (self.b.eq(a[1], b[1]) & (a[0] < b[0]))
 
     def _as_signed(self, word: Value) -> Value:
-        return self.b.bitcast(word, shaped(i32, lanes_of(word.type)))
+        return self.b.bitcast(word, vector_type(i32, lanes_of(word.type)))
 
     def _add(self, op: Op, a: Pair, b: Pair) -> Lowered:
         return self._sum(a, b)
@@ -289,7 +289,7 @@ class _Int64(Rewriter):
         )
 
     def _quotient(self, x: Pair, y: Pair) -> tuple[Pair, Pair]:
-        """Unsigned quotient and rest: the hardware's where both fit a word, else 64 turns of shift and subtract."""
+        """Unsigned quotient and remainder: one division if both fit a word, else 64 steps of shift and subtract."""
         zero = self.b.const(0, u32)
         low, high = self.b.var(x[0], "quotient_low"), self.b.var(x[1], "quotient_high")
         rest_low, rest_high = self.b.var(zero, "rest_low"), self.b.var(zero, "rest_high")
@@ -297,8 +297,8 @@ class _Int64(Rewriter):
         with self.b.if_(small):
             low.value, rest_low.value = x[0] / y[0], x[0] % y[0]
         with self.b.else_(), self.b.loop(0, 64, name="bit"):
-            # The dividend leaves through the top as the quotient enters from below. A remainder that would overflow
-            # its 64 bits when shifted is above any divisor.
+            # One register pair is shifted: the dividend leaves at the top while the quotient enters at the bottom. A
+            # remainder that overflows 64 bits when shifted is larger than any divisor.
             now, rest = (low.value, high.value), (rest_low.value, rest_high.value)
             carry = rest[1] >> 31
             grown = (rest[0] << 1) | (now[1] >> 31), (rest[1] << 1) | (rest[0] >> 31)
@@ -328,20 +328,20 @@ class _Int64(Rewriter):
         if not source.is_signed:
             return self.b.cast(value, u32), zero
         word = self.b.cast(value, i32)
-        type_ = shaped(u32, lanes_of(word.type))
+        type_ = vector_type(u32, lanes_of(word.type))
         return self.b.bitcast(word, type_), self.b.bitcast(word >> 31, type_)
 
     def _from_float(self, value: Value, signed: bool) -> Pair:
-        """Truncate. The words of a float are exact: the upper by scaling, the lower as what remains."""
+        """Truncate a float to 64 bits. Both words are exact: the high one by scaling, the low one is the remainder."""
         magnitude = self.b.abs(value)
         high = self.b.unary("floor", magnitude * 2.0**-32)
-        # One rounding is enough for fma, and for the plain form too: the product is exact.
+        # Correct with and without fma, since the product is exact.
         low = self.b.unary("floor", magnitude - high * 2.0**32)
         pair = self.b.cast(low, u32), self.b.cast(high, u32)
         return self._choose(value < 0.0, self._negative(pair), pair) if signed else pair
 
     def _to_float(self, pair: Pair, signed: bool) -> Value:
-        """Round to nearest even: the leading 32 bits, the last one set where more follow, convert in one rounding."""
+        """Round to nearest even: convert the leading 32 bits, the last one set if any lower bit is (sticky bit)."""
         low, high = self._magnitude(pair) if signed else pair
         lanes = lanes_of(low.type)
         lifted = low, high
@@ -356,7 +356,7 @@ class _Int64(Rewriter):
                 lifted = self._choose(empty, moved, lifted)
             exponent = self.b.select(empty, exponent - step, exponent)
         leading = lifted[1] | self.b.cast(self.b.ne(lifted[0], 0), u32)
-        scale = self.b.bitcast(exponent << 23, shaped(f32, lanes))
+        scale = self.b.bitcast(exponent << 23, vector_type(f32, lanes))
         number = self.b.cast(leading, f32) * scale
         return self.b.select(self._as_signed(pair[1]) < 0, -number, number) if signed else number
 
@@ -376,7 +376,7 @@ class _Int64(Rewriter):
 
 
 def _pieces(words: int, align: int) -> tuple[int, int]:
-    """Words to move at a time, as no vector is wider than 16, and their alignment."""
+    """Words per access, since no vector is wider than 16, and their alignment."""
     return min(words, 16), min(2 * align, 16)
 
 

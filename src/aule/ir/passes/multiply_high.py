@@ -1,4 +1,4 @@
-"""``mulhi`` by products of half words, for languages that have no such function and no 64-bit integers."""
+"""``mulhi`` from products of half words, for languages with neither that function nor 64-bit integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def multiply_high(kernel: KernelIR) -> KernelIR:
 
 
 def high_product(x: Value, y: Value) -> Value:
-    """The upper word of the product of two u32, from products of half words."""
+    """High word of the product of two u32, from products of half words."""
     x0, x1, y0, y1 = x & 0xFFFF, x >> 16, y & 0xFFFF, y >> 16
     middle = x1 * y0 + ((x0 * y0) >> 16)
     other = x0 * y1 + (middle & 0xFFFF)

@@ -1,7 +1,7 @@
-"""Vectors wider than a language has become several: eight fp16 are loaded as two aligned fours.
+"""Splits vectors wider than a language supports: eight fp16 are loaded as two aligned fours.
 
-A ``permute`` becomes the lanes it takes, put together: few languages can say more, and a GPU's registers are scalars.
-So does an ``atomic`` of several elements, which only PTX has.
+A ``permute`` becomes extracts and a make_vector: few languages have more, and GPU registers are scalars anyway. An
+``atomic`` of several elements, which only PTX has, becomes several atomics.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
-from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
-from aule.ir.types import Ref, Scalar, Type, Vector, element, u32
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.types import Ref, Scalar, Type, Vector, element, lanes_of, u32, vector_type
 
 _LANEWISE = frozenset({"unary", "binary", "compare", "ternary", "cast"})
 
 
 def narrow_vectors(kernel: KernelIR, max_lanes: int) -> KernelIR:
-    """Split vectors of more than ``max_lanes``, and permutations into their lanes."""
+    """Split vectors of more than ``max_lanes``, and permutations and atomics into lanes."""
     return _NarrowVectors(kernel, max_lanes).run()
 
 
@@ -41,7 +41,7 @@ class _NarrowVectors(Rewriter):
         if pieces == 1:
             return self.clone(op)
         type_ = Vector(element(op.result.type), self._max)
-        # A scalar operand (the condition of a select) serves every piece.
+        # A scalar operand (the condition of a select) is used for every piece.
         args = [self.parts(a) * (pieces if self._pieces(a.type) == 1 else 1) for a in op.args]
         return tuple(self.b.emit(op.opcode, tuple(a[i] for a in args), type_, **op.attrs) for i in range(pieces))
 
@@ -53,16 +53,16 @@ class _NarrowVectors(Rewriter):
             return self.clone(op)
         lanes = [lane for part in self.parts(source) for lane in self.b.unpack(part)]
         if lanes_of(target) < pieces:
-            # Few wide lanes out of many small ones: by way of words.
-            lanes = self._cut(lanes, shaped(u32, self._max * lanes[0].type.bits // 32), pieces)  # type: ignore[union-attr]
+            # Few wide lanes from many small ones: go through words.
+            lanes = self._cut(lanes, vector_type(u32, self._max * lanes[0].type.bits // 32), pieces)  # type: ignore[union-attr]
             pieces = lanes_of(target)
         elif len(lanes) < pieces:
             words = element(source.type).bits // 32
-            lanes = self._cut(lanes, shaped(u32, words), len(lanes))
-        return self._grouped(self._cut(lanes, shaped(element(target), lanes_of(target) // pieces), pieces))
+            lanes = self._cut(lanes, vector_type(u32, words), len(lanes))
+        return self._grouped(self._cut(lanes, vector_type(element(target), lanes_of(target) // pieces), pieces))
 
     def _cut(self, lanes: list[Value], piece: Scalar | Vector, pieces: int) -> list[Value]:
-        """The bits of ``lanes`` as ``pieces`` of another type, and their lanes in turn."""
+        """Bitcast ``lanes`` in ``pieces`` groups to another type; returns the resulting lanes."""
         per = len(lanes) // pieces
         new = [self.b.bitcast(self.b.vector(lanes[i : i + per]), piece) for i in range(0, len(lanes), per)]
         return [lane for v in new for lane in self.b.unpack(v)]
@@ -90,9 +90,9 @@ class _NarrowVectors(Rewriter):
         places: list[tuple[Value, int]] = []
         for part in (part for a in op.args for part in self.parts(a)):
             places += [(part, lane) for lane in range(lanes_of(part.type))]
-        # Only what is taken is extracted, once: a vector of which all is taken in order stays whole.
-        taken = {i: self.b.extract(*places[i]) for i in sorted(set(op.attrs["lanes"]))}
-        return self._grouped([taken[i] for i in op.attrs["lanes"]])
+        # Extract each used lane once; the builder folds a vector whose lanes are all used in order.
+        used = {i: self.b.extract(*places[i]) for i in sorted(set(op.attrs["lanes"]))}
+        return self._grouped([used[i] for i in op.attrs["lanes"]])
 
     def _load(self, op: Op) -> Lowered | None:
         assert op.result is not None

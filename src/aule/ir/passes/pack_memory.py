@@ -1,12 +1,12 @@
-"""Buffers of 8- and 16-bit elements become buffers of u32 words, where a device cannot address less than a word.
+"""Replaces buffers of 8- and 16-bit elements by buffers of u32 words, for devices that can only address words.
 
 The bytes of a buffer are the same; only the declaration changes. A load fetches the word and shifts. An aligned vector
-store writes whole words.
+store writes full words.
 
-A store of part of a word clears the element's bits by an atomic ``and`` and sets them by an atomic ``or``. That is
-right although the two are not one operation: every element has one writer at a time, neither operation touches the bits
-of a neighbour, and nobody may read an element before a barrier after its store. Two threads that store the same value
-to the same element still leave that value, which an exclusive-or of the difference would not.
+A store of part of a word clears the element's bits by an atomic ``and`` and sets them by an atomic ``or``. Together
+they are not atomic, but correct: every element has one writer at a time, neither operation touches the bits of a
+neighbour, and no thread may read an element before a barrier after its store. Two threads that store the same value to
+the same element still leave that value, which an exclusive-or of the difference would not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from aule.artifact import Param
 from aule.errors import KernelError
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of
-from aule.ir.types import Pointer, Scalar, element, i32, u8, u16, u32
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.types import Pointer, Scalar, element, i32, lanes_of, u8, u16, u32
 
 
 def pack_memory(kernel: KernelIR, packed: Iterable[Scalar]) -> KernelIR:
@@ -87,7 +87,7 @@ class _PackMemory(Rewriter):
         return self.clone(op)
 
     def _replace(self, pointer: Value, index: Value, bits: Value, elem: Scalar, lanes: int) -> None:
-        """Put some elements into a word that others write to at the same time."""
+        """Replace elements in a word that other threads may write at the same time."""
         word, shift = self._word(index, 32 // elem.bits), self._shift(index, elem)
         mask = self.b.const((1 << (elem.bits * lanes)) - 1, u32) << shift
         self.b.atomic("and", pointer, word, ~mask)
@@ -112,6 +112,6 @@ class _PackMemory(Rewriter):
         return self.b.cast(word, elem)
 
     def _to_bits(self, value: Value, elem: Scalar) -> Value:
-        """A word with the element in its low bits and zero above."""
+        """A word with the element in its low bits and zeros above."""
         unsigned = u8 if elem.bits == 8 else u16
         return self.b.cast(self.b.bitcast(value, unsigned), u32)

@@ -1,8 +1,8 @@
-"""The machinery of all passes: a kernel is cloned operation by operation through a Builder.
+"""Base of all passes: clones a kernel operation by operation through a Builder.
 
-A pass is a `Rewriter` with hooks for the operations it changes. What it does not mention is copied. Each old value maps
-to one new value, or to several where a pass splits it (a 64-bit integer into two words, a wide vector into narrow
-ones). Every new operation keeps the line of Python that emitted the old one.
+A pass is a `Rewriter` with hooks for the operations it changes; all others are copied. Each old value maps to one new
+value, or to several if a pass splits it (a 64-bit integer into two words, a wide vector into narrow ones). Every new
+operation keeps the Python line of the old one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from aule.ir.builder import Builder, Var
 from aule.ir.constants import COMPARE, computed, wrap
 from aule.ir.kernel import KernelIR, Location, Op, Value
 from aule.ir.ops import OPS
-from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, Vector, bool_, element
+from aule.ir.types import Fragment, Pointer, Ref, Scalar, Type, ValueType, bool_, element, lanes_of
 
 Lowered: TypeAlias = Value | tuple[Value, ...]
-"""What an old value became."""
+"""The new value or values of an old one."""
 Hook: TypeAlias = Callable[[Op], Lowered | None]
-"""Rewrites one operation and returns what its result became (None where it has no result)."""
+"""Rewrites one operation and returns its new result (None if it has no result)."""
 
 
 class PassBuilder(Builder):
-    """A Builder that folds more: what a pass emits for the general case is often constant in the special one."""
+    """A Builder that folds more: the general code that a pass emits is often constant in a given kernel."""
 
     where: Location | None = None
-    """Given to every operation, in place of the caller's line."""
+    """Location for all new operations, instead of the caller's line."""
 
     def const(self, value: float | int | bool, type_: Scalar) -> Value:
+        """Make a constant; integers wrap."""
         return super().const(wrap(int(value), type_) if type_.is_int else value, type_)
 
     def extract(self, vector: Value, lane: int) -> Value:
+        """Extract a lane; folds ``make_vector`` and ``splat``."""
         if vector.op is not None and vector.op.opcode == "make_vector":
             return vector.op.args[lane]
         if vector.op is not None and vector.op.opcode == "splat":
@@ -41,21 +43,23 @@ class PassBuilder(Builder):
         return super().extract(vector, lane)
 
     def vector(self, values: Sequence[Value]) -> Value:
-        # All lanes of one vector, in order, are that vector.
+        """Make a vector; all lanes of one vector, in order, fold to that vector."""
         lanes = [(v.op.args[0], v.op.attrs["lane"]) for v in values if v.op is not None and v.op.opcode == "extract"]
         if len(lanes) == len(values) > 1:
-            whole = lanes[0][0]
-            if lanes == [(whole, i) for i in range(lanes_of(whole.type))]:
-                return whole
+            source = lanes[0][0]
+            if lanes == [(source, i) for i in range(lanes_of(source.type))]:
+                return source
         return super().vector(values)
 
     def cast(self, value: Value, elem: Scalar) -> Value:
+        """Convert a value; folds integer constants."""
         number = value.constant
         if number is not None and isinstance(value.type, Scalar) and value.type.is_int and elem.is_int:
             return self.const(number, elem)
         return super().cast(value, elem)
 
     def select(self, condition: Value, yes: Any, no: Any) -> Value:
+        """Select a value; folds constant conditions."""
         if condition.constant is not None and isinstance(yes, Value) and isinstance(no, Value):
             return yes if condition.constant else no
         return super().select(condition, yes, no)
@@ -92,16 +96,16 @@ class PassBuilder(Builder):
 
 
 class Rewriter:
-    """Clones a kernel. A pass overrides the types it changes and fills ``hooks`` for the operations it changes.
+    """Clones a kernel. A pass overrides the mapping of types and adds ``hooks`` for the operations it changes.
 
     Attributes
     ----------
     b : PassBuilder
         Collects the new kernel.
     values : dict
-        What each old value became.
+        The new value or values of each old one.
     hooks : dict
-        By opcode; what is not there is copied by `clone`.
+        Functions by opcode; operations without one are copied by `clone`.
     """
 
     def __init__(self, kernel: KernelIR) -> None:
@@ -110,7 +114,7 @@ class Rewriter:
         self.values: dict[Value, Lowered] = {}
         self.hooks: dict[str, Hook] = {}
 
-    # -- what a pass may override ----------------------------------------------------------------------------------
+    # -- overridden by passes --------------------------------------------------------------------------------------
 
     def register(self, type_: ValueType) -> ValueType:
         """The new type of a register."""
@@ -121,7 +125,7 @@ class Rewriter:
         return pointer
 
     def parameter(self, param: Param) -> None:
-        """Declare a parameter of the new kernel for one of the old."""
+        """Declare a parameter of the old kernel in the new one."""
         old = self.kernel.values[param.name]
         if isinstance(old.type, Pointer):
             elem = self.memory(old.type).elem
@@ -129,10 +133,10 @@ class Rewriter:
         else:
             self.values[old] = self.b.scalar(param.name, element(old.type))
 
-    # -- the work --------------------------------------------------------------------------------------------------
+    # -- cloning ---------------------------------------------------------------------------------------------------
 
     def run(self) -> KernelIR:
-        """The new kernel."""
+        """Rewrite the kernel."""
         for param in self.kernel.params:
             self.parameter(param)
         for old in self.kernel.shared:
@@ -144,7 +148,7 @@ class Rewriter:
         return self.b.finish()
 
     def block(self, ops: list[Op]) -> None:
-        """Rewrite operations into the block that is open."""
+        """Rewrite operations into the current block."""
         for op in ops:
             self.b.where = op.where
             new = self.hooks.get(op.opcode, self.clone)(op)
@@ -156,7 +160,7 @@ class Rewriter:
                 new.hint = op.result.hint
 
     def value(self, old: Value) -> Value:
-        """The one new value of an old one."""
+        """The new value of an old one that was not split."""
         new = self.values[old]
         if isinstance(new, tuple):
             raise KernelError(f"{type(self).__name__}: {old.type} was split and is used where that cannot be")
@@ -168,7 +172,7 @@ class Rewriter:
         return new if isinstance(new, tuple) else (new,)
 
     def clone(self, op: Op) -> Lowered | None:
-        """Copy an operation over the new values of its operands."""
+        """Copy an operation, with the new values of its operands."""
         if op.opcode == "loop":
             self.clone_loop(op)
             return None
@@ -189,6 +193,7 @@ class Rewriter:
         return None if type_ is None else result
 
     def clone_loop(self, op: Op) -> None:
+        """Copy a loop."""
         start, stop, step = (self.value(a) for a in op.args)
         index: Value = op.attrs["index"]
         with self.b.loop(start, stop, step, unroll=op.attrs["unroll"], name=index.hint) as new:
@@ -196,6 +201,7 @@ class Rewriter:
             self.block(op.blocks[0])
 
     def clone_if(self, op: Op) -> None:
+        """Copy an ``if``."""
         with self.b.if_(self.value(op.args[0])):
             self.block(op.blocks[0])
         if op.blocks[1]:
@@ -209,13 +215,3 @@ class Rewriter:
         if isinstance(type_, Ref):
             return Ref(self.register(type_.target))
         return self.register(type_)
-
-
-def lanes_of(type_: Type) -> int:
-    """Lanes of a vector; 1 for a scalar."""
-    return type_.lanes if isinstance(type_, Vector) else 1
-
-
-def shaped(elem: Scalar, lanes: int) -> Scalar | Vector:
-    """A vector of ``lanes``, or the scalar itself for one."""
-    return elem if lanes == 1 else Vector(elem, lanes)

@@ -1,5 +1,8 @@
-"""f32 that becomes f16 is rounded before, so that a compiler which leaves out a conversion and its way back leaves out
-nothing: NVIDIA's does so in Vulkan, by bitcasts of any kind, variables and decorations."""
+"""Rounds f32 to f16 precision before it is cast to f16 in registers.
+
+NVIDIA's Vulkan compiler drops a cast to f16 and back, even through bitcasts, variables and decorations. If the number
+is rounded before, dropping the casts changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ from aule.ir.types import Fragment, Pointer, bool_, element, f16, f32
 
 
 def round_half(kernel: KernelIR, widen: Convert | None = None) -> KernelIR:
-    """Round in integers whatever becomes f16 and goes elsewhere than to a buffer.
+    """Round numbers by integer arithmetic before casts to f16, unless the result is only stored to buffers.
 
     Parameters
     ----------
     kernel : KernelIR
-        Left as it is.
+        Not changed.
     widen : callable, optional
-        A built-in of the language that reads fp16 exactly, as for `soft_half`.
+        A built-in of the language that converts fp16 bits exactly, as for `soft_half`.
     """
     return _RoundHalf(kernel, widen).run()
 
 
 def returning(kernel: KernelIR) -> dict[Op, Value]:
-    """Casts to f16 whose results do not only go to buffers, and these results."""
+    """Casts to f16 whose results are used for more than stores to buffers, with these results."""
     used = {
         value
         for op in kernel.walk()

@@ -1,7 +1,7 @@
-"""fp16 and bf16 registers where a language or device has none: their bits are kept as u16.
+"""Replaces fp16 and bf16 by their bits as u16, where a language or device lacks such registers.
 
 bf16 is the upper half of f32, so reading it is one shift. Arithmetic is done in f32 and rounded back: f32 has more than
-twice the precision of either, so rounding twice gives what rounding once would.
+twice the precision of either, so rounding twice equals rounding once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,25 @@ import numpy as np
 from aule.ir.builder import Builder
 from aule.ir.kernel import KernelIR, Op, Value
 from aule.ir.ops import OPS
-from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
-from aule.ir.types import Fragment, Pointer, Scalar, ValueType, Vector, element, f16, f32, u16, u32, with_element
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.types import (
+    Fragment,
+    Pointer,
+    Scalar,
+    ValueType,
+    Vector,
+    element,
+    f16,
+    f32,
+    lanes_of,
+    u16,
+    u32,
+    vector_type,
+    with_element,
+)
 
 Convert = Callable[[Builder, Value], Value]
-"""A language's own conversion."""
+"""Emits a language's own conversion."""
 
 
 def soft_half(
@@ -32,17 +46,17 @@ def soft_half(
     Parameters
     ----------
     kernel : KernelIR
-        Left as it is.
+        Not changed.
     soft : iterable of Scalar
         The types to replace.
     half_to_float : callable, optional
-        A built-in of the language that reads fp16 exactly: u32 with fp16 bits in its low half to f32 (scalars).
-        Without it, integers do it.
+        A built-in of the language that converts fp16 exactly: u32 with fp16 bits in its low half to f32 (scalars).
+        Without it, integer arithmetic is used.
     float_to_bfloat : callable, optional
-        A built-in of the language that rounds to bf16: f32 to u16 of the same shape. Without it, integers do it.
+        A built-in of the language that rounds to bf16: f32 to u16 of the same shape. Without it, integer arithmetic is
+        used.
     pairs : bool
-        Vectors of bf16 are widened as words of two, for compilers that do not see that half a word which is shifted
-        back to its place need not move.
+        Convert vectors of bf16 in words of two, for compilers that do not remove the shifts of single halves.
     """
     return _SoftHalf(kernel, frozenset(soft), half_to_float, float_to_bfloat, pairs).run()
 
@@ -79,7 +93,7 @@ class _SoftHalf(Rewriter):
         return Pointer(u16, pointer.space, pointer.length) if pointer.elem in self._soft else pointer
 
     def _is_soft(self, type_: object) -> bool:
-        # A fragment's elements are the matrix unit's business.
+        # Elements of fragments are left to the matrix unit.
         return isinstance(type_, Scalar | Vector) and element(type_) in self._soft
 
     def _const(self, op: Op) -> Lowered | None:
@@ -117,7 +131,7 @@ class _SoftHalf(Rewriter):
         value = self._widen(source) if self._is_soft(source.type) else self.value(source)
         if not self._is_soft(target):
             return self.b.cast(value, element(target))
-        # Integers beyond 2**24 and f64 are rounded twice, first to f32: the error stays below 0.51 ulp.
+        # Integers beyond 2**24 and f64 are rounded twice, first to f32: the error is below 0.51 ulp.
         return self._narrow(self.b.cast(value, f32), element(target))
 
     def _bitcast(self, op: Op) -> Lowered | None:
@@ -125,11 +139,11 @@ class _SoftHalf(Rewriter):
         return self.b.bitcast(self.value(op.args[0]), self.register(op.result.type))
 
     def _widen(self, old: Value) -> Value:
-        if self._pairs and element(old.type) != f16 and lanes_of(old.type) > 1 and not _put_together(old):
+        if self._pairs and element(old.type) != f16 and lanes_of(old.type) > 1 and not _made_of_scalars(old):
             return pairs_to_floats(self.b, self.value(old))
         bits = self.b.cast(self.value(old), u32)
         if element(old.type) != f16:
-            return self.b.bitcast(bits << 16, shaped(f32, lanes_of(bits.type)))
+            return self.b.bitcast(bits << 16, vector_type(f32, lanes_of(bits.type)))
         if self._half_to_float is None:
             return half_to_float(self.b, bits)
         return self.b.vector([self._half_to_float(self.b, lane) for lane in self.b.unpack(bits)])
@@ -142,38 +156,38 @@ class _SoftHalf(Rewriter):
 
 def float_to_bfloat(b: Builder, value: Value) -> Value:
     """f32 to bf16 bits in a u32 of the same shape: nearest, ties to even; NaN stays NaN."""
-    bits = b.bitcast(value, shaped(u32, lanes_of(value.type)))
+    bits = b.bitcast(value, vector_type(u32, lanes_of(value.type)))
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # Rounding could carry a NaN's mantissa into infinity; setting its top bit cannot.
+    # Rounding could turn a NaN into infinity by a carry; setting the top mantissa bit cannot.
     return b.select((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
 
 
 def pairs_to_floats(b: Builder, bits: Value) -> Value:
-    """A vector of bf16 bits as f32, exactly: one operation each."""
+    """Convert a vector of bf16 bits to f32 exactly, with one operation per element."""
     lanes = lanes_of(bits.type)
-    words = b.bitcast(bits, shaped(u32, lanes // 2))
-    halves = [b.unpack(b.bitcast(half, shaped(f32, lanes // 2))) for half in (words << 16, words & 0xFFFF0000)]
+    words = b.bitcast(bits, vector_type(u32, lanes // 2))
+    halves = [b.unpack(b.bitcast(half, vector_type(f32, lanes // 2))) for half in (words << 16, words & 0xFFFF0000)]
     return b.vector([x for pair in zip(*halves, strict=True) for x in pair])
 
 
-def _put_together(value: Value) -> bool:
-    """Whether a vector was made of single elements, which are not in words yet."""
+def _made_of_scalars(value: Value) -> bool:
+    """True if a vector was made of single elements, which are not packed in words."""
     return value.op is not None and value.op.opcode in ("make_vector", "splat", "permute")
 
 
 def float_to_half(b: Builder, value: Value) -> Value:
     """f32 to fp16 bits in a u32 of the same shape: nearest, ties to even, through subnormals and infinities."""
-    bits = b.bitcast(value, shaped(u32, lanes_of(value.type)))
+    bits = b.bitcast(value, vector_type(u32, lanes_of(value.type)))
     magnitude = bits & 0x7FFFFFFF
-    # Normal: rebias the exponent by 112 and round 13 bits away; a carry moves into the exponent, and on to infinity.
+    # Normal: rebias the exponent by 112 and round off 13 bits; a carry moves into the exponent, up to infinity.
     normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-    # Subnormal: the mantissa with its hidden bit, shifted to units of 2**-24. From 25 on everything rounds to zero.
+    # Subnormal: the mantissa with its hidden bit, shifted to units of 2**-24. A shift of 25 or more gives zero.
     mantissa = (magnitude & 0x7FFFFF) | 0x800000
-    # The exponent is below 113 where this is used; the minimum keeps the subtraction sane where it is not.
+    # The exponent is below 113 where this result is selected; the minimum avoids wrapping elsewhere.
     shift = b.min(_all(b, 126, bits) - b.min(magnitude >> 23, 112), 25)
-    kept = mantissa >> shift
+    truncated = mantissa >> shift
     half = b.binary("shl", _all(b, 1, bits), shift - 1)
-    subnormal = (mantissa + (half - 1) + (kept & 1)) >> shift
+    subnormal = (mantissa + (half - 1) + (truncated & 1)) >> shift
     finite = b.select(magnitude < 0x38800000, subnormal, normal)
     special = b.select(magnitude > 0x7F800000, ((magnitude >> 13) & 0x3FF) | 0x7E00, _all(b, 0x7C00, bits))
     return ((bits >> 16) & 0x8000) | b.select(magnitude >= 0x47800000, special, finite)
@@ -181,10 +195,10 @@ def float_to_half(b: Builder, value: Value) -> Value:
 
 def half_to_float(b: Builder, bits: Value) -> Value:
     """fp16 bits in a u32 to f32 of the same shape, exactly."""
-    type_ = shaped(f32, lanes_of(bits.type))
+    type_ = vector_type(f32, lanes_of(bits.type))
     magnitude = bits & 0x7FFF
     normal = (magnitude << 13) + b.select(magnitude >= 0x7C00, _all(b, 0x70000000, bits), _all(b, 0x38000000, bits))
-    # A subnormal counts units of 2**-24; both steps are exact.
+    # A subnormal is a multiple of 2**-24; both steps are exact.
     subnormal = b.bitcast(b.cast(magnitude, f32) * 2.0**-24, bits.type)  # type: ignore[arg-type]
     return b.bitcast(((bits & 0x8000) << 16) | b.select(magnitude < 0x400, subnormal, normal), type_)
 

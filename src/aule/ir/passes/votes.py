@@ -1,4 +1,4 @@
-"""``workgroup_any`` where a language has no such instruction: through one word of shared memory."""
+"""``workgroup_any`` through a word of shared memory, for languages without such an instruction."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def votes(kernel: KernelIR) -> KernelIR:
 
 
 def _votes(block: list[Op], in_loop: bool = False) -> Iterator[bool]:
-    """The votes of a block, one after the other: whether each comes but once, and behind a barrier of its block."""
-    behind = False
+    """For each vote of a block: True if it runs only once and follows a barrier of its block."""
+    after_barrier = False
     for op in block:
-        behind |= op.opcode == "barrier"
+        after_barrier |= op.opcode == "barrier"
         if op.opcode == "workgroup_any":
-            yield behind and not in_loop
+            yield after_barrier and not in_loop
         for inner in op.blocks:
             yield from _votes(inner, in_loop or op.opcode == "loop")
 
 
 class _Votes(Rewriter):
-    """``once``: there is a single vote, for which the word can be ready when the kernel begins."""
+    """Rewrites votes. ``once``: the only vote follows a barrier, so the word is cleared at the kernel's start."""
 
     def __init__(self, kernel: KernelIR, once: bool) -> None:
         super().__init__(kernel)
@@ -44,7 +44,7 @@ class _Votes(Rewriter):
     def _any(self, op: Op) -> Lowered:
         b = self.b
         if not self._once:
-            b.barrier()  # the vote before this one has been read
+            b.barrier()  # wait until all threads have read the previous vote
             self._clear()
             b.barrier()
         with b.if_(self.value(op.args[0])):

@@ -1,7 +1,7 @@
-"""8- and 16-bit integer registers become 32-bit ones that hold the same number, and so do shared and private arrays.
+"""Widens 8- and 16-bit integers in registers, shared and private arrays to 32 bits with the same value.
 
-What can leave the narrow range is brought back at once: a mask, or a pair of shifts for a signed type. Buffers keep
-their elements (`pack_memory` comes first where they cannot be addressed): a load widens, a store narrows.
+A result that can leave the narrow range is wrapped at once: by a mask, or a pair of shifts for a signed type. Buffers
+keep their elements (`pack_memory` runs first if they cannot be addressed): a load widens, a store narrows.
 """
 
 from __future__ import annotations
@@ -10,10 +10,22 @@ from collections.abc import Iterable
 
 from aule.ir.constants import wrap
 from aule.ir.kernel import KernelIR, Op, Value
-from aule.ir.passes.rewrite import Lowered, Rewriter, lanes_of, shaped
-from aule.ir.types import Pointer, Scalar, Type, ValueType, Vector, element, i32, u32, with_element
+from aule.ir.passes.rewrite import Lowered, Rewriter
+from aule.ir.types import (
+    Pointer,
+    Scalar,
+    Type,
+    ValueType,
+    Vector,
+    element,
+    i32,
+    lanes_of,
+    u32,
+    vector_type,
+    with_element,
+)
 
-_LEAVES = frozenset({"neg", "abs", "not", "add", "sub", "mul", "div", "shl"})
+_OVERFLOWING = frozenset({"neg", "abs", "not", "add", "sub", "mul", "div", "shl"})
 """Operations whose result can leave the range of their operands."""
 
 
@@ -33,7 +45,7 @@ class _WidenInt(Rewriter):
             "load": self._load,
             "store": self._store,
         }
-        for opcode in _LEAVES:
+        for opcode in _OVERFLOWING:
             self.hooks[opcode] = self._wrapped
 
     def register(self, type_: ValueType) -> ValueType:
@@ -63,7 +75,7 @@ class _WidenInt(Rewriter):
         return self._wrap(new, element(op.result.type))
 
     def _wrap(self, value: Value, elem: Scalar) -> Value:
-        """Bring a 32-bit value back into the range of ``elem``."""
+        """Wrap a 32-bit value to the range of ``elem``."""
         if elem not in self._small or _fits(value, elem):
             return value
         if elem.is_signed:
@@ -76,7 +88,7 @@ class _WidenInt(Rewriter):
         if elem not in self._small:
             return self.b.cast(value, elem)
         if element(value.type).is_float:
-            # Through i32, which holds every number that fits the small type.
+            # Through i32, which can hold every number of the small type.
             value = self.b.cast(value, i32)
         return self._wrap(self.b.cast(value, self._wide(elem)), elem)
 
@@ -102,7 +114,7 @@ class _WidenInt(Rewriter):
         return self._from_words(self._to_words(self.value(op.args[0]), element(source)), target)
 
     def _to_words(self, value: Value, elem: Scalar) -> list[Value]:
-        """The bits of a value as 32-bit words; a lone half word fills the low half of one."""
+        """The bits of a value as 32-bit words; an odd last half word goes to the low half of a word."""
         b = self.b
         if elem in self._small:
             lanes = [b.cast(v, u32) & ((1 << elem.bits) - 1) for v in b.unpack(value)]
@@ -118,8 +130,8 @@ class _WidenInt(Rewriter):
             lanes = b.unpack(value)
             lanes += [b.const(0, elem)] * (len(lanes) % 2)
             value = b.vector(lanes)
-        words_ = lanes_of(value.type) * elem.bits // 32
-        return b.unpack(b.bitcast(value, shaped(u32, words_)))
+        count = lanes_of(value.type) * elem.bits // 32
+        return b.unpack(b.bitcast(value, vector_type(u32, count)))
 
     def _from_words(self, words: list[Value], target: Scalar | Vector) -> Value:
         b, elem, lanes = self.b, element(target), lanes_of(target)
@@ -127,13 +139,13 @@ class _WidenInt(Rewriter):
             per = 32 // elem.bits
             bits = [words[i // per] >> (i % per * elem.bits) for i in range(lanes)]
             return b.vector([self._wrap(b.cast(v, self._wide(elem)), elem) for v in bits])
-        whole = max(lanes, 32 // elem.bits)
-        value = b.bitcast(b.vector(words), shaped(elem, whole))
-        return value if whole == lanes else b.extract(value, 0)
+        available = max(lanes, 32 // elem.bits)
+        value = b.bitcast(b.vector(words), vector_type(elem, available))
+        return value if available == lanes else b.extract(value, 0)
 
 
 def _fits(value: Value, elem: Scalar) -> bool:
-    """True when a 32-bit value is seen to be within an unsigned ``elem`` already."""
+    """True if a shift or mask already limits a 32-bit value to the range of an unsigned ``elem``."""
     if elem.is_signed or value.op is None or value.op.opcode not in ("shr", "and"):
         return False
     amount = value.op.args[1]

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.rope import rotate
 from aule.ops.attention.validate import Operands
-from aule.ops.elements import as_float, stored
+from aule.ops.shared.elements import as_float, stored
+from aule.ops.softmax.dropout import keep_scale, kept
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]

@@ -1,17 +1,16 @@
-"""Parameters of attention's kernels: what every kernel has, and heads as matrices."""
+"""Parameters of attention kernels: one head of an operand as a matrix."""
 
 from __future__ import annotations
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, i32, i64
-from aule.ops import parameters
 from aule.ops.attention.config import ScoreConfig
-from aule.ops.parameters import Access
-from aule.tile.matrix import Matrix
+from aule.ops.shared import parameters
+from aule.tile.common.matrix import Matrix
 
 
 class Parameters(parameters.Parameters):
-    """The parameters of one kernel of attention."""
+    """The parameters of one attention kernel."""
 
     def __init__(self, b: Builder, config: ScoreConfig, index: Scalar = i64) -> None:
         super().__init__(b, index)
@@ -25,13 +24,50 @@ class Parameters(parameters.Parameters):
         rows: Value,
         cols: int,
         unit: bool,
-        access: Access = "read",
         aligned: bool = False,
         first: Value | None = None,
     ) -> Matrix:
-        """One head of an operand of four axes; of a packed one, all batches in one, ``first`` is the batch's first
-        row."""
-        buffer = self.buffer(name, SCALARS[self.config.dtype], access)
+        """One head of an operand that is read.
+
+        Parameters
+        ----------
+        unit : bool
+            Columns have stride 1.
+        aligned : bool
+            As in `Matrix`.
+        first : Value, optional
+            Row at which the batch begins, where sequences are packed.
+        """
+        return self._matrix(
+            self.buffer(name, SCALARS[self.config.dtype]), name, (batch, head, first), rows, cols, unit, aligned
+        )
+
+    def result(
+        self,
+        name: str,
+        batch: Value,
+        head: Value,
+        rows: Value,
+        cols: int,
+        unit: bool,
+        aligned: bool = False,
+        first: Value | None = None,
+    ) -> Matrix:
+        """One head of a result; parameters as for `matrix`."""
+        buffer = self.buffer(name, SCALARS[self.config.dtype], "write")
+        return self._matrix(buffer, name, (batch, head, first), rows, cols, unit, aligned)
+
+    def _matrix(
+        self,
+        buffer: Value,
+        name: str,
+        place: tuple[Value, Value, Value | None],
+        rows: Value,
+        cols: int,
+        unit: bool,
+        aligned: bool,
+    ) -> Matrix:
+        batch, head, first = place
         base = self.strided(name, batch if first is None else self.b.const(0, i32), head)
         if first is not None:
             base = base + self.b.cast(first, self.index) * self.number(f"{name}_row_stride", self.index)

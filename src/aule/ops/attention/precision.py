@@ -7,7 +7,7 @@ from typing import Any
 from aule.errors import InvalidArgumentError, InvalidDtypeError
 from aule.ops.attention.problem import AttentionProblem
 from aule.target import Target
-from aule.tile.fragment import multiplies
+from aule.tile.fragment.engine import multiplies
 
 PRECISIONS = {"fp16": "f16", "bf16": "bf16", "tf32": "tf32"}
 """What ``precision`` may be, and the type that is multiplied then."""

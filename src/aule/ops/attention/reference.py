@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.dropout import keep_scale, kept
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.rope import exactly, rotate
+from aule.ops.softmax.dropout import keep_scale, kept
 
 Array = npt.NDArray[Any]
 F64 = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ def attention_reference(
     sinks : ndarray, optional
         ``[heads_q]``.
     seed : ndarray, optional
-        The words of the seed (`aule.ops.attention.dropout.seed_words`), where the problem drops weights.
+        The words of the seed (`aule.ops.softmax.dropout.seed_words`), where the problem drops weights.
     cos, sin : ndarray, optional
         ``[positions, rope.half]``, with leading axes that broadcast to ``[batch, 1]``.
     first_batch : int
@@ -453,5 +453,6 @@ def largest_error(got: F64, reference: F64) -> float:
 
 
 def place_of(errors: F64, got: F64, reference: F64) -> str:
+    """Describe the place of the largest error."""
     index = np.unravel_index(int(np.argmax(errors)), errors.shape)
     return f"{[int(i) for i in index]}: got {got[index]:.9g}, reference {reference[index]:.9g}"

@@ -1,6 +1,6 @@
 """Rotary position embedding around attention: what a call gives, and the rotation on NumPy.
 
-Kernels rotate on the way in and, of gradients, on the way out (`aule.tile.rotary`).
+Kernels rotate on the way in and, of gradients, on the way out (`aule.tile.common.rotary`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.problem import Rope
-from aule.ops.checked import checked_integer, checked_number
+from aule.ops.shared.checks import checked_integer, checked_number
 from aule.view import TensorView, restride
 
 Array = npt.NDArray[Any]

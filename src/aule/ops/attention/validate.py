@@ -10,20 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
-import numpy as np
-
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 from aule.ops.attention.rope import rope_operands
-from aule.ops.checked import LARGEST, checked_choice, checked_flag, checked_integer, checked_number
+from aule.ops.shared.checks import (
+    FLOAT_DTYPES,
+    LARGEST,
+    checked_choice,
+    checked_deterministic,
+    checked_dropout,
+    checked_flag,
+    checked_integer,
+    checked_number,
+    checked_seed_words,
+)
 from aule.view import TensorView, restride
 
 MAX_HEAD_DIM = 256
 """Largest query and value head dimension."""
-
-FLOAT_DTYPES = ("f32", "f16", "bf16", "f64")
-"""dtypes that q, k and v may have."""
 
 _WIDEST_WINDOW = 1 << 30
 _WINDOW = "pass an int or a pair (left, right)"
@@ -123,7 +128,7 @@ def attention_problem(
     rope_cos, rope_sin : TensorView, optional
         As `aule.ops.attention.rope.rope_operands` takes them.
     seed : TensorView, optional
-        The words of a seed (`aule.ops.attention.dropout.seed_words`); needed where ``dropout_p > 0``, else ignored.
+        The words of a seed (`aule.ops.softmax.dropout.seed_words`); needed where ``dropout_p > 0``, else ignored.
     op : str
         The public function that was called, for messages.
 
@@ -291,41 +296,6 @@ def _softcap(op: str, softcap: float | None, scale: float, dtype: str) -> float:
             f"{scale:.3g}, are float32, got {value}; pass None to switch it off"
         )
     return value
-
-
-def checked_dropout(op: str, dropout_p: Any) -> float:
-    """A chance to drop weights, or a clear error."""
-    value = math.nan if dropout_p is None else checked_number(op, "dropout_p", dropout_p)
-    if not 0.0 <= value <= 1.0:
-        raise InvalidArgumentError(f"[{op}] expected dropout_p in 0..1, got {dropout_p}; pass 0.0 for no dropout")
-    return value
-
-
-def checked_deterministic(op: str, deterministic: Any) -> bool:
-    """Whether gradients are to be the same bits every time, or a clear error."""
-    if not isinstance(deterministic, (bool, np.bool_)):
-        raise InvalidArgumentError(
-            f"[{op}] expected deterministic to be True or False, got {deterministic!r}; pass a bool"
-        )
-    return bool(deterministic)
-
-
-def checked_seed(op: str, seed: Any) -> int | None:
-    """A seed of 64 bits or None, or a clear error."""
-    if seed is None:
-        return None
-    value = checked_integer(op, "seed", seed, "pass an int, or None for a new one each time")
-    if not 0 <= value < 2**64:
-        raise InvalidArgumentError(f"[{op}] expected a seed in 0..2**64-1, got {value}; reduce it modulo 2**64")
-    return value
-
-
-def checked_seed_words(op: str, view: TensorView | None) -> TensorView:
-    """The two words of a seed, or a clear error."""
-    if view is None or view.shape != (2,) or view.itemsize != 4:
-        got = "None" if view is None else f"{view.dtype} {list(view.shape)}"
-        raise InvalidArgumentError(f"[{op}] expected the two 32-bit words of a seed with dropout_p > 0, got {got}")
-    return view
 
 
 def _causal_align(op: str, causal_align: str) -> Literal["bottom-right", "top-left"]:

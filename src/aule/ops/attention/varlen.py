@@ -72,7 +72,7 @@ def varlen_problem(
     batch = _check_offsets(op, cu_q, cu_k)
     slopes: TensorView | None = options.pop("alibi_slopes", None)
     tables = options.pop("rope_cos", None), options.pop("rope_sin", None), options.pop("rope_interleaved", False)
-    problem, operands = attention_problem(turned(q), turned(k), turned(v), op=op, **options)
+    problem, operands = attention_problem(heads_first(q), heads_first(k), heads_first(v), op=op, **options)
     alibi = None if slopes is None else _slopes(op, slopes, batch, problem.heads_q)
     longest = (
         longest_sequence(op, "q", cu_q, q.shape[0], max_q), longest_sequence(op, "k", cu_k, k.shape[0], max_k),
@@ -90,7 +90,7 @@ def varlen_problem(
     return problem, replace(operands, alibi=alibi, cos=cos, sin=sin, cu_q=cu_q, cu_k=cu_k)
 
 
-def turned(view: TensorView) -> TensorView:
+def heads_first(view: TensorView) -> TensorView:
     """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
     rows, heads, dim = view.shape
     storage = view.storage.transpose(1, 0, 2)[None] if view.is_host else view.storage

@@ -1,4 +1,4 @@
-"""Cross entropy and its gradient on NumPy, in the precision of the arrays: the reference when they are float64."""
+"""Cross entropy and its gradient in NumPy, in the arrays' precision: the reference for float64."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Array = npt.NDArray[Any]
 def cross_entropy(
     problem: CrossEntropyProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]
 ) -> dict[str, Array]:
-    """``loss``, and of each row ``most``, its largest logit, and ``above``, by how much the logarithm of the sum of
-    exponentials is larger, or the largest number where a row is ignored."""
+    """``loss``; and per row ``most``, its largest logit, and ``above``, the log-sum-exp minus that, or the largest
+    finite number if the row is ignored."""
     logits = arrays["logits"]
     counts, inside, column = _targets(problem, arrays["target"])
     most = np.max(logits, axis=-1)
@@ -52,6 +52,6 @@ def cross_entropy_gradient(
 
 
 def _targets(problem: CrossEntropyProblem, target: Array) -> tuple[Array, Array, Array]:
-    """Which rows count, which of their targets are columns, and a column for each."""
+    """Which rows count, which targets are columns, and a valid column for each row."""
     inside = (target >= 0) & (target < problem.length)
     return target != problem.ignore_index, inside, np.where(inside, target, 0).astype(np.int64)

@@ -1,4 +1,4 @@
-"""CrossEntropyProblem: what a cross entropy is, and the check of a call."""
+"""CrossEntropyProblem: a cross entropy, and the check of a call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError
-from aule.ops.checked import checked_choice, checked_flag, number_or_nan
-from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape
-from aule.ops.spec import Call, Result
+from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape
+from aule.ops.shared.checks import checked_choice, checked_flag, number_or_nan
+from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView, contiguous_strides
 
 Reduction = Literal["mean", "sum", "none"]
 STATISTICS = ("most", "above")
-"""What the forward pass leaves of each row for the gradient."""
+"""Values per row that the forward pass saves for the gradient."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CrossEntropyProblem:
     """``lse(logits) - logits[target]`` of each row along the last axis of ``shape``, as PyTorch's cross_entropy.
 
     With smoothing the target has ``1 - label_smoothing`` of the weight and all columns share the rest. Rows whose
-    target is ``ignore_index`` count for nothing; the mean is over the others. A target outside of the row makes NaN.
-    A ``wide`` loss, and so its gradient, has the dtype that is computed in, and else that of the logits.
+    target is ``ignore_index`` are ignored; the mean is over the others. A target outside the row gives NaN. A ``wide``
+    loss, and so its gradient, has the dtype computed in; otherwise the logits' dtype.
     """
 
     dtype: str
@@ -43,7 +43,7 @@ class CrossEntropyProblem:
 
     @property
     def work(self) -> str:
-        """The dtype that is computed in."""
+        """The dtype computed in."""
         return "f64" if self.dtype == "f64" else "f32"
 
     @property
@@ -87,12 +87,12 @@ def bind_cross_entropy(
             raise InvalidDtypeError(f"[{op}] expected dloss of dtype {problem.loss_dtype}, got {given}; convert it")
         check_shape(op, "dloss", views["dloss"], problem.loss_shape, "give it the shape of the loss")
         for name in STATISTICS:
-            kept = views[name]
-            check_shape(op, name, kept, logits.shape[:-1], "pass what the forward pass returned")
-            if kept.dtype != problem.work or (problem.rows > 1 and kept.strides != contiguous_strides(kept.shape)):
+            saved = views[name]
+            check_shape(op, name, saved, logits.shape[:-1], "pass what the forward pass returned")
+            if saved.dtype != problem.work or (problem.rows > 1 and saved.strides != contiguous_strides(saved.shape)):
                 raise InvalidArgumentError(
-                    f"[{op}] expected {name} of dtype {problem.work} without gaps, got {kept.dtype} with strides "
-                    f"{list(kept.strides)}; pass what the forward pass returned"
+                    f"[{op}] expected {name} of dtype {problem.work} without gaps, got {saved.dtype} with strides "
+                    f"{list(saved.strides)}; pass what the forward pass returned"
                 )
     known = {
         "loss": Result(problem.loss_dtype, problem.loss_shape),
@@ -103,7 +103,7 @@ def bind_cross_entropy(
 
 
 def check_targets(op: str, problem: CrossEntropyProblem, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Refuse targets in host memory that are no columns."""
+    """Check that targets in host memory are columns."""
     target = arrays["target"]
     wrong = ((target < 0) | (target >= problem.length)) & (target != problem.ignore_index)
     if wrong.any():

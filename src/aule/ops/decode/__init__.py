@@ -1,1 +1,1 @@
-"""Decoding: few query rows of each sequence against its cache of keys and values, contiguous or in pages."""
+"""Decoding: few query rows of each sequence attend to its cache of keys and values, contiguous or paged."""

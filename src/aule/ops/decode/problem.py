@@ -1,4 +1,4 @@
-"""DecodeProblem: attention of a few query rows over a cache of keys and values; framework-free and hashable."""
+"""DecodeProblem: attention of a few query rows to a cache of keys and values; framework-free and hashable."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
 
 QUANTISED = ("i8", "e4m3")
-"""Element types of a cache that come with a scale for each token and head; e4m3 is fp8 without infinities."""
+"""Element types of caches with a scale for each token and head; e4m3 is fp8 without infinities."""
 
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What is to be computed. Shapes and options are valid by construction (`validate.py` makes it from views).
+    """A decoding call. Shapes and options are valid by construction (`validate.py` makes it from views).
 
-    Sequence ``n`` has ``lens[n]`` keys (all ``seq_kv`` where there are no lengths) and its own number of query rows, at
-    most ``seq_q``. Row ``i`` of ``rows`` stands at key ``lens[n] - rows + i``: the last query is the last key. From
-    there on it is attention as `AttentionProblem` defines it, with ``causal_align`` "bottom-right".
+    Sequence ``n`` has ``lens[n]`` keys, or all ``seq_kv`` without lengths, and its own number of query rows, at most
+    ``seq_q``. Row ``i`` of ``rows`` stands at key ``lens[n] - rows + i``: the last query stands at the last key. The
+    rest is attention as `AttentionProblem` defines it, with ``causal_align`` "bottom-right".
 
     Attributes
     ----------
     seq_q : int
-        Query rows of a sequence; of the longest where they are packed.
+        Query rows of a sequence; of the longest if sequences are packed.
     seq_kv : int
-        Keys that a sequence can have at most: the length of a contiguous cache, or of all its pages.
+        Most keys of a sequence: the length of a contiguous cache, or of all its pages.
     cache : str
         Element type of keys and values: ``dtype``, or one of `QUANTISED`.
     page : int
-        Keys of a page; 0 when the cache is contiguous.
+        Keys of a page; 0 if the cache is contiguous.
     pages : int
-        Pages of the pool; 0 when the cache is contiguous.
+        Pages of the pool; 0 if the cache is contiguous.
     total_q : int or None
-        Query rows of all sequences, where they are packed one behind the other.
+        Query rows of all sequences if they are packed.
     lens : bool
         The number of keys of each sequence is an operand.
     """
@@ -59,7 +59,7 @@ class DecodeProblem:
 
     @property
     def quantised(self) -> bool:
-        """Whether keys and values come with scales."""
+        """Whether keys and values have scales."""
         return self.cache in QUANTISED
 
     @property
@@ -69,7 +69,7 @@ class DecodeProblem:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The band of kept keys around a row's own: causal and window folded into one (left, right)."""
+        """Band of kept keys around a row's position, (left, right), from causal and window."""
         return self.alone(self.seq_q, self.seq_kv).limits
 
     @property
@@ -80,7 +80,7 @@ class DecodeProblem:
         return self.batch, self.heads_q, self.seq_q, self.value_dim
 
     def alone(self, seq_q: int, seq_kv: int, dtype: str | None = None) -> AttentionProblem:
-        """One sequence by itself, as a problem of attention, in its own or another element type."""
+        """One sequence as an attention problem, in its own or another element type."""
         return AttentionProblem(
             batch=1,
             heads_q=self.heads_q,

@@ -1,4 +1,4 @@
-"""The sequences of a decoding call one by one, gathered from their pages: what NumPy and the reference compute."""
+"""Decoding with NumPy and its reference: sequence by sequence, gathered from their pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aule.ops.attention.reference import Expected, attention_reference, attentio
 from aule.ops.attention.validate import Operands
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.validate import DecodeOperands
-from aule.ops.elements import as_float, stored
+from aule.ops.shared.elements import as_float, stored
 from aule.view import TensorView
 
 Array = npt.NDArray[Any]
@@ -30,11 +30,11 @@ def _e4m3() -> npt.NDArray[np.float32]:
 
 
 E4M3 = _e4m3()
-"""The number that each byte is in fp8 e4m3."""
+"""Value of each byte as fp8 e4m3."""
 
 
 def dequantised(array: Array, scale: Array, dtype: str, work: type[np.floating[Any]]) -> Array:
-    """The numbers of a quantised array (`QUANTISED`, e4m3 as uint8 bits) in a wider type.
+    """Dequantise an array (`QUANTISED`, e4m3 as uint8 bits) to a wider type.
 
     Parameters
     ----------
@@ -48,9 +48,9 @@ def dequantised(array: Array, scale: Array, dtype: str, work: type[np.floating[A
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One sequence by itself: its place in the result, its queries and keys ``[1, heads, rows, dim]``, its number.
+    """One sequence: its number, its slice of the result, and its queries, keys and values ``[1, heads, rows, dim]``.
 
-    Keys and values of a quantised cache are still as they are stored; ``scales`` then holds theirs.
+    Keys and values of a quantised cache are still quantised; ``scales`` holds their scales.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Sequence:
 
 
 def sequences(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[Sequence]:
-    """The sequences of a call whose arrays are in host memory."""
+    """Yield the sequences of a call whose arrays are in host memory."""
     lens = None if operands.lens is None else np.clip(operands.lens.storage, 0, problem.seq_kv)
     starts = None if operands.cu_q is None else operands.cu_q.storage.tolist()
     every = slice(None)
@@ -89,10 +89,17 @@ def sequences(problem: DecodeProblem, operands: DecodeOperands) -> Iterator[Sequ
 
 
 def decode(problem: DecodeProblem, operands: DecodeOperands, out: Array, lse: Array | None) -> None:
-    """Compute with NumPy into given arrays: ``problem.out_shape`` of any strides, bf16 as uint16 bits, and ``lse``
-    without the last axis."""
+    """Compute with NumPy into given arrays.
+
+    Parameters
+    ----------
+    out : ndarray
+        ``problem.out_shape``, any strides; bf16 as uint16 bits.
+    lse : ndarray, optional
+        Shape of ``out`` without the last axis.
+    """
     work, name = (np.float64, "f64") if problem.dtype == "f64" else (np.float32, "f32")
-    out[...] = 0  # rows that no sequence has
+    out[...] = 0  # some rows may belong to no sequence
     if lse is not None:
         lse[...] = -np.inf
     for one in sequences(problem, operands):
@@ -126,15 +133,14 @@ def _slopes(operands: DecodeOperands, one: Sequence) -> TensorView | None:
 
 
 def expect_decode(problem: DecodeProblem, operands: DecodeOperands) -> tuple[AttentionProblem, Expected]:
-    """What a backend must come close to: `aule.ops.attention.reference.expect`, sequence by sequence.
+    """Compute the expected result in fp64, like `aule.ops.attention.reference.expect`.
 
-    Keys and values of a quantised cache are the numbers that they stand for; the twin rounds these to q's type, as
-    whoever dequantises before attention does.
+    Keys and values of a quantised cache are dequantised; the low-precision twin rounds them to q's type.
 
     Returns
     -------
     judged : AttentionProblem
-        With which `aule.ops.attention.reference.compare` judges.
+        The problem to pass to `aule.ops.attention.reference.compare`.
     expected : Expected
     """
     out, lse = np.zeros(problem.out_shape), np.full(problem.out_shape[:3], -np.inf)

@@ -1,6 +1,6 @@
-"""From the arrays of a call to a valid `DecodeProblem` and its operands in one normal form.
+"""Checks the arrays of a call and brings them into normal form: a `DecodeProblem` and its operands.
 
-It runs on the first call of a signature only, so it favours clear messages over speed; but for `check_numbers`.
+This runs only on the first call of a signature and favours clear messages over speed, except for `check_numbers`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.validate import attention_problem
-from aule.ops.attention.varlen import longest_sequence, turned
-from aule.ops.checked import checked_choice
+from aule.ops.attention.varlen import heads_first, longest_sequence
 from aule.ops.decode.problem import QUANTISED, DecodeProblem
+from aule.ops.shared.checks import checked_choice
 from aule.view import TensorView
 
 MAX_PAGE = 256
-"""Largest number of keys of a page."""
+"""Most keys of a page."""
 
 _UNSIGNED = np.dtype(np.uint32)
 
@@ -34,24 +34,24 @@ class DecodeOperands:
     Attributes
     ----------
     q : TensorView
-        ``[batch, heads_q, seq_q, dim]``, or ``[1, heads_q, total_q, dim]`` where sequences are packed.
+        ``[batch, heads_q, seq_q, dim]``, or ``[1, heads_q, total_q, dim]`` if sequences are packed.
     k, v : TensorView
-        ``[batch, heads_kv, seq_kv, dim]``, or ``[pages, heads_kv, page, dim]``, whatever the order in memory.
+        ``[batch, heads_kv, seq_kv, dim]``, or ``[pages, heads_kv, page, dim]``, in any order in memory.
     k_scale, v_scale : TensorView or None
-        f32, shaped like k and v without their last axis, where these are quantised.
+        f32, shape of k and v without the last axis, if these are quantised.
     tables : TensorView or None
-        i32 ``[batch, pages of the longest sequence]``, where there are pages.
+        i32 ``[batch, pages of the longest sequence]``, if the cache is paged.
     lens : TensorView or None
-        i32 ``[batch]``: the keys of each sequence.
+        i32 ``[batch]``: number of keys of each sequence.
     cu_q : TensorView or None
-        i32 ``[batch + 1]``, where sequences are packed: the rows of q at which they begin.
+        i32 ``[batch + 1]``, if sequences are packed: first row of q of each.
     alibi : TensorView or None
-        f32 ``[batch, heads_q]``, stride 0 on the batch axis when all batches share the slopes.
+        f32 ``[batch, heads_q]``, stride 0 on the batch axis if all batches share the slopes.
     sinks : TensorView or None
         f32 ``[heads_q]``.
     form : {"rows", "token", "packed"}
-        How the caller gave q: ``[batch, heads_q, seq_q, dim]``, ``[batch, heads_q, dim]`` or ``[total_q, heads_q,
-        dim]``; results are returned alike.
+        Axes of the caller's q: ``[batch, heads_q, seq_q, dim]``, ``[batch, heads_q, dim]`` or ``[total_q, heads_q,
+        dim]``; results have the same form.
     """
 
     q: TensorView
@@ -68,22 +68,22 @@ class DecodeOperands:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of the result as the caller gets it."""
+        """Shape of the result in the caller's form."""
         return self.returned((*self.q.shape[:3], self.v.shape[3]))
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp as the caller gets it."""
+        """Shape of the log-sum-exp in the caller's form."""
         batch, heads, rows = self.q.shape[:3]
         return {"rows": (batch, heads, rows), "token": (batch, heads), "packed": (heads, rows)}[self.form]
 
     def returned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape ``[batch, heads, rows, dim]`` in the caller's form."""
+        """Shape ``[batch, heads, rows, dim]`` in the caller's form."""
         batch, heads, rows, dim = shape
         return {"rows": shape, "token": (batch, heads, dim), "packed": (rows, heads, dim)}[self.form]
 
     def lifted(self, array: Any) -> Any:
-        """A host array of ``out_shape`` with the four axes of the normal form; nothing is copied."""
+        """A host array of ``out_shape`` as a view with the four axes of the normal form."""
         if self.form == "packed":
             return array.transpose(1, 0, 2)[None]
         return array[:, :, None] if self.form == "token" else array
@@ -115,8 +115,8 @@ def decode_problem(
     Parameters
     ----------
     op : str
-        The public function that was called, for messages: with ``block_tables`` it is `aule.flash_attention_paged`,
-        without `aule.decode_attention`, and the rest is as there, arrays as views.
+        The public function that was called, for messages: `aule.flash_attention_paged` with ``block_tables``,
+        otherwise `aule.decode_attention`. The other parameters are theirs, arrays as views.
 
     Returns
     -------
@@ -126,8 +126,8 @@ def decode_problem(
     Raises
     ------
     InvalidShapeError, InvalidDtypeError, InvalidArgumentError, DeviceMismatchError
-        Naming what was expected, what was found and the remedy. What block tables, lengths and offsets hold is checked
-        where they are in host memory.
+        With what was expected, what was found and the remedy. Contents of block tables, lengths and offsets are checked
+        only in host memory.
     """
     arrays = {
         "q": q, "k": k, "v": v, "context_lens": context_lens, "block_tables": block_tables, "k_scale": k_scale,
@@ -154,7 +154,7 @@ def decode_problem(
     elif max_seqlen_q is not None:
         raise InvalidArgumentError(f"[{op}] expected max_seqlen_q with cu_seqlens_q only, got {max_seqlen_q}; drop it")
 
-    # Attention's own checks, of heads, dimensions and options, on stand-ins that have the shapes of one padded batch.
+    # Attention's own checks of heads, dimensions and options, on stand-ins with the shapes of one padded batch.
     def stand_in(heads: int, rows: int, dim: int) -> TensorView:
         return TensorView(q.dtype, (batch, heads, rows, dim), (0, 0, 0, 0), q.device, None)
 
@@ -210,7 +210,7 @@ def decode_problem(
 
 
 def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tables: TensorView | None) -> None:
-    """Check what lengths and block tables hold, where they can be read: those in host memory."""
+    """Check the contents of lengths and block tables that are in host memory."""
     if lens is not None and lens.is_host:
         check_numbers(op, problem, lens.storage, tables.storage if tables is not None and tables.is_host else None)
 
@@ -218,39 +218,41 @@ def check_contents(op: str, problem: DecodeProblem, lens: TensorView | None, tab
 def check_numbers(
     op: str, problem: DecodeProblem, lengths: npt.NDArray[np.int32], table: npt.NDArray[np.int32] | None
 ) -> None:
-    """The same, of arrays."""
+    """Check the contents of host arrays of lengths and block tables; fast, since every call does so."""
     if lengths.size and _largest(lengths) > problem.seq_kv:
         wrong = int(np.flatnonzero((lengths < 0) | (lengths > problem.seq_kv))[0])
         raise InvalidShapeError(
             f"[{op}] expected context_lens in 0..{problem.seq_kv}, the keys there is room for, got {lengths[wrong]} "
             f"for sequence {wrong}; give the cache more room, or the lengths that it has"
         )
-    if table is None or not table.size or _largest(table) < problem.pages:  # the unused ones, too
+    if table is None or not table.size or _largest(table) < problem.pages:  # all are valid, unused ones included
         return
     used = np.arange(table.shape[1])[None] < -(-lengths.astype(np.int64) // max(problem.page, 1))[:, None]
     outside = used & ((table < 0) | (table >= problem.pages))
     if outside.any():
-        sequence, place = (int(i) for i in np.argwhere(outside)[0])
+        sequence, entry = (int(i) for i in np.argwhere(outside)[0])
         raise InvalidArgumentError(
-            f"[{op}] expected block_tables of pages 0..{problem.pages - 1}, got {table[sequence, place]} as page "
-            f"{place} of sequence {sequence}, which has {lengths[sequence]} keys; give each used page its number"
+            f"[{op}] expected block_tables of pages 0..{problem.pages - 1}, got {table[sequence, entry]} as page "
+            f"{entry} of sequence {sequence}, which has {lengths[sequence]} keys; give each used page its number"
         )
 
 
 def _largest(numbers: npt.NDArray[np.int32]) -> int:
-    """The largest number of an array, where a negative one is very large: without its sign. Behind an operator that has
-    used the caches, where each function counts, this takes half as long as ``view(np.uint32).max()``."""
+    """Largest number of an array read as unsigned, so that negative ones are very large.
+
+    Faster than ``view(np.uint32).max()``.
+    """
     return int(np.maximum.reduce(numbers.view(_UNSIGNED), axis=None))
 
 
 def _check_devices(op: str, arrays: dict[str, TensorView | None]) -> None:
     present = {name: view.device for name, view in arrays.items() if view is not None}
     home = present["q"]
-    # Lengths, tables and offsets are small and are made on the host: whoever launches brings them over.
+    # Lengths, tables and offsets are small and made on the host; the launch copies them.
     small = ("context_lens", "block_tables", "cu_seqlens_q")
-    apart = {n: d for n, d in present.items() if d != home and n not in small}
-    if apart:
-        found = ", ".join(f"{name} on {device}" for name, device in apart.items())
+    elsewhere = {n: d for n, d in present.items() if d != home and n not in small}
+    if elsewhere:
+        found = ", ".join(f"{name} on {device}" for name, device in elsewhere.items())
         raise DeviceMismatchError(f"[{op}] expected all arrays on one device, got q on {home}, {found}; move them")
 
 
@@ -262,7 +264,7 @@ def _queries(op: str, q: TensorView, cu_q: TensorView | None) -> tuple[TensorVie
                 f"[{op}] expected q of shape [rows of all sequences, heads_q, head_dim] with cu_seqlens_q, got "
                 f"{list(q.shape)}; put the sequences one behind the other"
             )
-        return turned(q), "packed"
+        return heads_first(q), "packed"
     if rank == 4:
         return q, "rows"
     if rank != 3:
@@ -274,7 +276,7 @@ def _queries(op: str, q: TensorView, cu_q: TensorView | None) -> tuple[TensorVie
 
 
 def _inserted(view: TensorView, axis: int) -> TensorView:
-    """The view with an axis of length 1."""
+    """The view with an additional axis of length 1."""
     shape = (*view.shape[:axis], 1, *view.shape[axis:])
     strides = (*view.strides[:axis], 0, *view.strides[axis:])
     storage = np.expand_dims(view.storage, axis) if view.is_host else view.storage
@@ -282,7 +284,7 @@ def _inserted(view: TensorView, axis: int) -> TensorView:
 
 
 def _swapped(view: TensorView) -> TensorView:
-    """Axes 1 and 2 in the other order."""
+    """The view with axes 1 and 2 swapped."""
 
     def swap(of: tuple[int, ...]) -> tuple[int, ...]:
         return (of[0], of[2], of[1], *of[3:])
@@ -293,15 +295,15 @@ def _swapped(view: TensorView) -> TensorView:
 
 def _cache(op: str, name: str, view: TensorView, layout: str, paged: bool) -> TensorView:
     checked_choice(op, "layout", layout, tuple(LAYOUTS), "it is the order of the cache's axes")
-    whole = LAYOUTS[layout] if paged else "[batch, heads_kv, max_len, dim]"
+    expected = LAYOUTS[layout] if paged else "[batch, heads_kv, max_len, dim]"
     shown = f"{name}_cache" if paged else name
     if len(view.shape) != 4:
-        raise InvalidShapeError(f"[{op}] expected {shown} of shape {whole}, got {list(view.shape)}; reshape it")
+        raise InvalidShapeError(f"[{op}] expected {shown} of shape {expected}, got {list(view.shape)}; reshape it")
     view = _swapped(view) if paged and layout == "NHD" else view
     if paged and not 1 <= view.shape[2] <= MAX_PAGE:
         raise InvalidShapeError(
-            f"[{op}] expected pages of 1..{MAX_PAGE} keys, got {view.shape[2]} in {shown} of layout {layout} = {whole}"
-            "; reshape the pool, or pass the other layout"
+            f"[{op}] expected pages of 1..{MAX_PAGE} keys, got {view.shape[2]} in {shown} of layout {layout} = "
+            f"{expected}; reshape the pool, or pass the other layout"
         )
     return view
 
@@ -366,12 +368,12 @@ def _scales(
         if scale is not None:
             if scale.dtype != "f32":
                 raise InvalidDtypeError(f"[{op}] expected {name} of float32, got {scale.dtype}; convert it")
-            turned_scale = _swapped(scale) if paged and layout == "NHD" and len(scale.shape) == 3 else scale
-            if turned_scale.shape != cache.shape[:3]:
+            swapped = _swapped(scale) if paged and layout == "NHD" and len(scale.shape) == 3 else scale
+            if swapped.shape != cache.shape[:3]:
                 raise InvalidShapeError(
                     f"[{op}] expected {name} of the cache's shape without its last axis, got {list(scale.shape)}; give "
                     "one scale for each token and head"
                 )
-            scale = turned_scale
+            scale = swapped
         found.append(scale)
     return found[0], found[1]

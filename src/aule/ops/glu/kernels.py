@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ops.glu.problem import Activation
-from aule.ops.rowwise import RowConfig, RowKernel
+from aule.ops.rows.kernel import RowConfig, RowKernel
 from aule.target import Target
-from aule.tile.math import ROOT_TWO_PI_INVERSE, normal, sigmoid
-from aule.tile.spans import Part
+from aule.tile.common.math import ROOT_TWO_PI_INVERSE, normal, sigmoid
+from aule.tile.rows.parts import Part
 
 TANH_FACTOR = 0.7978845608028654  # sqrt(2 / pi)
 TANH_CUBE = 0.044715
 TANH_SATURATED = 1000.0
-"""A square from which on the derivative's other factor is zero in float64, too; beyond it this one would overflow."""
+"""Squares are capped here: larger ones would overflow, and the derivative's other factor is zero even in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GluConfig(RowConfig):
-    """A kernel of a gated unit; with ``packed`` both halves are columns of ``gate``, and so of its gradient."""
+    """Configuration of a gated unit's kernel; with ``packed``, ``gate`` and its gradient hold both gate and up."""
 
     name: str
     activation: Activation
@@ -29,19 +29,19 @@ class GluConfig(RowConfig):
 def build_glu(config: GluConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
     k = RowKernel(config.name, config, target)
-    b, span, rows = k.b, k.span, k.rows
+    b, passes, rows = k.b, k.passes, k.rows
     gates, y_array = k.array("gate"), k.array("y", "write")
     ups = gates if config.packed else k.array("up")
 
     def body() -> None:
-        gate, up = rows.source(gates), rows.source(ups, span.length if config.packed else 0)
+        gate, up = rows.source(gates), rows.source(ups, passes.length if config.packed else 0)
         y = rows.source(y_array)
-        span.hold(gate, up)
+        passes.preload(gate, up)
 
         def write(p: Part) -> None:
             p.store(y, activated(b, config.activation, p[gate]) * p[up])
 
-        span.each(write)
+        passes.each(write)
 
     rows.run(body)
     return k.finish()
@@ -50,18 +50,18 @@ def build_glu(config: GluConfig, target: Target) -> KernelIR:
 def build_glu_gradient(config: GluConfig, target: Target) -> KernelIR:
     """Trace the backward kernel."""
     k = RowKernel(config.name, config, target)
-    b, span, rows = k.b, k.span, k.rows
+    b, passes, rows = k.b, k.passes, k.rows
     dys, gates = k.array("dy"), k.array("gate")
     ups = gates if config.packed else k.array("up")
     dgates = k.array("dgate", "write") if config.has("dgate") else None
     dups = dgates if config.packed else (k.array("dup", "write") if config.has("dup") else None)
 
     def body() -> None:
-        shift = span.length if config.packed else 0
+        shift = passes.length if config.packed else 0
         dy, gate, up = rows.source(dys), rows.source(gates), rows.source(ups, shift)
         dgate = None if dgates is None else rows.source(dgates)
         dup = None if dups is None else rows.source(dups, shift)
-        span.hold(dy, gate, up)
+        passes.preload(dy, gate, up)
 
         def write(p: Part) -> None:
             value, slope = derived(b, config.activation, p[gate])
@@ -70,14 +70,14 @@ def build_glu_gradient(config: GluConfig, target: Target) -> KernelIR:
             if dup is not None:
                 p.store(dup, p[dy] * value)
 
-        span.each(write)
+        passes.each(write)
 
     rows.run(body)
     return k.finish()
 
 
 def activated(b: Builder, activation: Activation, x: Value) -> Value:
-    """The activation of a number."""
+    """The activation of ``x``."""
     if activation == "silu":
         return x * sigmoid(b, x)
     if activation == "gelu":
@@ -86,7 +86,7 @@ def activated(b: Builder, activation: Activation, x: Value) -> Value:
 
 
 def derived(b: Builder, activation: Activation, x: Value) -> tuple[Value, Value]:
-    """The activation of a number, and its derivative."""
+    """The activation of ``x``, and its derivative."""
     if activation == "gelu":
         below, bell = normal(b, x)
         return x * below, b.fma(x * ROOT_TWO_PI_INVERSE, bell, below)
@@ -100,5 +100,5 @@ def derived(b: Builder, activation: Activation, x: Value) -> tuple[Value, Value]
 
 
 def _tanh_argument(x: Value) -> Value:
-    """Twice what GELU takes the hyperbolic tangent of: ``(1 + tanh(u)) / 2`` is the sigmoid of ``2u``."""
+    """Twice GELU's argument u of tanh: ``(1 + tanh(u)) / 2`` is the sigmoid of ``2u``."""
     return x * (x * x * (2.0 * TANH_FACTOR * TANH_CUBE) + 2.0 * TANH_FACTOR)

@@ -1,4 +1,4 @@
-"""Gated units and their gradients on NumPy, in the precision of the arrays: the reference when they are float64."""
+"""Gated units and their gradients in NumPy, in the arrays' precision: the reference for float64."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 def glu(problem: GluProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
     """``y``."""
-    gate, up = _halves(problem, arrays)
+    gate, up = _gate_and_up(problem, arrays)
     return {"y": _activated(problem.activation, gate)[0] * up}
 
 
 def glu_gradient(problem: GluProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
-    """``dgate``, of both halves where they are packed, else ``dup``, too."""
-    gate, up = _halves(problem, arrays)
+    """``dgate`` and ``dup``; packed, ``dgate`` holds both."""
+    gate, up = _gate_and_up(problem, arrays)
     dy = arrays["dy"]
     value, slope = _activated(problem.activation, gate)
     results = {"dgate": dy * up * slope, "dup": dy * value}
@@ -33,7 +33,7 @@ def glu_gradient(problem: GluProblem, arrays: Mapping[str, Array], wanted: tuple
     return {name: results[name] for name in wanted}
 
 
-def _halves(problem: GluProblem, arrays: Mapping[str, Array]) -> tuple[Array, Array]:
+def _gate_and_up(problem: GluProblem, arrays: Mapping[str, Array]) -> tuple[Array, Array]:
     gate = arrays["gate"]
     return (gate[..., : problem.length], gate[..., problem.length :]) if problem.packed else (gate, arrays["up"])
 

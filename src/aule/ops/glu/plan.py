@@ -6,55 +6,49 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from aule import tuning
 from aule.ops.glu.kernels import GluConfig, build_glu, build_glu_gradient
 from aule.ops.glu.problem import GluProblem
-from aule.ops.row_shapes import begins_early, choose_rows, lasts, row_grid, streams
-from aule.ops.row_tuning import NO_SUMS, RowTuning
-from aule.ops.rowwise import extent, lay_out, operand, view_numbers, view_width
-from aule.ops.step import Step, StepPlan
+from aule.ops.rows.hints import NO_SUMS, RowTuning
+from aule.ops.rows.layout import choose_rows, evicts_last, overlaps_launch, row_grid, streams
+from aule.ops.rows.views import needs_index64, row_layout, row_operands, view_scalars, view_width
+from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
 from aule.view import TensorView, contiguous_strides
 
-_ROW, _CPU_ROW, _TUNING = 2048, 4096, RowTuning(parts=1)
-"""Columns of a row where arrays are contiguous. On GPUs a thread has 16 bytes of each array. H200, bf16, TB/s with one,
-two and four such parts, 64 MiB and 1 GiB: swiglu of 4096 columns 4.11, 3.93, 3.49 and 4.37, 4.36, 4.22, its gradient
-3.97, 3.92, 3.85 and 4.29, 4.27, 4.22; geglu 3.93, 3.94, 3.56 and 4.35, 4.36, 4.23. Rows of 1024 to 8192 are alike.
-Through Vulkan swiglu has 3.81, 3.74, 3.59 and 4.32, 4.31, 4.27. 64 MiB, in four arrays of memory each, where it waits
-for the launch before and where it begins while that ends: swiglu 4.11 to 4.26 and 4.16 to 4.34, its gradient 4.01 to
-4.17 and 4.02 to 4.20, geglu 3.93 to 4.19 and 3.97 to 4.26; of two calls on the same memory the latter has 1 to 2%
-more."""
+_NAMES = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 
 
-def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+def plan_glu(problem: GluProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan a gated unit (``gate``, ``y`` and, unless packed, ``up``) or its gradient (``dy``, ``dgate``, ``dup``)."""
     count, length = math.prod(problem.shape[:-1]), problem.length
-    layout = lay_out(problem.shape[:-1], {name: view.strides[:-1] for name, view in views.items()})
-    width = min(view_width(view, length) for view in views.values())
-    row = _CPU_ROW if target.backend == "cpu" else _ROW
+    row = tuning.number(target, "glu.row")
     if count * length % row == 0 and all(view.strides == contiguous_strides(problem.shape) for view in views.values()):
-        # Elements know nothing of rows: those of one length serve all, and a single long one is spread over a device.
+        # Elements are independent: rows of one length serve all shapes, and spread a single long row over a device.
         count, length = count * length // row, row
-        layout = lay_out((count,), {name: (row,) for name in views})
-        width = min(view_width(replace(view, shape=(count, row), strides=(row, 1))) for view in views.values())
-    shape, span = choose_rows(target, problem.dtype, length, width, count, NO_SUMS, _TUNING)
-    name = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}[problem.activation]
-    backward = "dy" in views
+        rows: Mapping[str, TensorView] = {n: replace(v, shape=(count, row), strides=(row, 1)) for n, v in views.items()}
+        layout, width = row_layout((count, row), rows), min(view_width(view) for view in rows.values())
+    else:
+        layout, width = row_layout(problem.shape, views), min(view_width(view, length) for view in views.values())
+    hints = RowTuning(**tuning.use(target, "glu"))
+    shape, passes = choose_rows(target, problem.dtype, length, width, count, NO_SUMS, hints)
+    name, backward = _NAMES[problem.activation], "dy" in views
     grid = row_grid(name, shape, count, target)
     if not grid[0]:
-        return StepPlan(())
+        return Plan(())
     config = GluConfig(
         name=f"{name}_backward" if backward else name,
         activation=problem.activation,
         packed=problem.packed,
         dtype=problem.dtype,
         shape=shape,
-        spans=(span,),
+        passes=(passes,),
         axes=len(layout.sizes),
-        index64=max(extent(view) for view in views.values()) > 2**31 - 1,
-        operands=tuple((n, operand(view, span.width, length)) for n, view in views.items()),
+        index64=needs_index64(views.values()),
+        operands=row_operands(views, passes.width, length),
         stream=streams(views, target),
-        lasting=lasts(views, target, NO_SUMS),
-        awaits=begins_early(target, shape),
+        evict_last=evicts_last(views, target, NO_SUMS),
+        awaits=overlaps_launch(target, shape),
     )
-    scalars = layout.scalars | view_numbers(views) | {"length": length}
-    return StepPlan((Step(config, build_glu_gradient if backward else build_glu, grid, scalars),))
+    scalars = layout.scalars | view_scalars(views) | {"length": length}
+    return Plan((Step(config, build_glu_gradient if backward else build_glu, grid, scalars),))

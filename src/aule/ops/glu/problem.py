@@ -1,4 +1,4 @@
-"""GluProblem: what a gated unit is, and the check of a call."""
+"""GluProblem: a gated unit, and the check of a call."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from aule.errors import InvalidShapeError
-from aule.ops.checked import checked_choice
-from aule.ops.rowwise import check_floats, check_rows, check_shape
-from aule.ops.spec import Call, Result
+from aule.ops.rows.checks import check_floats, check_rows, check_shape
+from aule.ops.shared.checks import checked_choice
+from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -17,9 +17,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class GluProblem:
-    """``activation(gate) * up``, element by element; ``shape`` is that of the result.
+    """``activation(gate) * up``, element by element; ``shape`` is the result's.
 
-    With ``packed`` one array holds both: its last axis is that of the gates, then that of the others.
+    With ``packed`` one array holds both along its last axis: gate, then up.
     """
 
     dtype: str

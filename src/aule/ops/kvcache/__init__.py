@@ -1,1 +1,1 @@
-"""Paged caches of keys and values: the table of pages, and the kernels that write into them."""
+"""Paged caches of keys and values: the page table, and the kernels that write into the cache."""

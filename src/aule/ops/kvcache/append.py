@@ -1,4 +1,4 @@
-"""The kernel that writes new tokens into a cache: rotated, quantised and put into their slots in one launch."""
+"""The kernel that writes new tokens into a cache: rotates, quantises and stores them into their slots."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from aule.ops.attention.parameters import Parameters
 from aule.ops.kvcache.config import AppendConfig
 from aule.ops.kvcache.problem import QUANTISED, TINY
 from aule.target import Target
-from aule.tile.math import fold
-from aule.tile.matrix import divmod_const
+from aule.tile.common.math import fold
+from aule.tile.common.matrix import divmod_const
 
 KERNEL_NAME = "kv_append"
 
 
 def build_append(config: AppendConfig, target: Target) -> KernelIR:
-    """Trace the kernel: a few threads for each head of each token, all of which take as many turns."""
+    """Trace the kernel: ``config.lanes`` threads for each head of each token; all threads take as many turns."""
     b = Builder(KERNEL_NAME, config.threads, arithmetic="quick")
     index: Scalar = i64 if config.index64 else i32
     p = Parameters(b, ScoreConfig(dtype=config.dtype, head_dim=config.dims[0], value_dim=config.dims[-1]), index)
@@ -27,31 +27,30 @@ def build_append(config: AppendConfig, target: Target) -> KernelIR:
     number, lane = divmod_const(b, b.group_id(0) * config.threads + b.thread_id(), config.lanes)
     with b.loop(b.const(0, i32), turns, name="turn") as turn:
         row = turn * workers + number
-        inside = b.min(row, rows - 1)  # all lanes take part in a shuffle
+        inside = b.min(row, rows - 1)  # every lane takes part in the shuffles
         token, head = inside // heads, inside % heads
         slot = b.load(places, token)
-        # A slot may come from a table on the device that nobody has looked at: never write outside of the cache.
+        # Slots may come from an unchecked table on the device: never write outside of the cache.
         exists = (row < rows) & (slot >= 0) & (slot < slots)
         place = b.max(b.min(slot, slots - 1), 0)
         for i, name in enumerate(config.operands):
             position = b.load(places, rows // heads + token) if name == "k" and config.rope else None
             source = p.strided(name, token // each, token % each, head)
             to = p.strided(f"{name}_cache", place // page, place % page, head)
-            line = _Row(b, p, config, i, source, position)
+            vector = _Row(b, p, config, i, source, position)
             if config.quantize is None:
-                line.store(lane, to, exists)
+                vector.store(lane, to, exists)
             else:
                 at = p.strided(f"{name}_scale", place // page, place % page, head)
-                line.store_quantised(lane, to, at, exists)
+                vector.store_quantised(lane, to, at, exists)
     if config.threads > 1:
-        # PoCL 3.1 takes the last condition before a kernel's end for one on which all threads agree, unless a barrier
-        # comes after it.
+        # PoCL 3.1 treats the last condition of a kernel as uniform unless a barrier follows it.
         b.barrier()
     return b.finish()
 
 
 class _Row:
-    """A row of k or v, of which every thread has some columns."""
+    """A row of k or v; every thread has some of its columns."""
 
     def __init__(
         self, b: Builder, p: Parameters, config: AppendConfig, i: int, source: Value, position: Value | None
@@ -67,7 +66,7 @@ class _Row:
             self.angles = p.strided("cos", at), p.strided("sin", at)
 
     def store(self, lane: Value, to: Value, exists: Value) -> None:
-        """Write the row as it is, but for its rotation."""
+        """Store the row, rotated if the configuration says so."""
         b, elem = self.b, SCALARS[self.config.dtype]
         out = self.p.buffer(f"{self.name}_cache", elem, "write")
         with b.loop(lane * self.config.width, self.dim, self.step, name="col") as col:
@@ -75,12 +74,11 @@ class _Row:
             self._store(out, to, col, values, exists)
 
     def store_quantised(self, lane: Value, to: Value, at: Value, exists: Value) -> None:
-        """Write the row as bytes, and its scale. The row is read twice: once for its largest number."""
+        """Store the row as bytes, and its scale. The row is read twice: first for its largest element."""
         b, config = self.b, self.config
         assert config.quantize is not None
         elem, limit = QUANTISED[config.quantize]
-        # By their bits, whose order is that of the numbers: Inf and NaN come out on top, as a float's maximum would not
-        # promise.
+        # The maximum of the bits, which order like the magnitudes: a maximum of floats may ignore NaN.
         most = b.var(b.const(0, i32), "most")
         with b.loop(lane * config.width, self.dim, self.step, name="col") as col:
             values = self._values(col)
@@ -91,33 +89,34 @@ class _Row:
             top = b.max(top, b.shuffle_xor(top, step))
             step *= 2
         largest = b.bitcast(top, f32)
-        wild, tiny = top >= 0x7F800000, largest < TINY
+        nonfinite, tiny = top >= 0x7F800000, largest < TINY
         inverse = limit / largest
         scale = b.select(tiny, b.const(0.0, f32), largest * (1.0 / limit))
         out = self.p.buffer(f"{self.name}_cache", i8 if elem == "i8" else u8, "write")
-        scales = self.p.buffer(f"{self.name}_scale", u32, "write")  # NaN by its bits: as a float it may be folded away
+        # The scale is stored by its bits: NaN as a float may be folded away.
+        scales = self.p.buffer(f"{self.name}_scale", u32, "write")
         encode = _int8 if elem == "i8" else _e4m3
         with b.loop(lane * config.width, self.dim, self.step, name="col") as col:
-            coded = encode(b, b.select(wild | tiny, 0.0, self._values(col) * inverse))
+            coded = encode(b, b.select(nonfinite | tiny, 0.0, self._values(col) * inverse))
             self._store(out, to, col, coded, exists)
         with b.if_(exists & b.eq(lane, 0)):
-            b.store(scales, at, b.select(wild, b.const(0x7FC00000, u32), b.bitcast(scale, u32)))
+            b.store(scales, at, b.select(nonfinite, b.const(0x7FC00000, u32), b.bitcast(scale, u32)))
 
     def _values(self, col: Value) -> Value:
         return self.b.cast(self._load(col), f32) if self.angles is None else self._rotated(col)
 
     def _rotated(self, col: Value) -> Value:
-        """Columns in fp32, rotated where they take part."""
+        """Columns in fp32; those below ``rotary_dim`` are rotated."""
         b, config = self.b, self.config
         rotary, width = config.rotary_dim, config.width
         half = rotary // 2
         x = b.cast(self._load(col), f32)
-        turns = col < rotary
-        inside = col if rotary == self.dim else b.select(turns, col, b.const(0, i32))
+        rotates = col < rotary
+        inside = col if rotary == self.dim else b.select(rotates, col, b.const(0, i32))
         if config.interleaved and width > 1:
             cos, sin = (b.unpack(self._angle(i, inside >> 1, width // 2)) for i in (0, 1))
             pairs = [(b.extract(x, 2 * i), b.extract(x, 2 * i + 1)) for i in range(width // 2)]
-            turned = b.vector(
+            rotated = b.vector(
                 [
                     part
                     for (a, c), cosine, sine in zip(pairs, cos, sin, strict=True)
@@ -133,8 +132,8 @@ class _Row:
                 angle = b.select(first, inside, inside - half)
             partner = b.cast(self._load(other), f32)
             cosine, sine = self._angle(0, angle, width), self._angle(1, angle, width)
-            turned = b.fma(x, cosine, b.select(first, -partner, partner) * sine)
-        return turned if rotary == self.dim else b.select(turns, turned, x)
+            rotated = b.fma(x, cosine, b.select(first, -partner, partner) * sine)
+        return rotated if rotary == self.dim else b.select(rotates, rotated, x)
 
     def _angle(self, which: int, at: Value, count: int) -> Value:
         """``count`` cosines (0) or sines (1) of the row's position."""
@@ -157,18 +156,18 @@ class _Row:
 
 
 def _int8(b: Builder, values: Value) -> Value:
-    """Numbers within ±127 as the nearest whole ones."""
+    """Round numbers within ±127 to int8."""
     nearest = b.unary("floor", values + 0.5)
     return b.cast(b.cast(b.max(b.min(nearest, 127.0), -127.0), i32), i8)
 
 
 def _e4m3(b: Builder, values: Value) -> Value:
-    """Numbers within ±448 as bits of fp8 e4m3, to nearest with ties to even."""
+    """Round numbers within ±448 to fp8 e4m3 bits, to nearest with ties to even."""
     bits = b.bitcast(values, with_element(values.type, u32))  # type: ignore[arg-type]
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
-    # Above 2**-6 the upper three bits of the fraction stay, rounded, under an exponent with another bias; below, added
-    # to 2**14, the last bit of a float is worth 2**-9, the step of subnormal numbers.
+    # From 2**-6 on, the upper three fraction bits remain, rounded, and the exponent changes its bias. Below that,
+    # adding 2**14 gives a float whose last bit is worth 2**-9, the step of subnormals.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     magnitude = b.bitcast(size, values.type)  # type: ignore[arg-type]
     small = b.bitcast(magnitude + 16384.0, with_element(values.type, u32)) - 0x46800000  # type: ignore[arg-type]

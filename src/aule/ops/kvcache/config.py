@@ -1,4 +1,4 @@
-"""What is fixed about the kernels of a cache while they are traced."""
+"""Configurations of the kernels that write into a cache."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class AppendConfig:
     Attributes
     ----------
     operands : tuple of str
-        ``("k", "v")``, or one of them, where a device cannot bind all buffers at once.
+        ``("k", "v")``, or one of them if the device cannot bind all buffers at once.
     dims : tuple of int
         Elements of a row of each.
     unit : tuple of bool
-        For each operand: its rows and those of its cache have stride 1.
+        For each operand: rows of it and of its cache have stride 1.
     align : tuple of (int, int)
-        For each operand: what divides the index of every vector of its rows, and of its cache.
+        For each operand: elements to a multiple of which every vector of its rows, and of its cache, is aligned.
     rope : str or None
-        Element type of cos and sin, by which rows of k are rotated.
+        Element type of cos and sin; None if k is not rotated.
     rope_align : int
-        What divides the index of every first angle of a vector.
+        Elements to a multiple of which a vector's first angle is aligned.
     lanes : int
         Threads that share a row.
     width : int
-        Elements that travel together; divides the rows, and what of them is rotated.
+        Elements of a vector; divides the rows and their rotated part.
     """
 
     operands: tuple[str, ...]
@@ -54,9 +54,9 @@ class CopyConfig:
     operands : tuple of str
         The arrays whose pages are copied.
     bits : tuple of int
-        Bits of an element of each, 8, 16 or 32.
+        Bits of an element of each: 8, 16 or 32.
     width : tuple of int
-        Elements of each that travel together.
+        Elements of a vector of each.
     """
 
     operands: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The kernel that copies whole pages, of all layers and arrays at once: what a shared page costs that is written to."""
+"""The kernel that copies pages of all layers and arrays: copy-on-write of shared pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _ELEMENTS = {8: u8, 16: u16, 32: u32}
 
 
 def build_copy(config: CopyConfig, target: Target) -> KernelIR:
-    """Trace the kernel: a workgroup for each part of a page of a layer. Pages that are copied to are none of those that
-    are copied from, so nothing waits."""
+    """Trace the kernel: one workgroup for each part of a page of a layer.
+
+    No page is both copied from and copied to, so workgroups need no order.
+    """
     b = Builder(KERNEL_NAME, config.threads)
     index: Scalar = i64 if config.index64 else i32
     pairs = b.buffer("pairs_ptr", i32)

@@ -1,8 +1,8 @@
-"""Which sequence has which pages, on the host and without any array: allocation, sharing and copy-on-write.
+"""The pages of each sequence, on the host: allocation, sharing and copy-on-write.
 
-A page holds ``page_size`` tokens of every layer. Sequences that were forked share pages, each of which counts how many
-have it; a page is written to only by a sequence that has it alone. An append is planned first and committed when the
-arrays are written, so that one which fails, because pages run out or a launch does, has changed nothing.
+A page holds ``page_size`` tokens of every layer. Forked sequences share pages, which are reference-counted; a sequence
+writes only to pages that it alone has. An append is planned first and committed after the arrays are written, so one
+that fails, because pages run out or a launch fails, changes nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.errors import CacheFullError, ClosedError, InvalidArgumentError
-from aule.ops.checked import checked_integer
+from aule.ops.shared.checks import checked_integer
 
 
 class _Tokens:
-    """A sequence: its pages in order, and how many tokens each layer has."""
+    """A sequence: its pages in order, and its number of tokens in each layer."""
 
     __slots__ = ("lengths", "pages")
 
@@ -30,18 +30,18 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Append:
-    """An append that is possible.
+    """A planned append.
 
     Attributes
     ----------
     starts, counts : tuple of int
-        Of each sequence: the tokens it has, and how many it gets.
+        For each sequence: tokens before the append, and new tokens.
     pages : list of (int, int, int)
-        Pages that sequences get: the sequence, the number of the page in it, and the page.
+        New pages of sequences: sequence, number of the page in it, and page.
     copies : list of (int, int)
-        Pages to copy before, from and to.
+        Pages to copy before writing: from and to.
     version : int
-        That of the table once this is done.
+        The table's version after the append.
     """
 
     layer: int
@@ -55,20 +55,20 @@ class Append:
 
 
 class PageTable:
-    """The pages of a cache. It takes no lock: whoever shares one between threads does.
+    """The pages of a cache. Not thread-safe.
 
     Parameters
     ----------
     num_pages, page_size, layers : int
-        Pages, tokens of a page, and layers whose tokens are counted apart.
+        Pages, tokens of a page, and layers, whose tokens are counted separately.
     page_bytes : int
-        What a page takes, for the error when there is none left.
+        Bytes of a page, for the error when none is free.
     """
 
     def __init__(self, num_pages: int, page_size: int, layers: int = 1, page_bytes: int = 0) -> None:
         self.num_pages, self.page_size, self.layers, self.page_bytes = num_pages, page_size, layers, page_bytes
         self.version = 0
-        """Changes whenever a sequence gets or loses pages, or shares them."""
+        """Changes whenever a sequence gets, loses or shares pages."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._sequences: dict[int, _Tokens] = {}
@@ -81,15 +81,15 @@ class PageTable:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """All that live, in the order in which they were made."""
+        """Live sequences in the order of their creation."""
         return tuple(self._sequences)
 
     def allocate(self) -> int:
-        """A new, empty sequence. Its number is never used again."""
+        """Make an empty sequence; numbers are never reused."""
         return self._add(_Tokens([], [0] * self.layers))
 
     def fork(self, seq: int) -> int:
-        """A sequence with the same tokens, on the same pages."""
+        """Make a sequence with the same tokens, sharing the pages."""
         found = self._find("fork", seq)
         for page in found.pages:
             self._references[page] += 1
@@ -97,13 +97,13 @@ class PageTable:
         return self._add(_Tokens(list(found.pages), list(found.lengths)))
 
     def free(self, seq: int) -> None:
-        """Forget a sequence, and give back the pages that nobody else has."""
+        """Remove a sequence and free the pages that no other sequence has."""
         found = self._find("free", seq)
         del self._sequences[seq]
         self._release(found.pages)
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget the tokens from ``length`` on."""
+        """Remove the tokens from ``length`` on."""
         found = self._find("truncate", seq)
         longest = max(found.lengths)
         length = checked_integer("KVCache.truncate", "length", length, "pass the tokens that are to stay")
@@ -117,43 +117,43 @@ class PageTable:
         del found.pages[keep:]
 
     def length(self, seq: int, layer: int = 0) -> int:
-        """How many tokens a layer has of a sequence."""
+        """Number of tokens of a sequence in a layer."""
         return self._find("length", seq).lengths[layer]
 
     def lengths(self, seqs: Sequence[int], layer: int, op: str = "context_lens") -> tuple[int, ...]:
-        """The same of several; ``op`` is the method that asks, for messages."""
+        """Lengths of several sequences; ``op`` is the caller's name, for messages."""
         return tuple([self._find(op, seq).lengths[layer] for seq in seqs])
 
     def pages(self, seq: int) -> tuple[int, ...]:
-        """The pages of a sequence."""
+        """Pages of a sequence."""
         return tuple(self._find("pages", seq).pages)
 
     def references(self, page: int) -> int:
-        """How many sequences have a page."""
+        """Number of sequences that have a page."""
         return self._references[page]
 
     def plan_append(self, seqs: tuple[int, ...], counts: tuple[int, ...], layer: int) -> Append:
-        """Find a place for ``counts`` new tokens of each sequence; changes nothing.
+        """Plan an append of ``counts`` new tokens to each sequence; changes nothing.
 
         Raises
         ------
         CacheFullError
-            There are not enough pages for all of them.
+            Not enough pages are free.
         """
         last = self._last
         if (
             last is not None
             and (last.version, last.seqs, last.counts) == (self.version, seqs, counts)
             and last.starts == tuple([found.lengths[layer] for found in last.found])
-        ):  # what another layer got just now, as a model's layers follow each other: the pages are there
+        ):  # layers of a model follow each other: another layer got these tokens just now, and the pages are there
             return replace(last, layer=layer, pages=[], copies=[])
         if len(set(seqs)) != len(seqs):
             raise InvalidArgumentError(
                 f"[KVCache.append] expected every sequence once, got {list(seqs)}; give all its tokens in one piece"
             )
         size = self.page_size
-        wanted: list[tuple[int, int, int | None]] = []  # the sequence, the number of the page in it, what it replaces
-        left: dict[int, int] = {}  # how many leave a page that was shared: the last one has it alone
+        wanted: list[tuple[int, int, int | None]] = []  # sequence, number of the page in it, page that it replaces
+        left: dict[int, int] = {}  # sequences that leave a shared page; the last one keeps it
         tokens = [self._find("append", seq) for seq in seqs]
         starts = [found.lengths[layer] for found in tokens]
         for seq, found, start, count in zip(seqs, tokens, starts, counts, strict=True):
@@ -182,8 +182,10 @@ class PageTable:
         return Append(layer, seqs, tuple(tokens), tuple(starts), counts, pages, copies, version)
 
     def places(self, append: Append) -> npt.NDArray[np.int32]:
-        """int32 ``[2, tokens]``: the slot of each new token, ``page * page_size`` and its place in the page, and its
-        position in the sequence. Before it is committed."""
+        """Slots and positions of the new tokens, int32 ``[2, tokens]``, before the append is committed.
+
+        A slot is ``page * page_size`` plus the token's place in the page.
+        """
         size = self.page_size
         new: dict[int, dict[int, int]] = {}
         for seq, i, page in append.pages:
@@ -203,7 +205,7 @@ class PageTable:
         return np.array([slots, positions], np.int32).reshape(2, -1)
 
     def commit(self, append: Append) -> None:
-        """Carry out what `plan_append` planned, with nothing done to the table in between."""
+        """Carry out a planned append. The table must not have changed since."""
         del self._free[len(self._free) - len(append.pages) :]
         for seq, i, page in append.pages:
             found = self._sequences[seq]
@@ -219,7 +221,7 @@ class PageTable:
         self._last = append
 
     def table(self, seqs: Sequence[int]) -> npt.NDArray[np.int32]:
-        """int32 ``[len(seqs), pages of the longest]``; what a sequence has no page for is 0, a page that exists."""
+        """Page table, int32 ``[len(seqs), pages of the longest]``; unused entries are 0, a valid page."""
         rows = [self._find("block_tables", seq).pages for seq in seqs]
         result = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
         for row, pages in zip(result, rows, strict=True):
@@ -227,13 +229,13 @@ class PageTable:
         return result
 
     def shared(self, seqs: Sequence[int], layer: int = 0) -> int:
-        """How many whole pages all of the sequences begin with."""
+        """Number of full pages that all of the sequences begin with."""
         rows = [self._find("shared_pages", seq) for seq in seqs]
-        whole = min((found.lengths[layer] // self.page_size for found in rows), default=0)
-        for i in range(whole):
+        full = min((found.lengths[layer] // self.page_size for found in rows), default=0)
+        for i in range(full):
             if len({found.pages[i] for found in rows}) > 1:
                 return i
-        return whole
+        return full
 
     def _add(self, tokens: _Tokens) -> int:
         seq, self._next = self._next, self._next + 1

@@ -1,4 +1,4 @@
-"""From what is to be written into a cache, and a target, to launches. Pure."""
+"""The plans of writes into a cache: new rows, and copies of pages. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aule.ops.kvcache.append import build_append
 from aule.ops.kvcache.config import AppendConfig, CopyConfig
 from aule.ops.kvcache.copy import build_copy
 from aule.ops.kvcache.problem import AppendProblem, strides_of
-from aule.ops.step import Step, StepPlan
+from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
 from aule.view import TensorView
 
@@ -17,14 +17,14 @@ from aule.view import TensorView
 _THREADS = 128
 _MAX_LANES = 32
 _CPU_ROWS = 64
-"""Rows of a task of the CPU: fewer are copied in no more time than a thread takes to wake."""
+"""Rows of a task on the CPU: copying fewer takes no longer than waking a thread."""
 _PART_BYTES = 8192
-"""What one workgroup copies of a page."""
+"""Bytes of a page that one workgroup copies."""
 
 
 def plan_append(
     problem: AppendProblem, views: Mapping[str, TensorView], target: Target, alignment: Mapping[str, int] | None = None
-) -> StepPlan:
+) -> Plan:
     """Plan an append: one launch, or one for k and one for v where the device cannot bind all buffers.
 
     Parameters
@@ -32,14 +32,14 @@ def plan_append(
     views : mapping
         As for `append_problem`, with device strides and offsets.
     alignment : mapping, optional
-        Bytes that divide the address of each array's memory; 16 where nothing is said.
+        Bytes that divide the address of each array's memory; 16 by default.
     """
     if problem.tokens == 0 or problem.heads == 0:
-        return StepPlan(())
+        return Plan(())
     operands = ("k", "v") if problem.value_dim else ("k",)
     buffers = 1 + (2 if problem.quantize is None else 3) * len(operands) + (2 if problem.rotary_dim else 0)
     split = [operands] if buffers <= target.max_buffers else [(name,) for name in operands]
-    return StepPlan(tuple(_append_step(problem, views, target, alignment or {}, names) for names in split))
+    return Plan(tuple(_append_step(problem, views, target, alignment or {}, names) for names in split))
 
 
 def _append_step(
@@ -49,7 +49,7 @@ def _append_step(
     alignment: Mapping[str, int],
     operands: tuple[str, ...],
 ) -> Step:
-    cpu = target.backend == "cpu"
+    cpu = target.host
     dims = tuple(problem.head_dim if name == "k" else problem.value_dim for name in operands)
     unit = tuple(views[n].strides[3] == 1 == views[f"{n}_cache"].strides[3] for n in operands)
     rotary = problem.rotary_dim if operands[0] == "k" else 0
@@ -58,7 +58,7 @@ def _append_step(
     width = math.gcd(width, *must_divide) if all(unit) else 1
 
     def align(name: str) -> int:
-        # A CPU reads vectors from anywhere, and so needs no kernel for each alignment.
+        # A CPU reads vectors from any address and needs no kernel for each alignment.
         view = views[name]
         steps = (s for n, s in zip(view.shape[:-1], view.strides[:-1], strict=True) if n > 1)
         return 1 if cpu else math.gcd(width, view.offset, alignment.get(name, 16) // view.itemsize, *steps)
@@ -105,7 +105,7 @@ def _append_step(
 
 def plan_copy(
     copies: int, views: Mapping[str, TensorView], target: Target, alignment: Mapping[str, int] | None = None
-) -> StepPlan:
+) -> Plan:
     """Plan the copy of ``copies`` pages, whose numbers are the buffer ``pairs``, int32 ``[copies, 2]``.
 
     Parameters
@@ -114,8 +114,8 @@ def plan_copy(
         Arrays of ``[layers, pages, elements of a page]``, contiguous.
     """
     if copies == 0:
-        return StepPlan(())
-    cpu = target.backend == "cpu"
+        return Plan(())
+    cpu = target.host
     layers = next(iter(views.values())).shape[0]
     threads = 1 if cpu else min(_THREADS, target.max_threads)
     width = {
@@ -134,4 +134,4 @@ def plan_copy(
     scalars = {"tasks": tasks, "parts": parts, "layers": layers}
     for name, view in views.items():
         scalars |= {f"{name}_page": view.shape[2], f"{name}_layer": view.shape[1] * view.shape[2]}
-    return StepPlan((Step(config, build_copy, (min(tasks, target.max_grid[0]), 1, 1), scalars),))
+    return Plan((Step(config, build_copy, (min(tasks, target.max_grid[0]), 1, 1), scalars),))

@@ -1,4 +1,4 @@
-"""AppendProblem: what is written into a cache by one call, and its operands in one normal form."""
+"""AppendProblem: what a call writes into a cache, and the check of its operands."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from aule.view import TensorView
 
 FLOATS = ("f32", "f16", "bf16")
 QUANTISED = {"int8": ("i8", 127.0), "fp8": ("e4m3", 448.0)}
-"""Ways to store a row in bytes: their element type, and the largest number that it has."""
+"""Formats of quantised rows: element type, and its largest number."""
 TINY = 1e-35
-"""A row in which nothing is larger is stored as zeros: the inverse of its scale would be infinite."""
+"""Rows with no element of this size are stored as zeros: the inverse of their scale would be infinite."""
 
 
 @dataclass(frozen=True)
 class AppendProblem:
-    """Rows of new tokens that go to their slots.
+    """Rows of new tokens, to be stored into their slots.
 
-    Row ``[token, head]`` of k (and of v, where ``value_dim`` is not 0) is stored at ``[slot // page, slot % page,
-    head]`` of its cache, ``slot`` being the token's. A slot outside of the cache, such as -1, drops the token. Before,
-    the first ``rotary_dim`` elements of a row of k are rotated by the angles of the token's position, in fp32:
-    element ``i`` with ``i + rotary_dim / 2``, or 2i with 2i + 1 where ``interleaved``.
+    Row ``[token, head]`` of k, and of v unless ``value_dim`` is 0, is stored at ``[slot // page, slot % page, head]``
+    of its cache. A slot outside of the cache, such as -1, drops the token. The first ``rotary_dim`` elements of rows of
+    k are rotated in fp32 by the angles of the token's position: element ``i`` with ``i + rotary_dim / 2``, or 2i with
+    2i + 1 if ``interleaved``.
 
-    Quantised, a row is stored as whole numbers (int8) or fp8 e4m3 and a scale of its own, ``max |x|`` over the largest
-    number of the type, to multiply them by. A row with Inf or NaN gets NaN for a scale.
+    A quantised row is stored as int8 or fp8 e4m3 with a scale, ``max |x|`` over the largest number of the type. A row
+    with Inf or NaN has a scale of NaN.
     """
 
     tokens: int
@@ -45,18 +45,17 @@ class AppendProblem:
 
 
 def append_problem(op: str, views: Mapping[str, TensorView], *, interleaved: bool = False) -> AppendProblem:
-    """Validate what is appended.
+    """Check what is appended.
 
     Parameters
     ----------
     op : str
-        Who asks, for messages.
+        The caller's name, for messages.
     views : mapping
-        ``k``, ``v``: the new rows, ``[batch, tokens of each, heads, dim]``; ``k_cache``, ``v_cache``: ``[pages, page,
-        heads, dim]``; ``k_scale``, ``v_scale`` of a quantised cache: the same without the last axis; ``cos``, ``sin``
-        where k is rotated: ``[positions, rotary_dim / 2]``, rows contiguous; ``places``: int32 ``[2, tokens]``,
-        contiguous: slots and positions.
-        Without ``v`` there is k alone.
+        ``k``, ``v`` (optional): new rows, ``[batch, tokens of each, heads, dim]``; ``k_cache``, ``v_cache``: ``[pages,
+        page, heads, dim]``; ``k_scale``, ``v_scale`` of a quantised cache: without the last axis; ``cos``, ``sin`` if k
+        is rotated: ``[positions, rotary_dim / 2]``, rows contiguous; ``places``: slots and positions, int32 ``[2,
+        tokens]``, contiguous.
     """
     k, k_cache = views["k"], views["k_cache"]
     batch, each, heads, head_dim = k.shape
@@ -116,7 +115,7 @@ def _rotary(op: str, cos: TensorView, sin: TensorView, head_dim: int) -> int:
 
 
 def strides_of(views: Mapping[str, TensorView]) -> dict[str, Any]:
-    """The scalars ``<name>_offset`` and ``<name>_stride<axis>`` of kernels."""
+    """Scalars ``<name>_offset`` and ``<name>_stride<axis>`` of the kernels."""
     scalars: dict[str, Any] = {}
     for name, view in views.items():
         scalars[f"{name}_offset"] = view.offset

@@ -1,1 +1,1 @@
-"""Matrix products: the one of a linear layer behind a normalisation, and those of its gradient."""
+"""A linear layer behind a normalisation: its matrix products, and those of its gradient."""

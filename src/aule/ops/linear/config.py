@@ -1,13 +1,13 @@
-"""What a product is traced from: two factors, a result, and how they are cut up."""
+"""Configurations of matrix products: two factors, a result, and their tiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from aule.ir.types import PANEL
-from aule.tile.fragment_shape import row_stride
-from aule.tile.simt_shape import SimtShape
-from aule.tile.warpgroup import PanelShape
+from aule.tile.fragment.shape import row_stride
+from aule.tile.simt.shape import SimtShape
+from aule.tile.warpgroup.engine import PanelShape
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,15 @@ class StoredConfig:
     Attributes
     ----------
     name : str
-        Of its buffer and its numbers.
+        Name of its buffer, and prefix of its scalars.
     axes : int
-        By whose strides a row is found; 0 of a vector.
+        Axes by whose strides a row is found; 0 for a vector.
     unit : bool
-        Neighbouring columns are neighbours in memory.
+        Columns have stride 1.
     aligned : bool
-        As many elements as travel together, up to 16 bytes, start at a multiple of their size, and rows have whole ones
-        only.
-    loose : bool
-        They may travel together from wherever they start: on CPUs.
+        Runs of elements that are loaded together, up to 16 bytes, are aligned to their size, and rows have full runs.
+    unaligned_loads : bool
+        Runs may be loaded from any address: on CPUs.
     """
 
     name: str
@@ -34,12 +33,12 @@ class StoredConfig:
     axes: int
     unit: bool
     aligned: bool
-    loose: bool = False
+    unaligned_loads: bool = False
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A factor is normalised on its way in, row by row as it is stored: weight and bias, where there are such."""
+    """Weight and bias of a factor that is normalised when it is loaded, along its stored rows; None without one."""
 
     weight: StoredConfig | None
     bias: StoredConfig | None
@@ -47,28 +46,28 @@ class Affine:
 
 @dataclass(frozen=True)
 class FactorConfig:
-    """A factor of a product. ``across`` says that its stored rows are numbers of the summed dimension, and not rows
+    """A factor of a product. With ``depth_major`` its stored rows run along the summed dimension; else they are rows
     (of the left factor) or columns (of the right one) of the result."""
 
     stored: StoredConfig
-    across: bool
+    depth_major: bool
     norm: Affine | None = None
 
 
 @dataclass(frozen=True)
 class FragmentBlocks:
-    """How a product on matrix units is cut up.
+    """Tiles of a product on matrix units.
 
     Attributes
     ----------
     rows, cols, depth : int
-        Of the result's tile that a workgroup has, and of a step along the summed dimension.
+        The result's tile of a workgroup, and a step along the summed dimension.
     down, along : int
         Subgroups of a workgroup down the rows and along the columns of the tile.
     stages : int
-        Steps that are in shared memory at a time.
+        Steps in shared memory at a time.
     group : int
-        Tiles above each other that are worked on at the same time, so that caches keep what they share.
+        Tiles above each other that are computed at the same time, so that caches keep what they share.
     """
 
     rows: int
@@ -85,36 +84,35 @@ class FragmentBlocks:
     def threads(self) -> int:
         return self.down * self.along * self.lanes
 
-    def panel(self, across: bool, outer: int) -> tuple[int, int, int]:
-        """Rows and columns of a factor's step as it is stored, and elements from one row to the next in shared
-        memory."""
-        rows, cols = (self.depth, outer) if across else (outer, self.depth)
+    def panel(self, depth_major: bool, outer: int) -> tuple[int, int, int]:
+        """Stored rows and columns of a factor's step, and elements from one row to the next in shared memory."""
+        rows, cols = (self.depth, outer) if depth_major else (outer, self.depth)
         return rows, cols, row_stride(cols)
 
-    def shared_elements(self, left_across: bool, right_across: bool) -> int:
+    def shared_elements(self, left_depth_major: bool, right_depth_major: bool) -> int:
         """Elements of all stages."""
-        panels = self.panel(left_across, self.rows), self.panel(right_across, self.cols)
+        panels = self.panel(left_depth_major, self.rows), self.panel(right_depth_major, self.cols)
         return self.stages * sum(rows * stride for rows, _, stride in panels)
 
 
 @dataclass(frozen=True)
 class DirectBlocks(FragmentBlocks):
-    """A product whose left factor comes straight into registers, out of memory that has it in the order of fragments
+    """Tiles of a product whose left factor is loaded straight into registers, from memory in the order of fragments
     (`aule.ops.linear.pack_fragments`); only the right one is in shared memory."""
 
-    def shared_elements(self, left_across: bool, right_across: bool) -> int:
-        rows, _, stride = self.panel(right_across, self.cols)
+    def shared_elements(self, left_depth_major: bool, right_depth_major: bool) -> int:
+        rows, _, stride = self.panel(right_depth_major, self.cols)
         return self.stages * rows * stride
 
 
 WARPGROUP_STAGES = 4
-"""Two steps that may be multiplied by warpgroups, and the two that follow."""
+"""Two steps that warpgroups may be multiplying, and the two that follow."""
 
 
 @dataclass(frozen=True)
 class WarpgroupBlocks:
-    """How a product of warpgroups is cut up: the result's tile of a workgroup, whose warpgroups have 64 rows each, and
-    the tiles above each other that are worked on at the same time."""
+    """Tiles of a product of warpgroups: the result's tile of a workgroup, whose warpgroups have 64 rows each, and the
+    tiles above each other that are computed at the same time."""
 
     rows: int
     cols: int
@@ -129,20 +127,20 @@ class WarpgroupBlocks:
     def threads(self) -> int:
         return 2 * self.rows
 
-    def panel(self, across: bool, outer: int) -> PanelShape:
+    def panel(self, depth_major: bool, outer: int) -> PanelShape:
         """A factor's step as it is stored."""
-        return PanelShape(self.depth, outer) if across else PanelShape(outer, self.depth)
+        return PanelShape(self.depth, outer) if depth_major else PanelShape(outer, self.depth)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of all stages, and of where warpgroups meet."""
+        """Shared memory of all stages, and of the warpgroups' barrier."""
         return WARPGROUP_STAGES * 2 * self.depth * (self.rows + self.cols) + 16
 
 
 @dataclass(frozen=True)
 class VectorBlocks:
-    """How a product on a CPU is cut up: the result's tile of a task, and the part of the summed dimension for which
-    both factors are brought together."""
+    """Tiles of a product on a CPU: the result's tile of a task, and the part of the summed dimension for which both
+    factors are packed."""
 
     rows: int
     cols: int
@@ -160,13 +158,13 @@ class ProductConfig:
     Attributes
     ----------
     work : str
-        The dtype that is summed up in.
-    whole : bool
-        The summed dimension has whole steps only.
+        The dtype summed in.
+    full_steps : bool
+        The summed dimension has full steps only.
     packed : bool
-        On a CPU: the right factor has been packed, panel by panel, by another kernel.
+        On a CPU: another kernel has packed the right factor, panel by panel.
     runs : bool
-        The result can be stored in whole runs.
+        The result can be stored in full runs.
     """
 
     name: str
@@ -176,7 +174,7 @@ class ProductConfig:
     out: StoredConfig
     bias: str | None
     blocks: Blocks
-    whole: bool
+    full_steps: bool
     index64: bool
     packed: bool = False
     runs: bool = False

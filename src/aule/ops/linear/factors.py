@@ -1,4 +1,4 @@
-"""The operands of a product while it is traced: matrices in memory, and their way in, where they are normalised."""
+"""Operands of a product while it is traced: matrices in memory, and factors that may be normalised when loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from aule.ir import Value, Var
 from aule.ir.types import SCALARS, Scalar, Vector, f32, f64
 from aule.ops.linear.config import FactorConfig, StoredConfig
-from aule.ops.parameters import Access, Parameters
-from aule.tile.matrix import divmod_const
+from aule.ops.shared.parameters import Access, Parameters
+from aule.tile.common.matrix import divmod_const
 
 
 class Stored:
-    """A matrix in memory, of rows that are found by one or more axes, or a vector."""
+    """A matrix in memory, whose rows are found by one or more axes, or a vector."""
 
     def __init__(self, p: Parameters, config: StoredConfig, access: Access = "read") -> None:
         self.b, self.p, self.config = p.b, p, config
@@ -37,20 +37,20 @@ class Stored:
         return start + (at if self.col_stride is None else at * self.col_stride)
 
     def load(self, start: Value, col: Value, width: int, cols: Value | None) -> Value:
-        """``width`` elements of a row of ``cols``, in the place of those behind its end some others of it; or of one in
-        which they are sure to be, with None."""
-        b, most = self.b, width if self.config.loose else 16 // self.elem.bytes if self.config.aligned else 1
+        """``width`` elements of a row of ``cols``; past its end others of the row. With None all are sure to exist."""
+        b, config = self.b, self.config
+        most = width if config.unaligned_loads else 16 // self.elem.bytes if config.aligned else 1
         if most < width:
             pieces = [self.load(start, col + i, most, cols) for i in range(0, width, most)]
             return b.vector([x for piece in pieces for x in b.unpack(piece)])
         col = col if cols is None else b.min(col, cols - width)
-        return b.load(self.buffer, self.index(start, col), width, align=1 if self.config.loose else width)
+        return b.load(self.buffer, self.index(start, col), width, align=1 if config.unaligned_loads else width)
 
 
 @dataclass(frozen=True, eq=False)
-class RowAt:
-    """A row of a factor: where it begins, and what normalises it: ``x`` becomes ``(x - mean) * scale + shift``, where
-    no mean means that ``shift`` has it."""
+class FactorRow:
+    """A stored row of a factor: its start, and its normalisation to ``(x - mean) * scale + shift``, in which ``shift``
+    includes the mean if that is None."""
 
     start: Value
     scale: Value | None = None
@@ -64,55 +64,55 @@ class Factor:
     Parameters
     ----------
     outer, summed : Value
-        How many rows or columns of the result it has, and the length of the summed dimension.
-    whole : bool
+        Its rows or columns of the result, and the length of the summed dimension.
+    full_steps : bool
         The summed dimension needs no bounds.
     """
 
     def __init__(
-        self, p: Parameters, config: FactorConfig, outer: Value, summed: Value, work: Scalar, whole: bool
+        self, p: Parameters, config: FactorConfig, outer: Value, summed: Value, work: Scalar, full_steps: bool
     ) -> None:
-        self.b, self.p, self.work, self.across = p.b, p, work, config.across
+        self.b, self.p, self.work, self.depth_major = p.b, p, work, config.depth_major
         self.stored = Stored(p, config.stored)
-        self.rows, self.cols = (summed, outer) if config.across else (outer, summed)
-        self._may_miss = not (whole and config.across)
-        self._bound = None if whole and not config.across else self.cols
-        self.bounded, self.norm = not whole, config.norm
-        told = () if config.norm is None else (config.norm.weight, config.norm.bias)
-        self.vectors = [None if x is None else Stored(p, x) for x in told]
+        self.rows, self.cols = (summed, outer) if config.depth_major else (outer, summed)
+        self._rows_bounded = not (full_steps and config.depth_major)
+        self._bound = None if full_steps and not config.depth_major else self.cols
+        self.bounded, self.norm = not full_steps, config.norm
+        vectors = () if config.norm is None else (config.norm.weight, config.norm.bias)
+        self.vectors = [None if x is None else Stored(p, x) for x in vectors]
 
     @property
-    def changes(self) -> bool:
-        """Whether elements are not taken as they are."""
-        return self.norm is not None or self.bounded
+    def plain(self) -> bool:
+        """Whether elements are multiplied as they are stored."""
+        return self.norm is None and not self.bounded
 
     @property
-    def keeps_mean(self) -> bool:
-        """Whether a row's mean is taken off by itself, so that a large one costs no digits."""
+    def subtracts_mean(self) -> bool:
+        """Whether a row's mean is subtracted by itself, so that a large one costs no digits."""
         return self.stored.elem in (f32, f64)
 
-    def row(self, row: Value) -> RowAt:
-        """A row, or the last one in the place of those behind it."""
+    def row(self, row: Value) -> FactorRow:
+        """A row, or the last one for rows past it."""
         b, p = self.b, self.p
         row = self._existing(row)
         start = self.stored.start(row)
         if self.norm is None:
-            return RowAt(start)
+            return FactorRow(start)
         statistics, at, count = p.buffer("statistics", self.work), b.cast(row, p.index), b.cast(self.rows, p.index)
         mean, scale, shift = (b.load(statistics, count * i + at) for i in range(3))
-        if self.keeps_mean:
-            return RowAt(start, scale, shift, mean)
-        # Of 16-bit numbers a mean that is large against the deviation has left nothing that could be lost here.
-        return RowAt(start, scale, b.fma(-mean, scale, shift))
+        if self.subtracts_mean:
+            return FactorRow(start, scale, shift, mean)
+        # If the mean of 16-bit numbers is large against their deviation, their own rounding has lost the same digits.
+        return FactorRow(start, scale, b.fma(-mean, scale, shift))
 
-    def place(self, row: Value) -> Value:
-        """Where such a row begins."""
+    def row_start(self, row: Value) -> Value:
+        """Where a row begins, or the last one for rows past it."""
         return self.stored.start(self._existing(row))
 
     def _existing(self, row: Value) -> Value:
-        return self.b.min(row, self.rows - 1) if self._may_miss else row
+        return self.b.min(row, self.rows - 1) if self._rows_bounded else row
 
-    def load(self, row: RowAt, col: Value, width: int) -> Value:
+    def load(self, row: FactorRow, col: Value, width: int) -> Value:
         """Elements of a row."""
         return self.stored.load(row.start, col, width, self._bound)
 
@@ -120,8 +120,8 @@ class Factor:
         """Weight and bias of the normalisation at some columns."""
         return [None if x is None else x.load(x.start(), col, width, self._bound) for x in self.vectors]
 
-    def value(self, raw: Value, row: RowAt, affine: list[Value | None]) -> Value:
-        """Loaded elements as the numbers that are multiplied, in the type that is computed in."""
+    def value(self, raw: Value, row: FactorRow, affine: list[Value | None]) -> Value:
+        """Loaded elements, normalised if need be, in the type computed in."""
         b = self.b
         x = b.cast(raw, self.work)
         if row.scale is None or row.shift is None:
@@ -135,25 +135,24 @@ class Factor:
             return x * weight if bias is None else b.fma(x, weight, bias)
         return x if bias is None else x + bias
 
-    def kept(self, value: Value, row: Value, col: Value) -> Value:
-        """Zeros behind the end of the summed dimension; ``row`` and ``col`` are the first element's."""
+    def masked(self, value: Value, row: Value, col: Value) -> Value:
+        """The value, zero past the end of the summed dimension; ``row`` and ``col`` are the first element's."""
         b = self.b
         if not self.bounded:
             return value
         if not isinstance(value.type, Vector):
-            inside = row < self.rows if self.across else col < self.cols
+            inside = row < self.rows if self.depth_major else col < self.cols
             return b.select(inside, value, b.const(0.0, self.work))
         lanes = value.type.lanes
         zero = b.splat(b.const(0.0, self.work), lanes)
-        if self.across or self.stored.config.aligned:
-            return b.select(row < self.rows if self.across else col < self.cols, value, zero)
-        return b.vector([self.kept(x, row, col + i) for i, x in enumerate(b.unpack(value))])
+        if self.depth_major or self.stored.config.aligned:
+            return b.select(row < self.rows if self.depth_major else col < self.cols, value, zero)
+        return b.vector([self.masked(x, row, col + i) for i, x in enumerate(b.unpack(value))])
 
 
-class Panel:
-    """The way of a factor's steps through the registers of a workgroup: each thread has some runs of ``width``
-    elements of a step's ``rows`` × ``cols``, fetches them while something else is worked on, and later asks for their
-    `value`.
+class RegisterPanel:
+    """A factor's steps in the registers of a workgroup: each thread loads some runs of ``width`` elements of a step's
+    ``rows`` × ``cols``, and later asks for their `value`.
 
     Parameters
     ----------
@@ -173,58 +172,69 @@ class Panel:
         self.own_col = run * width
         zero = b.splat(b.const(0, factor.stored.elem), width)
         self.raw = [b.var(zero, "fetched") for _ in range(self.count)]
-        # What belongs to rows or to columns is there once where those are the result's, and else comes with each step.
-        self._rows: list[list[Var]] = []
-        self._fixed: list[RowAt] = []
+        # Statistics of rows, weight and bias are loaded once if they belong to the result's side, else with each step.
+        self._row_vars: list[list[Var]] = []
+        self._rows: list[FactorRow] = []
         self._affine: list[Value | Var | None] = []
-        if not factor.across:
-            self._fixed = [factor.row(first + self.place(i)[0]) for i in range(self.count)]
+        if not factor.depth_major:
+            self._rows = [factor.row(first + self.place(i)[0]) for i in range(self.count)]
             self._affine = [None if x is None else b.var(b.splat(b.const(0, x.elem), width)) for x in factor.vectors]
         elif factor.norm is not None:
             self._affine = list(factor.affine(first + self.own_col, width))
             nothing = b.const(0.0, factor.work)
-            numbers = 3 if factor.keeps_mean else 2
-            self._rows = [[b.var(nothing) for _ in range(numbers)] for _ in range(self.count)]
+            numbers = 3 if factor.subtracts_mean else 2
+            self._row_vars = [[b.var(nothing) for _ in range(numbers)] for _ in range(self.count)]
 
     def place(self, i: int) -> tuple[Value, Value]:
         """Row and column in the step of this thread's ``i``-th run."""
         return self.own_row + i * self.step, self.own_col
 
     def index(self, i: int, start: Value) -> Value:
-        """Where the ``i``-th run of the step that begins at ``start`` is in memory; for factors without norm."""
+        """Index in memory of the ``i``-th run of the step that begins at ``start``; for factors without norm."""
         row, col = self._at(i, start)
-        at = self.factor.row(row) if self.factor.across else self._fixed[i]
+        at = self.factor.row(row) if self.factor.depth_major else self._rows[i]
         return self.factor.stored.index(at.start, col)
 
     def fetch(self, i: int, start: Value) -> None:
-        """Start to load the ``i``-th run of the step that begins at ``start``. The last one brings what belongs to the
-        columns, which all runs share."""
+        """Start to load the ``i``-th run of the step that begins at ``start``. The last run also loads weight and bias,
+        which all runs share."""
         factor = self.factor
         row, col = self._at(i, start)
-        if factor.across:
+        if factor.depth_major:
             at = factor.row(row)
             if factor.norm is not None:
-                for variable, x in zip(self._rows[i], (at.scale, at.shift, at.mean), strict=False):
+                for variable, x in zip(self._row_vars[i], (at.scale, at.shift, at.mean), strict=False):
                     variable.value = x
         else:
-            at = self._fixed[i]
+            at = self._rows[i]
             if factor.norm is not None and i == self.count - 1:
-                for held, x in zip(self._affine, factor.affine(col, self.width), strict=True):
-                    if isinstance(held, Var):
-                        held.value = x
+                for vector, x in zip(self._affine, factor.affine(col, self.width), strict=True):
+                    if isinstance(vector, Var):
+                        vector.value = x
         self.raw[i].value = factor.load(at, col, self.width)
 
+    def fetch_all(self, start: Value) -> None:
+        """Start to load all runs of the step that begins at ``start``."""
+        for i in range(self.count):
+            self.fetch(i, start)
+
     def value(self, i: int, start: Value) -> Value:
-        """The numbers of the ``i``-th run, which was fetched for the step that begins at ``start``."""
+        """The numbers of the ``i``-th run, fetched for the step that begins at ``start``."""
         factor = self.factor
         row, col = self._at(i, start)
-        if factor.across:
-            at = RowAt(start, *(x.value for x in self._rows[i])) if self._rows else RowAt(start)
+        if factor.depth_major:
+            at = FactorRow(start, *(x.value for x in self._row_vars[i])) if self._row_vars else FactorRow(start)
         else:
-            at = self._fixed[i]
+            at = self._rows[i]
         affine = [x.value if isinstance(x, Var) else x for x in self._affine]
-        return factor.kept(factor.value(self.raw[i].value, at, affine), row, col)
+        return factor.masked(factor.value(self.raw[i].value, at, affine), row, col)
+
+    def factor_value(self, i: int, start: Value) -> Value:
+        """The numbers of the ``i``-th run in the factor's own type: as loaded, if nothing changes them."""
+        if self.factor.plain:
+            return self.raw[i].value
+        return self.b.cast(self.value(i, start), self.factor.stored.elem)
 
     def _at(self, i: int, start: Value) -> tuple[Value, Value]:
         row, col = self.place(i)
-        return (start + row, self.first + col) if self.factor.across else (self.first + row, start + col)
+        return (start + row, self.first + col) if self.factor.depth_major else (self.first + row, start + col)

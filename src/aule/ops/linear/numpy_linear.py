@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation and its gradient on NumPy: the reference when arrays are float64."""
+"""A linear layer behind a normalisation and its gradient in NumPy: the reference for float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aule.ops.norm.numpy_norm import norm, norm_gradient
 
 Array = npt.NDArray[Any]
 _NORM = {"x": "x", "weight_norm": "weight", "bias_norm": "bias"}
-"""Our names of the normalisation's operands, and its own."""
+"""Our names of the normalisation's operands, and the names it uses itself."""
 
 
 def layer_norm_linear(
@@ -27,15 +27,13 @@ def layer_norm_linear(
 def layer_norm_linear_gradient(
     problem: LayerNormLinearProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]
 ) -> dict[str, Array]:
-    """Those of ``dx``, ``dweight_norm``, ``dbias_norm``, ``dweight`` and ``dbias`` that are wanted."""
+    """The wanted of ``dx``, ``dweight_norm``, ``dbias_norm``, ``dweight`` and ``dbias``."""
     dy = arrays["dy"]
     flat = dy.reshape(-1, problem.features)
-    results = {}
-    inner = {theirs: arrays[ours] for ours, theirs in _NORM.items() if ours in arrays} | {"dy": dy @ arrays["weight"]}
-    found = norm_gradient(problem.norm, inner, tuple(f"d{_NORM[x[1:]]}" for x in wanted if x[1:] in _NORM))
-    for ours, theirs in _NORM.items():
-        if f"d{ours}" in wanted:
-            results[f"d{ours}"] = found[f"d{theirs}"]
+    names = {f"d{ours}": f"d{theirs}" for ours, theirs in _NORM.items() if f"d{ours}" in wanted}
+    inner = _norm_arrays(arrays) | {"dy": dy @ arrays["weight"]}
+    found = norm_gradient(problem.norm, inner, tuple(names.values()))
+    results = {ours: found[theirs] for ours, theirs in names.items()}
     if "dweight" in wanted:
         results["dweight"] = flat.T @ _normalised(problem, arrays).reshape(-1, problem.length)
     if "dbias" in wanted:
@@ -44,5 +42,8 @@ def layer_norm_linear_gradient(
 
 
 def _normalised(problem: LayerNormLinearProblem, arrays: Mapping[str, Array]) -> Array:
-    given = {theirs: arrays[ours] for ours, theirs in _NORM.items() if ours in arrays}
-    return norm(problem.norm, given, ("y",))["y"]
+    return norm(problem.norm, _norm_arrays(arrays), ("y",))["y"]
+
+
+def _norm_arrays(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {theirs: arrays[ours] for ours, theirs in _NORM.items() if ours in arrays}

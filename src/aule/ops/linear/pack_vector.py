@@ -1,7 +1,6 @@
-"""Factors of a product on their way to a CPU's vectors, and the kernel that packs one of them for all tasks.
+"""Packing of factors for a CPU's vectors, and the kernel that packs one factor for all tasks.
 
-A tile of the result that is some rows high needs all of the right factor's columns beside it, so that factor would be
-transposed once for every such row of tiles.
+Every row of tiles needs all of the right factor, and would otherwise transpose it again.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from functools import partial
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Vector, bf16, element, i32, i64, u16, u32
 from aule.ops.linear.config import FactorConfig, VectorBlocks
-from aule.ops.linear.factors import Factor, RowAt
-from aule.ops.parameters import Parameters
+from aule.ops.linear.factors import Factor, FactorRow
+from aule.ops.shared.parameters import Parameters
 from aule.target import Target
-from aule.tile.vector import Vectors, has_pairs, vector_unit
+from aule.tile.vector.engine import Vectors, has_pairs, vector_unit
 
 
 def steps_of(blocks: VectorBlocks, dtype: str, target: Target) -> int:
@@ -30,17 +29,17 @@ def piece_of(blocks: VectorBlocks, work: str, target: Target) -> tuple[int, int]
 
 
 def panel_numbers(blocks: VectorBlocks, work: str, dtype: str, target: Target) -> int:
-    """Numbers, or pairs, of the right factor's part for a tile: whole pieces, each by itself."""
+    """Numbers, or pairs, of the right factor's part for a tile: full pieces, one after the other."""
     _, vectors = piece_of(blocks, work, target)
     width = vectors * blocks.lanes
     return -(-blocks.cols // width) * width * steps_of(blocks, dtype, target)
 
 
-class Bringing:
-    """Brings parts of factors together in memory, as numbers of the type that is computed in or as pairs of bf16.
+class FactorPacker:
+    """Packs parts of factors in memory, as numbers of the type computed in or as pairs of bf16.
 
-    A part of the right factor lies piece by piece, since a piece's vectors are read for many rows, step by step: side
-    by side they stay in the first-level cache. A tile's width apart they would share a few of its sets.
+    A part of the right factor is packed piece by piece, since a piece's vectors are read for many rows: side by side
+    they stay in the first-level cache. A tile's width apart they would share a few of its sets.
     """
 
     def __init__(self, b: Builder, blocks: VectorBlocks, work: str, dtype: str, target: Target) -> None:
@@ -56,7 +55,7 @@ class Bringing:
         self.stored = u32 if self.pairs else self.work
 
     def panel(self, first: Value, start: Value, summed: Value) -> Value:
-        """Where the part from ``start`` on of the columns from ``first`` on begins in what is packed."""
+        """Where the part from ``start`` on of the columns from ``first`` on begins in the packed factor."""
         parts = self._index((summed + (self.blocks.depth - 1)) // self.blocks.depth)
         number = self._index(first // self.blocks.cols) * parts + self._index(start // self.blocks.depth)
         return number * self.panel_numbers
@@ -67,43 +66,43 @@ class Bringing:
         if width >= self.blocks.cols:
             return step * width + col
         piece = col // width
-        return piece * (width * (self.depth - 1)) + step * width + col  # its columns before it are in `col`
+        return piece * (width * (self.depth - 1)) + step * width + col  # `col` counts the columns before the piece
 
-    def _along(self, count: Value, f: Callable[[Value, int], None], whole: int | None = None, single: int = 1) -> None:
-        """Call ``f`` for whole vectors of ``count`` columns, or for as many columns as said, and then for the few that
-        are left, one by one or two by two."""
-        b, whole = self.b, whole or self.blocks.lanes
-        last = count - count % whole
-        with b.loop(b.const(0, i32), last, whole, name="col") as col:
-            f(col, whole)
+    def _along(self, count: Value, f: Callable[[Value, int], None], width: int | None = None, single: int = 1) -> None:
+        """Call ``f`` for each ``width`` of ``count`` columns (a vector by default), then for each ``single`` of the
+        rest."""
+        b, width = self.b, width or self.blocks.lanes
+        last = count - count % width
+        with b.loop(b.const(0, i32), last, width, name="col") as col:
+            f(col, width)
         with b.loop(last, count, single, name="col") as col:
             f(col, single)
 
-    def _value(self, factor: Factor, at: RowAt, col: Value, width: int) -> Value:
-        return factor.value(factor.load(at, col, width), at, factor.affine(col, width))
+    def _value(self, factor: Factor, row: FactorRow, col: Value, width: int) -> Value:
+        return factor.value(factor.load(row, col, width), row, factor.affine(col, width))
 
-    def _neighbours(self, factor: Factor, at: RowAt, col: Value) -> Value:
-        """A vector of columns as pairs of neighbours: as they are, where nothing is to be computed."""
+    def _neighbours(self, factor: Factor, row: FactorRow, col: Value) -> Value:
+        """A vector of columns as pairs of neighbours: as they are stored, if they are not normalised."""
         lanes = self.blocks.lanes
         if factor.norm is None:
-            return self.b.bitcast(factor.load(at, col, lanes), Vector(u32, lanes // 2))
-        return self.engine.pairs(self._value(factor, at, col, lanes))
+            return self.b.bitcast(factor.load(row, col, lanes), Vector(u32, lanes // 2))
+        return self.engine.pairs(self._value(factor, row, col, lanes))
 
-    def _paired(self, first: Value, second: Value, there: Value) -> Value:
-        """Numbers, each with that of another vector, or with zero where those are not there."""
+    def _paired(self, first: Value, second: Value, exists: Value) -> Value:
+        """Pairs of the numbers of two vectors, with zeros for the second if that does not exist."""
         b = self.b
         lanes = first.type.lanes if isinstance(first.type, Vector) else 1
-        second = b.select(there, second, b.splat(b.const(0.0, element(second.type)), lanes))
+        second = b.select(exists, second, b.splat(b.const(0.0, element(second.type)), lanes))
         if lanes > 1:
             return self.engine.pair_up(first, second)
         low, high = (b.cast(b.bitcast(b.cast(x, bf16), u16), u32) for x in (first, second))
         return low | (high << 16)
 
-    def bring_columns(
+    def pack_columns(
         self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value
     ) -> None:
-        """A part of the right factor, for the columns of a tile from ``first`` on, to memory from ``base`` on."""
-        if factor.across:
+        """Pack a part of the right factor, for a tile's columns from ``first`` on, to memory from ``base`` on."""
+        if factor.depth_major:
             self.copy(
                 factor, first, self.blocks.cols, start, depth, memory, lambda row, col: base + self._place(row, col)
             )
@@ -120,22 +119,22 @@ class Bringing:
         memory: Value,
         place: Callable[[Value, Value], Value],
     ) -> None:
-        """Stored rows as they are, or in pairs: ``outer`` numbers for each step; ``place`` says where one belongs."""
+        """Pack stored rows in their order, or in pairs: ``outer`` numbers per step; ``place`` says where one goes."""
         b, each = self.b, self.each
         count = b.min(factor.cols - first, outer)
         with b.loop(b.const(0, i32), depth, each, name="row") as row:
             lines = [factor.row(start + b.min(row + i, depth - 1)) for i in range(each)]
 
             def put(col: Value, width: int) -> None:
-                bring = factor.load if self.pairs and factor.norm is None else partial(self._value, factor)
-                values = [bring(line, first + col, width) for line in lines]
+                load = factor.load if self.pairs and factor.norm is None else partial(self._value, factor)
+                values = [load(line, first + col, width) for line in lines]
                 value = self._paired(values[0], values[1], row + 1 < depth) if self.pairs else values[0]
                 b.store(memory, place(self._index(row // each), self._index(col)), value, align=1)
 
             self._along(count, put)
 
     def _transpose(self, factor: Factor, first: Value, start: Value, depth: Value, memory: Value, base: Value) -> None:
-        """Stored rows of the right factor, from ``first`` on, as columns in memory from ``base`` on."""
+        """Pack stored rows of the right factor, from ``first`` on, as columns, to memory from ``base`` on."""
         b, lanes, cols, single = self.b, self.blocks.lanes, self.blocks.cols, self.each
         with b.loop(b.const(0, i32), b.min(factor.rows - first, cols), lanes, name="part") as part:
             lines = [factor.row(first + part + i) for i in range(lanes)]
@@ -143,7 +142,7 @@ class Bringing:
             def column(col: Value) -> Value:
                 return b.vector([self._value(factor, line, start + col, 1) for line in lines])
 
-            def block(line: RowAt, col: Value) -> Value:
+            def block(line: FactorRow, col: Value) -> Value:
                 if not self.pairs:
                     return self._value(factor, line, start + col, lanes)
                 low, high = (self._neighbours(factor, line, start + col + i * lanes) for i in range(2))
@@ -168,7 +167,7 @@ class Bringing:
 
 @dataclass(frozen=True)
 class PackConfig:
-    """The kernel that packs a right factor."""
+    """Configuration of the kernel that packs a right factor."""
 
     work: str
     factor: FactorConfig
@@ -179,11 +178,11 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
     """Trace the kernel: a task packs a part of the columns of a tile."""
     b = Builder("linear_pack", 1)
     p, blocks = Parameters(b, i64), config.blocks
-    bringing = Bringing(b, blocks, config.work, config.factor.stored.dtype, target)
+    packer = FactorPacker(b, blocks, config.work, config.factor.stored.dtype, target)
     n, k = p.number("n"), p.number("k")
-    factor = Factor(p, config.factor, n, k, bringing.work, whole=True)
-    packed = p.buffer("packed", bringing.stored, "write")
+    factor = Factor(p, config.factor, n, k, packer.work, full_steps=True)
+    packed = p.buffer("packed", packer.stored, "write")
     first, start = b.group_id(0) * blocks.cols, b.group_id(1) * blocks.depth
     depth = b.min(k - start, blocks.depth)
-    bringing.bring_columns(factor, first, start, depth, packed, bringing.panel(first, start, k))
+    packer.pack_columns(factor, first, start, depth, packed, packer.panel(first, start, k))
     return b.finish()

@@ -9,14 +9,14 @@ from typing import Any
 
 from aule.errors import InvalidShapeError
 from aule.ops.norm.problem import NormProblem, checked_eps
-from aule.ops.rowwise import MAX_LENGTH, check_floats, check_rows, check_shape
-from aule.ops.spec import Call, Result
+from aule.ops.rows.checks import MAX_LENGTH, check_floats, check_rows, check_shape
+from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView
 
 
 @dataclass(frozen=True)
 class LayerNormLinearProblem:
-    """``y = layer_norm(x) @ weight.T + bias``; ``shape`` is that of ``x``, and ``y`` has ``features`` columns."""
+    """``y = layer_norm(x) @ weight.T + bias``; ``shape`` is the shape of ``x``, and ``y`` has ``features`` columns."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class LayerNormLinearProblem:
 
     @property
     def norm(self) -> NormProblem:
-        """The normalisation in it."""
+        """The normalisation before the linear layer."""
         return NormProblem(self.dtype, self.shape, self.eps, center=True)
 
 

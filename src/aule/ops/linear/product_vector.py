@@ -1,6 +1,9 @@
-"""A product on CPU cores, by the vector engine: a task has a tile of the result, brings both factors together for a
-part of the summed dimension after the other, as numbers of the type that is computed in, and multiplies there. Where
-the processor multiplies pairs of bf16, factors of bf16 come together as such pairs along the summed dimension."""
+"""A product on CPU cores, by the vector engine.
+
+A task has a tile of the result. For one part of the summed dimension after the other it packs both factors, as numbers
+of the type computed in, and multiplies them. If the processor multiplies pairs of bf16, factors of bf16 are packed as
+pairs along the summed dimension.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,25 @@ from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, element, i32, i64
 from aule.ops.linear.config import ProductConfig, VectorBlocks
 from aule.ops.linear.factors import Factor, Stored
-from aule.ops.linear.pack_vector import Bringing
+from aule.ops.linear.pack_vector import FactorPacker
 from aule.ops.linear.results import tile_of
-from aule.ops.parameters import Parameters
+from aule.ops.shared.parameters import Parameters
 from aule.target import Target
-from aule.tile.vector import Operand
+from aule.tile.vector.engine import Operand
 
 
-def build_product_vector(config: ProductConfig, target: Target) -> KernelIR:
-    """Trace the kernel."""
-    blocks = config.blocks
-    assert isinstance(blocks, VectorBlocks)
-    b = Builder(config.name, 1)
-    _Product(b, config, blocks, target).run()
-    return b.finish()
+class VectorProduct(FactorPacker):
+    """The product of a tile on a CPU."""
 
-
-class _Product(Bringing):
-    def __init__(self, b: Builder, config: ProductConfig, blocks: VectorBlocks, target: Target) -> None:
+    def __init__(self, config: ProductConfig, blocks: VectorBlocks, target: Target) -> None:
+        b = Builder(config.name, 1)
         super().__init__(b, blocks, config.work, config.left.stored.dtype, target)
         self.config = config
         p = self.p = Parameters(b, i64)
         self.m, self.n, self.k = (p.number(name) for name in "mnk")
         self.row0, self.col0 = tile_of(b, self.m, self.n, blocks.rows, blocks.cols, 1)
-        self.left = Factor(p, config.left, self.m, self.k, self.work, whole=True)
-        self.right = None if config.packed else Factor(p, config.right, self.n, self.k, self.work, whole=True)
+        self.left = Factor(p, config.left, self.m, self.k, self.work, full_steps=True)
+        self.right = None if config.packed else Factor(p, config.right, self.n, self.k, self.work, full_steps=True)
         self.left_memory = b.shared("left", self.stored, blocks.rows * self.depth)
         if config.packed:
             self.right_memory = p.buffer("packed", self.stored)
@@ -42,7 +39,8 @@ class _Product(Bringing):
             self.right_memory = b.shared("right", self.stored, self.panel_numbers)
         self.result = b.shared("result", self.work, blocks.rows * blocks.cols)
 
-    def run(self) -> None:
+    def build(self) -> KernelIR:
+        """Trace the kernel."""
         b, blocks = self.b, self.blocks
         cleared = [(self.left_memory, blocks.rows * self.depth), (self.result, blocks.rows * blocks.cols)]
         if self.right is not None:
@@ -53,7 +51,7 @@ class _Product(Bringing):
                 b.store(memory, i, zero, align=1)
         with b.loop(b.const(0, i32), self.k, blocks.depth, name="start") as start:
             count = b.min(self.k - start, blocks.depth)
-            if self.config.left.across:
+            if self.config.left.depth_major:
                 self.copy(
                     self.left, self.row0, blocks.rows, start, count, self.left_memory,
                     lambda step, row: step * blocks.rows + row,
@@ -64,16 +62,17 @@ class _Product(Bringing):
             if self.right is None:
                 right = self.panel(self.col0, start, self.k)
             else:
-                self.bring_columns(self.right, self.col0, start, count, self.right_memory, right)
+                self.pack_columns(self.right, self.col0, start, count, self.right_memory, right)
             self._multiply((count + 1) >> 1 if self.pairs else count, right)
         self._finish()
+        return b.finish()
 
-    # -- bringing in ---------------------------------------------------------------------------------------------------
+    # -- packing -------------------------------------------------------------------------------------------------------
 
     def _lines(self, start: Value, depth: Value) -> None:
-        """Stored rows of the left factor as they are: steps for each row of the result."""
+        """Pack stored rows of the left factor in their order: steps of each row of the result."""
         b, factor = self.b, self.left
-        single = 2 if self.pairs else 1
+        single = self.each
         with b.loop(b.const(0, i32), b.min(self.m - self.row0, self.blocks.rows), name="row") as row:
             line = factor.row(self.row0 + row)
 
@@ -83,8 +82,8 @@ class _Product(Bringing):
                     numbers = [self._value(factor, line, start + b.min(col + i, depth - 1), 1) for i in range(2)]
                     value = self._paired(numbers[0], numbers[1], col + 1 < depth)
                 else:
-                    bring = self._neighbours if self.pairs else partial(self._value, width=width)
-                    value = bring(factor, line, start + col)
+                    load = self._neighbours if self.pairs else partial(self._value, width=width)
+                    value = load(factor, line, start + col)
                 b.store(self.left_memory, at, value, align=1)
 
             self._along(depth, put, single=single)
@@ -92,21 +91,21 @@ class _Product(Bringing):
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _multiply(self, steps: Value, start: Value) -> None:
-        """The part that lies in memory, of the right factor from ``start`` on: piece by piece, and for each of them all
-        rows, so that its vectors come from the first-level cache for all but the first."""
+        """Multiply the packed parts, the right one from ``start`` on: piece by piece, each with all rows, so that its
+        vectors are in the first-level cache for all but the first."""
         b, blocks = self.b, self.blocks
         width = self.piece * blocks.lanes
-        whole, rest = divmod(blocks.cols // blocks.lanes, self.piece)
-        there = b.min(self.n - self.col0, blocks.cols)
-        with b.loop(b.const(0, i32), b.min((there + (width - 1)) // width, whole), name="piece") as number:
+        full, rest = divmod(blocks.cols // blocks.lanes, self.piece)
+        columns = b.min(self.n - self.col0, blocks.cols)
+        with b.loop(b.const(0, i32), b.min((columns + (width - 1)) // width, full), name="piece") as number:
             self._multiply_piece(number, self.piece, steps, start)
         if rest:
-            with b.if_(there > whole * width):
-                self._multiply_piece(b.const(whole, i32), rest, steps, start)
+            with b.if_(columns > full * width):
+                self._multiply_piece(b.const(full, i32), rest, steps, start)
 
     def _multiply_piece(self, number: Value, vectors: int, steps: Value, start: Value) -> None:
         b, blocks, engine = self.b, self.blocks, self.engine
-        row_step, step = (1, blocks.rows) if self.config.left.across else (self.depth, 1)
+        row_step, step = (1, blocks.rows) if self.config.left.depth_major else (self.depth, 1)
         width = self.piece * blocks.lanes
         right = Operand(self.right_memory, start + self._index(number) * (width * self.depth), 0, width)
         count = b.min(self.m - self.row0, blocks.rows)
@@ -142,7 +141,7 @@ class _Product(Bringing):
             self._along(b.min(self.n - self.col0, blocks.cols), put)
 
     def _bias(self) -> Value | None:
-        """The bias of the tile's columns, as numbers of the type that is computed in: brought once for all rows."""
+        """The bias of the tile's columns, converted once for all rows."""
         if self.config.bias is None:
             return None
         b, p = self.b, self.p

@@ -1,28 +1,24 @@
-"""The kernel of what normalises rows on their way into a product: mean, scale and shift of each."""
+"""The kernel that computes mean, scale and shift of rows, which a product applies when it loads them."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from aule.ir import KernelIR
 from aule.ops.norm.kernels import NormConfig, normalise
 from aule.ops.norm.plan import norm_step
 from aule.ops.norm.problem import NormProblem
-from aule.ops.rowwise import RowKernel
-from aule.ops.step import Step
+from aule.ops.rows.kernel import RowKernel
+from aule.ops.shared.plan import Step
 from aule.target import Target
 from aule.view import TensorView
 
 
 def statistics_step(problem: NormProblem, x: TensorView, target: Target) -> Step:
-    """The launch over the rows of ``x``; it leaves three numbers for each in ``statistics``."""
-    views: Mapping[str, TensorView] = {"x": x}
-    return norm_step("row_statistics", problem, views, target, build_statistics)[0]
+    """The launch over the rows of ``x``, which stores three values per row in ``statistics``."""
+    return norm_step("row_statistics", problem, {"x": x}, target, build_statistics)[0]
 
 
 def build_statistics(config: NormConfig, target: Target) -> KernelIR:
-    """Trace the kernel: all means, then all scales, then all shifts, by which a number becomes
-    ``(x - mean) * scale + shift``."""
+    """Trace the kernel: all means, then all scales, then all shifts, for ``(x - mean) * scale + shift``."""
     k = RowKernel(config.name, config, target)
     rows = k.rows
     x_array = k.array("x")
@@ -30,12 +26,12 @@ def build_statistics(config: NormConfig, target: Target) -> KernelIR:
 
     def body() -> None:
         x = rows.source(x_array)
-        k.span.hold(x)
+        k.passes.preload(x)
         found = normalise(k, x, center=True)
-        assert found.mean is not None and found.shift is not None
+        assert found.mean is not None and found.mean_rest is not None
         rows.put(mean, found.mean)
         rows.put(scale, found.scale)
-        rows.put(shift, found.shift.map(lambda s, r: -s * r, found.scale))
+        rows.put(shift, found.mean_rest.map(lambda s, r: -s * r, found.scale))
 
     rows.run(body)
     return k.finish()

@@ -1,7 +1,7 @@
 """The kernels of normalisation, forward and backward, over `aule.tile.rows`.
 
-Statistics are made in two passes over registers: the mean first, then the squares of what is left, with what the
-rounding of the mean has left behind taken off as well. So a large common offset costs no digits.
+Statistics take two passes over registers: the mean first, then the deviations from it and their squares. The mean of
+the deviations, left over when the first was rounded, is subtracted as well, so a large common offset costs no digits.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from dataclasses import dataclass
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS
 from aule.ops.norm.problem import STATISTICS
-from aule.ops.rowwise import RowConfig, RowKernel
+from aule.ops.rows.kernel import RowConfig, RowKernel
 from aule.target import Target
-from aule.tile.carried import Numbers
-from aule.tile.column_sums import ColumnSums
-from aule.tile.math import fold
-from aule.tile.rows import Columns, PerRow, Source
-from aule.tile.spans import Derived, Part, Product, Term
-from aule.tile.stages import Stages
+from aule.tile.common.math import fold
+from aule.tile.rows.column_sums import ColumnSums
+from aule.tile.rows.parts import Columns, Derived, Part, PerRow, Product, Source, Term
+from aule.tile.rows.prefetch_registers import StatisticsPrefetch
+from aule.tile.rows.prefetch_shared import SharedPrefetch
+
+ExtraTerm = Callable[[Part, Value], Term]
+"""A function of a part and its deviations from the rounded mean (`Normalised.rough`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig(RowConfig):
-    """A kernel of normalisation; what else there is is said by its operands.
+    """Configuration of a normalisation kernel; operands say what else it does.
 
     Attributes
     ----------
     moments : bool
-        Mean and squares of a row come from one exchange, where they can: its numbers have 16 bits, which are fewer
-        digits than are lost when the mean is rounded.
+        Mean and variance of a row come from one exchange, if possible: rows have 16-bit elements, whose own rounding
+        exceeds the digits lost when the mean is rounded.
     """
 
     name: str
@@ -40,96 +42,90 @@ class NormConfig(RowConfig):
 
 @dataclass(frozen=True, eq=False)
 class Normalised:
-    """Rows on their way to mean square one.
+    """Statistics of rows, and rows on the way to mean square one.
 
     Attributes
     ----------
     centred : Source or Derived
-        Without their mean, where that goes.
+        Rows without their mean, if that is subtracted.
+    rough : Source or Derived
+        Rows without ``mean``, but with ``mean_rest``.
     mean : PerRow or None
-        But for ``shift``.
+        The rounded mean.
+    mean_rest : PerRow or None
+        The mean of ``rough``.
     scale : PerRow
-        What makes their mean square one.
-    shift : PerRow or None
-        What ``also`` was not told: the rest of the mean.
+        The factor that makes their mean square one.
     sums : list of PerRow
-        Of what was asked for along the way.
-    near : Source or Derived
-        Without ``mean``, but not without ``shift``.
+        Sums of the extra terms.
     """
 
     centred: Source | Derived
+    rough: Source | Derived
     mean: PerRow | None
+    mean_rest: PerRow | None
     scale: PerRow
-    shift: PerRow | None
     sums: list[PerRow]
-    near: Source | Derived
 
     def scaled(self, b: Builder) -> Callable[[Part], Value]:
-        """What they are in the end: by one operation each."""
-        if self.shift is None:
-            return lambda p: p[self.near] * p[self.scale]
-        offset = self.shift.map(lambda m, r: m * -r, self.scale)
-        return lambda p: b.fma(p[self.near], p[self.scale], p[offset])
+        """The normalised rows, by one operation per element."""
+        if self.mean_rest is None:
+            return lambda p: p[self.rough] * p[self.scale]
+        offset = self.mean_rest.map(lambda m, r: m * -r, self.scale)
+        return lambda p: b.fma(p[self.rough], p[self.scale], p[offset])
 
 
 def normalise(
-    k: RowKernel,
-    x: Source | Derived,
-    center: bool,
-    also: Sequence[Callable[[Part, Value], Term]] = (),
-    moments: bool = False,
+    k: RowKernel, x: Source | Derived, center: bool, extra: Sequence[ExtraTerm] = (), moments: bool = False
 ) -> Normalised:
-    """Statistics of rows; ``also`` are functions of a part and its columns, without the mean but for ``shift``, whose
-    sums are wanted as well. For ``moments`` see `NormConfig`."""
-    b, span = k.b, k.span
+    """Compute the statistics of rows, and sums of ``extra`` terms; for ``moments`` see `NormConfig`."""
+    b, passes = k.b, k.passes
     inverse, eps = k.number("inverse_length"), k.number("eps")
 
     def square(x: Source | Derived) -> Callable[[Part], Term]:
         return lambda p: Product(p[x], p[x])
 
-    def extra(x: Source | Derived) -> list[Callable[[Part], Term]]:
-        return [lambda p, f=f: f(p, p[x]) for f in also]  # type: ignore[misc]
+    def terms(x: Source | Derived) -> list[Callable[[Part], Term]]:
+        return [lambda p, f=f: f(p, p[x]) for f in extra]  # type: ignore[misc]
 
     if not center:
-        squares, *sums = span.sums(square(x), *extra(x))
-        return Normalised(x, None, squares.map(lambda s: b.unary("rsqrt", s * inverse + eps)), None, sums, x)
-    even = span.shape.parts > 0 and not span.shape.ragged and k.rows.merges
-    if moments and even and not also:
+        squares, *sums = passes.sums(square(x), *terms(x))
+        scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
+        return Normalised(x, x, None, None, scale, sums)
+    even = passes.shape.parts > 0 and not passes.shape.ragged and k.rows.can_merge_moments
+    if moments and even and not extra:
         mean, squares = _moments(k, x)
         scale = squares.map(lambda s: b.unary("rsqrt", s * inverse + eps))
-        near = Derived(lambda p: p[x] - p[mean])
-        return Normalised(near, mean, scale, None, [], near)
-    mean = span.sum(lambda p: p[x]).map(lambda s: s * inverse)
-    near = Derived(lambda p: p[x] - p[mean])
-    left, squares, *sums = span.sums(lambda p: p[near], square(near), *extra(near))
-    shift = left.map(lambda s: s * inverse)
-    variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), shift)
+        rough = Derived(lambda p: p[x] - p[mean])
+        return Normalised(rough, rough, mean, None, scale, [])
+    mean = passes.sum(lambda p: p[x]).map(lambda s: s * inverse)
+    rough = Derived(lambda p: p[x] - p[mean])
+    rest, squares, *sums = passes.sums(lambda p: p[rough], square(rough), *terms(rough))
+    mean_rest = rest.map(lambda s: s * inverse)
+    variance = squares.map(lambda s, m: b.max(s * inverse - m * m, 0.0), mean_rest)
     scale = variance.map(lambda v: b.unary("rsqrt", v + eps))
-    return Normalised(Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
+    return Normalised(Derived(lambda p: p[rough] - p[mean_rest]), rough, mean, mean_rest, scale, sums)
 
 
-def recall(
-    k: RowKernel, x: Source | Derived, also: Sequence[Callable[[Part, Value], Term]], kept: Sequence[PerRow]
-) -> Normalised:
-    """`normalise` with statistics that the forward kernel has left."""
-    mean, scale, *rest = kept
-    shift = rest[0] if rest else None
-    near = Derived(lambda p: p[x] - p[mean])
-    sums = k.span.sums(*(lambda p, f=f: f(p, p[near]) for f in also))
-    return Normalised(near if shift is None else Derived(lambda p: p[near] - p[shift]), mean, scale, shift, sums, near)
+def restore(k: RowKernel, x: Source | Derived, extra: Sequence[ExtraTerm], statistics: Sequence[PerRow]) -> Normalised:
+    """`normalise` with the statistics that the forward kernel saved."""
+    mean, scale, *rest = statistics
+    mean_rest = rest[0] if rest else None
+    rough = Derived(lambda p: p[x] - p[mean])
+    sums = k.passes.sums(*(lambda p, f=f: f(p, p[rough]) for f in extra))
+    centred = rough if mean_rest is None else Derived(lambda p: p[rough] - p[mean_rest])
+    return Normalised(centred, rough, mean, mean_rest, scale, sums)
 
 
-def kept_numbers(k: RowKernel) -> int:
-    """How many of a row's numbers the gradient has: of 16-bit numbers on GPUs without the rest of the mean, which is
-    less than their last place."""
+def saved_statistics(k: RowKernel) -> int:
+    """How many statistics per row the gradient uses: for 16-bit rows on GPUs not the rest of the mean, which is below
+    their last place."""
     return 2 if k.narrow and not k.cpu else STATISTICS
 
 
 def _moments(k: RowKernel, x: Source | Derived) -> tuple[PerRow, PerRow]:
-    """Mean of rows, and the sum of squares about it, by one pass and one exchange: each part has those of its own, and
-    two that meet have those of both."""
-    b, span, width = k.b, k.span, k.span.shape.width
+    """Mean and squared deviations of rows by one pass and one exchange: those of parts are merged."""
+    b, passes, width = k.b, k.passes, k.passes.shape.width
     found: dict[int, tuple[Value, Value]] = {}
     count = 0
 
@@ -141,18 +137,19 @@ def _moments(k: RowKernel, x: Source | Derived) -> tuple[PerRow, PerRow]:
             squares = _squares(b, [value - mean for value in values])
             if count:
                 before, sums = found[part.row]
-                apart, share = mean - before, width / (count + width)
-                mean, squares = b.fma(apart, share, before), b.fma(apart * (count * share), apart, sums + squares)
+                difference, share = mean - before, width / (count + width)
+                mean = b.fma(difference, share, before)
+                squares = b.fma(difference * (count * share), difference, sums + squares)
             found[part.row] = mean, squares
         count += width
 
-    span.walk(add)
+    passes.walk(add)
     means, sums = zip(*(found[row] for row in sorted(found)), strict=True)
-    return k.rows.merged(PerRow(means), PerRow(sums), count)
+    return k.rows.merge_moments(PerRow(means), PerRow(sums), count)
 
 
 def _squares(b: Builder, values: list[Value]) -> Value:
-    """The sum of squares, by two chains, since an addition waits for the one before."""
+    """The sum of squares, in two chains, since an addition waits for the one before."""
     chains = [x * x for x in values[:2]]
     for i, x in enumerate(values[2:]):
         chains[i % 2] = b.fma(x, x, chains[i % 2])
@@ -162,59 +159,58 @@ def _squares(b: Builder, values: list[Value]) -> Value:
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
     k = RowKernel(config.name, config, target)
-    b, span, rows = k.b, k.span, k.rows
+    b, passes, rows = k.b, k.passes, k.rows
     arrays = {name: k.array(name) for name in ("x", "residual") if config.has(name)}
     weight, bias = k.columns("weight"), k.columns("bias")
     results = {name: k.array(name, "write") for name in ("y", "h") if config.has(name)}
-
-    stages = None
-    if config.shape.landed:
-        stages = span.early = Stages(span, list(arrays.values()))
+    shared = None
+    if config.shape.in_shared:
+        shared = passes.prefetch = SharedPrefetch(passes, list(arrays.values()))
 
     def body() -> None:
         given = {name: rows.source(array) for name, array in arrays.items()}
         out = {name: rows.source(array) for name, array in results.items()}
-        if stages is not None:
-            stages.land()
-        span.hold(*given.values())
-        span.hold(*(columns for columns in (weight, bias) if columns is not None))
+        if shared is not None:
+            shared.copy_block()
+        passes.preload(*given.values())
+        passes.preload(*(columns for columns in (weight, bias) if columns is not None))
         x: Source | Derived = given["x"]
         if "residual" in given:
-            # Rounded as it is stored: the gradient sees the same.
+            # Rounded as it is stored: the gradient sees the same values.
             elem = SCALARS[config.dtype]
             x = h = Derived(lambda p: b.cast(p[given["x"]] + p[given["residual"]], elem), narrow=True)
-        early = span.shape.parts > 0 and not span.shape.packed
-        if "h" in out and early:  # later it would take registers until then
-            span.each(lambda p: p.store(out["h"], p.raw(h)))
+        store_first = passes.shape.parts > 0 and not passes.shape.narrow
+        if "h" in out and store_first:  # stored later, it would occupy registers until then
+            passes.each(lambda p: p.store(out["h"], p.raw(h)))
         found = normalise(k, x, config.center, moments=config.moments)
         if config.has("statistics"):
             assert found.mean is not None
-            numbers = (found.mean, found.scale, found.shift)
-            for number, statistic in enumerate(numbers[: kept_numbers(k)]):
+            statistics = (found.mean, found.scale, found.mean_rest)
+            for number, statistic in enumerate(statistics[: saved_statistics(k)]):
                 assert statistic is not None
                 rows.put(k.statistic(number, "write"), statistic)
         scaled = found.scaled(b)
 
         def write(p: Part) -> None:
-            if "h" in out and not early:
+            if "h" in out and not store_first:
                 p.store(out["h"], p.raw(h))
             p.store(out["y"], affine(p, scaled(p), weight, bias))
 
-        span.each(write)
+        passes.each(write)
 
     rows.run(body)
     return k.finish()
 
 
 def affine(p: Part, value: Value, weight: Columns | None, bias: Columns | None) -> Value:
-    """A normalised part with weight and bias."""
+    """Apply weight and bias to a normalised part."""
     if weight is None:
         return value if bias is None else value + p[bias]
-    return value * p[weight] if bias is None else p.span.rows.b.fma(value, p[weight], p[bias])
+    return value * p[weight] if bias is None else p.passes.rows.b.fma(value, p[weight], p[bias])
 
 
 def rows_read(operands: Iterable[str]) -> list[str]:
-    """Which operands of a gradient are rows that it reads: of ``dbias`` alone, no more than ``dy``."""
+    """The operands of a gradient that are rows it reads: ``dbias`` alone needs only ``dy``."""
     given = set(operands)
     if given.isdisjoint(("dx", "dweight")):
         return ["dy"]
@@ -222,45 +218,45 @@ def rows_read(operands: Iterable[str]) -> list[str]:
 
 
 def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
-    """Trace the backward kernel: statistics are made again, which costs no memory, unless they were kept, and with them
-    ``dx``; the sums over rows of which the gradients of weight and bias are made stay where they are until the
-    workgroup's last row."""
+    """Trace the backward kernel.
+
+    It recomputes the statistics, which needs no memory, unless the forward kernel saved them. The sums over rows for
+    the gradients of weight and bias accumulate until the workgroup's last row.
+    """
     k = RowKernel(config.name, config, target)
-    b, span, rows = k.b, k.span, k.rows
+    b, passes, rows = k.b, k.passes, k.rows
     inverse = k.number("inverse_length")
     arrays = {name: k.array(name) for name in rows_read(name for name, _ in config.operands)}
     weight = k.columns("weight")
     result = k.array("dx", "write") if config.has("dx") else None
     wanted = [name for name in ("dweight", "dbias") if config.has(name)]
-    sums = {name: ColumnSums(span, k.partial(i), config.sums) for i, name in enumerate(wanted)}
-
-    statistics = [k.statistic(number) for number in range(kept_numbers(k))] if config.has("statistics") else []
-    numbers = Numbers(rows, statistics) if statistics and rows.shape.loops and not k.cpu else None
+    sums = {name: ColumnSums(passes, k.partial(i), config.sums) for i, name in enumerate(wanted)}
+    statistics = [k.statistic(number) for number in range(saved_statistics(k))] if config.has("statistics") else []
+    saved = StatisticsPrefetch(rows, statistics) if statistics and rows.shape.loops and not k.cpu else None
 
     def add_up() -> None:
         dy = rows.source(arrays["dy"])
-        span.hold(dy)
-        span.each(lambda p: [p[dy]], list(sums.values()))
+        passes.preload(dy)
+        passes.each(lambda p: [p[dy]], list(sums.values()))
 
     def body() -> None:
         given = {name: rows.source(array) for name, array in arrays.items()}
-        span.hold(*given.values(), *([] if weight is None else [weight]))
+        passes.preload(*given.values(), *([] if weight is None else [weight]))
         dy, x = given["dy"], given["h" if "h" in given else "x"]
 
         def inner(p: Part) -> Value:
             return p[dy] if weight is None else p[dy] * p[weight]
 
-        also: list[Callable[[Part, Value], Term]] = [lambda p, x: Product(inner(p), x)]
+        extra: list[ExtraTerm] = [lambda p, x: Product(inner(p), x)]
         if config.center:
-            also.append(lambda p, x: inner(p))
-        if config.has("statistics"):
-            kept = numbers.found if numbers is not None else [rows.get(array) for array in statistics]
-            found = recall(k, x, also, kept)
+            extra.append(lambda p, x: inner(p))
+        if statistics:
+            found = restore(k, x, extra, saved.found if saved is not None else [rows.get(x) for x in statistics])
         else:
-            found = normalise(k, x, config.center, also)
+            found = normalise(k, x, config.center, extra)
         along, total = found.sums[0], found.sums[-1]
-        if found.shift is not None:
-            along = along.map(lambda s, t, m: s - t * m, total, found.shift)
+        if found.mean_rest is not None:
+            along = along.map(lambda s, t, m: s - t * m, total, found.mean_rest)
         # dx = scale * (inner - mean of inner - centred * along); its last two terms are `level` and `slope`
         slope = along.map(lambda s, r: s * inverse * r * r * -r, found.scale)
         level = total.map(lambda s, r: s * inverse * -r, found.scale)
@@ -275,13 +271,12 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
 
         if result is not None:
             to = rows.source(result)
-        span.each(write, list(sums.values()))
+        passes.each(write, list(sums.values()))
 
-    if weight is not None and span.shape.columns == "kept":
-        span.hold(weight)
-    often = arrays.get("h", arrays.get("x", arrays["dy"]))
-    early = k.read_ahead(list(arrays.values()), often)
-    ahead = [x for x in (numbers, early) if x is not None]
-    rows.run(add_up if len(arrays) == 1 else body, *ahead)
-    k.leave(sums.values())
+    if weight is not None and passes.shape.columns == "resident":
+        passes.preload(weight)
+    prefetch = k.prefetch(list(arrays.values()), arrays.get("h", arrays.get("x", arrays["dy"])))
+    prefetches = [x for x in (saved, prefetch) if x is not None]
+    rows.run(add_up if len(arrays) == 1 else body, *prefetches)
+    k.store_sums(sums.values())
     return k.finish()

@@ -1,4 +1,4 @@
-"""Normalisation and its gradient on NumPy, in the precision of the arrays: the reference when they are float64."""
+"""Normalisation and its gradient in NumPy, in the arrays' precision: the reference for float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def norm(problem: NormProblem, arrays: Mapping[str, Array], wanted: tuple[str, .
 
 
 def norm_gradient(problem: NormProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
-    """``dx``, and where they are wanted ``dweight`` and ``dbias``."""
+    """``dx`` and, if wanted, ``dweight`` and ``dbias``."""
     x, dy = arrays["h" if "h" in arrays else "x"], arrays["dy"]
     scaled, scale = _normalised(problem, x)
     inner = dy * arrays["weight"] if "weight" in arrays else dy
@@ -47,9 +47,9 @@ def norm_gradient(problem: NormProblem, arrays: Mapping[str, Array], wanted: tup
 
 
 def _normalised(problem: NormProblem, x: Array) -> tuple[Array, Array]:
-    """Rows of mean square one, and what they were multiplied by."""
+    """Rows with mean square one, and their scale."""
     if problem.center:
         x = x - np.mean(x, axis=-1, keepdims=True)
-        x = x - np.mean(x, axis=-1, keepdims=True)  # what the rounding of a large mean has left
+        x = x - np.mean(x, axis=-1, keepdims=True)  # the rest that rounding a large mean leaves
     scale = 1 / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + x.dtype.type(problem.eps))
     return x * scale, scale

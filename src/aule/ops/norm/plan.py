@@ -6,69 +6,64 @@ import math
 from collections.abc import Callable, Mapping
 
 from aule.ir import KernelIR
-from aule.ops.column_sum import column_sum_step
-from aule.ops.column_trail import POSTED
 from aule.ops.norm.kernels import NormConfig, build_norm, build_norm_gradient, rows_read
 from aule.ops.norm.problem import NormProblem
-from aule.ops.row_shapes import (
-    begins_early,
+from aule.ops.rows.checks import has_statistics
+from aule.ops.rows.column_sum import column_sum_step
+from aule.ops.rows.hints import Work
+from aule.ops.rows.layout import (
     choose_rows,
-    fixes,
+    evicts_last,
+    has_common_grid,
     has_moments,
-    lasts,
-    numbered,
+    mark_group_is_block,
+    overlaps_launch,
     rounds_fused,
     row_grid,
+    specialises,
     streams,
-    sum_words,
     sums_layout,
-    usual_grid,
 )
-from aule.ops.row_tuning import Work
-from aule.ops.rowwise import (
+from aule.ops.rows.views import (
     RowOperand,
     common_width,
-    extent,
-    fixed_numbers,
-    has_statistics,
-    lay_out,
-    operand,
-    view_numbers,
+    fixed_scalars,
+    needs_index64,
+    row_layout,
+    row_operands,
+    view_scalars,
 )
-from aule.ops.step import Step, StepPlan
+from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
 from aule.view import TensorView
 
 _VECTORS = ("weight", "bias", "dweight", "dbias")
-"""Operands with one number for each column."""
+"""Operands with one number per column."""
 
 
-def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan a normalisation: ``x``, ``y`` and, where present, ``residual``, ``h``, ``weight``, ``bias``."""
     name = "layer_norm" if problem.center else "rms_norm"
     if "residual" in views:
         name = f"residual_{name}"
     step, _ = norm_step(name, problem, views, target, build_norm)
-    return StepPlan((step,) if step.grid[0] else ())
+    return Plan((step,) if step.grid[0] else ())
 
 
-def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> StepPlan:
+def plan_norm_gradient(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan the gradient: ``dy``, ``x`` or ``h``, and where present ``dh``, ``weight``, ``dx``, ``dweight``,
     ``dbias``."""
     name = "layer_norm_backward" if problem.center else "rms_norm_backward"
     sums = tuple(name for name in ("dweight", "dbias") if name in views)
     step, partials = norm_step(name, problem, views, target, build_norm_gradient, sums)
     if not step.grid[0]:
-        return StepPlan(())
+        return Plan(())
     if not sums:
-        return StepPlan((step,))
+        return Plan((step,))
     outputs, layout = [(name, views[name]) for name in sums], step.config.sums
-    usual = usual_grid(target, step.config.shape, math.prod(problem.shape[:-1]), step.grid)
-    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, usual=usual, layout=layout)
-    words = partials * len(sums) * sum_words(problem.length, layout)
-    if layout == "posted":
-        return StepPlan((step, finish), zeroed={POSTED: words})
-    return StepPlan((step, finish), {"partial": words})
+    common = has_common_grid(target, step.config.shape, math.prod(problem.shape[:-1]), step.grid)
+    finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, specialise=common, layout=layout)
+    return Plan((step, finish), {"partial": partials * len(sums) * problem.length})
 
 
 def norm_step(
@@ -79,46 +74,44 @@ def norm_step(
     build: Callable[[NormConfig, Target], KernelIR],
     sums: tuple[str, ...] = (),
 ) -> tuple[Step, int]:
-    """The launch over rows, and how many rows of partial sums it leaves."""
+    """The launch over rows, and how many rows of partial sums it stores."""
     statistics = has_statistics(views)
     views = {n: view for n, view in views.items() if n != "statistics"}
     rows = {n: view for n, view in views.items() if n not in _VECTORS}
     count = math.prod(problem.shape[:-1])
-    layout = lay_out(problem.shape[:-1], {n: view.strides[:-1] for n, view in rows.items()})
+    layout = row_layout(problem.shape, rows)
     copied = tuple(views[n].itemsize for n in rows_read(views)) if sums else ()
     columns = any(n in views for n in _VECTORS)
     written = 2 if "y" in views and "h" in views else 1
-    # A gradient adds up two numbers of each row, if it need not find the mean first.
-    at_once = len(copied) > 1 and (statistics or not problem.center)
-    work = Work(len(sums), columns, copied, written, problem.center, exchanged=2 if at_once else 0)
-    shape, span = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
+    # A gradient reduces two values per row, in one exchange if it need not find the mean first.
+    one_exchange = len(copied) > 1 and (statistics or not problem.center)
+    work = Work(len(sums), columns, copied, written, problem.center, exchanged=2 if one_exchange else 0)
+    shape, passes = choose_rows(target, problem.dtype, problem.length, common_width(rows.values()), count, work)
     grid = row_grid(name, shape, count, target)
-    shape = numbered(shape, grid, target)
-    partials = grid[0] // max(shape.cluster, shape.gather)
-    operands = tuple((n, operand(view, span.width)) for n, view in views.items())
-    left = sums_layout(target, problem.length, span, [views[n].itemsize for n in sums], partials)
-    scalars = layout.scalars | view_numbers(views)
-    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length}
-    scalars["sums"] = sum_words(problem.length, left)
-    dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
-    whole = span.parts > 0 and not span.ragged  # so that rows of this shape have this length alone
+    shape = mark_group_is_block(shape, grid, target)
+    partials = grid[0] // max(shape.cluster, shape.sums_cluster)
+    operands = row_operands(views, passes.width)
     if statistics:
         operands = (*operands, ("statistics", RowOperand("f64" if problem.dtype == "f64" else "f32")))
+    scalars = layout.scalars | view_scalars(views)
+    scalars |= {"length": problem.length, "inverse_length": 1.0 / problem.length, "sums": problem.length}
+    dense = layout.dense(problem.length) and all(view.offset == 0 for view in views.values())
+    one_length = passes.parts > 0 and not passes.ragged  # rows of this shape have this length only
     config = NormConfig(
         name=name,
         center=problem.center,
         dtype=problem.dtype,
         shape=shape,
-        spans=(span,),
+        passes=(passes,),
         axes=len(layout.sizes),
-        index64=max(extent(view) for view in rows.values()) + partials * len(sums) * problem.length > 2**31 - 1,
+        index64=needs_index64(rows.values(), partials * len(sums) * problem.length),
         operands=operands,
         stream=streams(rows, target),
-        lasting=lasts(rows, target, work),
+        evict_last=evicts_last(rows, target, work),
         fused_rounding=rounds_fused(target, problem.length, work),
-        awaits=begins_early(target, shape),
+        awaits=overlaps_launch(target, shape),
         moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
-        sums=left,
-        fixed=fixed_numbers(scalars) if dense and whole and fixes(target, problem.length, work) else (),
+        sums=sums_layout(target, passes) if sums else "in_order",
+        fixed=fixed_scalars(scalars) if dense and one_length and specialises(target, problem.length, work) else (),
     )
     return Step(config, build, grid, scalars | {"eps": problem.eps, "partials": partials}), partials

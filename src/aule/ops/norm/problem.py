@@ -1,4 +1,4 @@
-"""NormProblem: what a normalisation is, and the check of a call."""
+"""NormProblem: a normalisation, and the check of a call."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidArgumentError
-from aule.ops.checked import LARGEST, number_or_nan
-from aule.ops.rowwise import check_floats, check_rows, check_shape, check_statistics, statistics_of
-from aule.ops.spec import Call, Result
+from aule.ops.rows.checks import check_floats, check_rows, check_shape, check_statistics, statistics_result
+from aule.ops.shared.checks import LARGEST, number_or_nan
+from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView
 
 STATISTICS = 3
-"""Numbers that are kept of each row for the gradient: those of `aule.ops.norm.kernels.Normalised`."""
+"""Values per row saved for the gradient: mean, scale and the rest of the mean (`aule.ops.norm.kernels.Normalised`)."""
 
 
 @dataclass(frozen=True)
 class NormProblem:
-    """Rows along the last axis of ``shape`` are divided by the root of their mean square and ``eps``; before that,
-    where ``center`` says so, their mean is taken off.
+    """Normalisation of rows along the last axis of ``shape``: LayerNorm with ``center``, else RMSNorm.
 
     ``y = (x - mean) / sqrt(mean((x - mean)**2) + eps) * weight + bias``, as ONNX defines LayerNormalization, and
-    RMSNormalization without the mean, both for ``axis=-1``. Which of weight, bias and residual there are is said by the
-    arrays that come with it.
+    RMSNormalization without the mean, both for ``axis=-1``. The arrays of a call say whether it has a weight, a bias
+    and a residual.
     """
 
     dtype: str
@@ -43,7 +42,7 @@ def bind_norm(
     problem = _problem(op, "x", views, options, center)
     outputs = {name: Result(problem.dtype, problem.shape) for name in wanted if name != "statistics"}
     if "statistics" in wanted:
-        outputs["statistics"] = statistics_of(problem.dtype, problem.shape, STATISTICS)
+        outputs["statistics"] = statistics_result(problem.dtype, problem.shape, STATISTICS)
     return Call(problem, views, outputs)
 
 
@@ -79,7 +78,7 @@ def _problem(
 
 
 def checked_eps(op: str, eps: Any) -> float:
-    """What is added inside of a root, or a clear error."""
+    """The ``eps`` that is added inside a root, or an error."""
     value = number_or_nan(eps)
     if not 0.0 <= value <= LARGEST:
         raise InvalidArgumentError(

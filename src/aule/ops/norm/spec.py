@@ -1,4 +1,4 @@
-"""The ops of normalisation, as the catalogue has them."""
+"""Normalisation ops for the catalogue."""
 
 from __future__ import annotations
 
@@ -7,35 +7,30 @@ from functools import partial
 from aule.ops.norm.numpy_norm import norm, norm_gradient
 from aule.ops.norm.plan import plan_norm, plan_norm_gradient
 from aule.ops.norm.problem import bind_norm, bind_norm_gradient
-from aule.ops.spec import Operand, OpSpec, Option
+from aule.ops.shared.spec import Operand, OpSpec, Option
 
 
 def _norm(name: str, center: bool, residual: bool, eps: float) -> OpSpec:
-    vectors = ["weight", "bias"] if center else ["weight"]
-    options = (Option("eps", "float", eps),)
+    vectors = tuple(Operand(vector, optional=True) for vector in (("weight", "bias") if center else ("weight",)))
+    rows = ("x", "residual") if residual else ("x",)
     saved = (Operand("dh", optional=True), Operand("h")) if residual else (Operand("x"),)
     statistics = (Operand("statistics", optional=True, spares="x", small=True),) if center else ()
-    gradient = OpSpec(
-        name=f"{name}_backward",
-        operands=(Operand("dy"), *saved, *(Operand(vector, optional=True) for vector in vectors), *statistics),
-        outputs=("dx", *(f"d{vector}" for vector in vectors)),
-        options=options,
-        bind=partial(bind_norm_gradient, center=center),
-        plan=plan_norm_gradient,
-        compute=norm_gradient,
-    )
-    rows = ("x", "residual") if residual else ("x",)
-    return OpSpec(
+    forward = OpSpec(
         name=name,
-        operands=(*(Operand(row) for row in rows), *(Operand(vector, optional=True) for vector in vectors)),
+        operands=(*map(Operand, rows), *vectors),
         outputs=("y", "h") if residual else ("y",),
-        options=options,
+        options=(Option("eps", "float", eps),),
         bind=partial(bind_norm, center=center),
         plan=plan_norm,
         compute=norm,
-        gradient=gradient,
-        gradients={**dict.fromkeys(rows, "dx"), **{vector: f"d{vector}" for vector in vectors}},
         kept=tuple(operand.name for operand in statistics),
+    )
+    return forward.with_gradient(
+        (Operand("dy"), *saved, *vectors, *statistics),
+        norm_gradient,
+        {**dict.fromkeys(rows, "dx"), **{vector.name: f"d{vector.name}" for vector in vectors}},
+        bind=partial(bind_norm_gradient, center=center),
+        plan=plan_norm_gradient,
     )
 
 

@@ -1,6 +1,7 @@
 """The kernels of rotary position embedding, forward and backward, with and without RMSNorm before it.
 
-Rows are heads of positions. Rows that a thread takes at once are heads of one position, so that they share its angles.
+A row is one head at one position. The rows that a thread processes at once are heads of one position, which share its
+angles.
 """
 
 from __future__ import annotations
@@ -9,26 +10,25 @@ from dataclasses import dataclass
 
 from aule.ir import KernelIR, Value
 from aule.ir.types import i32
-from aule.ops.rowwise import RowConfig, RowKernel
+from aule.ops.rows.kernel import RowConfig, RowKernel
 from aule.target import Target
-from aule.tile.column_sums import ColumnSums
-from aule.tile.pairs import Pairs
-from aule.tile.rows import Columns, PerRow, Source
-from aule.tile.spans import Part
+from aule.tile.rows.column_sums import ColumnSums
+from aule.tile.rows.pairs import Pairs
+from aule.tile.rows.parts import Columns, Part, PerRow, Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig(RowConfig):
-    """A kernel of rotation.
+    """Configuration of a rotation's kernel.
 
     Attributes
     ----------
     ids : str or None
-        The dtype of the positions of rows, where those are an operand.
+        The dtype of ``position_ids``, if that is an operand.
     inverse, norm : bool
         As in `RopeProblem`; with both, the gradient of norm and rotation.
     copies : bool
-        Columns that are not rotated are written, too.
+        Columns that are not rotated are written as well.
     """
 
     name: str
@@ -40,27 +40,27 @@ class RopeConfig(RowConfig):
 
 
 class _Kernel:
-    """What the kernels have: the angles of a position, and rotations by them."""
+    """The angles of a position, and rotations by them."""
 
     def __init__(self, config: RopeConfig, target: Target) -> None:
         self.config = config
         self.k = RowKernel(config.name, config, target)
-        self.pairs = self.k.spans[0]
-        self.rest = self.k.spans[1] if len(self.k.spans) > 1 else None
+        self.pairs = self.k.passes
+        self.rest = self.k.all_passes[1] if len(self.k.all_passes) > 1 else None
         self.tables = [self.k.array(name) for name in ("cos", "sin")]
         self.weight = self.k.columns("weight")
 
-    def angles(self) -> None:
-        """Find the position of this thread's rows."""
+    def load_angles(self) -> None:
+        """Find the angles of this thread's rows."""
         k, b, row = self.k, self.k.b, self.k.rows.numbers[0]
         if self.config.ids is None:
             starts = [table.start(row) for table in self.tables]
         else:
-            wide = self.config.ids == "i64"  # whose low words are at even places
+            wide = self.config.ids == "i64"  # low words are at even places
             at = k.p.strided("position_ids", *k.axes(row))
             words, last = k.p.buffer("position_ids", i32), k.p.number("positions") - 1
             number = b.load(words, at * 2 if wide else at)
-            # A number that is no position must not leave the table.
+            # Clamped: an invalid position must not leave the table.
             inside = b.max(b.min(number, last), 0)
             if wide:
                 high = b.load(words, at * 2 + 1)
@@ -70,23 +70,23 @@ class _Kernel:
                 for name in ("cos", "sin")
             ]
         self.cos, self.sin = (Columns(table, start) for table, start in zip(self.tables, starts, strict=True))
-        self.pairs.hold(self.cos, self.sin)
+        self.pairs.preload(self.cos, self.sin)
 
     def rotated(self, p: Part, first: Value, second: Value) -> tuple[Value, Value]:
-        """A pair, turned by the angles of the position, back where the kernel is the gradient."""
+        """A pair rotated by the angles of its position; backwards in the gradient."""
         cos, sin = p[self.cos], p[self.sin]
         if self.config.inverse:
             return first * cos + second * sin, second * cos - first * sin
         return first * cos - second * sin, second * cos + first * sin
 
-    def tail(self, source: Source) -> Source:
+    def behind_pairs(self, source: Source) -> Source:
         """The columns behind the pairs."""
         rows = self.k.rows
         shift = self.pairs.length * 2
         return Source(source.array, tuple(rows.shifted(source.array, start, shift) for start in source.starts))
 
     def weights(self) -> tuple[Pairs | None, Columns | None]:
-        """The norm's weights of the pairs, and of the columns behind them."""
+        """The norm's weights for the pairs, and for the columns behind them."""
         if self.weight is None:
             return None, None
         rows, start = self.k.rows, self.weight.start
@@ -95,7 +95,7 @@ class _Kernel:
 
 
 def build_rope(config: RopeConfig, target: Target) -> KernelIR:
-    """Trace the kernel of a rotation, of a norm and a rotation, or of a rotation back."""
+    """Trace the kernel of a rotation, with or without a norm before it, or of a rotation's gradient."""
     kernel = _Kernel(config, target)
     k, pairs, rest = kernel.k, kernel.pairs, kernel.rest
     b, rows = k.b, k.rows
@@ -105,11 +105,11 @@ def build_rope(config: RopeConfig, target: Target) -> KernelIR:
     def body() -> None:
         x_source, y_source = rows.source(x_array), rows.source(y_array)
         x, y = (Pairs(pairs, source, config.interleaved) for source in (x_source, y_source))
-        x.hold()
-        x_rest, y_rest = kernel.tail(x_source), kernel.tail(y_source)
+        x.preload()
+        x_rest, y_rest = kernel.behind_pairs(x_source), kernel.behind_pairs(y_source)
         if rest is not None:
-            rest.hold(x_rest)
-        kernel.angles()
+            rest.preload(x_rest)
+        kernel.load_angles()
         weights, weights_rest = kernel.weights()
         scale: PerRow | None = None
         if config.norm:
@@ -141,7 +141,7 @@ def build_rope(config: RopeConfig, target: Target) -> KernelIR:
 
 
 def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
-    """Trace the gradient of a norm and a rotation: back through the rotation, then as `build_norm_gradient`."""
+    """Trace the gradient of a norm and a rotation: rotate back, then as `build_norm_gradient`."""
     kernel = _Kernel(config, target)
     k, pairs, rest = kernel.k, kernel.pairs, kernel.rest
     b, rows = k.b, k.rows
@@ -150,23 +150,23 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
     half = pairs.length
     sums: list[ColumnSums] = []
     sums_rest: list[ColumnSums] = []
-    if config.has("dweight"):  # first ones of pairs, second ones, and the rest; `build_column_sum` sorts them
+    if config.has("dweight"):  # first columns of pairs, second columns, and the rest; `build_column_sum` sorts them
         sums = [ColumnSums(pairs, k.partial(shift=shift)) for shift in (0, half)]
         sums_rest = [] if rest is None else [ColumnSums(rest, k.partial(shift=half * 2))]
 
     def body() -> None:
         dy_source, x_source = rows.source(dy_array), rows.source(x_array)
         dy, x = (Pairs(pairs, source, config.interleaved) for source in (dy_source, x_source))
-        dy.hold()
-        x.hold()
-        dy_rest, x_rest = kernel.tail(dy_source), kernel.tail(x_source)
+        dy.preload()
+        x.preload()
+        dy_rest, x_rest = kernel.behind_pairs(dy_source), kernel.behind_pairs(x_source)
         if rest is not None:
-            rest.hold(dy_rest, x_rest)
-        kernel.angles()
+            rest.preload(dy_rest, x_rest)
+        kernel.load_angles()
         weights, weights_rest = kernel.weights()
 
         def inner(p: Part) -> tuple[Value, Value]:
-            """The gradient of what the norm has scaled, before its weights."""
+            """The gradient of the normalised pair, without its weights."""
             first, second = kernel.rotated(p, p[dy.first], p[dy.second])
             return (first, second) if weights is None else (first * p[weights.first], second * p[weights.second])
 
@@ -188,7 +188,7 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
         along = along.map(lambda s, r: s * inverse * r * r, scale)
         if dx_array is not None:
             dx_source = rows.source(dx_array)
-            dx, dx_rest = Pairs(pairs, dx_source, config.interleaved), kernel.tail(dx_source)
+            dx, dx_rest = Pairs(pairs, dx_source, config.interleaved), kernel.behind_pairs(dx_source)
 
         def write(p: Part) -> list[Value]:
             a, c = p[x.first], p[x.second]
@@ -208,5 +208,5 @@ def build_norm_rope_gradient(config: RopeConfig, target: Target) -> KernelIR:
             rest.each(write_rest, sums_rest)
 
     rows.run(body)
-    k.leave((*sums, *sums_rest))
+    k.store_sums((*sums, *sums_rest))
     return k.finish()

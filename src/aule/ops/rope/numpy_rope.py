@@ -1,4 +1,4 @@
-"""Rotations and their gradients on NumPy, in the precision of the arrays: the reference when they are float64."""
+"""Rotations and their gradients in NumPy, in the arrays' precision: the reference for float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 def rope(problem: RopeProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
-    """``y``, or ``dx`` where the problem is that of the gradient."""
+    """``y``, or ``dx`` of the gradient."""
     if problem.inverse:
         return {"dx": _rotated(problem, arrays, arrays["dy"])}
     return {"y": _rotated(problem, arrays, arrays["x"])}
@@ -24,13 +24,13 @@ def rope(problem: RopeProblem, arrays: Mapping[str, Array], wanted: tuple[str, .
 
 def norm_rope(problem: RopeProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
     """``y`` of a norm and a rotation."""
-    return {"y": _rotated(problem, arrays, norm(_norm(problem), _of_norm(arrays), ("y",))["y"])}
+    return {"y": _rotated(problem, arrays, norm(_norm(problem), _norm_arrays(arrays), ("y",))["y"])}
 
 
 def norm_rope_gradient(problem: RopeProblem, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
     """``dx`` and ``dweight`` of a norm and a rotation."""
     dy = _rotated(problem, arrays, arrays["dy"])
-    return norm_gradient(_norm(problem), {**_of_norm(arrays), "dy": dy}, wanted)
+    return norm_gradient(_norm(problem), {**_norm_arrays(arrays), "dy": dy}, wanted)
 
 
 def _norm(problem: RopeProblem) -> NormProblem:
@@ -38,7 +38,7 @@ def _norm(problem: RopeProblem) -> NormProblem:
     return NormProblem(problem.dtype, problem.shape, problem.eps, center=False)
 
 
-def _of_norm(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def _norm_arrays(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: arrays[name] for name in ("x", "weight") if name in arrays}
 
 

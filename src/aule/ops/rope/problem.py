@@ -1,4 +1,4 @@
-"""RopeProblem: what a rotation of pairs of columns is, and the check of a call."""
+"""RopeProblem: a rotation of pairs of columns, and the check of a call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.ops.checked import checked_flag, checked_integer
 from aule.ops.norm.problem import checked_eps
-from aule.ops.rowwise import check_devices, check_floats, check_rows, check_shape, spread
-from aule.ops.spec import Call, Result
+from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape, checked_broadcast
+from aule.ops.shared.checks import checked_flag, checked_integer
+from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView, broadcast, every_nth, packed_strides
 
 _ONE_EACH = "it has one row for each position, or one for each position of each batch"
@@ -18,20 +18,20 @@ _ONE_EACH = "it has one row for each position, or one for each position of each 
 
 @dataclass(frozen=True)
 class RopeProblem:
-    """Pairs of columns are turned by angles, of which there is one for each pair and position.
+    """Rotation of pairs of columns by one angle per pair and position.
 
-    ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``, as ONNX defines RotaryEmbedding. A pair is column ``i`` and
-    column ``i + pairs``, or with ``interleaved`` columns ``2i`` and ``2i + 1``; columns from ``2 * pairs`` on stay.
+    ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``, as ONNX defines RotaryEmbedding. A pair is columns ``i`` and
+    ``i + pairs``, or with ``interleaved`` columns ``2i`` and ``2i + 1``; columns from ``2 * pairs`` on are unchanged.
     With ``inverse`` the angles are negative: that is the gradient.
 
     Attributes
     ----------
     positions : int
-        Rows of the tables, where the position of each row is an operand of its own; else 0.
+        Rows of the tables, if ``position_ids`` is given; else 0.
     eps : float or None
-        Rows are normalised before, as by RMSNorm; None when they are not.
+        The eps of an RMSNorm before the rotation; None without one.
     inplace : bool
-        The result takes the place of ``x``.
+        The result overwrites ``x``.
     """
 
     dtype: str
@@ -49,15 +49,15 @@ class RopeProblem:
 
     @property
     def rest(self) -> int:
-        """Columns that stay as they are."""
+        """Columns that are not rotated."""
         return self.length - 2 * self.pairs
 
 
 def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, Any], wanted: tuple[str, ...]) -> Call:
     """Check a rotation, with or without norm, or its gradient.
 
-    ``cos`` and ``sin`` are brought to ``[*x.shape[:-1], pairs]``, or with position ids to ``[positions, pairs]``, and
-    those to ``x.shape[:-1]``; all without a copy.
+    Tables are broadcast, without a copy, to ``[*x.shape[:-1], pairs]``; with position ids, tables are
+    ``[positions, pairs]`` and ids are broadcast to ``x.shape[:-1]``.
     """
     main = "x" if "x" in views else "dy"
     floats = {name: view for name, view in views.items() if name != "position_ids"}
@@ -94,7 +94,7 @@ def bind_rope(op: str, views: Mapping[str, TensorView], options: Mapping[str, An
             "out"
         )
     outputs = {}
-    packed = packed_strides(x)  # as PyTorch's own elementwise ops: heads stay between positions
+    packed = packed_strides(x)  # as PyTorch's elementwise ops: heads stay between positions
     for name in wanted:
         if name != "dweight":
             outputs[name] = Result(x.dtype, x.shape, "x" if problem.inplace else None, packed)
@@ -128,8 +128,8 @@ def _pairs(op: str, x: TensorView, cos: TensorView, rotary_dim: int | None) -> i
 def _table(
     op: str, name: str, view: TensorView, x: TensorView, pairs: int, interleaved: bool, indexed: bool
 ) -> TensorView:
-    """A table with one number for each pair."""
-    if view.shape[-1] == 2 * pairs:  # each number twice, beside the pair's other column
+    """A table with one number per pair."""
+    if view.shape[-1] == 2 * pairs:  # one per column: each number twice
         view = every_nth(view, 2) if interleaved else every_nth(view, 1, pairs)
     if view.shape[-1] != pairs:
         raise InvalidShapeError(
@@ -144,7 +144,7 @@ def _table(
         return view
     if len(view.shape) == 3 and len(x.shape) == 4:  # [batch, seq, pairs] beside [batch, heads, seq, dim]
         view = broadcast(view, (view.shape[0], 1, *view.shape[1:]), (0, None, 1, 2))
-    return spread(op, name, view, (*x.shape[:-1], pairs), _ONE_EACH)
+    return checked_broadcast(op, name, view, (*x.shape[:-1], pairs), _ONE_EACH)
 
 
 def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:
@@ -152,4 +152,4 @@ def _positions(op: str, ids: TensorView, x: TensorView) -> TensorView:
         raise InvalidDtypeError(f"[{op}] expected position_ids of int32 or int64, got {ids.dtype}; convert them")
     if len(ids.shape) == 2 and len(x.shape) == 4:  # [batch, seq] beside [batch, heads, seq, dim]
         ids = broadcast(ids, (ids.shape[0], 1, ids.shape[1]), (0, None, 1))
-    return spread(op, "position_ids", ids, x.shape[:-1], _ONE_EACH)
+    return checked_broadcast(op, "position_ids", ids, x.shape[:-1], _ONE_EACH)

@@ -1,56 +1,21 @@
-"""Rotary position embedding, as the catalogue has it."""
+"""Rotary position embedding for the catalogue."""
 
 from __future__ import annotations
 
 from aule.ops.rope.numpy_rope import norm_rope, norm_rope_gradient, rope
 from aule.ops.rope.plan import plan_rope
 from aule.ops.rope.problem import bind_rope
-from aule.ops.spec import Operand, OpSpec, Option
+from aule.ops.shared.spec import Operand, OpSpec, Option
 
-_TABLES = (
-    Operand("cos"),
-    Operand("sin"),
-    Operand("position_ids", optional=True),
-)
+_X, _DY, _WEIGHT = Operand("x"), Operand("dy"), Operand("weight", optional=True)
+_TABLES = (Operand("cos"), Operand("sin"), Operand("position_ids", optional=True))
 _OPTIONS = (Option("interleaved", "bool", False), Option("rotary_dim", "int?", None))
 _ROPE_OPTIONS = (*_OPTIONS, Option("inplace", "bool", False))
 _NORM_OPTIONS = (*_OPTIONS, Option("eps", "float", 1e-6))
 
-ROPE = OpSpec(
-    name="rope",
-    operands=(Operand("x"), *_TABLES),
-    outputs=("y",),
-    options=_ROPE_OPTIONS,
-    bind=bind_rope,
-    plan=plan_rope,
-    compute=rope,
-    gradient=OpSpec(
-        name="rope_backward",
-        operands=(Operand("dy"), *_TABLES),
-        outputs=("dx",),
-        options=_ROPE_OPTIONS,
-        bind=bind_rope,
-        plan=plan_rope,
-        compute=rope,
-    ),
-    gradients={"x": "dx"},
+ROPE = OpSpec("rope", (_X, *_TABLES), ("y",), _ROPE_OPTIONS, bind_rope, plan_rope, rope).with_gradient(
+    (_DY, *_TABLES), rope, {"x": "dx"}
 )
 RMS_NORM_ROPE = OpSpec(
-    name="rms_norm_rope",
-    operands=(Operand("x"), Operand("weight", optional=True), *_TABLES),
-    outputs=("y",),
-    options=_NORM_OPTIONS,
-    bind=bind_rope,
-    plan=plan_rope,
-    compute=norm_rope,
-    gradient=OpSpec(
-        name="rms_norm_rope_backward",
-        operands=(Operand("dy"), Operand("x"), Operand("weight", optional=True), *_TABLES),
-        outputs=("dx", "dweight"),
-        options=_NORM_OPTIONS,
-        bind=bind_rope,
-        plan=plan_rope,
-        compute=norm_rope_gradient,
-    ),
-    gradients={"x": "dx", "weight": "dweight"},
-)
+    "rms_norm_rope", (_X, _WEIGHT, *_TABLES), ("y",), _NORM_OPTIONS, bind_rope, plan_rope, norm_rope
+).with_gradient((_DY, _X, _WEIGHT, *_TABLES), norm_rope_gradient, {"x": "dx", "weight": "dweight"})

@@ -1,1 +1,1 @@
-"""Softmax of rows, with masks and dropout."""
+"""Softmax as kernels compute it: online softmax and dropout's random bits."""

@@ -1,1 +1,1 @@
-"""Attention on CPU cores: schedules over the vector engine, with the score modifiers of the GPU kernels."""
+"""Attention on CPU cores: kernels on the vector engine, with the score modifiers of the GPU kernels."""

@@ -1,4 +1,4 @@
-"""Configurations of the CPU kernels."""
+"""Configurations of the CPU's attention kernels."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Literal
 from aule.ir.types import SCALARS, Scalar, u32
 from aule.ops.attention.config import Columns, ScoreConfig
 from aule.ops.attention.problem import Rope
-from aule.tile.vector import VectorUnit, work_type
+from aule.tile.vector.engine import VectorUnit, work_type
 
 
 @dataclass(frozen=True)
 class CpuShape:
-    """How a CPU kernel is cut up.
+    """Block sizes of a CPU kernel.
 
     Attributes
     ----------
     unit : VectorUnit
-        Registers.
+        Vector registers.
     rows : int
         Rows of Q that are multiplied with a panel at a time.
     panel : int
-        Keys of a panel, whole vectors.
+        Keys of a panel, a multiple of the lanes.
     block_q : int
-        Rows of Q that one task holds.
+        Rows of Q of a task.
     block_kv : int
-        Keys that a task works on before it goes on to the next, whole panels: K and V of a block stay in the
-        second-level cache while the rows pass over them, the scores of ``rows`` rows in the first.
+        Keys of a block, a multiple of the panel. K and V of a block stay in the second-level cache while all rows use
+        them, the scores of ``rows`` rows in the first-level cache.
     """
 
     unit: VectorUnit
@@ -38,31 +38,33 @@ class CpuShape:
 
     @property
     def lanes(self) -> int:
+        """Elements of a vector."""
         return self.unit.lanes
 
     @property
     def panel_vectors(self) -> int:
+        """Vectors of a panel."""
         return self.panel // self.unit.lanes
 
     def vectors(self, cols: int) -> int:
-        """Vectors that hold a row of ``cols`` numbers."""
+        """Vectors that hold a row of ``cols`` elements."""
         return -(-cols // self.unit.lanes)
 
     def padded(self, cols: int) -> int:
-        """Numbers in those vectors."""
+        """``cols`` rounded up to full vectors."""
         return self.vectors(cols) * self.unit.lanes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuScoreConfig(ScoreConfig):
-    """What the forward and the backward kernel both have.
+    """What the configurations of the forward and the backward kernel share.
 
     Attributes
     ----------
     pairs : bool
-        Products are of pairs of bf16: Q, K, V and dO stay as they are, P and dS are rounded for them.
+        Products run on pairs of bf16; P and dS are rounded to bf16 for them.
     mask_columns, bias_columns : {"unit", "same", "any"}
-        How mask and bias run along a row.
+        Layout of mask and bias along a row.
     """
 
     shape: CpuShape
@@ -72,17 +74,17 @@ class CpuScoreConfig(ScoreConfig):
 
     @property
     def work(self) -> Scalar:
-        """The type that is computed in."""
+        """Type that the kernel computes in."""
         return work_type(SCALARS[self.dtype])
 
     @property
     def factor(self) -> Scalar:
-        """What an element of a product's operands is."""
+        """Element type of the products' operands."""
         return u32 if self.pairs else self.work
 
     @property
     def step(self) -> int:
-        """Numbers in it."""
+        """Values in an element of the products' operands."""
         return 2 if self.pairs else 1
 
 
@@ -93,17 +95,17 @@ class CpuConfig(CpuScoreConfig):
     Attributes
     ----------
     grouped : bool
-        A task takes the rows of all query heads that share a key head, and a part of the keys (decoding); otherwise a
-        block of rows of one query head, and all keys.
+        A task has the few rows of all query heads that share a key head, and a split of the keys; otherwise a block of
+        rows of one query head, and all keys.
     split : bool
-        The keys of a head are shared by several tasks: they leave partial results for `build_combine`.
+        Several tasks share the keys of a head and leave partial results for `build_combine`.
     panels : {"workspace", "scratch", "none"}
-        Where K is packed: before, once for all (`build_pack`), or by each task for itself, or not at all: a few rows
-        are multiplied with K as it is.
+        Who packs K: `build_pack`, once for all tasks; each task for itself; or nobody, and rows are multiplied with K
+        in place.
     values : {"direct", "workspace", "scratch"}
-        Where V is read: in place, or converted and padded beforehand, or by each task for itself.
+        V is read in place; or converted and padded by `build_pack`; or by each task for itself.
     key_pairs : bool
-        Where K is not packed: its products with Q are of pairs of bf16, both as they are. Those of P and V are not.
+        Q and an unpacked K are multiplied as pairs of bf16, P and V are not.
     """
 
     key_pairs: bool = False
@@ -115,16 +117,20 @@ class CpuConfig(CpuScoreConfig):
 
 @dataclass(frozen=True)
 class PackConfig:
-    """The kernel that packs a matrix before the others run.
+    """The kernel that packs K into panels before the forward kernel runs.
 
     Attributes
     ----------
     values : bool
-        Convert V into padded rows too, beside packing K into panels.
-    pairs : bool
-        Panels hold pairs of columns of K, rows pairs of rows of V.
+        Convert V into padded rows, too.
     unit : tuple of bool
         For k and v: the head dimension has stride 1.
+    packed : bool
+        Sequences are packed.
+    pairs : bool
+        Panels hold pairs of columns of K, and rows pairs of rows of V.
+    rope : Rope or None
+        Rotation of K.
     """
 
     dtype: str
@@ -136,19 +142,7 @@ class PackConfig:
     packed: bool = False
     pairs: bool = False
     rope: Rope | None = None
-    """K is rotated."""
     rope_unit: bool = True
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """The kernel that puts the partial results of a split together."""
-
-    dtype: str
-    value_dim: int
-    shape: CpuShape
-    lse: bool
-    unit: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +152,11 @@ class CpuBackwardConfig(CpuScoreConfig):
     Attributes
     ----------
     unit : tuple of bool
-        For q, k, v, and the gradient of o: the head dimension has stride 1.
-    direct_keys : bool
-        K can be read in place as rows of whole vectors.
+        For q, k, v and the gradient of o: the head dimension has stride 1.
     scores : bool
-        dS, the gradient of what is added to the scores, is stored too.
+        Store dS, the gradient of what is added to the scores.
+    direct_keys : bool
+        Read K in place as rows of full vectors.
     """
 
     scores: bool = False
@@ -171,18 +165,23 @@ class CpuBackwardConfig(CpuScoreConfig):
 
 @dataclass(frozen=True)
 class CpuDeltaConfig:
-    """The kernel of ``delta = sum of dO * O`` along each row."""
+    """The kernel that computes ``delta = sum of dO * O`` along each row.
+
+    Attributes
+    ----------
+    unit : tuple of bool
+        For o and its gradient: the head dimension has stride 1.
+    """
 
     dtype: str
     value_dim: int
     shape: CpuShape
-    unit: tuple[bool, bool]
-    """For o and its gradient."""
+    unit: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class GatherConfig:
-    """The kernel that sums the parts of dQ."""
+class DqSumConfig:
+    """The kernel that sums the partial sums of dQ."""
 
     dtype: str
     head_dim: int

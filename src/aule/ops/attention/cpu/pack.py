@@ -1,4 +1,4 @@
-"""Packs K into panels and V into padded rows, once for all tasks of a head."""
+"""The kernel that packs K into panels and V into padded rows, once for all tasks of a head."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from aule.ir.types import SCALARS, element, i32, u32
 from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import PackConfig
 from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.rotating import rotating
-from aule.ops.attention.scores import Extent
+from aule.ops.attention.scores.band import Extent
+from aule.ops.attention.scores.rotated_operands import rotating
 from aule.target import Target
-from aule.tile.matrix import Matrix
-from aule.tile.rotated_vector import rotated_rows
-from aule.tile.vector import Vectors, work_type
+from aule.tile.common.matrix import Matrix
+from aule.tile.vector.engine import Vectors, work_type
+from aule.tile.vector.rope import rotate_rows
 
 KERNEL_NAME = "attention_pack"
 
@@ -58,24 +58,26 @@ def build_pack(config: PackConfig, target: Target) -> KernelIR:
         v = p.matrix("v", batch, head, seq, config.value_dim, config.unit[1], first=begin)
         values, to = p.buffer("values", factor, "write"), first // step * padded
         if config.pairs:
-            engine.pair_rows(v, key0, count, values, to, padded)
+            engine.copy_paired_rows(v, key0, count, values, to, padded)
         else:
             engine.copy_rows(v, key0, count, values, to, padded)
     return b.finish()
 
 
 def pack_rotated(engine: Vectors, k: Matrix, first: Value, panel: int, target: Value, to: Value) -> None:
-    """A panel of keys, rotated; as `Vectors.pack_panel` makes it of others."""
+    """Rotate keys and pack them into a panel, like `Vectors.pack_panel`."""
     b = engine.b
-    kept = k.elem if element(target.type) == u32 else engine.work
-    rows = b.private("rotated", kept, panel * k.cols)
-    turned = rotated_rows(engine, k, first, b.const(panel, i32), rows, k.cols)
-    engine.pack_panel(turned, b.const(0, i32), panel, target, to)
+    elem = k.elem if element(target.type) == u32 else engine.work
+    rows = b.private("rotated", elem, panel * k.cols)
+    rotated = rotate_rows(engine, k, first, b.const(panel, i32), rows, k.cols)
+    engine.pack_panel(rotated, b.const(0, i32), panel, target, to)
 
 
 def packed_keys(p: Parameters, engine: Vectors, extent: Extent, block_kv: int, batch: Value, head: Value) -> Value:
-    """Where the keys of a packed sequence begin among those of the workspace. Each sequence has room for a whole last
-    block: at most so much before it as all sequences before it have keys, and a block for each of them."""
+    """Number of a packed sequence's first key among the keys of the workspace.
+
+    Every sequence has room for a full last block, so it begins one block later for each sequence before it.
+    """
     assert extent.first_kv is not None
     each = p.number("total_kv", p.index) + engine.index(p.number("batches") * block_kv)
     return engine.index(head) * each + engine.index(extent.first_kv) + engine.index(batch * block_kv)

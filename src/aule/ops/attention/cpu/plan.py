@@ -1,127 +1,179 @@
-"""From a problem to the launches that compute it on a CPU. Pure."""
+"""From an attention problem to the launches that compute it on a CPU. Pure."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aule.errors import KernelError
 from aule.ir.types import SCALARS
 from aule.ops.attention.config import Columns
-from aule.ops.attention.cpu.backward import build_backward, build_delta, build_gather
-from aule.ops.attention.cpu.combine import build_combine
+from aule.ops.attention.cpu.backward import build_backward
+from aule.ops.attention.cpu.backward_sums import build_delta, build_dq_sum
 from aule.ops.attention.cpu.config import (
-    CombineConfig,
     CpuBackwardConfig,
     CpuConfig,
     CpuDeltaConfig,
     CpuShape,
-    GatherConfig,
+    DqSumConfig,
     PackConfig,
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.plan import problem_scalars, rope_options, row_scalars, score_options, view_scalars
+from aule.ops.attention.cpu.shapes import backward_shape, block_shape, grouped_shape, multiplies_in_place
+from aule.ops.attention.plan.layout import rope_options, view_scalars
+from aule.ops.attention.plan.scalars import problem_scalars, row_scalars, score_options
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.step import Step, StepPlan
+from aule.ops.combine.cpu import CombineConfig, PartialLayout, build_combine
+from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
-from aule.tile.math import LN2
-from aule.tile.vector import VectorUnit, has_pairs, vector_unit, work_type
+from aule.tile.common.math import LN2
+from aule.tile.vector.engine import VectorUnit, has_pairs, vector_unit, work_type
 from aule.view import TensorView
 
 GROUPED_ROWS = 16
-"""Up to so many query rows, the heads that share K and V are taken together, and the keys are shared by tasks."""
+"""Query rows up to which the query heads that share K and V are computed together, and tasks share the keys."""
 
 
-def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
+@dataclass(frozen=True)
+class _Call:
+    """A problem, its operands, and what follows for a CPU.
+
+    Attributes
+    ----------
+    views : dict
+        ``q``, ``k``, ``v``, ``o`` and, if present, ``mask``, ``bias``, ``alibi``, ``sinks``; backward, the gradients.
+    """
+
+    problem: AttentionProblem
+    views: dict[str, TensorView]
+    target: Target
+
+    @property
+    def vectors(self) -> VectorUnit:
+        """Vector registers for the type that is computed in."""
+        return vector_unit(self.target, work_type(SCALARS[self.problem.dtype]))
+
+    @property
+    def threads(self) -> int:
+        return max(self.target.compute_units, 1)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether products can run on pairs of bf16."""
+        return has_pairs(self.target, SCALARS[self.problem.dtype])
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the forward pass takes the few query rows of all heads that share keys together."""
+        problem = self.problem
+        return problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
+
+    def unit(self, names: str | tuple[str, ...]) -> tuple[bool, ...]:
+        """For each operand: the head dimension has stride 1."""
+        views = [self.views[name] for name in names]
+        return tuple(view.strides[3] == 1 or view.shape[3] == 1 for view in views)
+
+    def in_place(self, name: str, cols: int) -> bool:
+        """Whether rows of an operand are full vectors of the type that is computed in."""
+        work = work_type(SCALARS[self.problem.dtype])
+        return self.problem.dtype == work.name and self.unit((name,))[0] and cols % self.vectors.lanes == 0
+
+    def options(self) -> dict[str, Any]:
+        """Fields of the configurations of all kernels with scores."""
+        columns = {f"{name}_columns": _columns(self.views.get(name)) for name in ("mask", "bias")}
+        return score_options(self.problem) | rope_options(self.views) | columns
+
+    def scalars(self) -> dict[str, int | float]:
+        return problem_scalars(self.problem, self.target) | view_scalars(self.views)
+
+
+def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Plan:
     """Plan a forward pass over host arrays.
 
     Parameters
     ----------
     views : dict
-        As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``, ``sinks``.
+        As for the GPU's plan: ``q``, ``k``, ``v``, ``o`` and, if present, ``mask``, ``bias``, ``alibi``, ``sinks``.
     """
     if problem.precision is not None:
         raise refused(problem, target)
     if math.prod(problem.out_shape[:3]) == 0:
-        return StepPlan(())
-    work = work_type(SCALARS[problem.dtype])
-    unit = vector_unit(target, work)
-    grouped = _grouped(problem)
-    unit_strides = tuple(v.strides[3] == 1 or v.shape[3] == 1 for v in (views[n] for n in "qkvo"))
-    pairs = not grouped and has_pairs(target, SCALARS[problem.dtype])
-    in_place = problem.dtype == work.name and unit_strides[2] and problem.value_dim % unit.lanes == 0
-    threads = max(target.compute_units, 1)
-    scalars = problem_scalars(problem) | view_scalars(views)
-    values: Any = "direct" if in_place else "workspace"
-    if grouped:
-        # Read once or a few times, V is converted as it is read.
-        values = "direct" if unit_strides[2] and problem.value_dim % unit.lanes == 0 else "scratch"
-        shape = grouped_shape(problem.group * problem.seq_q, unit)
-        splits, split_keys = _splits(problem, shape, threads)
-    else:
-        shape = block_shape(problem.seq_q, problem.batch * problem.heads_q, problem.head_dim, unit, threads)
-        splits, split_keys = 1, problem.seq_kv
-    in_rows = dotted(shape, unit_strides) and problem.rope is None  # one that is rotated is copied anyway
-    config = CpuConfig(
-        **score_options(problem),
-        **rope_options(views),
-        unit=unit_strides,
-        shape=shape,
-        grouped=grouped,
-        split=splits > 1,
-        panels=("none" if in_rows else "scratch") if grouped else "workspace",
-        values=values,
-        pairs=pairs,
-        key_pairs=grouped and in_rows and has_pairs(target, SCALARS[problem.dtype]),
-        mask_columns=_columns(views.get("mask")),
-        bias_columns=_columns(views.get("bias")),
-    )
-    heads_kv = problem.batch * problem.heads_kv
-    if grouped:
-        numbers = scalars | {"splits": splits, "split_keys": split_keys}
-        steps = [Step(config, build_forward, (heads_kv * splits, 1, 1), numbers)]
-        if splits == 1:
-            return StepPlan(tuple(steps))
-        combine = CombineConfig(problem.dtype, problem.value_dim, shape, problem.return_lse, unit_strides[3])
-        rows = problem.batch * problem.heads_q * problem.seq_q
-        steps.append(Step(combine, build_combine, (rows, 1, 1), numbers))
-        return StepPlan(tuple(steps), {"partial": rows * splits * (shape.padded(problem.value_dim) + shape.lanes)})
+        return Plan(())
+    call = _Call(problem, views, target)
+    return _plan_grouped(call) if call.grouped else _plan_blocks(call)
 
+
+def _plan_grouped(call: _Call) -> Plan:
+    """Plan a forward pass of few query rows: one launch, and one that combines if keys are split."""
+    problem, unit = call.problem, call.unit("qkvo")
+    shape = grouped_shape(problem.group * problem.seq_q, call.vectors)
+    splits, split_keys = _splits(problem, shape, call.threads)
+    in_place = multiplies_in_place(shape, unit[1]) and problem.rope is None  # rotated keys are copied anyway
+    config = CpuConfig(
+        **call.options(),
+        unit=unit,
+        shape=shape,
+        grouped=True,
+        split=splits > 1,
+        panels="none" if in_place else "scratch",
+        # V is used by few groups of rows, so it is converted as it is read.
+        values="direct" if unit[2] and problem.value_dim % shape.lanes == 0 else "scratch",
+        key_pairs=in_place and call.has_pairs,
+    )
+    scalars = call.scalars() | {"splits": splits, "split_keys": split_keys}
+    forward = Step(config, build_forward, (problem.batch * problem.heads_kv * splits, 1, 1), scalars)
+    if splits == 1:
+        return Plan((forward,))
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    combine = CombineConfig(problem.dtype, problem.value_dim, shape.lanes, problem.return_lse, unit[3])
+    steps = (forward, Step(combine, build_combine, (rows, 1, 1), scalars))
+    return Plan(steps, {"partial": rows * splits * PartialLayout(problem.value_dim, shape.lanes).size})
+
+
+def _plan_blocks(call: _Call) -> Plan:
+    """Plan a forward pass of many query rows: pack K, and V if needed, then compute blocks of rows."""
+    problem, unit, pairs = call.problem, call.unit("qkvo"), call.has_pairs
+    heads_q, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+    shape = block_shape(problem.seq_q, heads_q, problem.head_dim, call.vectors, call.threads)
+    in_place = call.in_place("v", problem.value_dim)
+    config = CpuConfig(
+        **call.options(), unit=unit, shape=shape, values="direct" if in_place else "workspace", pairs=pairs
+    )
+    pack = PackConfig(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        shape=shape,
+        values=not in_place,
+        unit=unit[1:3],
+        packed=problem.packed is not None,
+        pairs=pairs,
+        rope=problem.rope,
+        rope_unit=config.rope_unit,
+    )
     blocks_q, blocks_kv = -(-problem.seq_q // shape.block_q), -(-problem.seq_kv // shape.block_kv)
-    numbers = scalars | {"blocks_q": blocks_q, "blocks_kv": blocks_kv}
+    scalars = call.scalars() | {"blocks_q": blocks_q, "blocks_kv": blocks_kv}
     keys = heads_kv * blocks_kv * shape.block_kv
     if problem.packed is not None:
-        keys = problem.heads_kv * (problem.packed[1] + problem.batch * shape.block_kv)  # `packed_keys` says where
+        keys = problem.heads_kv * (problem.packed[1] + problem.batch * shape.block_kv)  # see `packed_keys`
     workspace = {"panels": keys * -(-problem.head_dim // config.step)}
     if not in_place:
         workspace["values"] = keys // config.step * shape.padded(problem.value_dim)
-    pack = PackConfig(
-        problem.dtype,
-        problem.head_dim,
-        problem.value_dim,
-        shape,
-        not in_place,
-        unit_strides[1:3],
-        problem.packed is not None,
-        pairs,
-        problem.rope,
-        config.rope_unit,
+    steps = (
+        Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), scalars),
+        Step(config, build_forward, (heads_q * blocks_q, 1, 1), scalars),
     )
-    forward = Step(config, build_forward, (problem.batch * problem.heads_q * blocks_q, 1, 1), numbers)
-    return StepPlan((Step(pack, build_pack, (heads_kv * blocks_kv, 1, 1), numbers), forward), workspace)
-
-
-def _grouped(problem: AttentionProblem) -> bool:
-    """Whether the forward pass takes the few query rows of all heads that share keys together, and none is rounded."""
-    return problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
+    return Plan(steps, workspace)
 
 
 def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Step:
-    """The forward pass as one launch without a workspace: each task packs what it needs. For looking at and for kernels
-    that somebody launches by hand; `plan_forward` is faster where several blocks of rows share their keys."""
+    """Plan a forward pass as one launch without a workspace, in which each task packs its keys.
+
+    For kernels that are shown or launched by hand; `plan_forward` is faster if blocks of rows share their keys.
+    """
     *_, step = plan_forward(problem, views, target).steps
     if isinstance(step.config, CombineConfig):
         raise KernelError("[flash_attention] expected a problem of more query rows for a kernel of its own")
@@ -129,64 +181,51 @@ def plan_alone(problem: AttentionProblem, views: dict[str, TensorView], target: 
     return replace(step, config=replace(step.config, panels="scratch", values=values))
 
 
-def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> StepPlan:
+def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], target: Target) -> Plan:
     """Plan the gradients of q, k and v.
 
     Parameters
     ----------
     views : dict
-        As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``. The log-sum-exp of the forward pass is the buffer
-        ``lse``, in the type that is computed in; so is ``ds``, where the gradient of what is added to the scores is
-        wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before.
+        As for the forward pass, and ``do``, ``dq``, ``dk``, ``dv``. The buffer ``lse`` is the log-sum-exp of the
+        forward pass, in the type that is computed in. So is ``ds``, the gradient of what is added to the scores, if
+        it is wanted: ``[batch, heads_q, seq_q, seq_kv]``, zero before.
     """
     if math.prod(problem.out_shape[:3]) * problem.key_rows == 0:
-        return StepPlan(())
-    work = work_type(SCALARS[problem.dtype])
-    unit = vector_unit(target, work)
-    strides = {
-        name: view.strides[3] == 1 or view.shape[3] == 1 for name, view in views.items() if len(view.strides) == 4
-    }
-    heads_kv = problem.batch * problem.heads_kv
-    # Pairs are of rotated rows that were rounded, which the forward pass over few rows does not do: its log-sum-exps
-    # are those of other scores, and with large ones P would be off by percents.
-    pairs = has_pairs(target, SCALARS[problem.dtype]) and not (problem.rope is not None and _grouped(problem))
-    threads = max(target.compute_units, 1)
-    shape = _backward_shape(problem, unit, threads, pairs)
-    blocks_kv = -(-problem.seq_kv // shape.block_kv)
-    # Each further task to a head costs a part of dQ; as many as keep every thread busy to the end are enough.
-    splits = 1 if heads_kv >= 4 * threads or threads == 1 else min(blocks_kv, -(-4 * threads // heads_kv))
-    numbers = (
-        problem_scalars(problem)
-        | view_scalars(views)
-        | {
-            "splits": splits,
-            "blocks_kv": blocks_kv,
-            "dq_factor": problem.scale,
-            # dK is made with Q', which holds the scale and log2(e), or the scale over the cap; with pairs, with Q.
-            "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
-        }
-    )
-    direct_keys = problem.dtype == work.name and strides["k"] and problem.head_dim % unit.lanes == 0
+        return Plan(())
+    call = _Call(problem, views, target)
+    # With pairs, rotated rows are rounded, which the forward pass of few rows does not do. Its log-sum-exps would then
+    # belong to other scores, and with large scores P would be off by percents.
+    pairs = call.has_pairs and not (problem.rope is not None and call.grouped)
+    shape = backward_shape(problem, call.vectors, call.threads, pairs)
     config = CpuBackwardConfig(
-        **(score_options(problem) | {"lse": False}),
-        **rope_options(views),
-        unit=(strides["q"], strides["k"], strides["v"], strides["do"]),
+        **(call.options() | {"lse": False}),
+        unit=call.unit(("q", "k", "v", "do")),
         shape=shape,
         scores="ds" in views,
         pairs=pairs,
-        direct_keys=direct_keys and problem.rope is None,
-        mask_columns=_columns(views.get("mask")),
-        bias_columns=_columns(views.get("bias")),
+        direct_keys=call.in_place("k", problem.head_dim) and problem.rope is None,
     )
-    delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, (strides["o"], strides["do"]))
+    heads_q, heads_kv = math.prod(problem.out_shape[:2]), problem.batch * problem.heads_kv
     rows = math.prod(problem.out_shape[:3])
-    each, heads_q = numbers | row_scalars(problem), math.prod(problem.out_shape[:2])
+    blocks_kv = -(-problem.seq_kv // shape.block_kv)
+    splits = _backward_splits(heads_kv, blocks_kv, call.threads)
+    scalars = call.scalars() | {
+        "splits": splits,
+        "blocks_kv": blocks_kv,
+        "dq_factor": problem.scale,
+        # dK is made with Q', which includes the scale and log2(e), or the scale over the cap; with pairs, with Q.
+        "dk_factor": problem.scale if pairs else problem.softcap if problem.softcap > 0 else LN2,
+    }
+    delta = CpuDeltaConfig(problem.dtype, problem.value_dim, shape, call.unit(("o", "do")))
+    dq_sum = DqSumConfig(problem.dtype, problem.head_dim, shape)
+    row_numbers = scalars | row_scalars(problem)
     steps = (
-        Step(delta, build_delta, (heads_q, 1, 1), each),
-        Step(config, build_backward, (heads_kv * splits, 1, 1), numbers),
-        Step(GatherConfig(problem.dtype, problem.head_dim, shape), build_gather, (heads_q, 1, 1), each),
+        Step(delta, build_delta, (heads_q, 1, 1), row_numbers),
+        Step(config, build_backward, (heads_kv * splits, 1, 1), scalars),
+        Step(dq_sum, build_dq_sum, (heads_q, 1, 1), row_numbers),
     )
-    return StepPlan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
+    return Plan(steps, {"delta": rows, "dq_parts": rows * splits * shape.padded(problem.head_dim)})
 
 
 def _columns(view: TensorView | None) -> Columns:
@@ -195,63 +234,19 @@ def _columns(view: TensorView | None) -> Columns:
     return "unit" if view.strides[3] == 1 else "any"
 
 
-def block_shape(count: int, heads: int, head_dim: int, unit: VectorUnit, threads: int) -> CpuShape:
-    """Many rows, ``count`` to a head. Twelve rows by two vectors fill 27 of 32 registers, six by two 15 of 16."""
-    rows = 12 if unit.registers >= 32 else 6
-    panel = 2 * unit.lanes
-    block_kv = panel * max(1, (256 if head_dim <= 128 else 128) // panel)
-    # Few tasks: smaller blocks, so that no thread waits long for the last.
-    least = {192: 32, 96: 8, 48: 8} if head_dim <= 128 else {96: 8, 48: 8}
-    block_q = next((n for n in least if heads * -(-count // n) >= least[n] * threads), 24)
-    return CpuShape(unit, rows, panel, block_q, block_kv)
-
-
-def _backward_shape(problem: AttentionProblem, unit: VectorUnit, threads: int, pairs: bool) -> CpuShape:
-    """Blocks of keys are whole panels and whole groups of rows both: dK and dV are cut like rows."""
-    rows = 12 if unit.registers >= 32 else 6
-    panel = 2 * unit.lanes
-    step = math.lcm(rows, panel)
-    narrow = max(problem.head_dim, problem.value_dim) <= 128
-    block_kv = step * max(1, (96 if narrow else 48) // step)
-    block_q = 4 * rows if unit.registers >= 32 else 8 * rows
-    # Larger blocks, unless they were too few for the threads (Zen 4: 1% in fp32; more rows lose there, but pairs take
-    # half the bytes and gain 2% with both).
-    blocks = problem.batch * problem.heads_kv * -(-problem.seq_kv // (2 * block_kv))
-    if narrow and unit.lanes * unit.registers >= 512 and blocks >= 8 * threads:
-        block_q, block_kv = (2 if pairs else 1) * block_q, 2 * block_kv
-    return CpuShape(unit, rows, panel, block_q, block_kv)
-
-
-def most_dotted(unit: VectorUnit) -> int:
-    """Up to so many rows K is better not packed."""
-    return min(8, unit.lanes // 2)
-
-
-def grouped_shape(count: int, unit: VectorUnit) -> CpuShape:
-    """Few rows: as many vectors of keys at a time as registers allow."""
-    most = 12 if unit.registers >= 32 else 6
-    if count <= most_dotted(unit):
-        rows = 1 << (count - 1).bit_length()
-        return CpuShape(unit, rows, unit.lanes, rows, 256)
-    groups = -(-count // most)
-    rows = -(-count // groups)
-    vectors = max(n for n in (1, 2, 4) if n == 1 or n * (rows + 1) + 1 <= unit.registers)
-    panel = vectors * unit.lanes
-    return CpuShape(unit, rows, panel, groups * rows, max(panel, 64))
-
-
-def dotted(shape: CpuShape, unit_strides: tuple[bool, ...]) -> bool:
-    """So few rows that K is better not packed."""
-    return shape.panel == shape.lanes and unit_strides[1]
-
-
 def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[int, int]:
-    """Into how many parts the keys of a head go, and how many keys a part has: so many that every thread has work, and
-    that the last to finish has little left."""
+    """Splits of the keys of a head, and keys of a split: enough that every thread has work, and that the last to finish
+    has little left."""
     heads = problem.batch * problem.heads_kv
     blocks = max(1, -(-problem.seq_kv // shape.block_kv))
-    if problem.packed is not None:  # `build_combine` knows of one length only
+    if problem.packed is not None:  # `build_combine` expects one length for all sequences
         return 1, problem.seq_kv
     wanted = 1 if heads >= 4 * threads or threads == 1 else -(-4 * threads // heads)
     per_split = -(-blocks // min(wanted, max(1, blocks // 4)))
     return -(-blocks // per_split), per_split * shape.block_kv
+
+
+def _backward_splits(heads_kv: int, blocks_kv: int, threads: int) -> int:
+    """Tasks that share the key blocks of a head: only as many as keep all threads busy, since each needs a partial
+    sum of dQ."""
+    return 1 if heads_kv >= 4 * threads or threads == 1 else min(blocks_kv, -(-4 * threads // heads_kv))

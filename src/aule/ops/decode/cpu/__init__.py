@@ -1,1 +1,1 @@
-"""Decoding on CPU cores: the forward kernel for CPUs, with keys that lie in pages and lengths of each sequence."""
+"""Decoding on CPU cores: the CPU's forward kernel over paged caches with a length for each sequence."""

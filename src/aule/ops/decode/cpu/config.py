@@ -1,4 +1,4 @@
-"""Configurations of the CPU kernels for decoding."""
+"""Configuration of the decoding kernel for CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aule.ops.decode.problem import QUANTISED
 
 @dataclass(frozen=True, kw_only=True)
 class CpuDecodeConfig(CpuConfig):
-    """A kernel of some query rows of each sequence against its cache.
+    """The decoding kernel for CPUs.
 
     Attributes
     ----------
@@ -20,32 +20,31 @@ class CpuDecodeConfig(CpuConfig):
     group : int
         Query heads that share a key head.
     page : int
-        Keys of a page; 0 when the cache is contiguous.
-    ways : int
-        Runs of keys that are read in turns; 1 where their order matters, or nothing is gained.
+        Keys of a page; 0 if the cache is contiguous.
+    interleave : int
+        Runs of keys that are read in turns; 1 for keys in order.
     heads : int
-        Key heads of a task, which takes them in turns, a few keys at a time. With several, each has as many rows as are
-        multiplied at a time.
-    piled : bool
-        What a page has of one of several heads is in one piece, and the next head's behind it; else their rows of a key
-        are neighbours.
+        Key heads of a task, which takes some keys of each in turn. If several, each has ``shape.rows`` rows.
+    heads_outermost : bool
+        A page has all keys of a head before those of the next head; otherwise all heads of a key.
     ragged : bool
-        Sequences have their own numbers of query rows, one behind the other.
+        Sequences are packed: each has its own number of query rows.
     """
 
     cache: str
     group: int
     page: int = 0
-    ways: int = 1
+    interleave: int = 1
     heads: int = 1
-    piled: bool = False
+    heads_outermost: bool = False
     ragged: bool = False
 
     @property
     def quantised(self) -> bool:
+        """Whether keys and values have scales."""
         return self.cache in QUANTISED
 
     @property
     def stored(self) -> Scalar:
-        """The type of a cache's elements in memory; fp8 is bytes."""
+        """Type of the cache's elements in memory; fp8 is stored as bytes."""
         return u8 if self.cache == "e4m3" else SCALARS[self.cache]

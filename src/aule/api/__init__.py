@@ -1,0 +1,1 @@
+"""Public functions and classes, re-exported by `aule`."""

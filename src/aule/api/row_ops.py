@@ -1,0 +1,344 @@
+"""The public functions of the ops beside attention: each picks a front end and hands over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aule.frontends import by_type, front_end
+
+
+def _call(name: str, arrays: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    found = by_type.get(type(arrays[0]))
+    return (front_end(arrays[0], name) if found is None else found).fused(name, arrays, options, backend)
+
+
+def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None) -> Any:
+    """Rows divided by the root of their mean square: ``x / sqrt(mean(x**2) + eps) * weight``.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, of any strides: NumPy, PyTorch, or anything with ``__dlpack__``; float32, float16, bfloat16,
+        and float64 on the CPU. The mean is taken along the last axis, in float32 at least.
+    weight : array, optional
+        ``[length]``, of any of these types.
+    eps : float
+        Added to the mean square, inside of the root, as in ONNX's RMSNormalization.
+    backend : str, optional
+        ``"cuda"``, ``"vulkan:1"``, ``"numpy"`` ...; default: where the array is.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
+    """
+    return _call("rms_norm", (x, weight), (eps,), backend)
+
+
+def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, backend: str | None = None) -> Any:
+    """Normalise rows to mean 0 and variance 1: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, as for `rms_norm`. A large common offset costs no digits.
+    weight, bias : array, optional
+        ``[length]``.
+    eps : float
+        Added to the variance, inside of the root, as in ONNX's LayerNormalization.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        As `rms_norm` returns it.
+    """
+    return _call("layer_norm", (x, weight, bias), (eps,), backend)
+
+
+def residual_rms_norm(
+    x: Any, residual: Any, weight: Any = None, *, eps: float = 1e-6, backend: str | None = None
+) -> tuple[Any, Any]:
+    """`rms_norm` of ``x + residual``, and that sum, in one pass over memory.
+
+    Parameters
+    ----------
+    x, residual : array
+        ``[..., length]``, of one shape and dtype.
+    weight, eps, backend
+        As for `rms_norm`.
+
+    Returns
+    -------
+    (array, array)
+        The normalised rows, and the new residual ``x + residual``.
+    """
+    result: tuple[Any, Any] = _call("residual_rms_norm", (x, residual, weight), (eps,), backend)
+    return result
+
+
+def residual_layer_norm(
+    x: Any, residual: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, backend: str | None = None
+) -> tuple[Any, Any]:
+    """`layer_norm` of ``x + residual``, and that sum, in one pass over memory.
+
+    Parameters
+    ----------
+    x, residual : array
+        ``[..., length]``, of one shape and dtype.
+    weight, bias, eps, backend
+        As for `layer_norm`.
+
+    Returns
+    -------
+    (array, array)
+        The normalised rows, and the new residual ``x + residual``.
+    """
+    result: tuple[Any, Any] = _call("residual_layer_norm", (x, residual, weight, bias), (eps,), backend)
+    return result
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Any:
+    """``log(sum(exp(logits))) - logits[target]`` of each row: PyTorch's ``F.cross_entropy`` for large vocabularies.
+
+    Logits are read once and probabilities never stored: beside the loss a forward pass leaves two numbers for each row,
+    from which the backward pass makes the gradient.
+
+    Parameters
+    ----------
+    logits : array
+        ``[..., vocabulary]``, as for `rms_norm`: the vocabulary is always the last axis.
+    target : array
+        ``[...]``, the column of each row that is right; int32 or int64.
+    ignore_index : int
+        Rows with this target count for nothing, and their gradient is zero.
+    label_smoothing : float
+        The share of the weight, 0 to 1, that is spread over all columns.
+    reduction : {"mean", "sum", "none"}
+        Of the rows that are not ignored; ``"none"`` gives the loss of each row, 0 where it is ignored.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The loss, a number or ``[...]``, of the kind, dtype and device of ``logits``. Sums are made in float32 at least,
+        and under PyTorch's autocast the loss is of float32, as that of ``F.cross_entropy`` is. Gradients of ``logits``
+        are there for torch tensors.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A target in host memory is neither a column nor ``ignore_index``. On a device such a row's loss and gradient
+        are NaN.
+    """
+    found: tuple[Any, Any, Any] = _call(
+        "cross_entropy", (logits, target), (ignore_index, label_smoothing, reduction, False), backend
+    )
+    return found[0]
+
+
+def layer_norm_linear(
+    x: Any,
+    weight_norm: Any,
+    bias_norm: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> Any:
+    """``layer_norm(x, weight_norm, bias_norm) @ weight.T + bias``; the normalised rows never reach memory.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., length]``, as for `rms_norm`.
+    weight_norm, bias_norm : array or None
+        ``[length]``, of the normalisation.
+    weight : array
+        ``[features, length]``, of x's dtype: as in ``torch.nn.Linear``.
+    bias : array, optional
+        ``[features]``.
+    eps, backend
+        As for `layer_norm`.
+
+    Returns
+    -------
+    array
+        ``[..., features]``, of the kind, dtype and device of ``x``. Gradients of all five are there for torch tensors.
+
+    Notes
+    -----
+    Products of float16 and bfloat16 go through matrix units where a device has them and their layout is known. What
+    they multiply is rounded to the dtype of ``x``, as it is when the two are computed one after the other. Under
+    PyTorch's autocast, with ``x`` of its type, a ``weight`` of float32 is converted to it.
+    """
+    return _call("layer_norm_linear", (x, weight_norm, bias_norm, weight, bias), (eps,), backend)
+
+
+def swiglu(gate: Any, up: Any = None, *, backend: str | None = None) -> Any:
+    """``silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``, which ONNX calls Swish.
+
+    Parameters
+    ----------
+    gate : array
+        ``[..., length]``, as for `rms_norm`; or ``[..., 2 * length]``, gates and then what they are multiplied with,
+        when ``up`` is not given: ``swiglu(x)`` is ``swiglu(*x.chunk(2, -1))``, and so is its gradient, in one piece.
+    up : array, optional
+        Of gate's shape and dtype. The two may be halves of one array.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        ``[..., length]``, of the kind, dtype and device of ``gate``. Gradients are there for torch tensors.
+    """
+    return _call("swiglu", (gate, up), (), backend)
+
+
+def geglu(gate: Any, up: Any = None, *, approximate: str = "none", backend: str | None = None) -> Any:
+    """``gelu(gate) * up``.
+
+    Parameters
+    ----------
+    gate, up, backend
+        As for `swiglu`.
+    approximate : {"none", "tanh"}
+        GELU by the normal distribution, ``x * (1 + erf(x / sqrt(2))) / 2``, or by a hyperbolic tangent,
+        ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``, as PyTorch and ONNX define both.
+
+    Returns
+    -------
+    array
+        As `swiglu` returns it.
+    """
+    return _call("geglu", (gate, up), (approximate,), backend)
+
+
+def rope(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    interleaved: bool = False,
+    position_ids: Any = None,
+    rotary_dim: int | None = None,
+    inplace: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Rotary position embedding: pairs of columns are rotated by the angles of their position.
+
+    ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``.
+
+    Parameters
+    ----------
+    x : array
+        ``[batch, heads, seq, dim]``, or with fewer axes in front, of any strides; kinds and dtypes as for `rms_norm`.
+    cos, sin : array
+        ``[seq, pairs]`` or ``[batch, seq, pairs]``, or anything that can be spread to ``x``'s first axes: one number
+        for each pair of columns, as ONNX and flash-attn have it. Twice as wide, each number stands beside both columns
+        of its pair, as transformers makes it, and is read once. Columns of ``x`` that they do not reach stay as they
+        are.
+    interleaved : bool
+        Pairs are neighbouring columns ``2i`` and ``2i + 1``; else ``i`` and ``i + pairs`` (rotate-half).
+    position_ids : int32 or int64 array, optional
+        ``[seq]`` or ``[batch, seq]``: rows of ``cos`` and ``sin``, which are ``[positions, pairs]`` then. Numbers
+        outside of the table are taken for its first or last row.
+    rotary_dim : int, optional
+        Columns that are rotated. By default twice the width of ``cos`` where ``x`` has so many, else its width; say it
+        where a table of numbers given twice is narrower than half of ``x``.
+    inplace : bool
+        Write the result over ``x``.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``; ``x`` itself with ``inplace``. A torch tensor has its axes in memory
+        in the order of those of ``x``, and a gradient.
+    """
+    return _call("rope", (x, cos, sin, position_ids), (interleaved, rotary_dim, inplace), backend)
+
+
+def rms_norm_rope(
+    x: Any,
+    weight: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    position_ids: Any = None,
+    rotary_dim: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`rope` of `rms_norm` of the heads of ``x``, in one pass over memory.
+
+    Parameters
+    ----------
+    x, cos, sin, interleaved, position_ids, rotary_dim
+        As for `rope`.
+    weight : array or None
+        ``[dim]``.
+    eps, backend
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``. Gradients of ``x`` and ``weight`` are there for torch tensors.
+    """
+    return _call("rms_norm_rope", (x, weight, cos, sin, position_ids), (interleaved, rotary_dim, eps), backend)
+
+
+def softmax_dropout(
+    x: Any,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    scale: float = 1.0,
+    backend: str | None = None,
+) -> Any:
+    """``dropout(softmax(scale * x + mask))`` along the last axis.
+
+    Parameters
+    ----------
+    x : array
+        ``[..., rows, columns]``, kinds and dtypes as for `rms_norm`.
+    dropout_p : float
+        Chance of each weight to be dropped, rounded to a multiple of 2**-16 as for `flash_attention`; the others are
+        divided by one less that.
+    seed : int, optional
+        Decides which weights are dropped, the same on every backend, and the same that `flash_attention` drops with it.
+        Default: a new one each time, for torch tensors from PyTorch's generator of their device.
+    mask : array, optional
+        Boolean, True where a column counts, or floats that are added; of ``x``'s shape or of one that can be spread to
+        it, which is not done in memory. It gets no gradient.
+    causal : bool
+        Row ``i`` of n weighs columns up to ``i + columns - n``.
+    scale : float
+        Factor of ``x``.
+    backend : str, optional
+        As for `rms_norm`.
+
+    Returns
+    -------
+    array
+        The kind, shape, dtype and device of ``x``. A row in which nothing counts is zero. The gradient of ``x`` is
+        there for torch tensors.
+    """
+    return _call("softmax_dropout", (x, mask, seed), (dropout_p, causal, scale), backend)

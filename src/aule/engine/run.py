@@ -1,0 +1,221 @@
+"""Runs plans: loads their kernels, fixes all that repeats, and launches them on any device.
+
+`prepare` does once what a signature needs once. A `PreparedCall` then lacks only memory and a stream; a `BoundCall`
+takes them in a fixed order, for calls that repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from aule.engine.memory import DeviceMemory, HostMemory, MemorySource, address
+from aule.engine.programs import program
+from aule.errors import InvalidArgumentError, LaunchError
+from aule.ops.shared.plan import Plan, Step
+from aule.runtime.base import Device, Launch, Program
+
+_ALIGNMENT = 256
+"""Bytes that divide the size of each workspace, so that those in one block of memory are aligned."""
+
+_Start = Callable[[Sequence[Any], int | None], None]
+
+
+def prepare(plan: Plan, device: Device, *, memory: MemorySource | None = None, itemsize: int = 4) -> PreparedCall:
+    """Load the kernels of a plan on a device and fix everything but memory and stream.
+
+    Parameters
+    ----------
+    memory : MemorySource, optional
+        Where workspace and scratch come from; by default the device itself.
+    itemsize : int
+        Bytes of a workspace's element.
+
+    Raises
+    ------
+    LaunchError
+        The device or the memory source cannot run such a plan.
+    """
+    if memory is None:
+        memory = HostMemory(device) if device.target.backend == "cpu" else DeviceMemory(device)
+    name = device.target.name
+    if plan.scratch and not memory.has_scratch:
+        raise LaunchError(
+            f"[run] expected memory that is zero for {', '.join(plan.scratch)} on {name}, got a source without such; "
+            "choose a plan without scratch, or a source that has it"
+        )
+    if memory.raw and not hasattr(device, "prepare"):
+        raise LaunchError(
+            f"[run] expected a device that takes memory of others, got {name}; use the device's own allocations"
+        )
+    return PreparedCall(plan, device, memory, itemsize)
+
+
+class PreparedCall:
+    """A plan on a device: kernels are loaded, grids and scalars fixed; only memory, and a stream, are missing.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Memory that the caller gives, by buffer name, in order of first use.
+    empty : bool
+        There is nothing to launch.
+    programs : tuple of Program
+        The kernel of each step.
+    """
+
+    __slots__ = (
+        "_bound", "_itemsize", "_memory", "_on_host", "_sequence", "_starts", "device", "empty", "names", "plan",
+        "programs",
+    )  # fmt: skip
+
+    def __init__(self, plan: Plan, device: Device, memory: MemorySource, itemsize: int) -> None:
+        self.plan, self.device, self.empty = plan, device, not plan.steps
+        self._memory, self._itemsize = memory, itemsize
+        self._on_host = device.target.backend == "cpu"
+        self.programs = tuple(_load(step, device) for step in plan.steps)
+        own = {*plan.workspace, *plan.scratch}
+        used = (name for buffers in self._buffers() for name in buffers)
+        self.names = tuple(dict.fromkeys(name for name in used if name not in own))
+        self._starts = [self._start(step, loaded) for step, loaded in zip(plan.steps, self.programs, strict=True)]
+        # The CPU chooses one set of threads for all launches of a call.
+        on_host: Any = device if self._on_host and not self.empty else None
+        self._sequence = None if on_host is None else on_host.prepare_sequence(self._starts)
+        self._bound: dict[tuple[str, ...], BoundCall] = {}
+
+    def run(self, memory: Mapping[str, Any], stream: int | None = None) -> None:
+        """Launch on memory by buffer name; asynchronous where the device is.
+
+        Parameters
+        ----------
+        memory : mapping
+            Allocations of the device, or what its memory source gives (addresses, tensors); on the CPU also arrays.
+            Names that no kernel uses do not matter. The caller keeps the memory alive.
+        stream : int, optional
+            Native handle, where the device has streams.
+        """
+        names = tuple(memory)
+        bound = self._bound.get(names)
+        if bound is None:
+            bound = self._bound[names] = self.bind(names)
+        given = memory.values()
+        bound([address(x) for x in given] if self._on_host else list(given), stream)
+
+    def bind(self, names: Sequence[str]) -> BoundCall:
+        """The call for memory in a fixed order; ``names`` may hold more than the call's own."""
+        missing = [name for name in self.names if name not in names]
+        if missing:
+            raise InvalidArgumentError(
+                f"[run] expected memory for {', '.join(missing)}, got it for {', '.join(names) or 'nothing'}; give "
+                "every buffer of the plan its memory"
+            )
+        plan = self.plan
+        places = {name: i for i, name in enumerate((*names, *plan.workspace, *plan.scratch))}
+        launches = [[places[name] for name in buffers] for buffers in self._buffers()]
+        sizes = [-(-max(count, 1) * self._itemsize // _ALIGNMENT) * _ALIGNMENT for count in plan.workspace.values()]
+        shared = (self._memory, sizes, list(plan.scratch.values())) if plan.workspace or plan.scratch else None
+        return BoundCall(self._starts, launches, len(names), self._sequence, shared)
+
+    def launches(self, memory: Mapping[str, Any]) -> list[Launch]:
+        """The launches as `Device.launch` takes them, for measuring; ``memory`` includes workspace and scratch."""
+        found: list[Launch] = []
+        for step, loaded, buffers in zip(self.plan.steps, self.programs, self._buffers(), strict=True):
+            given = (memory[name] for name in buffers)
+            arguments = [next(given) if x is None else x for x in _scalars(step, loaded)]
+            found.append((loaded, step.grid, arguments))
+        return found
+
+    def _buffers(self) -> list[list[str]]:
+        """Names of each launch's memory, in the order of its kernel's buffers."""
+        return [
+            [step.memory_of(p.name) for p in loaded.artifact.buffers]
+            for step, loaded in zip(self.plan.steps, self.programs, strict=True)
+        ]
+
+    def _start(self, step: Step, loaded: Program) -> Any:
+        device: Any = self.device
+        scalars = _scalars(step, loaded)
+        if self._on_host:
+            return device.prepare(loaded, step.grid, [x for x in scalars if x is not None])
+        if self._memory.raw:
+            return device.prepare(loaded, step.grid, scalars).launch
+        return _on_allocations(device, loaded, step.grid, scalars)
+
+
+class BoundCall:
+    """A prepared call for memory in a fixed order; made by `PreparedCall.bind`. Threads may share it.
+
+    Attributes
+    ----------
+    start : callable
+        Launches like the call itself; the one launch of the call, where it takes the memory in this order.
+    """
+
+    __slots__ = ("_picks", "_sequence", "_shared", "_starts", "start")
+
+    def __init__(
+        self,
+        starts: Sequence[Any],
+        places: list[list[int]],
+        count: int,
+        sequence: Any,
+        shared: tuple[MemorySource, list[int], list[int]] | None,
+    ) -> None:
+        picks = [_picker(each) for each in places]
+        self._starts, self._picks = list(zip(starts, picks, strict=True)), picks
+        self._sequence, self._shared = sequence, shared
+        alone = sequence is None and shared is None and len(starts) == 1
+        self.start: _Start = starts[0] if alone and places[0] == list(range(count)) else self
+
+    def __call__(self, memory: Sequence[Any], stream: int | None = None) -> None:
+        """Launch; ``memory`` in the order of the names, as the memory source gives it. The caller keeps it alive."""
+        if self._shared is None:
+            self._launch(memory, stream)
+            return
+        source, workspace, scratch = self._shared
+        own, block = source.acquire(workspace, scratch, stream)
+        try:
+            self._launch([*memory, *own], stream)
+        finally:
+            source.release(block)
+
+    def _launch(self, memory: Sequence[Any], stream: int | None) -> None:
+        if self._sequence is not None:
+            self._sequence.launch([pick(memory) for pick in self._picks])
+        else:
+            for start, pick in self._starts:
+                start(pick(memory), stream)
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the memory of one launch out of that of a call."""
+    return itemgetter(*places) if len(places) > 1 else lambda memory: [memory[i] for i in places]
+
+
+def _load(step: Step, device: Device) -> Program:
+    return program(device, step.config, lambda: step.build(step.config, device.target))
+
+
+def _scalars(step: Step, loaded: Program) -> list[int | float | None]:
+    """A step's scalars in the order of its kernel's parameters, with None in the place of a buffer."""
+    params = loaded.artifact.params
+    missing = [p.name for p in params if p.kind == "scalar" and p.name not in step.scalars]
+    if missing:
+        raise LaunchError(f"[run] {loaded.artifact.entry} expected {', '.join(missing)}, got a plan without; add them")
+    return [None if p.kind == "buffer" else step.scalars[p.name] for p in params]
+
+
+def _on_allocations(
+    device: Device, loaded: Program, grid: tuple[int, int, int], scalars: list[int | float | None]
+) -> _Start:
+    """A launch through `Device.launch`, for devices that take their own allocations only."""
+    places = [i for i, x in enumerate(scalars) if x is None]
+
+    def start(memory: Sequence[Any], stream: int | None) -> None:
+        arguments: list[Any] = scalars.copy()
+        for i, allocation in zip(places, memory, strict=True):
+            arguments[i] = allocation
+        device.launch(loaded, grid, arguments, stream)
+
+    return start

@@ -1,0 +1,1 @@
+"""Eager calls that autograd differentiates."""

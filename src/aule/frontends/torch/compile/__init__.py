@@ -1,0 +1,1 @@
+"""aule as operators of PyTorch, for tracing and transforms: Dynamo, export, vmap."""

@@ -1,0 +1,56 @@
+"""Calls that PyTorch's compiler takes into its graphs as they are.
+
+It would otherwise read the Python of a whole call, and fail on what is no part of a graph: errors, caches, locks. So it
+sees one function, which the later stages of compilation run with fake tensors and which becomes an operator of
+`aule.frontends.torch.compile` there. Imported only while compiling, since it imports the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aule.frontends.torch import entry
+from aule.frontends.torch.calls import Results
+from aule.frontends.torch.sdpa import sdpa
+from aule.options import AttentionOptions
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> entry.WithLse:
+    """`aule.flash_attention`, with the fields of its options."""
+    return entry.flash_attention(q, k, v, AttentionOptions(*options))
+
+
+def _scaled_dot_product_attention(*arguments: Any) -> Tensor:
+    """`aule.scaled_dot_product_attention`."""
+    return sdpa.compute(*arguments)
+
+
+def _installed(number: int, *arguments: Any) -> Tensor:
+    """The function that `aule.install` put in the place of PyTorch's."""
+    return sdpa.serve(number, *arguments)
+
+
+def _fused(name: str, backend: str | None, tensors: int, *arguments: Any) -> Tensor | Results:
+    """A row operation of so many tensors."""
+    return entry.fused(name, arguments[:tensors], arguments[tensors:], backend)
+
+
+_fused_in_graph = torch.compiler.allow_in_graph(_fused)
+
+
+def fused(
+    name: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
+) -> Tensor | Results:
+    """A row operation in a graph."""
+    return _fused_in_graph(name, backend, len(tensors), *tensors, *options)
+
+
+flash_attention = torch.compiler.allow_in_graph(_flash_attention)
+scaled_dot_product_attention = torch.compiler.allow_in_graph(_scaled_dot_product_attention)
+installed = torch.compiler.allow_in_graph(_installed)
+flash_attention_varlen = torch.compiler.disable(entry.flash_attention_varlen)
+decode = torch.compiler.disable(entry.decode)
+"""Packed batches and decoding have no operator: a graph ends before such a call, and the next begins after it."""

@@ -1,0 +1,1 @@
+"""Routes: how calls are computed on each kind of device."""

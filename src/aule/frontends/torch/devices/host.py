@@ -1,0 +1,62 @@
+"""CPU tensors: computed on where they lie by the CPU engine, or by views on NumPy or another device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aule.engine.row_ops import host_device
+from aule.engine.run import BoundCall
+from aule.frontends.torch import repeated
+from aule.frontends.torch.calls import Call, Ready, Results
+from aule.frontends.torch.devices.base import Kept, Planned
+from aule.frontends.torch.views import host_layouts, view_on_host
+from aule.runtime.base import Device
+
+_KEPT_FROM = 1 << 14
+"""Elements from which on a row operation keeps results for its gradient: another result costs PyTorch time, too."""
+
+
+class Host(Planned):
+    """CPU tensors.
+
+    Parameters
+    ----------
+    foreign : bool
+        Tensors are copies of another device's.
+    """
+
+    packed_gradients = True
+    host_memory = True
+    view = staticmethod(view_on_host)
+    layouts = staticmethod(host_layouts)
+
+    def __init__(self, foreign: bool = False) -> None:
+        self._foreign = foreign
+
+    def compute(self, call: Call) -> Results:
+        call = call.placed(on_host=True)
+        device = call.host_device(self._foreign)
+        if device is None or device.target.backend != "cpu" or not call.has_signature():
+            return call.through_host(device)
+        return self.planned(call, device)
+
+    def device(self, call: Call) -> Device:
+        raise AssertionError("compute has chosen the device")
+
+    def memory(self, call: Call, device: Device) -> None:
+        return None
+
+    def launch(self, launch: BoundCall, tensors: Sequence[Tensor]) -> None:
+        launch([x.data_ptr() for x in tensors])
+
+    def remember(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
+        repeated.remember(repeated.OnHost, call, ready, tensors)
+
+    def keeps(self, first: Tensor, backend: str | None) -> Kept:
+        device = host_device(backend) if first.numel() >= _KEPT_FROM else None
+        if device is not None and device.target.backend == "cpu":
+            return "one result" if first.dtype == torch.bfloat16 else "results"
+        return "results" if device is not None and device.target.vulkan_on_nvidia else "nothing"

@@ -1,0 +1,280 @@
+"""Entry of calls on torch tensors. Imported only when torch is loaded already.
+
+A call that computes at once becomes a `Call`, which the route of its first tensor computes (`route`); calls that need
+gradients go through `autograd` first, and calls like an earlier one are launched at once (`repeated`). Where PyTorch
+traces, transforms or intercepts operators, the call becomes an operator of `compile`, which comes to the same routes
+when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from aule.errors import BackendUnavailableError, InvalidDtypeError
+from aule.frontends.torch import decode as decoding
+from aule.frontends.torch import passes, row_ops
+from aule.frontends.torch import route as routes
+from aule.frontends.torch.attention import Forward, quick
+from aule.frontends.torch.autograd import attention, varlen
+from aule.frontends.torch.autograd import row_ops as row_gradients
+from aule.frontends.torch.checks import NAMES, require_tensor
+from aule.frontends.torch.modes import (
+    any_autocast,
+    autocast,
+    cuda_autocast,
+    dispatch_modes,
+    dispatches,
+    forward_ad,
+    grad_enabled,
+    needs_operator,
+    read_by_dynamo,
+    refuse_tracing,
+    refuse_transforms,
+    transform,
+    transformed,
+)
+from aule.frontends.torch.repeated import again
+from aule.frontends.torch.seeds import seed_on
+from aule.frontends.torch.varlen import packed_call
+from aule.ops.attention.precision import checked_precision
+from aule.ops.attention.varlen import OP as VARLEN
+from aule.ops.catalogue import CATALOGUE
+from aule.ops.shared.checks import FLOAT_DTYPES, checked_deterministic, checked_dropout, checked_seed
+from aule.ops.shared.spec import OpSpec
+from aule.options import AttentionOptions, DecodeOptions
+
+WithLse: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""A result, with its log-sum-exp where ``return_lse`` is set."""
+
+
+def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
+    return isinstance(array, Tensor)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> WithLse:
+    """Attention on torch tensors.
+
+    PyTorch must see an operator where the elements are not simply in memory, or something watches the call: inside
+    dispatch modes (which include the fake tensors of graph tracing), functorch transforms and forward-mode
+    differentiation, and for subclasses with ``__torch_dispatch__``. An operator costs far more than the questions,
+    which are therefore asked on every call, in line.
+    """
+    if read_by_dynamo():
+        from aule.frontends.torch.compile import dynamo  # imports the compiler
+
+        return dynamo.flash_attention(q, k, v, *options)
+    if options.deterministic is False or options.deterministic is True:  # 1 is refused, and would be found as True
+        found = again(options, (q, k, v)) if options.mask is None and options.out is None else None
+        if found is None:
+            key, tensors = quick(q, k, v, options)
+            found = None if key is options else again(key, tensors)  # the options themselves were tried already
+        if found is not None:
+            return _with_lse(found, True) if options.return_lse else found[0]
+    if (
+        type(options.dropout_p) is not float
+        or options.dropout_p != 0.0
+        or options.seed is not None
+        or options.deterministic is not False
+        or options.precision is not None
+    ):
+        options = _completed("flash_attention", q, options)
+    if (
+        dispatch_modes()
+        or transform() is not None
+        or forward_ad._current_level >= 0
+        or (type(q) is not Tensor and dispatches(q))
+        or (type(k) is not Tensor and dispatches(k))
+        or (type(v) is not Tensor and dispatches(v))
+    ):
+        return _attention_operator(q, k, v, options)
+    if cuda_autocast() if q.is_cuda else any_autocast():
+        q, k, v = autocast(q, k, v)
+    if grad_enabled() and attention.needs_gradient(q, k, v, options):
+        return attention.with_gradient(q, k, v, options)
+    where = routes.route(q, options.backend)
+    if not where.in_place and q.is_meta and getattr(k, "is_meta", False) and getattr(v, "is_meta", False):
+        return _attention_operator(q, k, v, options)
+    call = Forward(q, k, v, options)
+    return _with_lse(where.compute(call), call.asked.return_lse)
+
+
+def _with_lse(found: tuple[Tensor | None, ...], return_lse: bool) -> WithLse:
+    out = found[0]
+    if not return_lse:
+        return out
+    lse = found[1]
+    assert lse is not None
+    return out, lse if lse.dtype is torch.float32 else lse.float()
+
+
+def _attention_operator(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> WithLse:
+    from aule.frontends.torch.compile import operators  # here and below: few programs use it
+
+    return operators.flash_attention(q, k, v, options)
+
+
+def _completed(op: str, q: Tensor, options: AttentionOptions) -> AttentionOptions:
+    """The options, checked, with a seed on the device of ``q`` if weights are dropped.
+
+    A seed that is not given is drawn there from PyTorch's generator, which `torch.manual_seed` sets. Nothing waits for
+    the device, and a CUDA graph can hold it; a compiled graph draws anew each time, since this is traced.
+    """
+    exactly = checked_deterministic(op, options.deterministic)
+    checked_precision(op, options.precision)
+    p = checked_dropout(op, options.dropout_p)
+    number = checked_seed(op, options.seed)
+    if p == 0.0:
+        return options._replace(dropout_p=p, seed=None, deterministic=exactly)
+    return options._replace(dropout_p=p, seed=seed_on(number, q.device), deterministic=exactly)
+
+
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: object, cu_k: object, max_q: int | None, max_k: int | None,
+    options: AttentionOptions,
+) -> WithLse:  # fmt: skip
+    """Attention on packed batches of torch tensors."""
+    if read_by_dynamo():
+        from aule.frontends.torch.compile import dynamo
+
+        return dynamo.flash_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, options)
+    seeded = type(options.dropout_p) is not float or options.dropout_p != 0.0 or options.seed is not None
+    if seeded or options.deterministic is not False:
+        options = _completed(VARLEN, q, options)
+    refuse_tracing(VARLEN)
+    refuse_transforms(VARLEN, (q, k, v, cu_q, cu_k, *options.arrays().values()), varlen.REMEDY)
+    q, k, v = autocast(q, k, v)
+    return varlen.flash_attention_varlen(q, k, v, packed_call((q, k, v), (cu_q, cu_k), (max_q, max_k), options))
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions) -> WithLse:
+    """Attention over a cache of keys and values, of torch tensors."""
+    if read_by_dynamo():
+        from aule.frontends.torch.compile import dynamo
+
+        return dynamo.decode(q, k, v, options)
+    known = decoding.quick(q, k, v, options)
+    if known is not None:
+        found = again(*known)
+        if found is not None:
+            return _with_lse(found, options.return_lse)
+    if grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
+        raise decoding.no_gradient(options.op)
+    try:
+        call = decoding.decode_call(q, k, v, options, None if known is None else known[0])
+        return _with_lse(routes.route(q, options.backend).compute(call), call.asked.return_lse)
+    except RuntimeError:  # asked only when it matters
+        given = (q, k, v, *options.arrays().values(), *options.indices().values())
+        refuse_transforms(options.op, given, "call it outside of them, on all that is mapped at once")
+        raise
+
+
+merge_states = decoding.merge_states
+
+
+# -- row operations ----------------------------------------------------------------------------------------------------
+
+
+def fused(
+    name: str, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
+) -> Tensor | tuple[Tensor | None, ...]:
+    """A row operation on torch tensors; ``tensors`` and ``options`` in the order of its spec."""
+    if read_by_dynamo():
+        from aule.frontends.torch.compile import dynamo
+
+        return dynamo.fused(name, tensors, options, backend)
+    spec = CATALOGUE[name]
+    options = row_ops.by_value(spec, options)
+    found = again(*row_ops.quick_key(spec, tensors, options, backend, spec.outputs))
+    if found is not None:
+        return row_gradients.seen(spec, found)
+    if spec.seed is not None:
+        p, number = checked_dropout(name, spec.option("dropout_p", options)), checked_seed(name, tensors[spec.seed])
+        words = None if p == 0.0 else seed_on(number, tensors[0].device)  # type: ignore[union-attr]
+        tensors = (*tensors[: spec.seed], words, *tensors[spec.seed + 1 :])
+    for operand, x in zip(spec.operands, tensors, strict=True):
+        if x is not None or not operand.optional:
+            require_tensor(x, operand.name, name, spec.operands[0].name)
+    if any_autocast():
+        tensors, options = _under_autocast(spec, tensors, options)
+    if needs_operator(tensors):
+        return _row_operator(spec, tensors, options, backend)
+    if grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return row_gradients.with_gradient(spec, tensors, options, backend)
+    return row_gradients.seen(spec, passes.compute(spec, tensors, options, backend, spec.outputs))
+
+
+def _row_operator(
+    spec: OpSpec, tensors: tuple[Tensor | None, ...], options: tuple[object, ...], backend: str | None
+) -> Tensor | tuple[Tensor | None, ...]:
+    """The op as an operator. Operators change nothing in place: the result is copied to where it is wanted."""
+    where = row_ops.place(spec, options)
+    if where is not None:
+        fresh = _row_operator(spec, tensors, row_ops.not_in_place(spec, options), backend)
+        return tensors[where].copy_(fresh)  # type: ignore[union-attr]
+    refuse_tracing(spec.name)
+    if transformed():
+        return row_gradients.with_gradient(spec, tensors, options, backend)
+    from aule.frontends.torch.compile import row_operators
+
+    return row_operators.operator(spec)(*tensors, *options, backend)
+
+
+def _under_autocast(
+    spec: OpSpec, tensors: tuple[Tensor | None, ...], options: tuple[object, ...]
+) -> tuple[tuple[Tensor | None, ...], tuple[object, ...]]:
+    """Apply autocast to a call, if it is on for the tensors' device.
+
+    Weights of float32 take the dtype of rows that have autocast's. Rows of float32 stay as they are: rounded before
+    they are normalised, they would lose what a large mean leaves of them. Losses have 32 bits, like PyTorch's own,
+    since gradients are scaled up by the loss.
+    """
+    x = tensors[0]
+    assert x is not None
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return tensors, options
+    if spec.products and x.dtype == torch.get_autocast_dtype(kind):
+        tensors = tuple(
+            y.to(x.dtype) if y is not None and operand.name == "weight" and y.dtype == torch.float32 else y
+            for operand, y in zip(spec.operands, tensors, strict=True)
+        )
+    return tensors, tuple(True if option.name == "wide" else y for option, y in zip(spec.options, options, strict=True))
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+_PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def to_precision(tensor: Tensor, precision: str) -> Tensor:
+    """Convert floats to ``"fp16"``, ``"bf16"`` or ``"fp32"``; without a copy when they are that already."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InvalidDtypeError(
+            f"[attention] expected torch tensors of floats to convert to {precision}, got {got}; convert with .to"
+        )
+    return tensor.to(_PRECISIONS[precision])
+
+
+def make(array: object, device: object, dtype: object, op: str) -> Tensor:
+    """A NumPy array of float64 as a tensor on a device, by default the CPU, in a dtype, by default float32."""
+    kind = torch.float32 if dtype is None else dtype
+    if not isinstance(kind, torch.dtype) or NAMES.get(kind) not in FLOAT_DTYPES:
+        raise InvalidDtypeError(f"[{op}] expected dtype as a float type of torch, got {dtype!r}; such as torch.float32")
+    made = torch.from_numpy(array).to(kind)
+    try:
+        return made if device is None else made.to(device=device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise BackendUnavailableError(
+            "torch", f"[{op}] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu'"
+        ) from error

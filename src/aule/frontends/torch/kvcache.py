@@ -1,0 +1,178 @@
+"""Caches of keys and values in torch tensors: new rows are written, and pages copied, where the cache lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aule.engine.kvcache import append_on_host, copy_on_host, no_memory, words, writer
+from aule.engine.memory import MemorySource
+from aule.engine.run import PreparedCall
+from aule.engine.run import prepare as prepare_plan
+from aule.errors import AuleError, BackendUnavailableError
+from aule.frontends.torch import route
+from aule.frontends.torch.calls import Bound, Call, Results
+from aule.frontends.torch.checks import require_tensor
+from aule.frontends.torch.devices.base import Route
+from aule.frontends.torch.views import ViewOf, alignment, view_on_host
+from aule.ops.kvcache.plan import plan_append, plan_copy
+from aule.ops.kvcache.problem import AppendProblem, append_problem
+from aule.runtime.base import Device
+
+_DTYPES = {
+    "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "e4m3": torch.float8_e4m3fn,
+}  # fmt: skip
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Types by whose bits NumPy can view any tensor."""
+
+
+def accepts(array: object) -> bool:
+    """Whether this front end serves an array."""
+    return isinstance(array, Tensor)
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: str | torch.device) -> Tensor:
+    """A tensor of zeros; ``dtype`` is f32, f16, bf16, i8 or e4m3."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # PyTorch has no such device
+        raise BackendUnavailableError(
+            str(device),
+            f"[KVCache] expected a device that PyTorch has, got {device!r} ({error}); pass device='cpu', or None for "
+            "NumPy arrays",
+        ) from error
+    try:
+        made = torch.zeros(shape, dtype=_DTYPES[dtype], device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU raises only this
+        raise no_memory(math.prod(shape) * _DTYPES[dtype].itemsize, str(device), error) from error
+    _served("KVCache", made)
+    return made
+
+
+def new(tensor: Tensor) -> Tensor:
+    """An uninitialised, contiguous tensor of the same shape and type."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def integers(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+    """Integers made on the host, where the cache is; not to be written to."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def write(op: str, arrays: Mapping[str, Tensor], *, interleaved: bool = False, backend: str | None = None) -> None:
+    """Write new rows into caches, on the current stream. ``arrays`` as for `append_problem`."""
+    for name, tensor in arrays.items():
+        require_tensor(tensor, name, op, "k")
+    if torch.is_grad_enabled() and any(arrays[name].requires_grad for name in "kv" if name in arrays):
+        raise AuleError(
+            "AULE_ERROR_NO_GRADIENT",
+            f"[{op}] expected tensors that need no gradient, got requires_grad=True; call it under torch.no_grad()",
+        )
+    _served(op, arrays["k"]).compute(_Append(op, arrays, interleaved, backend))
+
+
+def copy_pages(arrays: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], *, backend: str | None = None) -> None:
+    """Copy pages of tensors ``[layers, pages, ...]`` of the cache, on the current stream."""
+    call = _Copy({name: tensor.flatten(2) for name, tensor in arrays.items()}, pairs, backend)
+    _served("KVCache", call.first).compute(call)
+
+
+def _served(op: str, tensor: Tensor) -> Route:
+    """The route of a cache, which must be written to where it lies."""
+    found = route.home(tensor)
+    if not found.in_place:
+        raise AuleError(
+            "AULE_ERROR_UNSUPPORTED",
+            f"[{op}] expected a cache on the CPU, a CUDA device or Apple's GPU, got one on {tensor.device}; keep it "
+            "on the CPU",
+        )
+    return found
+
+
+class _Write(Call):
+    """A call without results, which writes to its operands.
+
+    The backend is chosen for caches in host memory alone; others are written to by the device that has them.
+    """
+
+    __slots__ = ("writer",)
+
+    def __init__(
+        self, op: str, tensors: Mapping[str, Tensor], options: tuple[object, ...], backend: str | None
+    ) -> None:
+        self.op, self.tensors, self.options, self.writer = op, dict(tensors), options, backend
+        self.given, self.results, self.quick, self.backend = {}, (), None, None
+
+    def host_device(self, foreign: bool) -> Device | None:
+        return writer(self.writer)
+
+    def has_signature(self) -> bool:
+        return False
+
+    def moved(self, tensors: dict[str, Tensor]) -> Call:
+        raise AssertionError("a cache is written where it lies")
+
+
+class _Append(_Write):
+    """New rows for caches."""
+
+    __slots__ = ("interleaved",)
+
+    def __init__(self, op: str, arrays: Mapping[str, Tensor], interleaved: bool, backend: str | None) -> None:
+        super().__init__(op, {"k": arrays["k"], **arrays}, ("append", interleaved), backend)
+        self.interleaved = interleaved
+
+    def bind(self, view: ViewOf) -> Bound:
+        views = {name: view(tensor, name, self.op, "k") for name, tensor in self.tensors.items()}
+        return Bound(append_problem(self.op, views, interleaved=self.interleaved), views, ())
+
+    def prepare(
+        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
+    ) -> PreparedCall:
+        assert isinstance(bound.problem, AppendProblem)
+        starts = {name: view.alignment for name, view in bound.views.items()}
+        return prepare_plan(plan_append(bound.problem, bound.views, device.target, starts), device, memory=memory)
+
+    def through_host(self, device: Device | None) -> Results:
+        bound = self.bind(view_on_host)
+        assert isinstance(bound.problem, AppendProblem)
+        append_on_host(bound.problem, bound.views, device)
+        return ()
+
+
+class _Copy(_Write):
+    """Pages to be copied, with their numbers in ``pairs``."""
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, flat: Mapping[str, Tensor], pairs: npt.NDArray[np.int32], backend: str | None) -> None:
+        super().__init__("KVCache", flat, ("copy", len(pairs)), backend)
+        self.pairs = pairs
+
+    def placed(self, on_host: bool) -> Call:
+        if on_host:
+            return self
+        self.tensors = {**self.tensors, "pairs": integers(self.pairs, self.first.device)}
+        return self
+
+    def bind(self, view: ViewOf) -> Bound:
+        flat = {name: tensor for name, tensor in self.tensors.items() if name != "pairs"}
+        views = {name: replace(words(x), alignment=alignment(x.data_ptr())) for name, x in flat.items()}
+        return Bound(len(self.pairs), views, ())
+
+    def prepare(
+        self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
+    ) -> PreparedCall:
+        starts = {name: view.alignment for name, view in bound.views.items()}
+        return prepare_plan(plan_copy(len(self.pairs), bound.views, device.target, starts), device, memory=memory)
+
+    def through_host(self, device: Device | None) -> Results:
+        bits = {name: tensor.view(_BITS[tensor.itemsize]).numpy() for name, tensor in self.tensors.items()}
+        copy_on_host(self.pairs, bits, device)
+        return ()

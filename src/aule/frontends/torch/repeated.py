@@ -1,0 +1,308 @@
+"""Repeated calls: from one look-up and one question to PyTorch to the launches.
+
+Asking in Python about every tensor of a call, and about the state PyTorch is in, takes longer than the launch. PyTorch
+has one function in C++ that compares it all with an earlier call, by which compiled code decides whether it may run
+again: type, dtype, device, shape, strides, need of a gradient, and every transform, autocast or mode that wants to see
+operators. The function is private to PyTorch, so it is tried before it is used; without it calls take the longer way.
+
+Attention, decoding and row operations come here first, with the same key under which their route remembered a call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aule import settings
+from aule.engine.signatures import Signatures
+from aule.frontends.torch.calls import Call, Ready, Results
+from aule.frontends.torch.views import written
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+_empty_cpu: Any = getattr(_guards, "_empty_strided_cpu", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
+_forward_ad = torch.autograd.forward_ad
+_chosen = settings.backend
+_PATIENCE = 8
+"""Other calls with the same key and shapes until the last of them is remembered: preparing one takes long."""
+
+_calls = Signatures()
+"""Repeated calls by key and shapes."""
+_groups = Signatures()
+"""The last repeated call by key."""
+
+
+class _Group:
+    """Repeated calls with one key, of which the last is tried first."""
+
+    __slots__ = ("last",)
+
+    def __init__(self, last: Repeated) -> None:
+        self.last = last
+
+    def other(self, key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
+        """The results of a call like another than the last one."""
+        try:
+            found: Repeated | None = _calls.get(_with_shapes(key, tensors))
+        except (TypeError, ValueError, RuntimeError):  # sizes that are unknown, or of a nested tensor
+            return None
+        results = None if found is None or found is self.last else found(tensors)
+        if found is not None and results is not None:
+            self.last = found
+        return results
+
+
+class Repeated(ABC):
+    """A call with everything fixed but memory and stream, for tensors like those of an earlier one.
+
+    Parameters
+    ----------
+    call : Call
+        The earlier call.
+    ready : Ready
+        Its launches.
+    tensors : sequence of Tensor
+        All its tensors.
+    """
+
+    __slots__ = (
+        "_check", "_count", "_differentiable", "_launch", "_made", "_outputs", "_overlap", "_places", "_same", "others",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
+        assert ready.launch is not None
+        self._launch, self._check, self._overlap = ready.launch.start, ready.check, ready.overlap
+        self._places, self._count, self.others = ready.places, len(call.tensors), 0
+        self._same = same_as(*tensors)
+        self._differentiable = any(x.requires_grad for x in tensors)
+        self._outputs = [(x.shape, x.strides, x.dtype) for x in ready.outputs]
+        self._made: list[tuple[int | None, float | None]] | None = None
+        if call.given or any(x.fill is not None for x in ready.outputs):
+            places = {id(x): i for i, x in enumerate(tensors)}
+            given = (call.given.get(x.name) for x in ready.outputs)
+            homes = [None if x is None else places[id(x)] for x in given]
+            self._made = [(home, x.fill) for home, x in zip(homes, ready.outputs, strict=True)]
+
+    @abstractmethod
+    def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
+        """The results, or None for another kind of call: nothing was done then.
+
+        Forward differentiation, and gradients of tensors that were given without them, are not seen by PyTorch's
+        function; `again` has asked for dispatch modes.
+        """
+
+    def _in_place(self, tensors: Sequence[Tensor], empty: Callable[..., Tensor]) -> list[Tensor]:
+        """Results some of which are in the caller's memory, or have a value before the launches."""
+        assert self._made is not None
+        made = []
+        for (home, fill), output in zip(self._made, self._outputs, strict=True):
+            if home is not None:
+                made.append(written(tensors[home]))
+            else:
+                made.append(empty(*output) if fill is None else empty(*output).fill_(fill))
+        return made
+
+    def _returned(self, made: list[Tensor]) -> Results:
+        assert self._places is not None
+        return tuple([None if i is None else made[i] for i in self._places])
+
+
+class OnHost(Repeated):
+    """A repeated call on CPU tensors, as long as the environment chooses the same backend."""
+
+    __slots__ = ("_backend",)
+
+    def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
+        super().__init__(call, ready, tensors)
+        self._backend = _chosen()
+
+    @staticmethod
+    def possible(tensors: Sequence[Tensor]) -> bool:
+        """Whether such a call can be repeated."""
+        return _empty_cpu is not None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
+        if (
+            _nested(tensors)
+            or not self._same(*tensors)
+            or _forward_ad._current_level >= 0
+            or (self._differentiable and _grad_enabled())
+            or _chosen() != self._backend
+            or (self._overlap is not None and self._overlap(tensors))
+        ):
+            return None
+        if self._check is not None:
+            self._check(tensors)
+        self.others = 0
+        if self._made is None:
+            made = [_empty_cpu(*output) for output in self._outputs]
+        else:
+            made = self._in_place(tensors, _empty_cpu)
+            tensors = tensors[: self._count]
+        self._launch([x.data_ptr() for x in (*tensors, *made)], None)
+        return tuple(made) if self._places is None else self._returned(made)
+
+
+class OnCuda(Repeated):
+    """A repeated call on CUDA tensors that start at multiples of 16 bytes, on the current device and stream."""
+
+    __slots__ = ("_alone", "_index")
+
+    def __init__(self, call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
+        super().__init__(call, ready, tensors)
+        self._index = tensors[0].get_device()
+        self._alone = torch.cuda.device_count() == 1
+
+    @staticmethod
+    def possible(tensors: Sequence[Tensor]) -> bool:
+        """Whether such a call can be repeated."""
+        there = _empty_cuda is not None and _current_device is not None and _raw_stream is not None
+        return there and not reduce(or_, [x.data_ptr() for x in tensors]) & 15
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
+        if (
+            _nested(tensors)
+            or not self._same(*tensors)
+            or _forward_ad._current_level >= 0
+            or (self._differentiable and _grad_enabled())
+            or (self._overlap is not None and self._overlap(tensors))
+        ):
+            return None
+        memory = [x.data_ptr() for x in tensors]
+        if reduce(or_, memory) & 15 or not (self._alone or _current_device() == self._index):
+            return None
+        self.others = 0
+        if self._made is None:
+            made = [_empty_cuda(*output) for output in self._outputs]  # on the current device
+        else:
+            made = self._in_place(tensors, _empty_cuda)
+            del memory[self._count :]
+        for x in made:
+            memory.append(x.data_ptr())
+        self._launch(memory, _raw_stream(self._index))
+        return tuple(made) if self._places is None else self._returned(made)
+
+
+class PlainOnCuda(OnCuda):
+    """A repeated call with three operands and one result, like most of attention: the same without loops."""
+
+    __slots__ = ()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
+        q, k, v = tensors
+        try:
+            nested = q.is_nested or k.is_nested or v.is_nested
+        except AttributeError:  # no tensor
+            return None
+        if (
+            nested
+            or not self._same(q, k, v)
+            or _forward_ad._current_level >= 0
+            or (self._differentiable and _grad_enabled())
+        ):
+            return None
+        memory = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (memory[0] | memory[1] | memory[2]) & 15 or not (self._alone or _current_device() == self._index):
+            return None
+        self.others = 0
+        out = _empty_cuda(*self._outputs[0])
+        self._launch((*memory, out.data_ptr()), _raw_stream(self._index))
+        return (out,)
+
+
+def _nested(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is nested, for which PyTorch's function would end the process, or none at all."""
+    try:
+        for x in tensors:
+            if x.is_nested:
+                return True
+    except AttributeError:
+        return True
+    return False
+
+
+def again(key: Hashable, tensors: Sequence[Tensor]) -> Results | None:
+    """The results of a call like a remembered one; None for any other: nothing was done then."""
+    if _dispatch_modes():  # sizes may be unknown
+        return None
+    try:
+        group: _Group | None = _groups.get(key)
+    except TypeError:  # no key; the longer way says what is wrong
+        return None
+    if group is None:
+        return None
+    found = group.last(tensors)
+    return group.other(key, tensors) if found is None else found
+
+
+def remember(kind: type[OnHost | OnCuda], call: Call, ready: Ready, tensors: Sequence[Tensor]) -> None:
+    """Remember a call, unless another with its key and shapes is repeated more often."""
+    key = _with_shapes(call.quick, tensors)
+    found: Repeated | None = _calls.get(key)
+    if found is not None and found.others < _PATIENCE:
+        found.others += 1
+        return
+    if kind.possible(tensors) and reliable():
+        if kind is OnCuda and len(tensors) == 3 and len(call.results) == len(ready.outputs) == 1 and not call.given:
+            kind = PlainOnCuda
+        made = _calls.put(key, kind(call, ready, tensors), ready.device)
+        _groups.put(call.quick, _Group(made), ready.device)
+
+
+def _with_shapes(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    return (key, getattr(tensors[0], "dtype", None), *[getattr(x, "shape", None) for x in tensors])
+
+
+def forget() -> None:
+    """Let all calls be new ones."""
+    _calls.clear()
+    _groups.clear()
+
+
+# -- PyTorch's function ------------------------------------------------------------------------------------------------
+
+
+def same_as(*tensors: Tensor) -> Callable[..., bool]:
+    """PyTorch's check whether other tensors, and the state PyTorch is in, are like these and the present state."""
+    first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
+    if len(first) < len(tensors):  # PyTorch's function refuses to look at a tensor twice
+        firsts = [first[id(x)] for x in tensors]
+        distinct = same_as(*(x for i, x in enumerate(tensors) if firsts[i] == i))
+
+        def same(*others: Tensor) -> bool:
+            one = all(x is others[i] for x, i in zip(others, firsts, strict=True))
+            return one and distinct(*(x for i, x in enumerate(others) if firsts[i] == i))
+
+        return same
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check  # type: ignore[no-any-return]
+
+
+@cache
+def reliable() -> bool:
+    """Whether PyTorch's check tells apart what it has to."""
+    x = torch.empty(2, 3, device="cpu")  # PyTorch's default device may be another
+    y, turned = torch.empty_like(x), x.new_empty(3, 2).T
+    others = [x[:1], x[None], turned, x.double(), x.to("meta"), x.numpy(), None, torch._neg_view(x)]
+    others += [x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False)]
+    try:
+        same = same_as(x, y)
+        told = same(x, y) and same(y, x) and not any(same(x, other) or same(other, y) for other in others)
+        with torch.inference_mode():
+            told = told and not same(x.clone(), y)
+        with torch.autocast("cpu", torch.bfloat16):
+            told = told and not same(x, y)
+    except Exception:  # another signature, or none at all: there is the longer way
+        return False
+    return told

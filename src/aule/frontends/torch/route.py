@@ -1,0 +1,86 @@
+"""Which route a call takes: the one place that decides between CUDA, the host, Apple's GPUs and staging.
+
+To add a device, write a `Route` in ``devices/`` and give `ROUTES` a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aule import settings
+from aule.backends import registry
+from aule.errors import AuleError
+from aule.frontends.torch.devices import mps
+from aule.frontends.torch.devices.base import Route
+from aule.frontends.torch.devices.cuda import Cuda
+from aule.frontends.torch.devices.host import Host
+from aule.frontends.torch.devices.staged import Staged
+
+CUDA_BUILD = torch.version.cuda is not None
+"""Whether tensors that PyTorch calls cuda are NVIDIA's; ROCm calls its own so, too."""
+
+HOST = Host()
+STAGED = Staged()
+CUDA = Cuda()
+MPS = mps.Mps(STAGED)
+
+
+class _Gpu(NamedTuple):
+    """Tensors of a type of device that a backend serves in place, where it is available."""
+
+    kind: str
+    backend: str
+    route: Route
+    available: Callable[[], bool]
+
+
+ROUTES = (
+    _Gpu("cuda", "cuda", CUDA, lambda: CUDA_BUILD),
+    _Gpu("mps", "metal", MPS, mps.available),
+)
+"""ADD A DEVICE HERE. CPU tensors take `HOST`; all others go through the host."""
+
+
+def _gpu(tensor: Tensor) -> _Gpu | None:
+    kind = "cuda" if tensor.is_cuda else tensor.device.type  # to ask for the type takes long
+    for gpu in ROUTES:
+        if gpu.kind == kind and gpu.available():
+            return gpu
+    return None
+
+
+def home(tensor: Tensor) -> Route:
+    """The route of a tensor when no backend is chosen."""
+    if tensor.is_cpu:
+        return HOST
+    gpu = _gpu(tensor)
+    return STAGED if gpu is None else gpu.route
+
+
+def route(tensor: Tensor, backend: str | None) -> Route:
+    """The route of a call on a tensor. ``backend=`` or ``AULE_BACKEND`` may take a GPU's tensor through the host."""
+    if tensor.is_cpu:
+        return HOST
+    gpu = _gpu(tensor)
+    if gpu is None:
+        return STAGED
+    wanted = backend or settings.backend() or gpu.backend
+    return gpu.route if wanted.startswith(gpu.backend) else STAGED
+
+
+def host_backend(tensor: Tensor) -> str | None:
+    """The backend for a tensor when none is named: the CPU engine for CPU tensors, if it is available.
+
+    None in compiled code, where the operator takes the CPU engine by itself.
+    """
+    if torch.compiler.is_compiling() or tensor.device.type != "cpu" or settings.backend():
+        return None
+    try:
+        registry.devices("cpu")
+    except AuleError:
+        return None
+    return "cpu"

@@ -1,0 +1,1 @@
+"""PyTorch's own attention functions, served by aule."""

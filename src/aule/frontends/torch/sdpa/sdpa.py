@@ -1,0 +1,159 @@
+"""PyTorch's ``scaled_dot_product_attention`` on aule's attention, with PyTorch's meaning, and its replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
+
+from aule._version import __version__
+from aule.errors import AuleError
+from aule.frontends.torch.sdpa.call import Arguments, Band, Mask, Refused, band, is_causal_bias, prepare
+
+_TAG = " aule "
+
+_serving: list[Callable[..., Tensor]] = []
+"""Functions made by `replacement`, which compiled graphs know by number."""
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `aule.scaled_dot_product_attention`."""
+    if torch.compiler.is_compiling():
+        from aule.frontends.torch.compile import dynamo  # imports the compiler
+
+        mask = band(attn_mask)
+        return dynamo.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    return compute(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def compute(*arguments: Any) -> Tensor:
+    """`scaled_dot_product_attention` where PyTorch's compiler does not read along."""
+    try:
+        call = prepare(Arguments(*arguments))
+    except Refused as refused:
+        raise refused.error from None
+    return call.run()
+
+
+def replacement(
+    original: Callable[..., Tensor],
+    settings_now: Callable[[], tuple[bool, str | None]],
+    count: Callable[[str | None], None],
+) -> Callable[..., Tensor]:
+    """A function to replace ``torch.nn.functional.scaled_dot_product_attention``.
+
+    It must be kept for ever: TorchScript knows it by its address.
+
+    Parameters
+    ----------
+    original : callable
+        Gets the calls that are not served.
+    settings_now : callable
+        Says whether to serve at all, and on which backend.
+    count : callable
+        Called with None for every call that was served, else with the reason.
+    """
+
+    def serve(given: Arguments, compiled: bool = False) -> Tensor:
+        active, backend = settings_now()
+        if active:
+            # A graph is traced several times; a call is counted in the first, with fake tensors.
+            counts = not (compiled and type(given.query) is FunctionalTensor)
+            try:
+                result = prepare(given, backend, True, compiled).run()
+            except Refused as refused:
+                reason: str | None = refused.reason
+            except AuleError as error:
+                reason = error.code
+            else:
+                if counts:
+                    count(None)
+                return result
+            if counts:
+                count(reason)
+        mask = given.attn_mask
+        if isinstance(mask, Band):
+            given = given._replace(attn_mask=mask.mask(given.query.device))
+        *arguments, scale, gqa = given
+        if is_causal_bias(mask):  # it handles the call, but does not know where the builtin function is
+            return torch.overrides.handle_torch_function(
+                scaled_dot_product_attention, (mask,), *arguments, scale=scale, enable_gqa=gqa
+            )
+        return original(*arguments, scale=scale, enable_gqa=gqa)
+
+    number = len(_serving)
+    _serving.append(serve)
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Mask = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            from aule.frontends.torch.compile import dynamo  # imports the compiler
+
+            mask = band(attn_mask)
+            return dynamo.installed(number, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        tensors = (query, key, value, attn_mask)
+        if torch.overrides.has_torch_function(tensors) and not (settings_now()[0] and _is_causal_bias_alone(tensors)):
+            # A subclass or a mode handles the call first, with this very function, as with the builtin one.
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return torch.overrides.handle_torch_function(scaled_dot_product_attention, tensors, *arguments, **options)
+        return serve(Arguments(*arguments, scale, enable_gqa))
+
+    scaled_dot_product_attention.__doc__ = original.__doc__
+    # TorchScript takes it for PyTorch's operator, as it does the builtin function.
+    torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
+    return scaled_dot_product_attention
+
+
+def serve(number: int, *arguments: Any) -> Tensor:
+    """A call of a replacement from compiled code."""
+    return _serving[number](Arguments(*arguments), compiled=True)
+
+
+def get_function() -> Callable[..., Tensor]:
+    """The present ``torch.nn.functional.scaled_dot_product_attention``."""
+    return functional.scaled_dot_product_attention
+
+
+def set_function(function: Callable[..., Tensor]) -> None:
+    """Replace ``torch.nn.functional.scaled_dot_product_attention``."""
+    functional.scaled_dot_product_attention = function
+
+
+def tag_graphs(serving: bool, backend: str | None = None) -> None:
+    """Keep compiled graphs that use aule's function apart, on disk, from those that use PyTorch's own.
+
+    PyTorch finds a stored graph by what its compiler saw, and it sees ``torch.nn.MultiheadAttention`` as one call,
+    whatever is called inside. Like all settings of PyTorch's compiler this one belongs to the calling thread.
+    """
+    from torch.compiler import config
+
+    from aule.frontends.torch.compile import operators  # registers them, since a stored graph may be the first user
+
+    own = config.cache_key_tag.partition(_TAG)[0]
+    config.cache_key_tag = f"{own}{_TAG}{__version__} {backend} {operators.SCHEMA}" if serving else own
+
+
+def _is_causal_bias_alone(tensors: tuple[Mask, ...]) -> bool:
+    return is_causal_bias(tensors[3]) and not torch.overrides.has_torch_function(tensors[:3])

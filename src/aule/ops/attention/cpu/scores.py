@@ -1,0 +1,56 @@
+"""Applies the score modifiers to vectors of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from aule.ir import Value, Var
+from aule.ops.attention.config import Columns
+from aule.ops.attention.scores import modifiers as mod
+from aule.ops.attention.scores.band import Scores
+from aule.tile.vector.engine import Vectors
+
+
+def modify(
+    scores: Scores,
+    engine: Vectors,
+    c: list[list[Var]],
+    queries: Sequence[tuple[Value, Value]],
+    key: Value,
+    partial: Value,
+    kinds: dict[str, Columns],
+    after_softcap: Callable[[list[list[Var]]], None] | None = None,
+) -> None:
+    """Apply the modifiers to the scores of some rows with the keys from ``key`` on.
+
+    Parameters
+    ----------
+    c : list of list of Var
+        Vectors of scores by row; changed in place.
+    queries : sequence
+        Query head and query row of each row.
+    partial : Value
+        Whether some of the keys are outside of some row's band.
+    kinds : dict
+        Layout of mask and bias along a row.
+    after_softcap : callable, optional
+        Called with the scores after the softcap.
+    """
+    b = scores.b
+    columns = [engine.lane_numbers(key + j * engine.lanes) for j in range(len(c[0]))]
+    chains = [scores.modifiers(head, kinds) for head, _ in queries]
+
+    def apply(number: int) -> None:
+        for (head, row), chain, variables in zip(queries, chains, c, strict=True):
+            for variable, column in zip(variables, columns, strict=True):
+                site = mod.Site(scores.batch, head, row, column, row + scores.shift)
+                variable.value = chain[number].apply(b, variable.value, site)
+
+    for number, modifier in enumerate(chains[0]):
+        if modifier.everywhere:
+            apply(number)
+        else:
+            with b.if_(partial):
+                apply(number)
+        if number == 0 and scores.config.softcap and after_softcap is not None:
+            after_softcap(c)

@@ -1,0 +1,453 @@
+"""The backward kernels on matrix units, with scores and their gradients in registers.
+
+Both have the same form. A workgroup *owns* rows of two matrices and passes over the rows of two *others*:
+
+    dQ        owns Q and dO, passes over K and V:     S = Q K^T     dP = dO V^T     dQ = dS K
+    dK, dV    owns K and V, passes over Q and dO:     S = K Q^T     dP = V dO^T     dK = dS Q     dV = P dO
+
+A subgroup has its own rows of S and dP, which become left factors without leaving registers. In the second kernel,
+whose results take twice the registers, several subgroups may share rows instead (``shape.columns``): P and dS then pass
+through shared memory, but every fragment that is read from there serves more rows.
+
+Workgroups share no sums, so results are deterministic. That takes seven products. With ``config.sums`` the second
+kernel alone also adds its keys' share of dQ to sums in memory, which takes five.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import f32, i32
+from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
+from aule.ops.attention.plan.last_wave_backward import add_up, share
+from aule.ops.attention.scores.band import Scores
+from aule.target import Target
+from aule.tile.common.matrix import Matrix, divmod_const
+from aule.tile.fragment.arrangement import SIZE
+from aule.tile.fragment.engine import Fragments, FragmentTile
+from aule.tile.fragment.rope import exchange_bytes, transfer_of
+from aule.tile.fragment.shape import RUN, row_stride
+from aule.tile.fragment.transfer import Transfer
+
+Body = Callable[[Value, tuple[Value, Value], Callable[[], None], Callable[[], None]], None]
+"""Takes a tile, where its two matrices lie, and the two calls of `_Kernel.passage`."""
+
+
+def build_backward_fragment(config: FragmentBackwardConfig, target: Target) -> KernelIR:
+    """Trace the kernel of dQ, or that of dK and dV."""
+    name = f"flash_attention_backward_{config.of}"
+    b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
+    kernel = (_Queries if config.of == "queries" else _Keys)(b, config, target)
+    with b.if_(kernel.exists):
+        kernel.run()
+    return b.finish()
+
+
+class _Kernel(GradientKernel):
+    """Shared memory, and the pass of the workgroup's own rows over the others."""
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target, Fragments(b, target, config.shape, config.dtype))
+        dims = config.head_dim, config.value_dim
+        self.strides = tuple(row_stride(dim) for dim in dims)
+        rows, width = self.shape.block_q, self.shape.block_kv
+        self.own_start = (b.const(0, i32), b.const(rows * self.strides[0], i32))
+        self.other_start = rows * (self.strides[0] if self.shape.resident_q else sum(self.strides))
+        self.resident: tuple[list[list[Value]], list[list[Value]]] = ([], [])
+        self.stage_size = width * sum(self.strides)
+        # dS and P, by key, where they pass through shared memory.
+        self.scores_stride = row_stride(width)
+        self.ds_start = self.other_start + self.shape.stages * self.stage_size
+        self.p_start = self.ds_start + rows * self.scores_stride
+        self.size = self.shape.backward_elements(*dims, config.sums)
+        if config.rope is not None:
+            self.size = max(self.size, exchange_bytes(rows, config.head_dim) // 2)
+        self.memory = b.shared("tiles", self.engine.elem, self.size)
+
+    def transfer(self, matrix: Matrix) -> Transfer:
+        """A transfer of the others' rows. With one stage they wait in registers until everyone has read the last."""
+        return transfer_of(self.engine, matrix, self.shape.block_kv, self.memory, copies=self.shape.stages == 2)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def load_own(self) -> None:
+        """Load the rows that the workgroup owns; the first barrier of the loop shows them."""
+        b, (first, second) = self.b, self.own
+        transfer = self._bring(first, self.own_start[0])
+        if self.config.sums:
+            transfer.rewrite_own(self.own_start[0], self.finite)
+        if self.shape.resident_q:
+            self._load_resident(second, self.own_start[1])
+        else:
+            self._bring(second, self.own_start[1])
+        if self.shape.register_columns:
+            if not self.shape.resident_q:
+                b.barrier()
+            count = min(self.shape.register_columns // SIZE, self.depths[0])
+            self.resident[0].extend([self.left(0, k) for k in range(count)])
+
+    def _bring(self, matrix: Matrix, start: Value) -> Transfer:
+        transfer = transfer_of(self.engine, matrix, self.shape.block_q, self.memory)
+        transfer.clear_padding(start, 1)
+        transfer.start(self.row0, start)
+        transfer.finish(start)
+        return transfer
+
+    def _load_resident(self, matrix: Matrix, start: Value) -> None:
+        """Load rows into registers, through memory that later holds the others; as many columns at a time as fit."""
+        b, engine, shape = self.b, self.engine, self.shape
+        room = self.size - shape.block_q * self.strides[0]
+        piece = (room // shape.block_q - RUN) // SIZE * SIZE
+        for first in range(0, matrix.cols, piece):
+            transfer = self._bring(matrix.columns(b, first, min(first + piece, matrix.cols)), start)
+            own = start + self.score_row * transfer.stride
+            b.barrier()
+            for col in range(0, transfer.source.cols, SIZE):
+                rows = range(0, self.score_rows, engine.arrangement.height)
+                self.resident[1].append([engine.load_left(self.memory, own, transfer.stride, r, col) for r in rows])
+            b.barrier()
+
+    def stage(self, i: Value) -> tuple[Value, Value]:
+        """Where the two other matrices lie for tile number ``i``."""
+        start = self.b.const(self.other_start, i32)
+        if self.shape.stages == 2:
+            start = start + (i & 1) * self.stage_size
+        return start, start + self.shape.block_kv * self.strides[0]
+
+    def left(self, which: int, k: int) -> list[Value]:
+        """Fragments of 16 columns of an owned matrix, one for each 16 rows of the subgroup."""
+        if k < len(self.resident[which]):
+            return self.resident[which][k]
+        stride = self.strides[which]
+        start = self.own_start[which] + self.score_row * stride
+        rows = range(0, self.score_rows, self.engine.arrangement.height)
+        return [self.engine.load_left(self.memory, start, stride, row, k * SIZE) for row in rows]
+
+    # -- one tile ------------------------------------------------------------------------------------------------------
+
+    def scores_of(self, which: int, at: Value, start: list[Value] | None = None) -> FragmentTile:
+        """``own other^T``, this subgroup's part; sums start at ``start`` of a lane's columns, or 0."""
+        engine, stride, cols = self.engine, self.strides[which], self.engine.arrangement.width
+        tile = engine.tile(self.score_rows, self.own_width)
+        if start is not None:
+            tile.map(lambda _, r, c: start[c])
+        at = at + self.score_col * stride
+        engine.multiply(
+            tile,
+            lambda k: self.left(which, k),
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols, transposed=True),
+            self.depths[which],
+        )
+        return tile
+
+    def accumulate(self, result: FragmentTile, left: Callable[[int], list[Value]], which: int, at: Value) -> None:
+        """``result += left other``, this subgroup's columns; ``left`` gives a column of fragments."""
+        engine, stride, cols = self.engine, self.strides[which], self.engine.arrangement.width
+        at = at + self.part * self.result_width(which)
+        engine.multiply(
+            result,
+            left,
+            lambda k, j: engine.load_right(self.memory, at, stride, k * SIZE, j * cols),
+            self.shape.block_kv // SIZE,
+        )
+
+    def packed(self, values: list[list[Value]]) -> Callable[[int], list[Value]]:
+        """This lane's elements as left factors, a column of fragments at a time."""
+        factors = self.engine.pack(values, self.engine.left, "enlarged")
+        return lambda k: [row[k] for row in factors]
+
+    # -- the passage ---------------------------------------------------------------------------------------------------
+
+    def passage(
+        self,
+        transfers: tuple[Transfer, Transfer],
+        limits: tuple[Value, ...],
+        bodies: tuple[Body, ...],
+        arrive: Callable[[Value, tuple[Value, Value]], None],
+        start: Callable[[Value], None] | None = None,
+    ) -> None:
+        """Pass over all tiles.
+
+        Parameters
+        ----------
+        transfers : tuple of Transfer
+            Fetch the rows of the two other matrices.
+        limits : tuple of Value
+            Each of ``bodies`` takes the tiles between two limits.
+        bodies : tuple of Body
+            Called with the tile, where it lies, a function to call when there are registers for the next tile's rows,
+            and one to call when this tile's rows have been read. These do nothing unless ``shape.late_fetch``.
+        arrive : callable
+            May change the rows that a thread has fetched before others see them.
+        start : callable, optional
+            Fetches more for a tile.
+        """
+        b, width, late = self.b, self.shape.block_kv, self.shape.late_fetch
+        first, last = limits[0], limits[-1]
+
+        def fetch(tile: Value) -> None:
+            at = self.stage(tile)
+            for transfer, place in zip(transfers, at, strict=True):
+                transfer.start(tile * width, place)
+            if start is not None:
+                start(tile)
+
+        def put(tile: Value) -> None:
+            at = self.stage(tile)
+            for transfer, place in zip(transfers, at, strict=True):
+                transfer.finish(place)
+            arrive(tile, at)
+
+        for stage in range(self.shape.stages):
+            for transfer, place in zip(transfers, self.stage(b.const(stage, i32)), strict=True):
+                transfer.clear_padding(place, 1)
+        with b.if_(first < last):
+            fetch(first)
+            if late:
+                put(first)
+        for low, high, body in zip(limits, limits[1:], bodies, strict=False):
+            with b.loop(low, high, name="tile") as tile:
+
+                def fetch_next(tile: Value = tile) -> None:
+                    # The last tile is fetched again; a branch would cost moves of all prefetched registers.
+                    fetch(b.min(tile + 1, last - 1))
+
+                def put_next(tile: Value = tile) -> None:
+                    b.barrier()  # everyone has read this one's
+                    put(tile)  # the one stage that there is
+
+                if late:
+                    b.barrier()
+                    body(tile, self.stage(tile), fetch_next, put_next)
+                else:
+                    if self.shape.stages == 1:
+                        b.barrier()  # everyone is done with the tile before
+                    put(tile)
+                    b.barrier()
+                    with b.if_(tile + 1 < last):
+                        fetch(tile + 1)
+                    body(tile, self.stage(tile), lambda: None, lambda: None)
+        b.barrier()  # the next passage begins with the same memory
+
+
+class _Queries(_Kernel):
+    """dQ of a block of query rows."""
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target)
+        head_number, block = self.rows_of(self.task)
+        self.row0 = block * self.shape.block_q
+        batch, self.head = head_number // self.heads, head_number % self.heads
+        scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_q)
+        kv_head = self.head // self.group
+        self.own = (
+            self.matrix("q", self.head, scores.seq_q, config.head_dim, 0),
+            self.matrix("do", self.head, scores.seq_q, config.value_dim, 3),
+        )
+        self.other = (
+            self.matrix("k", kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", kv_head, scores.seq_kv, config.value_dim, 2),
+        )
+
+    def run(self) -> None:
+        b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
+        dQ = engine.tile(shape.rows, self.config.head_dim)
+        own_row = self.row0 + self.subgroup_row
+        rows = [own_row + dQ.row(r) for r in range(engine.rows_held)]
+        numbers = [self.row_numbers(self.head, row) for row in rows]
+        last_row = b.min(self.row0 + shape.block_q, scores.seq_q) - 1
+        reach = scores.reach(self.row0 + scores.shift, last_row + scores.shift)
+        width = shape.block_kv
+        first, last = reach.first // width, (reach.end + (width - 1)) // width
+        keys, values = (self.transfer(matrix) for matrix in self.other)
+        self.load_own()
+
+        def partial(tile: Value) -> Value:
+            return (tile * width < reach.full_first) | (tile * width + width > reach.full_end)
+
+        def arrive(tile: Value, at: tuple[Value, Value]) -> None:
+            if self.config.everywhere:
+                keys.rewrite_own(at[0], self.finite)
+            else:
+                with b.if_(partial(tile)):
+                    keys.rewrite_own(at[0], self.finite)
+
+        def body(
+            tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None]
+        ) -> None:
+            b.comment("P = exp2(Q K^T - lse)")
+            S = self.scores_of(0, at[0])
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return rows[r], tile * width + S.col(c)
+
+            slope = self.weigh(S, self.head, place, partial(tile), lambda r, c: numbers[r][0])
+            b.comment("dS = P * (dO V^T - delta)")
+            dP = self.scores_of(1, at[1])
+            p = S.values()
+            kept = self.kept(self.head, place, len(p), len(p[0]), "columns")
+            ds = self.differentiate(p, dP.values(), lambda r, c: numbers[r][1], slope, kept)
+            factors = self.packed(ds)
+            fetch_next()
+            b.comment("dQ = dQ + dS K")
+            self.accumulate(dQ, factors, 0, at[0])
+            put_next()
+
+        self.passage((keys, values), (first, last), (body,), arrive)
+        out = self.gradient("dq", self.head, scores.seq_q, self.config.head_dim)
+        self.store(dQ, out, self.p.number("dq_factor", f32), 0)
+
+
+class _Keys(_Kernel, KeysKernel):
+    """dK and dV of a block of keys."""
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target) -> None:
+        super().__init__(b, config, target)
+        self.own_keys()
+
+    def run(self) -> None:
+        b, engine, shape, scores = self.b, self.engine, self.shape, self.scores
+        dK, dV = (engine.tile(shape.rows, self.result_width(which)) for which in (0, 1))
+        width = shape.block_kv
+        end = b.min(self.row0 + shape.block_q, scores.seq_kv)
+        low, high = scores.rows_reaching(self.row0, end)
+        first, last = low // width, (high + (width - 1)) // width
+        if self.piece is not None:
+            first, last = share(self.piece, first, last)
+        self.load_own()
+        with b.loop(b.const(0, i32), self.group, name="member") as member:
+            self._pass(self.kv_head * self.group + member, first, last, end, dK, dV)
+        if self.piece is None:
+            self.store_results(dK, dV)
+        else:
+            add_up(self.p, self.piece, shape.threads, [dK, dV], lambda: self.store_results(dK, dV))
+
+    def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
+        """Add the share of one query head's rows to the block's dK and dV."""
+        b, engine, shape, scores, config = self.b, self.engine, self.shape, self.scores, self.config
+        width = shape.block_kv
+        queries = self.transfer(self.matrix("q", head, scores.seq_q, config.head_dim, 0))
+        results = self.transfer(self.matrix("do", head, scores.seq_q, config.value_dim, 3))
+        fetched: list[Var] = [b.var(b.const(0.0, f32)) for _ in range(2)]
+        own_key = self.row0 + self.score_row
+
+        def body(
+            tile: Value, at: tuple[Value, Value], fetch_next: Callable[[], None], put_next: Callable[[], None],
+            plain: bool = config.keeps_all, full: bool = False,
+        ) -> None:  # fmt: skip
+            row0 = tile * width
+            # If every key is kept, only keys past the end must not be added to dQ, and a compiler can interleave the
+            # two products for scores with what lies between them.
+            partial = None if plain else self.partial(row0, self.row0, shape.block_q, end)
+            b.comment("P^T = exp2(K Q^T - lse)")
+            S = self.scores_of(0, at[0])
+            base, delta = (self.columns(S, self.numbers_at(tile) + (self.score_col + i * width)) for i in range(2))
+            columns = [row0 + self.score_col + S.col(c) for c in range(len(base))]
+            keys = [own_key + S.row(r) for r in range(len(S.vars) * len(engine.part_rows))]
+
+            def place(r: int, c: int) -> tuple[Value, Value]:
+                return columns[c], keys[r]
+
+            slope = self.weigh(S, head, place, partial, lambda r, c: base[c])
+            b.comment("dS^T = P^T * (V dO^T - delta)")
+            offset = shape.start_at_delta and not config.dropout  # dropout scales dP alone
+            dP = self.scores_of(1, at[1], [-x for x in delta] if offset else None)
+            p = S.values()
+            kept = self.kept(head, place, len(p), len(p[0]), "rows")
+            less = None if offset else lambda r, c: delta[c]
+            ds = self.differentiate(p, dP.values(), less, slope, kept, guarded=not plain)
+            p = self.dropped(p, kept)
+            shared = shape.columns > 1
+            if config.sums or shared:
+                self._share(ds, self.ds_start, [key < end for key in keys] if plain and not full else None)
+            if shared:
+                self._share(p, self.p_start)
+                b.barrier()
+            p_factors = self._shared_factors(self.p_start, p) if shared else self.packed(p)
+            ds_factors = self._shared_factors(self.ds_start, ds) if shared else self.packed(ds)
+            fetch_next()
+            b.comment("dV = dV + P^T dO")
+            self.accumulate(dV, p_factors, 1, at[1])
+            b.comment("dK = dK + dS^T Q")
+            self.accumulate(dK, ds_factors, 0, at[0])
+            put_next()  # dQ's product needs neither Q nor dO, nor their registers
+            if config.sums:
+                if not (shared or shape.late_fetch):
+                    b.barrier()
+                self._add_to_sums(head, row0)
+
+        limits: tuple[Value, ...] = (first, last)
+        bodies: tuple[Body, ...] = (body,)
+        if shape.edge_loop and config.drops_later:
+            assert scores.right is not None
+            # From this row on, rows keep all of the block's keys, if these exist.
+            past = self.row0 + shape.block_q
+            row = b.max(past - 1 - scores.right - scores.shift, 0)
+            middle = b.min(b.max((row + (width - 1)) // width, first), last)
+            limits = (first, b.select(past > scores.seq_kv, last, middle), last)
+            bodies = (body, functools.partial(body, plain=True, full=True))
+        self.passage(
+            (queries, results), limits, bodies,
+            lambda tile, at: self.put_numbers(tile, fetched), lambda tile: self.fetch_numbers(head, tile, fetched),
+        )  # fmt: skip
+
+    def _share(self, values: list[list[Value]], start: int, exist: list[Value] | None = None) -> None:
+        """Store P^T or dS^T for all subgroups, with zeros for keys that do not ``exist``. The barrier before this
+        tile's scores came after its last readers."""
+        own = start + self.score_row * self.scores_stride + self.score_col
+        self.engine.put(self.memory, own, self.scores_stride, values, "enlarged", exist)
+
+    def _shared_factors(self, start: int, values: list[list[Value]]) -> Callable[[int], list[Value]]:
+        """The subgroup's rows of P^T or dS^T as left factors, from shared memory. Rows that it has computed entirely
+        come first, from registers."""
+        stride, height = self.scores_stride, self.engine.arrangement.height
+        if self.score_rows == self.shape.rows:
+            own, rows = start + self.subgroup_row * stride, range(0, self.shape.rows, height)
+            return lambda k: [self.engine.load_left(self.memory, own, stride, row, k * SIZE) for row in rows]
+        mine, parts = self.packed(values), range(1, self.shape.columns)
+        others = [start + (self.subgroup_row + self.result_block(i)) * stride for i in parts]
+        return lambda k: mine(k) + [
+            self.engine.load_left(self.memory, at, stride, row, k * SIZE)
+            for at in others for row in range(0, self.score_rows, height)
+        ]  # fmt: skip
+
+    def _add_to_sums(self, head: Value, row0: Value) -> None:
+        """Add ``dS K`` of the block's keys to the sums of dQ. Subgroups divide the tile's rows and columns so that each
+        has the least to multiply, and then the least to read."""
+        b, shape, depth = self.b, self.shape, self.depths[0]
+        blocks = shape.block_kv // SIZE
+
+        def across(down: int) -> int:
+            return next(n for n in range(shape.subgroups // down, 0, -1) if depth % n == 0)
+
+        def cost(down: int) -> tuple[int, int, int]:
+            rows, cols = blocks // down, depth // across(down)
+            return rows * cols, rows + cols, -down
+
+        down = min((n for n in range(1, min(blocks, shape.subgroups) + 1) if blocks % n == 0), key=cost)
+        part, block = divmod_const(b, self.engine.subgroup, down)
+        rows, cols = blocks // down, depth // across(down)
+        with b.if_(part < across(down)) if down * across(down) < shape.subgroups else nullcontext():
+            self._add_blocks(head, row0, block * (rows * SIZE), part * (cols * SIZE), rows, cols)
+
+    def _add_blocks(self, head: Value, row0: Value, row: Value, col: Value, rows: int, cols: int) -> None:
+        """Add ``rows`` by ``cols`` blocks of 16 x 16 of the tile, from its ``row`` and ``col`` on."""
+        engine, arrangement = self.engine, self.engine.arrangement
+        ds_start, k_start = self.ds_start + row, self.own_start[0] + col
+        tile = engine.tile(rows * SIZE, cols * SIZE)
+        engine.multiply(
+            tile,
+            lambda k: [
+                engine.load_left(self.memory, ds_start, self.scores_stride, i, k * SIZE, transposed=True)
+                for i in range(0, rows * SIZE, arrangement.height)
+            ],
+            lambda k, j: engine.load_right(self.memory, k_start, self.strides[0], k * SIZE, j * arrangement.width),
+            self.shape.block_q // SIZE,
+        )
+        self.add_to_sums(tile, head, row0 + row, col)

@@ -1,0 +1,290 @@
+"""What the backward kernels on matrix units share: parameters, scores between the products, and results.
+
+A workgroup *owns* rows of two matrices and passes over the rows of two *others* (`fragment.backward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log2
+from typing import Literal
+
+from aule.ir import Builder, Value, Var
+from aule.ir.types import bf16, f32, i32, u16, u32
+from aule.ops.attention.config import FragmentBackwardConfig
+from aule.ops.attention.plan.last_wave import Piece
+from aule.ops.attention.plan.last_wave_backward import piece_of
+from aule.ops.attention.scores.backward_parameters import BackwardBlock
+from aule.ops.attention.scores.band import Scores
+from aule.ops.attention.scores.tile_dropout import Place, TileDropout
+from aule.target import Target
+from aule.tile.common.math import LOG2E, NEG_INF
+from aule.tile.common.matrix import Matrix, divmod_const, padded
+from aule.tile.fragment.arrangement import SIZE, added_together, number_in_block
+from aule.tile.fragment.engine import Fragments, FragmentTile
+from aule.tile.fragment.rope import rotated_back
+from aule.tile.fragment.shape import RUN
+
+
+class GradientKernel(BackwardBlock):
+    """The workgroup's own rows, scores and their gradients, and results."""
+
+    vector_width = RUN
+    row0: Value
+    """The first row that the workgroup owns."""
+    own: tuple[Matrix, Matrix]
+    memory: Value
+
+    def __init__(self, b: Builder, config: FragmentBackwardConfig, target: Target, engine: Fragments) -> None:
+        super().__init__(b, config)
+        self.config, self.shape, self.engine = config, config.shape, engine
+        self.together = added_together(target)
+        # The subgroup's first row, and its number among those that share rows.
+        down, self.part = divmod_const(b, engine.subgroup, self.shape.columns)
+        self.subgroup_row = down * self.shape.rows
+        # Its rows and columns of the scores, and their first row and column.
+        by_rows, by_cols = self.shape.score_cut
+        self.score_rows, self.own_width = self.shape.rows // by_rows, self.shape.block_kv // by_cols
+        self.score_row = engine.subgroup * self.score_rows if by_rows > 1 else self.subgroup_row
+        self.score_col = self.part * self.own_width if by_cols > 1 else b.const(0, i32)
+        self.depths = tuple(padded(dim, SIZE) // SIZE for dim in (config.head_dim, config.value_dim))
+
+    def finite(self, run: Value) -> Value:
+        """A run with zeros for Inf and NaN. dS of a dropped key is 0, and 0 times either is NaN; if the key is not
+        dropped, the log-sum-exp is NaN already."""
+        b, elem = self.b, self.engine.elem
+        exponent = 0x7F80 if elem == bf16 else 0x7C00
+        parts = []
+        for x in b.unpack(run):
+            word = b.cast(b.bitcast(x, u16), u32)
+            parts.append(b.select((word & 0x7FFF) < exponent, x, b.const(0, elem)))
+        return b.vector(parts)
+
+    def weigh(
+        self,
+        S: FragmentTile,
+        head: Value,
+        place: Callable[[int, int], tuple[Value, Value]],
+        partial: Value | None,
+        base: Callable[[int, int], Value],
+    ) -> list[list[Value]] | None:
+        """Replace S by P.
+
+        Parameters
+        ----------
+        place : callable
+            Gives query row and key of an element.
+        partial : Value or None
+            Whether rows may drop keys of the tile; None without modifiers.
+        base : callable
+            Gives what is added to an element's scaled score.
+
+        Returns
+        -------
+        list of list of Value or None
+            The derivative of the softcap, if there is one.
+        """
+        b, config = self.b, self.config
+        if not config.folded:
+            S.map(lambda s, r, c: s * self.scale)
+        slope = None if partial is None else self.scores.modify(S, head, place, partial)
+        if config.folded:
+            S.map(lambda s, r, c: b.exp2(b.fma(s, self.scale, base(r, c))))
+        else:
+            S.map(lambda s, r, c: b.exp2(s + base(r, c)))
+        return slope
+
+    def differentiate(
+        self,
+        p: list[list[Value]],
+        dp: list[list[Value]],
+        delta: Callable[[int, int], Value] | None,
+        slope: list[list[Value]] | None,
+        kept: list[list[Value]] | None,
+        guarded: bool = True,
+    ) -> list[list[Value]]:
+        """DS of P and dP.
+
+        Parameters
+        ----------
+        delta : callable or None
+            Gives delta of an element's row; None if ``dp`` has it subtracted.
+        slope : list of list of Value or None
+            The derivative of the softcap.
+        kept : list of list of Value or None
+            The weights that dropout keeps.
+        guarded : bool
+            A weight of zero gives zero even if ``dp`` or ``slope`` is Inf or NaN, as V and K of dropped keys may be.
+        """
+        b, zero = self.b, self.b.const(0.0, f32)
+        result = []
+        for r, (weights, row) in enumerate(zip(p, dp, strict=True)):
+            line = []
+            for c, (weight, x) in enumerate(zip(weights, row, strict=True)):
+                if kept is not None:
+                    x = b.select(kept[r][c], x * self.p.number("keep_scale", f32), zero)
+                ds = weight * (x if delta is None else x - delta(r, c))
+                if slope is not None:
+                    ds = ds * slope[r][c]
+                line.append(b.select(b.eq(weight, 0.0), zero, ds) if guarded else ds)
+            result.append(line)
+        return result
+
+    def kept(
+        self, head: Value, place: Place, rows: int, cols: int, keys: Literal["columns", "rows"]
+    ) -> list[list[Value]] | None:
+        """Which weights of a tile dropout keeps; None without dropout."""
+        dropout = self.scores.dropout()
+        if dropout is None:
+            return None
+        tile = TileDropout(dropout, self.engine, rows, cols, keys)
+        return tile.draw(self.scores.batch * self.heads + head, place).kept()
+
+    def row_numbers(self, head: Value, row: Value) -> tuple[Value, Value]:
+        """What is added to the scaled scores of a query row (minus its log-sum-exp), and its delta. For a row past the
+        end, or one that keeps no key, the first is -inf, so that its weights are 0."""
+        b, scores = self.b, self.scores
+        number = scores.extent.row_base(self.p, scores.batch * self.heads + head, head)
+        at = number + b.cast(b.min(row, scores.seq_q - 1), self.index)
+        lse, delta = b.load(self.p.buffer("lse", f32), at), b.load(self.p.buffer("delta", f32), at)
+        empty = (row >= scores.seq_q) | b.eq(lse, NEG_INF)
+        base = lse * -LOG2E
+        if self.engine.excess > 1.0:  # P and dS have it and lose it when they become factors
+            base = base + log2(self.engine.excess)
+        return b.select(empty, b.const(NEG_INF, f32), base), delta
+
+    def result_width(self, which: int) -> int:
+        """Columns of a result that one subgroup computes."""
+        return self.depths[which] // self.shape.columns * SIZE
+
+    def result_block(self, i: int) -> Value:
+        """Where the ``i``-th block of a subgroup's result rows begins among the shared rows: its own rows of scores
+        come first, as it has these factors in registers."""
+        return (self.part ^ i) * self.score_rows
+
+    def result_row(self, r: int) -> Value:
+        """This lane's ``r``-th row of a result, among those of the subgroup."""
+        if self.score_rows == self.shape.rows:
+            return self.engine.row(r)
+        block, below = divmod(self.engine.below(r), self.score_rows)
+        return self.result_block(block) + self.engine.lane_row + below
+
+    def store(self, tile: FragmentTile, out: Matrix, factor: Value | None, which: int) -> None:
+        b, run = self.b, self.engine.run
+        first = self.part * self.result_width(which)
+        if out.rotary is None:
+            values = tile.values()
+        else:
+            place = (self.row0, self.subgroup_row, first)
+            values = rotated_back(self.engine, self.memory, tile, out, place, self.result_row)
+        for r, row in enumerate(values):
+            at = self.row0 + self.subgroup_row + self.result_row(r)
+            with b.if_(at < out.rows):
+                for c in range(0, len(row), run):
+                    strip = [x if factor is None else x * factor for x in row[c : c + run]]
+                    out.store(b, at, first + tile.col(c), strip, padded(out.cols, SIZE))
+
+
+class KeysKernel(GradientKernel):
+    """dK and dV of a block of keys. Tiles are transposed: their rows are keys, their columns query rows."""
+
+    kv_head: Value
+    block: Value
+    piece: Piece | None
+    """The workgroup's piece of the block, if several workgroups may share one."""
+    numbers: Value
+    """`row_numbers` of the query rows of a tile, in shared memory."""
+
+    def own_keys(self) -> None:
+        """Find the workgroup's keys."""
+        b, config = self.b, self.config
+        self.piece = piece_of(self.p, self.task) if config.last_wave else None
+        head_number, self.block = self.keys_of(self.task if self.piece is None else self.piece.number)
+        self.row0 = self.block * self.shape.block_q
+        batch, self.kv_head = head_number // self.heads_kv, head_number % self.heads_kv
+        scores = self.scores = Scores(self.p, batch)
+        if config.packed:
+            self.exists = self.exists & (self.row0 < scores.seq_kv)
+        self.own = (
+            self.matrix("k", self.kv_head, scores.seq_kv, config.head_dim, 1),
+            self.matrix("v", self.kv_head, scores.seq_kv, config.value_dim, 2),
+        )
+        self.numbers = b.shared("numbers", f32, 2 * min(self.shape.stages, 2) * self.shape.block_kv)
+
+    def numbers_at(self, tile: Value) -> Value:
+        """Index of the numbers of a tile's rows."""
+        b = self.b
+        return (tile & 1) * (2 * self.shape.block_kv) if self.shape.stages > 1 else b.const(0, i32)
+
+    def fetch_numbers(self, head: Value, tile: Value, fetched: list[Var]) -> None:
+        """Fetch the numbers of a tile's rows, one row to a thread; `put_numbers` stores them for all."""
+        b, width = self.b, self.shape.block_kv
+        with b.if_(self.engine.thread < width):
+            row = tile * width + self.engine.thread
+            for variable, x in zip(fetched, self.row_numbers(head, row), strict=True):
+                variable.value = x
+
+    def put_numbers(self, tile: Value, fetched: list[Var]) -> None:
+        b, width = self.b, self.shape.block_kv
+        with b.if_(self.engine.thread < width):
+            for i, variable in enumerate(fetched):
+                b.store(self.numbers, self.numbers_at(tile) + i * width + self.engine.thread, variable.value)
+
+    def columns(self, S: FragmentTile, start: Value) -> list[Value]:
+        """The numbers of this lane's columns, from shared memory."""
+        b, run = self.b, self.engine.run
+        result: list[Value] = []
+        for c in range(0, len(self.engine.part_cols) * len(S.vars[0]), run):
+            result += b.unpack(b.load(self.numbers, start + S.col(c), run))
+        return result
+
+    def partial(self, row0: Value, key0: Value, keys: int, end: Value) -> Value:
+        """Whether some of a tile's rows may drop some of ``keys`` keys from ``key0`` on."""
+        b, scores = self.b, self.scores
+        last = b.min(row0 + self.shape.block_kv, scores.seq_q) - 1
+        reach = scores.reach(row0 + scores.shift, last + scores.shift)
+        # Keys past the end matter only for the sums of dQ.
+        past = key0 + keys if self.config.sums else end
+        return (key0 < reach.full_first) | (past > reach.full_end)
+
+    def dropped(self, p: list[list[Value]], kept: list[list[Value]] | None) -> list[list[Value]]:
+        """P with zeros for weights that dropout drops."""
+        if kept is None:
+            return p
+        b, zero = self.b, self.b.const(0.0, f32)
+        return [[b.select(keep, x, zero) for keep, x in zip(*row, strict=True)] for row in zip(kept, p, strict=True)]
+
+    def add_to_sums(self, tile: FragmentTile, head: Value, row: Value, col: Value, limited: bool = False) -> None:
+        """Add a tile, whose rows begin at query ``row``, to the sums of dQ; ``limited`` if it may have too many
+        columns.
+
+        Sums lie as fragments do, so that the lanes of a subgroup add to neighbouring memory; `build_round` sorts them.
+        The sums have room for rows past the end, which add zeros.
+        """
+        b, scores, arrangement, run = self.b, self.scores, self.engine.arrangement, self.together
+        sums = self.p.buffer("dq_sum", f32, "readwrite")
+        above = (scores.batch * self.heads + head) * self.p.number("row_tiles") + (row >> 4)
+        block = b.cast(above, self.index) * self.depths[0] + b.cast(col >> 4, self.index)
+        start = block * (SIZE * SIZE) + b.cast(b.lane_id() * run, self.index)
+
+        def add(i: int, j: int, fragment: Value) -> None:
+            (down, top), (right, left) = divmod(i * arrangement.height, SIZE), divmod(j * arrangement.width, SIZE)
+            first = (down * self.depths[0] + right) * SIZE * SIZE
+            for part in range(0, arrangement.results.parts, run):
+                strip = [b.fragment_get(fragment, part + k) for k in range(run)]
+                b.atomic("add", sums, start + (first + number_in_block(arrangement, top, left, part)), b.vector(strip))
+
+        for i, variables in enumerate(tile.vars):
+            for j, variable in enumerate(variables):
+                if limited:
+                    with b.if_(col + j * arrangement.width < self.depths[0] * SIZE):
+                        add(i, j, variable.value)
+                else:
+                    add(i, j, variable.value)
+
+    def store_results(self, dK: FragmentTile, dV: FragmentTile) -> None:
+        config, scores = self.config, self.scores
+        factor = self.p.number("keep_scale", f32) if config.dropout else None
+        self.store(dV, self.gradient("dv", self.kv_head, scores.seq_kv, config.value_dim), factor, 1)
+        out = self.gradient("dk", self.kv_head, scores.seq_kv, config.head_dim)
+        self.store(dK, out, self.p.number("dq_factor", f32), 0)

@@ -1,0 +1,1 @@
+"""From an attention problem and a target to launches. Pure."""

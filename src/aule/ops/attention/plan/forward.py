@@ -1,0 +1,258 @@
+"""The plan of the forward pass on a GPU: tiles, then the kernel's configuration, then scalars and grid. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from aule import tuning
+from aule.errors import InvalidArgumentError
+from aule.ops.attention.build import build_forward
+from aule.ops.attention.config import ForwardConfig, FragmentConfig
+from aule.ops.attention.fragment.forward_full_tiles import MOST_BLOCKS, reciprocals
+from aule.ops.attention.plan.last_wave import Tail, cut_tail
+from aule.ops.attention.plan.layout import Layout, view_scalars
+from aule.ops.attention.plan.scalars import folded, listed_options, problem_scalars, rotates_runs, score_options
+from aule.ops.attention.plan.tiles import (
+    Modifier,
+    choose_fragments,
+    choose_full,
+    choose_shape,
+    choose_warpgroups,
+    choose_wave,
+)
+from aule.ops.attention.precision import refused
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.attention.scores.mask_prepass import mask_steps
+from aule.ops.attention.scores.rope_prepass import ROTATED, can_rotate_before, rope_prepass
+from aule.ops.shared.plan import Plan, Step, grid_of
+from aule.target import Target
+from aule.tile.common.matrix import QUAD
+from aule.tile.fragment.arrangement import SIZE
+from aule.tile.fragment.shape import RUN, FragmentShape
+from aule.tile.simt.shape import SimtShape
+from aule.view import TensorView
+
+Shape = SimtShape | FragmentShape
+Config = ForwardConfig | FragmentConfig
+
+
+def plan_forward(
+    problem: AttentionProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None = None,
+    shape: Shape | None = None,
+) -> Plan:
+    """Plan a forward pass.
+
+    Parameters
+    ----------
+    views : dict
+        The operands by parameter name (``q``, ``k``, ``v``, ``o`` and, where present, ``mask``, ``bias``, ``alibi``,
+        ``sinks``, ``seed``, ``cos``, ``sin``): four-dimensional, with device strides and offsets.
+    aligned_base : dict, optional
+        For q, k, v, o, mask, bias, cos, sin: whether the memory starts at a multiple of 16 bytes (default: it does).
+    shape : SimtShape or FragmentShape, optional
+        Tiles to use instead of the table's.
+    """
+    draft = _Draft(problem, Layout(views, aligned_base or {}), target)
+    tiles = shape or _choose_shape(problem, draft.layout, target)
+    if problem.precision is not None and not rotates_runs(problem):
+        raise InvalidArgumentError(
+            f"[flash_attention] expected rope of whole runs of {RUN} columns on matrix units, got "
+            f"{problem.rope and problem.rope.dim} rotated columns; precision=None computes in fp32"
+        )
+    if problem.batch * problem.heads_q * problem.seq_q == 0:
+        return Plan(())
+    if isinstance(tiles, SimtShape):
+        config: Config = draft.simt_config(tiles)
+    else:
+        draft.rotate(tiles)
+        config = draft.fragment_config(tiles, own_full_tiles=shape is None)
+    return draft.launched(config, tiles, _cut(draft.problem, config, tiles, target) if shape is None else None)
+
+
+# -- choose ------------------------------------------------------------------------------------------------------------
+
+
+def _choose_shape(problem: AttentionProblem, layout: Layout, target: Target) -> Shape:
+    """The engine and its tiles: warpgroups, other matrix units, or none."""
+    dims = problem.head_dim, problem.value_dim
+    masked = problem.mask is not None or problem.bias is not None
+    in_runs = layout.aligned("qkv", RUN)
+    if problem.precision is not None:
+        # Rows are rounded in registers, as strided ones are put together there; the tiles of tf32 reckon with that.
+        in_registers = problem.precision != "tf32" or not all(in_runs)
+        rounded = choose_fragments(target, problem.precision, *dims, masked, in_registers)
+        if rounded is None:
+            raise refused(problem, target)
+        return rounded
+    found: FragmentShape | None = None
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    copied = all(in_runs) if problem.rope is None else can_rotate_before(problem) and in_runs[2]
+    # From so many scores on, two launches that look at a mask pay off.
+    if copied and (problem.mask is None or scores >= tuning.number(target, "attention.forward.mask_prepass_scores")):
+        found = choose_warpgroups(target, problem.dtype, *dims, _modifier(problem), _length_of_all(problem))
+    if found is None and rotates_runs(problem):
+        rotated = problem.rope is not None
+        found = choose_fragments(target, problem.dtype, *dims, masked, not all(in_runs), rotated)
+    return found or choose_shape(target, *dims, problem.dtype, problem.modifiers)
+
+
+def _modifier(problem: AttentionProblem) -> Modifier:
+    if problem.dropout_p > 0:
+        return "dropout"
+    if problem.bias is not None:
+        return "bias"
+    return "nothing" if problem.mask in (None, "bool") else "mask"
+
+
+def _length_of_all(problem: AttentionProblem) -> int:
+    """How many rows and keys there are at least where every row keeps every key as it is; 0 elsewhere."""
+    modified = problem.mask or problem.bias or problem.alibi or problem.softcap > 0 or problem.dropout_p > 0
+    banded = problem.limits != (UNBOUNDED, UNBOUNDED)
+    return 0 if modified or banded or problem.packed is not None else min(problem.seq_q, problem.seq_kv)
+
+
+# -- configure ---------------------------------------------------------------------------------------------------------
+
+
+class _Draft:
+    """A plan in the making: steps before the kernel, their workspace, and scalars of the kernel.
+
+    Steps before the kernel may change what it finds: ``problem`` and ``layout`` are the kernel's own.
+    """
+
+    def __init__(self, problem: AttentionProblem, layout: Layout, target: Target) -> None:
+        self.problem, self.layout, self.target = problem, layout, target
+        self.before: list[Step] = []
+        self.workspace: dict[str, int] = {}
+        self.renamed: dict[str, str] = {}
+        self.scalars: dict[str, int | float] = {}
+
+    def rotate(self, shape: FragmentShape) -> None:
+        """Rotate q and k in steps of their own, where the kernel's copies pass by registers."""
+        if not shape.warpgroups or self.problem.rope is None:
+            return
+        steps, self.workspace, made = rope_prepass(
+            self.problem, self.layout.views, self.target, self.layout.aligned_base
+        )
+        self.before += steps
+        self.layout = self.layout.rotated(made)
+        self.problem, self.renamed = replace(self.problem, rope=None), ROTATED
+
+    def _count(self, shape: Shape) -> int:
+        """Put scalars together; returns the blocks of rows."""
+        problem = self.problem
+        blocks_q = -(-problem.seq_q // shape.block_q)
+        blocks = blocks_q * problem.batch * problem.heads_q
+        counts = {"blocks_q": blocks_q, "blocks": blocks}
+        self.scalars = problem_scalars(problem, self.target) | view_scalars(self.layout.views) | counts
+        return blocks
+
+    def _options(self, run: int) -> dict[str, Any]:
+        """Fields of every configuration."""
+        return score_options(self.problem) | self.layout.rope_options(run) | {
+            "aligned": self.layout.aligned("qkvo", run),
+            "unit": self.layout.unit("qkvo"),
+            "index64": self.layout.index64,
+        }  # fmt: skip
+
+    def simt_config(self, shape: SimtShape) -> ForwardConfig:
+        """The kernel without matrix units."""
+        self._count(shape)
+        options = self._options(QUAD)
+        full_tiles = (
+            shape.full_tiles and all(options["aligned"]) and _dense_full_tiles(self.problem, self.layout, shape)
+        )
+        return ForwardConfig(**options, shape=shape, full_tiles=full_tiles)
+
+    def fragment_config(self, shape: FragmentShape, own_full_tiles: bool) -> FragmentConfig:
+        """The kernel on matrix units; ``own_full_tiles``: the kernel of full tiles may have other ones."""
+        problem, blocks = self.problem, self._count(shape)
+        options = self._options(RUN)
+        if shape.warpgroups:
+            if problem.mask is not None:
+                self._look_at_mask(shape, options)
+            options |= self._warpgroup_options()
+        config = FragmentConfig(**options, shape=shape, folded=folded(problem), factor=problem.precision)
+        if shape.prefetch_scores and _plain(config, problem) and _full_tiles(problem, shape, blocks):
+            full = choose_full(self.target, shape) if own_full_tiles else shape
+            config = replace(config, full_tiles=True, shape=full)
+            self.scalars |= reciprocals(problem, -(-problem.seq_q // shape.block_q))
+        return config
+
+    def _look_at_mask(self, shape: FragmentShape, options: dict[str, Any]) -> None:
+        """Find out in steps of their own what the mask makes of each tile."""
+        mask, aligned = self.layout.views["mask"], self.layout.starts_aligned("mask")
+        steps, space, found = mask_steps(
+            self.problem, mask, shape, self.target, False, options, self.scalars, aligned
+        )  # fmt: skip
+        self.before += steps
+        self.workspace |= space
+        self.scalars |= found
+        options |= listed_options(self.problem)
+        options["index64"] = options["index64"] or max(space.values()) > 2**31 - 1
+
+    def _warpgroup_options(self) -> dict[str, Any]:
+        problem = self.problem
+        added = (name for name in ("mask", "bias") if getattr(problem, name) not in (None, "bool"))
+        return {
+            "one_loop": problem.mask is not None or problem.bias is not None or _few_keys(problem, self.target),
+            "linear": problem.alibi and problem.limits[1] == 0 and not (problem.bias or problem.softcap > 0),
+            "pairs": tuple(name for name in added if self.layout.in_pairs(name)),
+        }
+
+    # -- scalars and grid ----------------------------------------------------------------------------------------------
+
+    def launched(self, config: Config, shape: Shape, tail: Tail | None) -> Plan:
+        """The plan: steps before, and the kernel, whose blocks may be cut along the keys."""
+        blocks, scratch = int(self.scalars["blocks"]), {}
+        if tail is not None:
+            config, blocks = replace(config, last_wave=True), tail.workgroups
+            self.scalars |= tail.scalars
+            self.workspace |= tail.workspace(shape, self.problem.value_dim, self.target)
+            scratch["tickets"] = tail.blocks
+        grid = grid_of("flash_attention", blocks, self.target)
+        step = Step(config, build_forward, grid, self.scalars, self.renamed)
+        return Plan((*self.before, step), self.workspace, scratch)
+
+
+def _cut(problem: AttentionProblem, config: Config, shape: Shape, target: Target) -> Tail | None:
+    """How blocks are cut along the keys, where there are too few to fill the device; None where they are not."""
+    wave = choose_wave(target, shape) if target.device_fence and _plain(config, problem) else None
+    if wave is None:
+        return None
+    blocks = -(-problem.seq_q // shape.block_q) * problem.batch * problem.heads_q
+    return cut_tail(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
+
+
+def _plain(config: Config, problem: AttentionProblem) -> bool:
+    """Whether all blocks of rows take as long, by a kernel that does no more than it must."""
+    banded = config.left or config.right or problem.packed is not None
+    return problem.modifiers == 0 and not banded and all(config.aligned)
+
+
+def _full_tiles(problem: AttentionProblem, shape: FragmentShape, blocks: int) -> bool:
+    """Whether a kernel for matrix units finds nothing but full tiles, as `FragmentConfig.full_tiles` says."""
+    lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0 < problem.seq_kv
+    dims = problem.head_dim % SIZE == 0 and problem.value_dim % SIZE == 0
+    return lengths and dims and problem.rope is None and problem.precision is None and blocks < MOST_BLOCKS
+
+
+def _dense_full_tiles(problem: AttentionProblem, layout: Layout, shape: SimtShape) -> bool:
+    """Whether rows follow each other in memory and are whole tiles, as `ForwardConfig.full_tiles` says."""
+    lengths = problem.seq_q % shape.block_q == 0 and problem.seq_kv % shape.block_kv == 0
+    known = not problem.packed and problem.rope is None and problem.head_dim % shape.chunk_k == 0
+    views = layout.views
+    return lengths and known and all(views[n].strides[2:] == (views[n].shape[3], 1) for n in "qkvo")
+
+
+def _few_keys(problem: AttentionProblem, target: Target) -> bool:
+    """Whether a band leaves so few keys to each row that tiles at its edges are too many for a loop of their own."""
+    left, right = problem.limits
+    band = left + right + 1 if left != UNBOUNDED and right != UNBOUNDED else problem.seq_kv
+    limited = left != UNBOUNDED or right != UNBOUNDED
+    few = tuning.number(target, "attention.forward.one_loop_keys", head_dim=max(problem.head_dim, problem.value_dim))
+    return limited and min(band, problem.seq_kv) <= few

@@ -1,0 +1,102 @@
+"""Scalar parameters of kernels and fields of their configurations that do not depend on tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
+from aule.ops.softmax.dropout import keep_scale, threshold
+from aule.target import Target
+from aule.tile.common.math import LOG2E
+from aule.tile.fragment.shape import RUN
+from aule.tuning import model
+
+FAR = 1 << 30
+"""Stands for an unlimited side of the window; sums with positions do not overflow."""
+
+
+def problem_scalars(problem: AttentionProblem, target: Target) -> dict[str, int | float]:
+    """Scalar parameters of kernels."""
+    left, right = problem.limits
+    cached = model.cached_bytes(target, "attention")
+    total_q, total_kv = problem.packed or (0, 0)
+    return {
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "group": problem.group,
+        "heads_together": _heads_together(problem, cached),
+        "key_heads_together": _key_heads_together(problem, cached),
+        "shift": problem.shift,
+        "left": min(left, FAR),
+        "right": min(right, FAR),
+        # Scores are made in the log2 domain at once; with a softcap they go through tanh first.
+        "scale": problem.scale / problem.softcap if problem.softcap > 0 else problem.scale * LOG2E,
+        "softcap": problem.softcap * LOG2E,
+        "dropout_limit": threshold(problem.dropout_p),
+        "keep_scale": keep_scale(problem.dropout_p),
+        "batches": problem.batch,
+        "total_q": total_q,
+        "total_kv": total_kv,
+        "bottom_right": int(problem.causal_align == "bottom-right"),
+    }
+
+
+def _heads_together(problem: AttentionProblem, cached: int) -> int:
+    """Query heads whose K and V fit a GPU's cache; at most all there are."""
+    each = problem.seq_kv * (problem.head_dim + problem.value_dim) * (4 if problem.dtype == "f32" else 2)
+    return max(min(cached * problem.group // max(each, 1), problem.batch * problem.heads_q), 1)
+
+
+def _key_heads_together(problem: AttentionProblem, cached: int) -> int:
+    """Key heads whose query heads' Q, dO and sums of dQ fit a GPU's cache."""
+    row = (problem.head_dim + problem.value_dim) * (4 if problem.dtype == "f32" else 2) + 4 * problem.head_dim
+    each = problem.group * problem.seq_q * row
+    return max(min(cached // max(each, 1), problem.batch * problem.heads_kv), 1)
+
+
+def row_scalars(problem: AttentionProblem) -> dict[str, int | float]:
+    """Scalars that differ for kernels which go over rows without regard to sequences: packed ones are one sequence."""
+    return {} if problem.packed is None else {"seq_q": problem.packed[0]}
+
+
+def score_options(problem: AttentionProblem) -> dict[str, Any]:
+    """Fields of a `ScoreConfig`."""
+    left, right = problem.limits
+    packed = problem.packed is not None
+    return {
+        "dtype": problem.dtype,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        # The band may reach beyond all keys (decoding has right = 0 at the last key): then no tile needs its mask code.
+        # Unknown for packed sequences.
+        "left": left != UNBOUNDED and (packed or problem.seq_q - 1 + problem.shift - left > 0),
+        "right": right != UNBOUNDED and (packed or problem.shift + right + 1 < problem.seq_kv),
+        "softcap": problem.softcap > 0,
+        "mask": problem.mask,
+        "bias": problem.bias,
+        "alibi": problem.alibi,
+        "sinks": problem.sinks,
+        "lse": problem.return_lse,
+        "dropout": problem.dropout_p > 0,
+        "packed": packed,
+        "rope": problem.rope,
+    }
+
+
+def listed_options(problem: AttentionProblem) -> dict[str, Any]:
+    """Fields of a `ScoreConfig` where a prepass has looked at the mask."""
+    return {"tiles_listed": True, "mask": "bits" if problem.mask == "bool" else problem.mask}
+
+
+def folded(problem: AttentionProblem) -> bool:
+    """Whether the scale can wait until the exponent: it keeps the order of scores, and nothing is added to them."""
+    added = problem.softcap > 0 or problem.bias or problem.alibi or problem.mask not in (None, "bool")
+    return problem.scale > 0 and not added
+
+
+def rotates_runs(problem: AttentionProblem) -> bool:
+    """Whether kernels for matrix units can rotate as the problem says: they do whole runs of columns."""
+    rope = problem.rope
+    return rope is None or (rope.dim if rope.interleaved else rope.half) % RUN == 0

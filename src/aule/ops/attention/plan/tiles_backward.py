@@ -1,0 +1,101 @@
+"""Tiles of the backward kernels, from the tuning tables, as in `tiles.py`."""
+
+from __future__ import annotations
+
+from aule import tuning
+from aule.errors import KernelError
+from aule.ir.types import PANEL
+from aule.ops.attention.plan.tiles import dims_facts, fragment_shape, known_wave, narrowed, runs, simt_shape
+from aule.ops.attention.plan.wave import Wave
+from aule.target import Target
+from aule.tile.fragment.arrangement import SIZE
+from aule.tile.fragment.engine import fitted, multiplies
+from aule.tile.fragment.shape import FragmentShape
+from aule.tile.simt.shape import SimtShape
+from aule.tile.warpgroup.engine import has_warpgroups
+from aule.tuning import model
+
+SIMT = "attention.backward.simt"
+FRAGMENT = "attention.backward.fragment"
+WARPGROUP = "attention.backward.warpgroup"
+
+
+def choose_backward_fragments(
+    target: Target, dtype: str, head_dim: int, value_dim: int, of: str
+) -> FragmentShape | None:
+    """Tiles of a backward kernel on matrix units: of dQ ("queries"), of dK and dV ("keys"), or of dK and dV with atomic
+    sums of dQ ("sums"); None if there are none."""
+    if not multiplies(target, dtype):
+        return None
+
+    def fits(record: tuning.Record) -> bool:
+        shape = fitted(fragment_shape(record.use), target)
+        # A thread loads what belongs to one of the other rows.
+        if not runs(shape, target) or shape.threads < shape.block_kv:
+            return False
+        even = all(-(-dim // SIZE) % shape.columns == 0 for dim in (head_dim, value_dim))
+        return even and shape.backward_bytes(head_dim, value_dim) <= target.max_shared_bytes
+
+    facts = {"dtype": dtype, **dims_facts(head_dim, value_dim), "of": of}
+    record = tuning.find(target, FRAGMENT, facts, fits)
+    return fitted(fragment_shape(record.use), target) if record is not None else None
+
+
+def choose_backward_wave(target: Target, shape: FragmentShape) -> Wave | None:
+    """How many workgroups with sums run at a time; None if nobody measured it, or partial sums could not be
+    combined."""
+    return known_wave(target, FRAGMENT, shape) if target.device_fence else None
+
+
+def choose_backward_warpgroups(target: Target, dtype: str, head_dim: int, value_dim: int) -> FragmentShape | None:
+    """Tiles of the kernel of dK and dV over warpgroups; None if there are none."""
+    if not (multiplies(target, dtype) and has_warpgroups(target, dtype)):
+        return None
+
+    def fits(record: tuning.Record) -> bool:
+        shape = fragment_shape(record.use)
+        # Warpgroups share dQ by panels of columns, of which each has at least one. If they have the same keys, they
+        # share dK and dV by panels, too.
+        enough = -(-head_dim // PANEL) >= shape.threads // 2 // shape.block_kv
+        even = shape.columns == 1 or all(d % (shape.columns * PANEL) == 0 for d in (head_dim, value_dim))
+        return enough and even and shape.backward_bytes(head_dim, value_dim, sums=True) <= target.max_shared_bytes
+
+    record = tuning.find(target, WARPGROUP, {"dtype": dtype, **dims_facts(head_dim, value_dim)}, fits)
+    return fragment_shape(record.use) if record is not None else None
+
+
+def choose_backward_shape(
+    target: Target, inner: int, results: tuple[int, ...], sums: bool = False, modifiers: int = 0
+) -> SimtShape:
+    """Tiles of a simt backward kernel.
+
+    Parameters
+    ----------
+    inner : int
+        The wider of the head dimensions.
+    results : tuple of int
+        Columns of each gradient that the kernel computes.
+    sums : bool
+        It adds up dQ, too.
+    modifiers : int
+        Steps between scores and softmax.
+    """
+
+    def fits(record: tuning.Record) -> bool:
+        """``accumulators`` are the most registers of S, dP and the gradients (dQ's sums excepted) that a thread may
+        hold without modifiers, and with any; unlimited without that field."""
+        shape = narrowed(simt_shape(record.use), inner)
+        held = shape.rows * (2 * shape.block_kv + sum(shape.value_cols(dim) for dim in results)) // shape.threads_x
+        limits = record.use.get("accumulators")
+        shared = shape.backward_bytes(inner, sums)
+        room = model.fits(target, shape.threads, shared, record.use.get("resident", 1))
+        return room and (limits is None or held <= limits[bool(modifiers)])
+
+    facts = {"sums": sums, "head_dim": inner, "columns": sum(results), "modifiers": modifiers}
+    record = tuning.find(target, SIMT, facts, fits)
+    if record is not None:
+        return narrowed(simt_shape(record.use), inner)
+    raise KernelError(
+        f"[flash_attention] expected a device with workgroups of 64 and 16 KiB of shared memory for gradients, got "
+        f"{target.max_shared_bytes} bytes and {target.max_threads} on {target.name}; use another backend"
+    )

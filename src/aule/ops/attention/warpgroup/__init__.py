@@ -1,0 +1,1 @@
+"""Attention kernels on the warpgroup engine."""

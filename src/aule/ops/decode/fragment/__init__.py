@@ -1,0 +1,1 @@
+"""The decoding kernel on matrix units."""

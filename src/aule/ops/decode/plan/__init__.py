@@ -1,0 +1,1 @@
+"""From a decoding problem and a target to launches. Pure."""

@@ -1,0 +1,406 @@
+"""From a decoding problem and a target to launches, in three steps: choose, configure, scalars. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from aule import tuning
+from aule.ops.attention.config import Paging
+from aule.ops.attention.plan.layout import aligned_rows, view_scalars
+from aule.ops.attention.plan.scalars import problem_scalars
+from aule.ops.attention.problem import UNBOUNDED
+from aule.ops.combine import last_workgroup
+from aule.ops.combine.partials import row_quads
+from aule.ops.combine.second_launch import CombineConfig, build_combine
+from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
+from aule.ops.decode.fragment.kernel import build_decode_fragment
+from aule.ops.decode.plan.prefill import few_tokens, page_scalars, plan_prefill
+from aule.ops.decode.plan.shapes import (
+    choose_cluster,
+    choose_decode_fragments,
+    choose_decode_shape,
+    choose_splits,
+    combines_in_last_workgroup,
+    fragment_runs,
+    is_short,
+    reads_queries_direct,
+    reads_queries_early,
+    split_limits,
+)
+from aule.ops.decode.problem import DecodeProblem
+from aule.ops.decode.simt.kernel import build_decode
+from aule.ops.decode.validate import DecodeOperands
+from aule.ops.shared.plan import Plan, Step, grid_of
+from aule.target import Target
+from aule.tile.common.matrix import QUAD
+from aule.tile.fragment.arrangement import SIZE
+from aule.tile.fragment.shape import RUN
+from aule.tuning import model
+from aule.view import ITEMSIZE, TensorView
+
+Combine = Literal["cluster", "last_workgroup", "second_launch"]
+"""Who combines the partial results of a split sequence."""
+
+
+def decode_views(operands: DecodeOperands, out: TensorView) -> dict[str, TensorView]:
+    """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
+    views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
+    for name in ("k_scale", "v_scale"):
+        view = getattr(operands, name)
+        if view is not None:  # as rows of one element
+            storage = view.storage[..., None] if view.is_host else view.storage
+            views[name] = replace(view, shape=(*view.shape, 1), strides=(*view.strides, 1), storage=storage)
+    for name in ("tables", "lens", "cu_q", "alibi", "sinks"):
+        view = getattr(operands, name)
+        if view is not None:
+            views[name] = view
+    return views
+
+
+def plan_decode(
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    aligned_base: dict[str, bool] | None = None,
+    shape: DecodeShape | FragmentDecodeShape | None = None,
+    splits: int | None = None,
+    combine: Combine | None = None,
+) -> Plan:
+    """Plan decoding on a GPU.
+
+    Parameters
+    ----------
+    views : dict
+        From `decode_views`, with device strides and offsets.
+    aligned_base : dict, optional
+        For q, k, v, o: whether the memory starts at a multiple of 16 bytes (default: it does).
+    shape : DecodeShape or FragmentDecodeShape, optional
+        Shape of a workgroup; by default the planner chooses.
+    splits : int, optional
+        Splits of each sequence's keys; by default the planner chooses.
+    combine : {"cluster", "last_workgroup", "second_launch"}, optional
+        Who combines the splits; by default the planner chooses. Ignored if there is one split.
+    """
+    if math.prod(problem.out_shape) == 0 or problem.batch == 0 or problem.seq_q == 0:
+        return Plan(())
+    call = _Call(problem, views, target, aligned_base or {})
+    prefill = plan_prefill(problem, views, target, call.paging, call.aligned_base, call.largest_index > 2**31 - 1)
+    if prefill is not None and problem.total_q is None:
+        return Plan((prefill,))
+    # In a packed batch the prefill launch takes the sequences of many tokens.
+    tokens = problem.seq_q if prefill is None else min(problem.seq_q, few_tokens(problem))
+    choice = _choose(call, tokens, shape, splits, combine)
+    plan = _plan(call, choice)
+    return plan if prefill is None else replace(plan, steps=(*plan.steps, prefill))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A problem, its operands and the target."""
+
+    problem: DecodeProblem
+    views: dict[str, TensorView]
+    target: Target
+    aligned_base: dict[str, bool]
+
+    def aligned(self, name: str, run: int) -> bool:
+        """Whether rows of an operand can be read or written as vectors of ``run`` elements."""
+        return aligned_rows(self.views[name], run) and self.aligned_base.get(name, True)
+
+    @property
+    def unit(self) -> tuple[bool, ...]:
+        """For q, k, v, o: the head dimension has stride 1."""
+        return tuple(self.views[n].strides[3] == 1 or self.views[n].shape[3] == 1 for n in "qkvo")
+
+    @property
+    def paging(self) -> Paging:
+        page = self.problem.page
+        if not page:
+            return "none"
+        return "shift" if page & (page - 1) == 0 else "divide"
+
+    @property
+    def largest_index(self) -> int:
+        """Elements up to the last of any operand."""
+        return max(view.last_index + 1 for view in self.views.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values that the sequences can have."""
+        problem = self.problem
+        per_key = (problem.head_dim + problem.value_dim) * ITEMSIZE[problem.cache]
+        return problem.batch * problem.heads_kv * problem.seq_kv * per_key
+
+
+# -- choose ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How a call is divided among workgroups.
+
+    Attributes
+    ----------
+    tokens : int
+        Most query tokens of a sequence that these launches serve.
+    splits : int
+        Most splits of a sequence's keys.
+    combine : str or None
+        Who combines the splits; None if there is one.
+    least_keys : int
+        Fewest keys of a split, if a sequence is shorter than it could be.
+    """
+
+    problem: DecodeProblem = field(repr=False)
+    tokens: int
+    shape: DecodeShape | FragmentDecodeShape
+    splits: int
+    combine: Combine | None
+    least_keys: int
+
+    @cached_property
+    def row_blocks(self) -> int:
+        """Blocks of rows of a key head."""
+        return -(-self.problem.group * self.tokens // self.shape.rows)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows of all sequences."""
+        return self.row_blocks * self.problem.heads_kv * self.problem.batch
+
+    @property
+    def rows(self) -> int:
+        """Query rows of all sequences."""
+        return self.problem.batch * self.problem.heads_q * self.tokens
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a workgroup, rounded up to a power of two."""
+        return 1 << (min(self.shape.rows, self.problem.group * self.tokens) - 1).bit_length()
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """The grid's axes, unless it is flat."""
+        heads = self.row_blocks * self.problem.heads_kv
+        if self.combine == "cluster":
+            return self.splits, heads, self.problem.batch
+        return heads, self.splits, self.problem.batch
+
+
+def _choose(
+    call: _Call,
+    tokens: int,
+    shape: DecodeShape | FragmentDecodeShape | None,
+    splits: int | None,
+    combine: Combine | None,
+) -> _Choice:
+    """Choose shape, splits and who combines them, unless they are given."""
+    shape = _choose_shape(call, tokens, shape)
+    choice = _Choice(call.problem, tokens, shape, 1, combine, split_limits(call.target)["least_keys"])
+    choice = replace(choice, splits=splits) if splits is not None else _choose_splits(call, choice)
+    if choice.splits == 1:
+        return replace(choice, combine=None)
+    if choice.combine == "cluster" and _is_flat(choice, call.target):
+        choice = replace(choice, combine=None)
+    return choice if choice.combine is not None else replace(choice, combine=_choose_combine(call, choice))
+
+
+def _choose_shape(
+    call: _Call, tokens: int, shape: DecodeShape | FragmentDecodeShape | None
+) -> DecodeShape | FragmentDecodeShape:
+    problem, target = replace(call.problem, seq_q=tokens), call.target
+    shape = shape or choose_decode_fragments(problem, target)
+    if isinstance(shape, FragmentDecodeShape):
+        runs = fragment_runs(problem, target)
+        if not (call.aligned("k", runs[0]) and call.aligned("v", runs[1])):
+            shape = None
+    if shape is not None:
+        return shape
+    run = 16
+    while run > 1 and not (call.aligned("k", run) and call.aligned("v", run)):
+        run //= 2
+    return choose_decode_shape(problem, target, run)
+
+
+def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
+    """Choose the number of splits, and a cluster if that suits."""
+    problem, target, shape, blocks = call.problem, call.target, choice.shape, choice.blocks
+    fragments = isinstance(shape, FragmentDecodeShape)
+    if isinstance(shape, FragmentDecodeShape) and choice.combine is None:
+        dims = problem.head_dim, problem.value_dim
+        cluster = choose_cluster(shape, blocks, problem.seq_kv, dims, target)
+        if cluster > 1:
+            return replace(choice, splits=cluster, combine="cluster")
+    if fragments and is_short(problem, target):
+        return choice
+    resident = _resident(shape, target)
+    # If three workgroups share a compute unit it is better to have all of them.
+    even = not fragments or resident < 3
+    splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
+    return replace(choice, splits=splits, least_keys=least)
+
+
+def _choose_combine(call: _Call, choice: _Choice) -> Combine:
+    """Choose between the last workgroup and a second launch."""
+    problem = call.problem
+    block_rows = min(choice.shape.rows, problem.group * choice.tokens)
+    buffers = len(call.views) + int(problem.return_lse) + 3  # partial results, their log-sum-exps, tickets
+    dims = problem.head_dim, problem.value_dim
+    last = combines_in_last_workgroup(choice.shape, block_rows, choice.splits, dims, buffers, call.target)
+    return "last_workgroup" if last else "second_launch"
+
+
+def _is_flat(choice: _Choice, target: Target) -> bool:
+    """Whether some axis of the grid is longer than the target allows, so that the grid is flat."""
+    return any(count > most for count, most in zip(choice.axes, target.max_grid, strict=True))
+
+
+def _resident(shape: DecodeShape | FragmentDecodeShape, target: Target) -> int:
+    """Workgroups that a compute unit runs at a time.
+
+    Without a limit on registers, eight subgroups on matrix units have more loads in flight than a compute unit's share
+    of the memory's bandwidth needs.
+    """
+    resident = model.resident(target, shape.threads, shape.registers)
+    unlimited = isinstance(shape, FragmentDecodeShape) and not shape.registers
+    return min(resident, max(1, 8 // shape.subgroups)) if unlimited else resident
+
+
+# -- configure ---------------------------------------------------------------------------------------------------------
+
+
+def _configure(call: _Call, choice: _Choice) -> DecodeConfig | FragmentDecodeConfig:
+    """Configuration of the kernel that attends to the keys."""
+    problem, shape = call.problem, choice.shape
+    options = _score_options(call) | _grid_options(call, choice)
+    if isinstance(shape, FragmentDecodeShape):
+        early = reads_queries_early(problem, call.target)
+        direct = early and call.unit[0] and call.aligned("q", RUN) and reads_queries_direct(problem, call.target)
+        return FragmentDecodeConfig(
+            **options,
+            shape=shape,
+            most_rows=choice.most_rows,
+            early_queries=early,
+            direct_queries=direct,
+            page_shared=problem.page > 0 and problem.page % SIZE == 0,
+            aligned=(call.aligned("q", QUAD), True, True, call.aligned("o", QUAD)),
+        )
+    widths = {"q": QUAD, "k": shape.run, "v": shape.run, "o": QUAD}
+    return DecodeConfig(
+        **options,
+        shape=shape,
+        page_shared=problem.page > 0 and problem.page % shape.stretch == 0,
+        aligned=tuple(call.aligned(name, width) for name, width in widths.items()),
+    )
+
+
+def _score_options(call: _Call) -> dict[str, Any]:
+    """Fields that the problem and its operands decide."""
+    problem = call.problem
+    left, right = problem.limits
+    return {
+        "dtype": problem.dtype,
+        "cache": problem.cache,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "left": left != UNBOUNDED,
+        # A single query stands at the last key: there are no keys to its right.
+        "right": right != UNBOUNDED and (problem.total_q is not None or problem.seq_q > 1 or right < 0),
+        "softcap": problem.softcap > 0,
+        "alibi": problem.alibi,
+        "sinks": problem.sinks,
+        "lse": problem.return_lse,
+        "packed": problem.total_q is not None,
+        "lens": problem.lens,
+        "paging": call.paging,
+        "unit": call.unit,
+        "one_token": _one_token(problem),
+    }
+
+
+def _grid_options(call: _Call, choice: _Choice) -> dict[str, Any]:
+    """Fields that the division among workgroups decides."""
+    problem, combine, splits = call.problem, choice.combine, choice.splits
+    by_last = combine == "last_workgroup"
+    one_block = choice.row_blocks == 1
+    largest = max(choice.rows * splits * problem.value_dim, call.largest_index)
+    return {
+        "split": splits > 1,
+        "flat_grid": _is_flat(choice, call.target),
+        "next_launch_overlaps": combine == "second_launch" and call.target.overlap,
+        "several_row_blocks": not one_block,
+        "fixed_rows": problem.group * choice.tokens if one_block and problem.total_q is None else 0,
+        "partials_at_once": min(last_workgroup.AT_ONCE, 1 << (splits - 1).bit_length()) if by_last else 1,
+        # Keys that several blocks of rows read, or that the next call finds in the cache, are to stay there.
+        "evict_first": one_block and call.cache_bytes > model.cached_bytes(call.target, "decode"),
+        "last_workgroup_combines": by_last,
+        "cluster": splits if combine == "cluster" else 1,
+        "index64": largest > 2**31 - 1,
+    }
+
+
+def _one_token(problem: DecodeProblem) -> bool:
+    return problem.total_q is None and problem.seq_q == 1
+
+
+# -- scalars and steps -------------------------------------------------------------------------------------------------
+
+
+def _scalars(call: _Call, choice: _Choice) -> dict[str, int | float]:
+    problem = call.problem
+    attention = replace(problem.alone(problem.seq_q, problem.seq_kv), batch=problem.batch)
+    least_steps = 1 if choice.combine == "cluster" else max(choice.least_keys // choice.shape.step, 1)
+    return problem_scalars(attention, call.target) | view_scalars(call.views) | page_scalars(problem) | {
+        "blocks": choice.blocks * choice.splits,
+        "row_blocks": choice.row_blocks,
+        "splits": choice.splits,
+        "least_shift": least_steps.bit_length() - 1,
+        "tokens": choice.tokens,
+        "total_q": problem.total_q or 0,
+    }  # fmt: skip
+
+
+def _plan(call: _Call, choice: _Choice) -> Plan:
+    """The launch that attends to the keys, and one that combines splits if that is a launch of its own."""
+    config, scalars, grid = _configure(call, choice), _scalars(call, choice), choice.axes
+    if config.flat_grid:
+        grid = grid_of("decode_attention", choice.blocks * choice.splits, call.target)
+    build = build_decode_fragment if isinstance(config, FragmentDecodeConfig) else build_decode
+    attend = Step(config, build, grid, scalars)
+    if not config.stores_partials:
+        return Plan((attend,))
+    partials = choice.rows * choice.splits
+    workspace = {"part": partials * call.problem.value_dim, "part_lse": partials}
+    if choice.combine == "last_workgroup":
+        return Plan((attend,), workspace, {"tickets": choice.blocks})
+    return Plan((attend, _combine_step(call, choice, config, scalars)), workspace)
+
+
+def _combine_step(
+    call: _Call, choice: _Choice, config: DecodeConfig | FragmentDecodeConfig, scalars: dict[str, int | float]
+) -> Step:
+    """The launch that combines the partial results of ``config``'s launch."""
+    problem, target = call.problem, call.target
+    quads = row_quads(problem.value_dim, target.max_threads)
+    most_threads = min(tuning.number(target, "decode.combine_threads"), target.max_threads)
+    one_token = config.one_token and problem.heads_q <= target.max_grid[0] and problem.batch <= target.max_grid[1]
+    combine = CombineConfig(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        one_token=one_token,
+        overlaps_previous=config.next_launch_overlaps,
+        threads=quads * max(1, most_threads // quads),
+        sinks=problem.sinks,
+        lse=problem.return_lse,
+        packed=config.packed,
+        lens=problem.lens,
+        unit=config.unit,
+        aligned=config.aligned[3],
+        index64=config.index64,
+    )
+    grid = (problem.heads_q, problem.batch, 1) if one_token else grid_of("decode_attention", choice.rows, target)
+    return Step(combine, build_combine, grid, {**scalars, "blocks": choice.rows})

@@ -1,0 +1,207 @@
+"""The kernel that adds up workgroups' partial sums of columns (`aule.tile.rows.column_sums`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from aule import tuning
+from aule.errors import InvalidShapeError
+from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir.types import SCALARS, i32, i64
+from aule.ops.shared.parameters import Parameters
+from aule.ops.shared.plan import Step
+from aule.target import Target
+from aule.tile.common.math import fold
+from aule.tile.common.matrix import divmod_const
+from aule.tile.rows.column_sums import SumsLayout, deinterleaved_column, fold_threads, store_numbered
+from aule.tile.vector.engine import vector_unit, work_type
+from aule.view import TensorView
+
+_CPU_TOGETHER = 4
+"""Vectors of columns that a CPU task adds up at a time."""
+
+
+@dataclass(frozen=True)
+class ColumnSumConfig:
+    """Configuration of the kernel that adds up partial sums of columns.
+
+    Attributes
+    ----------
+    outputs : tuple of (str, str)
+        Names and dtypes.
+    columns, lanes : int
+        Columns of a workgroup, and threads that share a column.
+    width, vectors : int
+        Columns of a thread; on a CPU ``vectors`` times as many.
+    at_once : int
+        Rows that a thread loads before it adds any.
+    pairs : bool
+        Columns come as the first ones of all pairs, the second ones, and the rest; pairs become neighbours.
+    deinterleaved : bool
+        Columns come deinterleaved (`aule.tile.rows.column_sums.SumsLayout`).
+    awaits : bool
+        The kernel begins while the launch before ends, and waits for it. That launch is an ordinary one on the same
+        stream, so when it is over, so is everything before it.
+    fixed : tuple of (str, int or float)
+        Scalars compiled into the kernel (`Parameters`).
+    """
+
+    dtype: str
+    outputs: tuple[tuple[str, str], ...]
+    columns: int
+    lanes: int
+    width: int
+    vectors: int
+    at_once: int
+    index64: bool
+    pairs: bool = False
+    deinterleaved: bool = False
+    awaits: bool = False
+    fixed: tuple[tuple[str, int | float], ...] = ()
+
+
+def column_sum_step(
+    dtype: str,
+    outputs: Sequence[tuple[str, TensorView]],
+    partials: int,
+    length: int,
+    target: Target,
+    pairs: int = 0,
+    specialise: bool = False,
+    layout: SumsLayout = "in_order",
+) -> Step:
+    """Add up ``partials`` rows of ``length`` sums for each output.
+
+    Parameters
+    ----------
+    pairs : int
+        Pairs of columns that are stored apart and become neighbours.
+    specialise : bool
+        Most calls have as many rows, so a kernel for this number pays.
+    layout : str
+        How the partial sums are laid out.
+    """
+    columns, lanes, width, vectors = _shape(dtype, length, len(outputs), target, pairs > 0)
+    numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
+    config = ColumnSumConfig(
+        dtype,
+        tuple((name, view.dtype) for name, view in outputs),
+        columns,
+        lanes,
+        width,
+        vectors,
+        at_once=min(-(-partials // lanes), tuning.number(target, "column_sum.at_once")),
+        index64=partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
+        pairs=pairs > 0,
+        deinterleaved=layout == "deinterleaved",
+        awaits=target.overlap,
+        fixed=tuple(numbers.items()) if specialise else (),
+    )
+    groups = -(-length // (columns * width * vectors))
+    if groups > target.max_grid[0]:
+        raise InvalidShapeError(
+            f"[{outputs[0][0]}] expected at most {target.max_grid[0] * columns * width} columns on {target.name}, got "
+            f"{length}; use backend='cpu'"
+        )
+    return Step(config, build_column_sum, (groups, len(outputs), 1), numbers)
+
+
+def _shape(dtype: str, length: int, outputs: int, target: Target, pairs: bool) -> tuple[int, int, int, int]:
+    """Columns, lanes, width and vectors (`ColumnSumConfig`)."""
+    if target.host:
+        lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
+        return (1, 1, 1, 1) if pairs else (1, 1, lanes, tuning.use(target, "column_sum.cpu")["vectors"])
+    # Neighbouring columns of a workgroup: the most that leave every unit one, and at least the 32 bytes that memory
+    # transfers at once.
+    limits = tuning.use(target, "column_sum")
+    groups = {columns: -(-length // columns) * outputs for columns in limits["columns"]}
+    columns = next((columns for columns in groups if groups[columns] >= target.compute_units), limits["columns"][-1])
+    lanes = min(1024, 1 << (target.max_threads.bit_length() - 1)) // columns
+    # Workgroups are small enough that all are resident, where it is known how many threads a unit holds.
+    room = target.compute_units * tuning.number(target, "column_sum.resident_threads")
+    while room and lanes > limits["fewest_lanes"] and groups[columns] * columns * lanes > room:
+        lanes //= 2
+    return columns, lanes, 1, 1
+
+
+def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
+    """Trace the kernel: neighbouring threads have neighbouring columns; the threads of a column share its rows."""
+    b = Builder("column_sum", config.columns * config.lanes, arithmetic="quick")
+    if config.awaits:
+        b.launch_await()
+        b.launch_next()
+    cpu = target.host
+    p = Parameters(b, i64 if cpu or config.index64 else i32, dict(config.fixed))
+    work = work_type(SCALARS[config.dtype])
+    length, partials = p.number("length"), p.number("partials")
+    source = p.buffer("partial", work)
+    lane, column = divmod_const(b, b.thread_id(), config.columns)
+    number = b.group_id(1)
+    col = (b.group_id(0) * config.columns + column) * (config.width * config.vectors)
+    step = b.cast(length, p.index)
+    known = int(dict(config.fixed).get("partials", 0))
+    one_round = 0 < known <= config.lanes * config.at_once
+
+    def add_vectors(start: Value, width: int, count: int) -> list[Var]:
+        """Add up this task's rows of ``count`` neighbouring vectors."""
+        totals = [b.var(b.splat(b.const(0.0, work), width)) for _ in range(count)]
+        with b.loop(lane, partials, config.lanes, unroll=4, name="row") as row:
+            at = start + b.cast(row, p.index) * step
+            for i, total in enumerate(totals):
+                total.value = total.value + b.load(source, at + i * width, width, align=1)
+        return totals
+
+    def add_rows(start: Value) -> Var:
+        """Add up this thread's rows of a column."""
+        total = b.var(b.splat(b.const(0.0, work), 1))
+        together = config.lanes * config.at_once
+        with nullcontext(lane) if one_round else b.loop(lane, partials, together, name="row") as first:
+            rows = [first + i * config.lanes for i in range(config.at_once)]
+            exists = [one_round and (i + 1) * config.lanes <= known for i in range(config.at_once)]
+            places = [row if sure else b.min(row, partials - 1) for row, sure in zip(rows, exists, strict=True)]
+            found = [b.load(source, start + b.cast(place, p.index) * step) for place in places]
+            values = [
+                x if sure else b.select(row < partials, x, 0.0)
+                for row, x, sure in zip(rows, found, exists, strict=True)
+            ]
+            total.value = total.value + fold(b, "add", values)
+        return total
+
+    def fold_column(value: Value) -> Value:
+        """Add up over the threads of a column; the first of them gets the sum."""
+        if config.lanes == 1:
+            return value
+        memory = b.shared("sums", work, config.columns * config.lanes)
+        b.store(memory, lane * config.columns + column, value)
+        return fold_threads(b, memory, config.columns, config.lanes)
+
+    def add(col: Value, width: int, count: int = 1) -> None:
+        inside = b.min(col, length - width * count)
+        start = step * b.cast(partials, p.index) * b.cast(number, p.index) + b.cast(inside, p.index)
+        totals = add_vectors(start, width, count) if cpu else [add_rows(start)]
+        values = [fold_column(total.value) for total in totals]
+        to = inside
+        if config.pairs:
+            half = p.number("pairs")
+            neighbours = b.select(inside < half, inside * 2, (inside - half) * 2 + 1)
+            to = b.select(inside < half * 2, neighbours, inside)
+        if config.deinterleaved:
+            to = deinterleaved_column(b, inside, length)
+        outs = [p.buffer(name, SCALARS[dtype], "write") for name, dtype in config.outputs]
+        with b.if_(b.eq(lane, 0) & (col < length)):
+            store_numbered(b, outs, number, b.cast(to, p.index), values)
+
+    if config.width == 1:
+        add(col, 1)
+    else:
+        end = b.min(col + config.width * config.vectors, length)
+        together = config.width * _CPU_TOGETHER
+        full = col + (end - col) // together * together
+        with b.loop(col, full, together, name="col") as some:
+            add(some, config.width, _CPU_TOGETHER)
+        with b.loop(full, end, name="rest") as rest:
+            add(rest, 1)
+    b.barrier()  # see `Rows.finish`
+    return b.finish()

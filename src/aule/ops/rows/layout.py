@@ -1,0 +1,294 @@
+"""How rows lie over a device: which threads have what of them, and how many workgroups there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from aule import tuning
+from aule.ir.types import SCALARS, f32
+from aule.ops.rows.column_sum_layout import choose_sums
+from aule.ops.rows.hints import NO_SUMS, RowTuning, SumTuning, Work, usual_units
+from aule.ops.shared.plan import grid_of
+from aule.target import Target
+from aule.tile.rows.column_sums import OCTET, SumsLayout
+from aule.tile.rows.prefetch_shared import COPIED_BYTES
+from aule.tile.rows.shape import PassShape, RowShape
+from aule.tile.vector.engine import vector_unit, work_type
+from aule.tuning.family import GENERIC
+from aule.view import TensorView
+
+_ROW_SUMS = 5
+"""Numbers for each row that kernels with sums of columns exchange, at most."""
+_RESERVED = 1024
+"""Bytes of shared memory that a driver may take of each workgroup's."""
+
+
+def choose_rows(
+    target: Target,
+    dtype: str,
+    length: int,
+    width: int,
+    rows: int,
+    work: Work = NO_SUMS,
+    hints: RowTuning | None = None,
+) -> tuple[RowShape, PassShape]:
+    """How rows of ``length`` columns, of which ``width`` can be loaded together, are laid out over a device's threads.
+    ``hints`` replace the usual ones in kernels without sums of columns on GPUs."""
+    if target.host:
+        return _choose_cpu_rows(target, dtype, length, rows, work)
+    size = SCALARS[dtype].bytes
+    narrow = size == 2 and width % 2 == 0
+    if not work.sums:
+        if hints is None:
+            norm = work.columns or work.written > 1
+            hints = _norm_hints(target, length, rows, work, narrow) if norm else usual_rows(target)
+        full = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
+        hints = replace(hints, in_shared=hints.in_shared and full and narrow, narrow=hints.narrow and narrow)
+        return _over_cluster(target, length, width, rows, hints)
+    summing = choose_sums(target, length, work, rows) if work.copied else usual_sums()
+    if summing.narrow and not narrow:
+        summing = usual_sums()
+    shape, passes = _over_cluster(target, length, width, rows, summing)
+    if not summing.prefetch:
+        return shape, passes
+    prefetch, resident = summing.prefetch, shape.resident
+    if not passes.parts or width * min(work.copied) != COPIED_BYTES:
+        prefetch = 0
+    elif summing.prefetch_to.startswith("staged"):
+        rest, exchanged = _shared_bytes(target, dtype, shape, passes, replace(work, copied=()))
+        staged = max(work.copied) * passes.width * passes.parts * shape.batch * shape.workgroup
+        prefetch = int(rest + 2 * exchanged + staged <= target.max_shared_bytes)
+    elif summing.prefetch_to == "shared":
+        rest, block = _shared_bytes(target, dtype, shape, passes, work)
+        resident = min(resident, target.max_shared_bytes // (rest + 2 * block))  # with one block ahead at least
+        prefetch = min(prefetch, (target.max_shared_bytes // resident - rest) // block - 1) if resident else 0
+    if summing.cluster_exchange and not (shape.cluster_exchange and prefetch):
+        # A cluster's threads would not have as much each, or no room.
+        return choose_rows(target, dtype, length, width, rows, replace(work, exchanged=0))
+    if not prefetch:
+        return _over_threads(target, length, width, rows, usual_sums())
+    shape = replace(shape, resident=resident, prefetch=prefetch, prefetch_to=summing.prefetch_to)
+    combined = replace(shape, sums_cluster=summing.sums_cluster)
+    return (combined if _can_combine_sums(target, dtype, rows, combined, passes, work) else shape), passes
+
+
+def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, passes: PassShape, work: Work) -> bool:
+    """Whether workgroups can add up their sums of columns in the shared memory through which rows have come, and all
+    of them have rows."""
+    size = work_type(SCALARS[dtype]).bytes
+    pieces = passes.parts * passes.width * size // COPIED_BYTES
+    room = (shape.prefetch + 1) * shape.batch * min(work.copied) >= size and work.sums <= len(work.copied)
+    alike = (
+        shape.prefetch_to == "shared" and shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
+    )
+    groups = shape.resident * usual_units(target)
+    return (
+        size == 4 and shape.sums_cluster == 2 <= target.max_cluster and alike and room and rows >= shape.block * groups
+    )
+
+
+def usual_rows(target: Target) -> RowTuning:
+    """The hints for rows of which nothing special is known."""
+    return RowTuning(**tuning.use(target, "rows"))
+
+
+def usual_sums() -> SumTuning:
+    """The hints where rows with sums of columns are loaded when their turn comes."""
+    return SumTuning(**tuning.family_records(GENERIC, "rows.sums")[-1].use)
+
+
+def _norm_facts(target: Target, length: int, work: Work, rows: int = 0, narrow: bool = False) -> dict[str, Any]:
+    return {
+        "length": length,
+        "power_of_two": length & (length - 1) == 0,
+        "rows": rows,
+        "residual": work.written > 1,
+        "centred": work.centred,
+        "narrow": narrow,
+        "sums": work.sums,
+        "arrays": len(work.copied),
+        "overlap": target.overlap,
+        "copies": target.async_copies,
+    }
+
+
+def _norm_hints(target: Target, length: int, rows: int, work: Work, narrow: bool) -> RowTuning:
+    """The hints for norms, forward."""
+    facts = _norm_facts(target, length, work, rows, narrow)
+    threads = tuning.number(target, "rows.norm.threads", **facts)
+    return RowTuning(threads=threads, **tuning.use(target, "rows.norm", **facts))
+
+
+def has_moments(target: Target, dtype: str, length: int, work: Work = NO_SUMS) -> bool:
+    """Whether mean and squares of rows come from one exchange: on GPUs, of 16-bit numbers."""
+    faster = tuning.number(target, "rows.norm.moments", **_norm_facts(target, length, work))
+    return not target.host and SCALARS[dtype].bytes == 2 and faster
+
+
+def rounds_fused(target: Target, length: int, work: Work = NO_SUMS) -> bool:
+    """Whether a norm's results are rounded by a fused operation (`KernelIR`)."""
+    return bool(tuning.number(target, "rows.norm.fused_rounding", **_norm_facts(target, length, work)))
+
+
+def _over_threads(target: Target, length: int, width: int, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
+    """Rows over the threads of a GPU."""
+    pieces, sums = -(-length // width), isinstance(hints, SumTuning)
+    best = max(8 // width, 1) * hints.parts
+    smallest = max(min(target.subgroup_sizes, default=target.subgroup_size), 1)
+    limit = 1 << (min(target.max_threads, 1024).bit_length() - 1)
+    most = min(hints.widest, limit) if isinstance(hints, SumTuning) else limit
+    while most < limit and pieces * width > most * hints.most:
+        most *= 2
+    threads = 1
+    while threads < most and pieces > threads * best:
+        threads *= 2
+    if smallest < threads <= 2 * smallest and pieces * width <= hints.most * smallest and not sums:
+        threads = smallest  # no barriers
+    elif max(smallest, hints.threads // 2) < threads <= smallest * smallest:
+        # Whole subgroups are enough, as long as one can read what all of them leave (`Rows`).
+        each = max(best, -(-pieces // most))
+        threads = -(-pieces // each // smallest) * smallest
+    slots = max(min(hints.threads, most) // threads, 1)
+    parts = -(-pieces // threads)
+    passes = PassShape(width)
+    if parts * width <= hints.most:
+        ragged = pieces % threads != 0
+        passes = PassShape(width, parts, ragged, columns=hints.columns, narrow=hints.narrow, reload=hints.reload)
+    if not isinstance(hints, SumTuning):
+        in_shared = hints.in_shared and passes.parts > 0
+        return RowShape(threads, slots, exact=rows % slots == 0, registers=hints.registers, in_shared=in_shared), passes
+    if not passes.parts:
+        slots = 1  # sums that are not in registers are a workgroup's own
+    batch = hints.batch if passes.parts and rows >= hints.batch * slots * usual_units(target) else 1
+    resident = max(hints.resident // (threads * slots), 1)
+    shape = RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident)
+    return replace(shape, registers=hints.registers), passes
+
+
+def _over_cluster(target: Target, length: int, width: int, rows: int, hints: RowTuning) -> tuple[RowShape, PassShape]:
+    """Rows over the threads of several workgroups, if all have as much of a row."""
+    cluster, most = hints.cluster, target.subgroup_size * target.subgroup_size
+    cluster_exchange = hints.cluster_exchange if isinstance(hints, SumTuning) else 0
+    if 1 < cluster <= target.max_cluster and length % (width * cluster) == 0:
+        shape, passes = _over_threads(target, length // cluster, width, rows, hints)
+        most //= cluster * max(cluster_exchange, 1)  # of a row's numbers from everyone each lane of a subgroup has one
+        even = shape.threads & (shape.threads - 1) == 0 and target.subgroup_size <= shape.threads <= most
+        if even and (cluster_exchange or shape.slots == 1) and passes.parts and not passes.ragged:
+            return replace(shape, cluster=cluster, cluster_exchange=cluster_exchange), passes
+    if cluster > 1:
+        hints = replace(hints, registers=0)  # which are for shorter parts of a row
+    return _over_threads(target, length, width, rows, hints)
+
+
+def _shared_bytes(target: Target, dtype: str, shape: RowShape, passes: PassShape, work: Work) -> tuple[int, int]:
+    """Bytes of shared memory that a workgroup has in any case, and for each block of rows."""
+    size = work_type(SCALARS[dtype]).bytes
+    block = sum(work.copied) * passes.width * passes.parts * shape.batch * shape.workgroup
+    subgroups = shape.workgroup // max(target.subgroup_size, 1)
+    if shape.cluster_exchange:
+        # Of every subgroup from all that share its row; slots are combined where rows have come.
+        senders = shape.threads * shape.cluster // target.subgroup_size
+        return _RESERVED, block + size * shape.cluster_exchange * senders * subgroups
+    slots = size * shape.workgroup * passes.width if shape.slots > 1 else 0
+    return slots + _RESERVED, block + size * _ROW_SUMS * shape.batch * subgroups
+
+
+def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: Work) -> tuple[RowShape, PassShape]:
+    """One row at a time, which stays in the first-level cache with all that it meets; or several, if it would not and
+    what belongs to columns is loaded for all of them at once."""
+    limits = tuning.use(target, "rows.cpu")
+    elem, sums = SCALARS[dtype], work.sums > 0
+    lanes = vector_unit(target, work_type(elem)).lanes
+    # Sums of 16-bit numbers are twice as wide as the rows.
+    most = 0 if sums and elem.bytes < f32.bytes else limits["row_bytes"][sums]
+    batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
+    scratch = next((n for n in limits["scratch"] if length <= n), 0)
+    passes = PassShape(lanes, tail=length % lanes, unroll=4 if batch == 1 else 2, scratch=scratch)
+    return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
+
+
+def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, int, int]:
+    """The workgroups of a kernel."""
+    blocks = -(-rows // shape.block)
+    if not shape.loops or blocks == 0:
+        return grid_of(op, blocks * shape.cluster, target)
+    if target.host:
+        return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
+    units = usual_units(target)
+    if shape.cluster_exchange:
+        # Workgroups of a cluster are neighbours, and not all units have enough neighbours that are free.
+        found, of = tuning.number(target, "rows.clustered_units")
+        units = units * found // of
+    groups = max(shape.resident * units // shape.cluster, 1)
+    groups -= groups % shape.sums_cluster
+    if shape.resident == 1:
+        # Even shares finish no later, and leave fewer sums. Where several workgroups share a unit, some units would
+        # have fewer.
+        even = -(-blocks // -(-blocks // groups))
+        even += even % shape.sums_cluster
+        groups = even if 10 * even >= 9 * groups else groups
+    return (min(blocks, groups) * shape.cluster, 1, 1)
+
+
+def has_common_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int, int, int]) -> bool:
+    """Whether a kernel that loops has as many workgroups as it has for other numbers of rows, or nearly so: rows do not
+    run out first. The kernel that combines their sums may then know how many there are, where that is faster: one
+    kernel for each number of columns, or up to seven where shares are made even."""
+    known: bool = tuning.number(target, "rows.sums.common_grid")
+    return known and -(-rows // shape.block) > grid[0] // shape.cluster
+
+
+def specialises(target: Target, length: int, work: Work) -> bool:
+    """Whether kernels over rows without gaps have strides and lengths compiled in, rather than read them."""
+    return bool(tuning.number(target, "rows.specialised", **_norm_facts(target, length, work)))
+
+
+def specialises_heads(target: Target) -> bool:
+    """Whether rotations of heads have strides and lengths compiled in: they divide by the number of heads."""
+    return bool(tuning.number(target, "rope.specialised"))
+
+
+def sums_layout(target: Target, passes: PassShape) -> SumsLayout:
+    """How kernels leave partial sums of columns: deinterleaved where that is faster and parts allow it."""
+    layout: SumsLayout = tuning.number(target, "rows.sums.layout")
+    return layout if passes.parts and passes.width == OCTET else "in_order"
+
+
+def mark_group_is_block(shape: RowShape, grid: tuple[int, int, int], target: Target) -> RowShape:
+    """The shape, with whether a workgroup's number is that of its block."""
+    alike = not shape.loops and shape.cluster == 1 and grid[1] == 1
+    return replace(shape, group_is_block=alike and tuning.number(target, "rows.group_is_block"))
+
+
+def overlap_threads(target: Target) -> int:
+    """Threads of a workgroup from which on it begins while the launch before ends."""
+    return int(tuning.number(target, "rows.overlap_threads"))
+
+
+def overlaps_launch(target: Target, shape: RowShape) -> bool:
+    """Whether a kernel begins while the launch before ends: where workgroups are large, and do not stay."""
+    return target.overlap and not shape.loops and shape.workgroup >= overlap_threads(target)
+
+
+def streams(views: Mapping[str, TensorView], target: Target) -> bool:
+    """Whether a kernel's results bypass the caches: on CPUs, if all that it reads and writes fills them, so that the
+    next kernel would not find the results there anyway. Not if an array is so large that it is fresh memory each time,
+    which the system has cleared and so brought into the caches, nor for 16-bit numbers, whose conversion takes as
+    long."""
+    if not target.host:
+        return False
+    limits = tuning.use(target, "rows.cpu.stream")
+    sizes = [math.prod(view.shape) * view.itemsize for view in views.values()]
+    fills = sum(sizes) >= (target.cache_bytes or limits["cache_bytes"]) and max(sizes) < limits["fresh_bytes"]
+    return fills and all(view.itemsize >= f32.bytes for view in views.values())
+
+
+def evicts_last(views: Mapping[str, TensorView], target: Target, work: Work) -> bool:
+    """Whether what a kernel reads is the last that the second-level cache gives up: if it could not keep what is
+    written for the next kernel. Memory is faster then; cause unknown."""
+    least: int = tuning.number(target, "rows.evict_last_bytes", residual=work.written > 1)
+    moved = sum(math.prod(view.shape) * view.itemsize for view in views.values())
+    return 0 < least <= moved

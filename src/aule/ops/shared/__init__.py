@@ -1,0 +1,1 @@
+"""What every op uses: its specification, plans, parameters and checks."""

@@ -1,0 +1,46 @@
+"""Parameters of a kernel, declared when first used; plans set them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from aule.ir import Builder, Value
+from aule.ir.types import Scalar, i32, i64
+
+Access = Literal["read", "write", "readwrite"]
+
+
+class Parameters:
+    """The parameters of one kernel.
+
+    ``index`` is the type of indices into memory; ``fixed`` are numbers, by name, that are the same in all calls and
+    become constants.
+    """
+
+    def __init__(self, b: Builder, index: Scalar = i64, fixed: Mapping[str, int | float] | None = None) -> None:
+        self.b, self.index = b, index
+        self._fixed = fixed or {}
+        self._known: dict[str, Value] = {}
+
+    def number(self, name: str, type_: Scalar = i32) -> Value:
+        """A scalar parameter, declared once."""
+        if name in self._fixed:
+            return self.b.const(self._fixed[name], type_)
+        if name not in self._known:
+            self._known[name] = self.b.scalar(name, type_)
+        return self._known[name]
+
+    def buffer(self, name: str, elem: Scalar, access: Access = "read", lasting: bool = False) -> Value:
+        """A buffer parameter; for ``lasting`` see `aule.artifact.Param`."""
+        key = f"{name}_ptr"
+        if key not in self._known:
+            self._known[key] = self.b.buffer(key, elem, access, lasting)
+        return self._known[key]
+
+    def strided(self, name: str, *indices: Value) -> Value:
+        """The offset of an operand plus indices times the strides of its leading axes."""
+        total = self.number(f"{name}_offset", self.index)
+        for axis, index in enumerate(indices):
+            total = total + self.b.cast(index, self.index) * self.number(f"{name}_stride{axis}", self.index)
+        return total

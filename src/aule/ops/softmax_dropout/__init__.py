@@ -1,0 +1,1 @@
+"""Softmax of rows, with masks and dropout."""

@@ -1,0 +1,1 @@
+"""Vocabulary that all engines share: matrices in memory, mathematics, rotations, random numbers."""

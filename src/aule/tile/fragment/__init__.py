@@ -1,0 +1,1 @@
+"""The fragment engine: products on matrix units by one subgroup."""

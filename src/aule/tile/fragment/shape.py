@@ -1,0 +1,160 @@
+"""The tile sizes of a kernel on matrix units, and the shared memory they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aule.ir.types import PANEL
+from aule.tile.common.matrix import padded
+from aule.tile.fragment.arrangement import SIZE
+
+RUN = 8
+"""Elements that are moved together."""
+
+_MOST_PASSING = 48 << 10
+"""Bytes of shared memory that may be reserved for matrices that only pass through it."""
+
+
+@dataclass(frozen=True)
+class FragmentShape:
+    """Tile sizes and schedule of a kernel on matrix units.
+
+    Attributes
+    ----------
+    block_q, block_kv : int
+        Rows and columns of the score tile.
+    subgroups : int
+        Subgroups of a workgroup; each has its own part of the rows.
+    stages : int
+        2: K and V of the next tile are fetched while this one is worked on, with one barrier a tile. 1: V is fetched
+        during the first product, the next K during the second, with two barriers and half the memory. 3, forward over
+        warpgroups: fetches have the time of an entire tile, and not only of its scores.
+    resident_q : bool
+        Q stays in registers; otherwise it is read from shared memory again for every tile. In a backward kernel, the
+        second matrix that the workgroup owns.
+    registers : int
+        Registers a thread may use, where the language can limit them.
+    lanes : int
+        Lanes of a subgroup.
+    columns : int
+        Subgroups that share rows in the kernel of dK and dV. Each computes some columns of the scores, which then pass
+        through shared memory, and some columns of the results: more rows to a subgroup, and fewer reads in all. With
+        ``resident_q``, some rows of the scores instead, so that each matrix is in one subgroup's registers, as are its
+        own rows of P and dS when they are multiplied.
+    staged : bool
+        Results pass through shared memory to become factors.
+    warpgroups : bool
+        Four subgroups multiply together, out of shared memory in panels (`aule.tile.warpgroup`).
+    register_columns : int
+        The last columns of Q, a multiple of 16, that stay in registers while the others are in shared memory, which
+        has no room for them. In a backward kernel, the first columns of the first matrix that the workgroup owns.
+    prefetch_scores : bool
+        Forward, with one stage: the scores of the next tile are computed after O's share of this one, so that rescaling
+        O falls between O's products, where nothing else needs registers. For rows that are prefetched in registers.
+    late_fetch : bool
+        Backward: the next rows are fetched when P and dS have become factors, and stored before dQ's product. For rows
+        that are prefetched in registers.
+    sync_every : int
+        Forward: a subgroup barrier after so many steps of 16 columns of the scores' product, so that a compiler loads
+        fewer fragments ahead; 0 for none.
+    start_at_delta : bool
+        Backward: sums of dP start at -delta, which then is not subtracted.
+    edge_loop : bool
+        Backward: under a causal mask, edge tiles and full tiles have separate loops.
+    """
+
+    block_q: int
+    block_kv: int
+    subgroups: int
+    stages: int
+    resident_q: bool
+    registers: int = 255
+    lanes: int = 32
+    columns: int = 1
+    staged: bool = False
+    warpgroups: bool = False
+    register_columns: int = 0
+    prefetch_scores: bool = False
+    sync_every: int = 0
+    late_fetch: bool = False
+    start_at_delta: bool = False
+    edge_loop: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.subgroups * self.lanes
+
+    @property
+    def rows(self) -> int:
+        """Rows of one subgroup."""
+        return self.block_q * self.columns // self.subgroups
+
+    @property
+    def score_cut(self) -> tuple[int, int]:
+        """Parts into which subgroups that share rows divide their scores in a backward kernel, by rows and columns."""
+        return (self.columns, 1) if self.resident_q else (1, self.columns)
+
+    def q_columns(self, head_dim: int) -> int:
+        """Columns of Q that are read from shared memory for every tile."""
+        return 0 if self.resident_q else max(padded(head_dim, SIZE) - self.register_columns, 0)
+
+    def shared_elements(self, head_dim: int, value_dim: int) -> tuple[int, int, int]:
+        """Elements of resident Q, and of one stage of K and of V."""
+        stays = self.q_columns(head_dim)
+        q_row, k_row, v_row = (
+            padded(d, PANEL) if self.warpgroups else row_stride(d) for d in (stays, head_dim, value_dim)
+        )
+        return self.block_q * q_row if stays else 0, self.block_kv * k_row, self.block_kv * v_row
+
+    def tile_elements(self, head_dim: int, value_dim: int) -> int:
+        """Elements of Q, K and V of a forward kernel. Columns of Q that stay in registers pass through the memory of K
+        and V. Over warpgroups V has one more stage."""
+        q, k, v = self.shared_elements(head_dim, value_dim)
+        stages = self.stages * (k + v) + (v if self.warpgroups else 0)
+        passing = SIZE if self.in_pieces(head_dim) else padded(head_dim, SIZE) - self.q_columns(head_dim)
+        return q + max(stages, self.block_q * row_stride(passing) if passing else 0)
+
+    def in_pieces(self, head_dim: int) -> bool:
+        """Whether the columns of Q that stay in registers are too many to pass through shared memory at once."""
+        passing = padded(head_dim, SIZE) - self.q_columns(head_dim)
+        return 2 * self.block_q * row_stride(passing) > _MOST_PASSING
+
+    def piece(self, head_dim: int, value_dim: int) -> int:
+        """Columns of Q that pass through shared memory at a time."""
+        room = self.tile_elements(head_dim, value_dim) - self.shared_elements(head_dim, value_dim)[0]
+        return (room // self.block_q - RUN) // SIZE * SIZE
+
+    def backward_elements(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
+        """Elements of shared memory of a backward kernel: the rows that it owns and a tile of the others, of two
+        matrices each; dS where it also sums dQ; and dS and P where subgroups share rows. Matrices that stay in
+        registers pass through the others' memory, 16 columns at a time if need be. Warpgroups have dS twice: the next
+        is written while products read the last."""
+        if self.warpgroups:
+            widths = padded(head_dim, PANEL) + padded(value_dim, PANEL)
+            return (self.block_q + self.stages * self.block_kv) * widths + 2 * self.block_q * padded(
+                self.block_kv, PANEL
+            )
+        k_row, v_row = row_stride(head_dim), row_stride(value_dim)
+        tiles = 2 if self.columns > 1 else int(sums)
+        rest = self.stages * self.block_kv * (k_row + v_row) + tiles * self.block_q * row_stride(self.block_kv)
+        passing = max(rest, self.block_q * row_stride(SIZE))
+        return self.block_q * k_row + (passing if self.resident_q else rest + self.block_q * v_row)
+
+    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
+        """Bytes of shared memory of a forward kernel; over warpgroups with the barrier at which they meet."""
+        return itemsize * (self.tile_elements(head_dim, value_dim) + self.staged_elements) + 16 * self.warpgroups
+
+    def backward_bytes(self, head_dim: int, value_dim: int, sums: bool = False) -> int:
+        """Bytes of shared memory of a backward kernel."""
+        return 2 * (self.backward_elements(head_dim, value_dim, sums) + self.staged_elements)
+
+    @property
+    def staged_elements(self) -> int:
+        """Elements of shared memory in which results become factors: a tile of scores. Subgroups that share rows have
+        that memory already."""
+        return self.block_q * row_stride(self.block_kv) if self.staged and self.columns == 1 else 0
+
+
+def row_stride(dim: int) -> int:
+    """Elements from one row to the next in shared memory."""
+    return padded(dim, SIZE) + RUN

@@ -1,0 +1,1 @@
+"""The row engine: kernels that read rows, reduce along them and write rows."""

@@ -1,0 +1,129 @@
+"""Prefetch of one block to registers: for devices without asynchronous copies, and for short rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from aule.ir import Value, Var
+from aule.ir.types import element
+from aule.tile.rows.engine import Rows
+from aule.tile.rows.parts import Part, PerRow, RowArray, Source
+from aule.tile.rows.prefetch import BlockPrefetch, RowPrefetch, SharedParts
+
+if TYPE_CHECKING:
+    from aule.tile.rows.passes import Passes
+
+PartKey = tuple[int, int, int]
+"""Numbers of an array, a row and a part."""
+
+
+class StatisticsPrefetch(BlockPrefetch):
+    """Prefetch of values per row (`Rows.get`), so that a row does not wait for memory twice."""
+
+    def __init__(self, rows: Rows, arrays: Sequence[RowArray]) -> None:
+        self.rows, self.arrays = rows, tuple(arrays)
+        self._next: list[list[Var]] = []
+        self.found: list[PerRow] = []
+        """Values of the current block."""
+
+    def start(self, first: Value, last: Value, step: Value) -> None:
+        def load() -> None:
+            self._next = [[self.rows.b.var(x) for x in numbers.values] for numbers in self._loaded()]
+
+        self.rows.enter(self.rows.b.min(first, last - 1), load)
+
+    def advance(self, block: Value, last: Value, step: Value) -> None:
+        self.found = [PerRow(tuple(variable.value for variable in variables)) for variables in self._next]
+
+        def load() -> None:
+            for variables, numbers in zip(self._next, self._loaded(), strict=True):
+                for variable, value in zip(variables, numbers.values, strict=True):
+                    variable.value = value
+
+        self.rows.enter(self.rows.b.min(block + step, last - 1), load)
+
+    def _loaded(self) -> list[PerRow]:
+        return [self.rows.get(array) for array in self.arrays]
+
+
+class RegisterPrefetch(RowPrefetch):
+    """Registers hold the current and the next block."""
+
+    def __init__(self, passes: Passes, arrays: Sequence[RowArray]) -> None:
+        super().__init__(passes, arrays)
+        self._next: dict[PartKey, Var] = {}
+        self._now: dict[PartKey, Value] = {}
+
+    def start(self, first: Value, last: Value, step: Value) -> None:
+        def load() -> None:
+            self._next = {key: self.b.var(value) for key, value in self._loaded().items()}
+
+        self.rows.enter(self.b.min(first, last - 1), load)
+
+    def advance(self, block: Value, last: Value, step: Value) -> None:
+        for key, variable in self._next.items():
+            self.arrived(key, variable.value)
+
+        def load() -> None:
+            for key, value in self._loaded().items():
+                self._next[key].value = value
+
+        # The last block is prefetched twice; cheaper than a branch.
+        self.rows.enter(self.b.min(block + step, last - 1), load)
+
+    def arrived(self, key: PartKey, value: Value) -> None:
+        """Make a part of the current block available."""
+        self._now[key] = value
+
+    def _loaded(self) -> dict[PartKey, Value]:
+        """Load the parts of the rows that `Rows` has entered."""
+        found, passes = {}, self.passes
+        for i, array in enumerate(self.arrays):
+            source = self.rows.source(array)
+            for number in range(passes.shape.parts):
+                for part in passes.register_parts(number):
+                    found[(i, part.row, number)] = passes.load(part, array, source.starts[part.row])
+        return found
+
+    def read(self, part: Part, source: Source) -> Value:
+        assert part.number is not None
+        key = (self.number(source), part.row, part.number)
+        return self.passes.narrow_elements(part, source, lambda: self._now[key])
+
+
+class StagedPrefetch(RegisterPrefetch):
+    """Registers hold the next block, and shared memory the current rows of one array.
+
+    For blocks of which registers cannot hold two. Each pass reads a staged part again. With `PassShape.reload` the
+    other arrays stay in registers only until the first pass has read them.
+
+    Parameters
+    ----------
+    staged : RowArray
+        The array whose rows are staged: the one that most passes read.
+    alone : bool
+        No other array is prefetched.
+    """
+
+    rereads = True
+
+    def __init__(self, passes: Passes, arrays: Sequence[RowArray], staged: RowArray, alone: bool) -> None:
+        super().__init__(passes, [staged] if alone else arrays)
+        self.staged = next(i for i, array in enumerate(self.arrays) if array is staged)
+        self.place = SharedParts(passes)
+        self.memory = self.b.shared("parked", element(staged.buffer.type), self.place.size)
+
+    def arrived(self, key: PartKey, value: Value) -> None:
+        if key[0] == self.staged:
+            self.b.store(self.memory, self.place.at(*key[1:]), value)
+        else:
+            super().arrived(key, value)
+
+    def read(self, part: Part, source: Source) -> Value:
+        if self.number(source) != self.staged:
+            if self.passes.reloads(part):
+                return self.passes.load(part, source.array, source.starts[part.row])
+            return super().read(part, source)
+        assert part.number is not None
+        return self.b.load(self.memory, self.place.at(part.row, part.number), self.passes.shape.width)

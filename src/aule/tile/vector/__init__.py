@@ -1,0 +1,1 @@
+"""The vector engine: register-blocked products on one CPU core."""

@@ -1,0 +1,1 @@
+"""The warpgroup engine: asynchronous products by four subgroups together."""

@@ -1,0 +1,20 @@
+"""Tuned numbers: one data file per device family, and the one rule by which planners look numbers up."""
+
+from aule.tuning.lookup import find, matching, number, records, use
+from aule.tuning.own import own_records, trying
+from aule.tuning.record import Facts, Record
+from aule.tuning.tables import every, family_records
+
+__all__ = [
+    "Facts",
+    "Record",
+    "every",
+    "family_records",
+    "find",
+    "matching",
+    "number",
+    "own_records",
+    "records",
+    "trying",
+    "use",
+]

@@ -1,0 +1,44 @@
+"""Device families: which data files apply to a device, and in which order.
+
+This is the only place that maps a Target to a family.
+"""
+
+from __future__ import annotations
+
+from aule.target import Target
+
+GENERIC = "generic"
+"""The family behind every other one."""
+
+_MEASURED_ARCH = "sm90"
+"""The architecture whose numbers stand in for those of other ones."""
+
+
+def families(target: Target) -> tuple[str, ...]:
+    """Families of a device, the closest first; `GENERIC` is the last. A family need not have a data file."""
+    return (*_own(target), GENERIC)
+
+
+def _own(target: Target) -> tuple[str, ...]:
+    if target.backend == "cpu":
+        return ("cpu",)
+    # Compiling for a processor takes longer than computing there. Software Vulkan keeps the tiles of real devices, so
+    # that tests without a device run those.
+    if target.software and target.backend in ("opencl", "webgpu"):
+        return ("software",)
+    if target.vendor == "nvidia" or target.backend == "cuda":
+        return (*_nvidia(target), "nvidia")
+    if target.backend == "metal":
+        return ("apple",)
+    if target.vendor in ("amd", "intel"):
+        return (target.vendor,)
+    return ("vulkan",) if target.backend == "vulkan" else ()
+
+
+def _nvidia(target: Target) -> tuple[str, ...]:
+    if target.backend == "vulkan":
+        return ("nvidia-vulkan",)
+    if target.backend != "cuda":
+        return ()
+    arch = target.arch.replace("_", "").rstrip("af")
+    return tuple(f"nvidia-{name}" for name in dict.fromkeys((arch, _MEASURED_ARCH)) if name)

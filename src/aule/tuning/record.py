@@ -1,0 +1,64 @@
+"""Record: one tuned choice, and the conditions under which it applies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Facts = Mapping[str, Any]
+"""What a planner knows of a problem and a device: plain values by name."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tuned choice.
+
+    Attributes
+    ----------
+    op : str
+        Operation and engine, as ``attention.forward.simt``.
+    when : dict
+        Conditions, all of which must hold: a value, a list of values, or a range ``{"min": a, "max": b}`` with both
+        ends included, for each fact by name. A fact that the planner does not state fails its condition.
+    use : dict
+        The choice: fields of a shape, or numbers by name.
+    measured : str or dict
+        Device and date of the measurement; ``"rule"`` if nobody measured it.
+    note : str
+        File of docs/lab that has the measurements and the alternatives.
+    """
+
+    op: str
+    when: Facts
+    use: Mapping[str, Any]
+    measured: Any = "rule"
+    note: str = ""
+
+    def applies(self, facts: Facts) -> bool:
+        """Whether all conditions hold."""
+        return all(name in facts and _holds(wanted, facts[name]) for name, wanted in self.when.items())
+
+    def line(self) -> str:
+        """The record as a line of a data file."""
+        return json.dumps(asdict(self))
+
+
+def _holds(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        return bool(wanted.get("min", value) <= value <= wanted.get("max", value))
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
+
+
+def parse(text: str) -> tuple[Record, ...]:
+    """The records of a data file, one JSON object per line."""
+    return tuple(Record(**json.loads(line)) for line in text.splitlines() if line.strip())
+
+
+def by_op(found: Iterable[Record]) -> dict[str, tuple[Record, ...]]:
+    """Records by op, in their order."""
+    grouped: dict[str, tuple[Record, ...]] = {}
+    for record in found:
+        grouped[record.op] = (*grouped.get(record.op, ()), record)
+    return grouped

@@ -1,0 +1,33 @@
+"""Tests of a device that is missing are skipped. Here is seen that it is missing for a reason, and no mistake of ours;
+and that those are there which `AULE_TEST_REQUIRE` names ("vulkan,opencl"), where they were installed to be tested."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from aule.backends import registry
+from aule.errors import BackendUnavailableError
+
+pytestmark = pytest.mark.device
+
+REQUIRED = set(filter(None, os.environ.get("AULE_TEST_REQUIRE", "").split(",")))
+
+
+@pytest.mark.parametrize("name", [backend.name for backend in registry.BACKENDS])
+def test_is_there_or_says_why_not(name: str) -> None:
+    try:
+        found = registry.devices(name)
+    except BackendUnavailableError as error:
+        assert name not in REQUIRED, error.message
+        # What a probe did not expect: an exception that is not ours.
+        assert "expected a working driver, got" not in error.message, error.message
+        assert error.message.startswith(f"[{name}] ") and "; " in error.message, "a reason and a remedy"
+    else:
+        assert [d.index for d in found] == list(range(len(found))) and found
+        assert all(d.target.backend == name and d.target.name for d in found)
+
+
+def test_only_backends_are_required() -> None:
+    assert not REQUIRED - {backend.name for backend in registry.BACKENDS}
