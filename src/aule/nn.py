@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from aule.api.row_ops import geglu, layer_norm, rms_norm, rope, swiglu
 from aule.api.sdpa import count_op
 from aule.errors import InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.rope import checked_frequencies, frequencies
+from aule.ops.rope.tables import checked_frequencies, frequencies
 
 __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from aule.api.context import Aule
 from aule.errors import InvalidArgumentError, InvalidDtypeError, OutOfMemoryError
 from aule.frontends import by_type, front_end, maker
-from aule.ops.attention.rope import checked_frequencies, frequencies, rope_tables
+from aule.ops.rope.tables import checked_frequencies, frequencies, rope_tables
 from aule.options import AttentionOptions
 
 

@@ -26,8 +26,8 @@ from aule.errors import (
     InvalidShapeError,
 )
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.rope import rope_tables
 from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.rope.tables import rope_tables
 from aule.ops.shared.checks import checked_dropout, checked_seed
 from aule.ops.softmax.dropout import fresh_seed, seed_words
 from aule.runtime.base import Allocation, Device

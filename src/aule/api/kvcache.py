@@ -17,10 +17,10 @@ from aule.backends import registry
 from aule.engine.kvcache import writer
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.frontends import without_torch
-from aule.ops.attention.rope import rope_tables
 from aule.ops.decode.validate import LAYOUTS, MAX_PAGE
 from aule.ops.kvcache.pages import Append, PageTable
 from aule.ops.kvcache.problem import QUANTISED
+from aule.ops.rope.tables import rope_tables
 from aule.ops.shared.checks import checked_choice, checked_flag, checked_integer
 from aule.view import ITEMSIZE
 

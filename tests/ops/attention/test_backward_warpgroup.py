@@ -20,10 +20,11 @@ from aule.ir.verify import verify
 from aule.ops.attention.config import BackwardConfig
 from aule.ops.attention.fragment.backward import build_backward_fragment
 from aule.ops.attention.plan.backward import plan_backward
-from aule.ops.attention.problem import AttentionProblem, Rope
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.warpgroup.backward import build_backward_warpgroup
+from aule.ops.rope.tables import Rope
 from aule.render import ptx
 from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
 from aule.tile.fragment.shape import FragmentShape

@@ -19,9 +19,10 @@ from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.forward_full_tiles import MOST_BLOCKS, quotient
 from aule.ops.attention.plan.forward import plan_forward
 from aule.ops.attention.plan.tiles import choose_fragments, choose_full
-from aule.ops.attention.problem import AttentionProblem, Rope
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
+from aule.ops.rope.tables import Rope
 from aule.view import TensorView, contiguous_strides
 
 

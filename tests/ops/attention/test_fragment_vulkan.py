@@ -16,15 +16,15 @@ from aule.ops.attention.config import FragmentBackwardConfig, FragmentConfig
 from aule.ops.attention.fragment.backward import build_backward_fragment
 from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.plan.forward import plan_forward
-from aule.ops.attention.plan.last_wave_backward import Cut, cut_blocks
 from aule.ops.attention.plan.scalars import problem_scalars
+from aule.ops.attention.plan.split import SplitLastWave, Wave, split_last_wave
 from aule.ops.attention.plan.tiles import choose_fragments
 from aule.ops.attention.plan.tiles_backward import choose_backward_fragments, choose_backward_wave
-from aule.ops.attention.plan.wave import Wave
-from aule.ops.attention.problem import AttentionProblem, Rope
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.reference_backward import compare_gradients, expect_gradients
 from aule.ops.attention.validate import attention_problem
+from aule.ops.rope.tables import Rope
 from aule.target import NVIDIA_LAYOUT, Target
 from aule.tuning import model
 
@@ -198,23 +198,23 @@ def test_gradients_of_blocks_that_are_cut(lengths: tuple[int, int], dim: int) ->
     blocks, tiles = -(-lengths[1] // keys.block_q), -(-lengths[0] // keys.block_kv)
     wave = choose_backward_wave(small, keys)
     assert wave is not None
-    cut = cut_blocks(blocks, tiles, small.compute_units, wave)
-    assert cut is not None and (cut.blocks, cut.pieces) == (1, 2)
+    split = split_last_wave(blocks, tiles, small.compute_units, wave)
+    assert split is not None and (split.blocks, split.pieces) == (1, 2)
     found, dout = backward(problem, operands, arrays, (keys, keys), True, small)
     assert found["part"].any() and not found["tickets"].any()
     wrong = compare_gradients(problem, found, expect_gradients(problem, dout, **arrays))
     assert not wrong, wrong
 
 
-def test_when_blocks_are_cut() -> None:
+def test_when_the_last_wave_is_split() -> None:
     wave = Wave(2, 8, 6, 0.8)
-    assert cut_blocks(4096, 256, 132, wave) == Cut(3960, 136, 7)
-    assert cut_blocks(4096, 64, 132, wave) == Cut(3960, 136, 3)
-    assert cut_blocks(3960, 256, 132, wave) is None, "whole waves"
-    assert cut_blocks(256, 128, 132, wave) is None, "hardly any slot is idle"
-    assert cut_blocks(4096, 256, 0, wave) is None, "nobody knows how many there are"
-    assert cut_blocks(64, 128, 132, wave) == Cut(0, 64, 4), "less than a wave"
-    assert cut_blocks(64, 4, 132, wave) is None, "pieces cost more than they save"
+    assert split_last_wave(4096, 256, 132, wave) == SplitLastWave(3960, 136, 7)
+    assert split_last_wave(4096, 64, 132, wave) == SplitLastWave(3960, 136, 3)
+    assert split_last_wave(3960, 256, 132, wave) is None, "whole waves"
+    assert split_last_wave(256, 128, 132, wave) is None, "hardly any slot is idle"
+    assert split_last_wave(4096, 256, 0, wave) is None, "nobody knows how many there are"
+    assert split_last_wave(64, 128, 132, wave) == SplitLastWave(0, 64, 4), "less than a wave"
+    assert split_last_wave(64, 4, 132, wave) is None, "pieces cost more than they save"
 
 
 @pytest.mark.parametrize("dim", [64, 128])

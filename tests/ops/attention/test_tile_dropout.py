@@ -11,7 +11,7 @@ from test_fragment_layouts import WAYS
 from aule.ir.builder import Builder
 from aule.ir.interpret import interpret
 from aule.ir.types import i32, u32
-from aule.ops.attention.scores.tile_dropout import TileDropout
+from aule.ops.scores.tile_dropout import TileDropout
 from aule.ops.softmax.dropout import Dropout, kept, seed_words, threshold
 from aule.tile.fragment.engine import Fragments, fitted
 from aule.tile.fragment.shape import FragmentShape

@@ -8,81 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from aule.ops.attention.problem import Rope
+from aule.ops.rope.tables import Rope
+from aule.ops.scores.config import ScoreConfig
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
-
-Columns = Literal["unit", "same", "any"]
-"""How a mask or bias lies along a row: consecutive elements, one element for all keys, or any stride."""
-
-Paging = Literal["none", "shift", "divide"]
-"""How keys lie: one behind the other, in pages whose size is a power of two, or in pages of another size."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreConfig:
-    """What every attention kernel must know: types, dimensions, and the modifiers of scores.
-
-    Attributes
-    ----------
-    left, right : bool
-        The band of kept keys has this side.
-    mask, bias : str or None
-        Element type; "bits" for a boolean mask as `mask_prepass` leaves it.
-    tiles_listed : bool
-        `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped.
-    packed : bool
-        Sequences of different lengths lie one behind the other; buffers hold where each begins.
-    lens : bool
-        A buffer holds the number of keys of each sequence, and keys are not packed: decoding.
-    paging : {"none", "shift", "divide"}
-        How keys lie; pages need ``lens``.
-    unit : tuple of bool
-        For q, k, v, o: the head dimension has stride 1.
-    rope : Rope or None
-        q and k are rotated, and their gradients rotated back.
-    rope_prepass : bool
-        An earlier launch has rotated q and k.
-    rope_unit, rope_aligned : bool
-        Rows of the tables have stride 1, and can be read in vectors as wide as those of q, k, v.
-    """
-
-    dtype: str
-    head_dim: int
-    value_dim: int
-    left: bool = False
-    right: bool = False
-    softcap: bool = False
-    mask: str | None = None
-    bias: str | None = None
-    tiles_listed: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    lse: bool = False
-    dropout: bool = False
-    packed: bool = False
-    lens: bool = False
-    paging: Paging = "none"
-    unit: tuple[bool, ...] = (True, True, True, True)
-    rope: Rope | None = None
-    rope_prepass: bool = False
-    rope_unit: bool = True
-    rope_aligned: bool = False
-
-    @property
-    def everywhere(self) -> bool:
-        """Every tile is an edge tile."""
-        return (self.mask is not None and not self.tiles_listed) or self.bias is not None
-
-    @property
-    def keeps_all(self) -> bool:
-        """No modifier changes scores, and every row keeps every key."""
-        return not (self.left or self.right or self.softcap or self.mask or self.bias or self.alibi)
-
-    @property
-    def drops_later(self) -> bool:
-        """No modifier changes scores, and rows drop only keys to the right."""
-        return self.right and not (self.left or self.softcap or self.mask or self.bias or self.alibi)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +24,8 @@ class ForwardConfig(ScoreConfig):
         For q, k, v, o: rows can be read or written as vectors of four.
     index64 : bool
         Element indices need 64 bits.
-    last_wave : bool
-        Workgroups take pieces of blocks (`plan/last_wave.py`).
+    pieces : bool
+        Workgroups take pieces of blocks (`SplitBlocks` of `plan/split.py`).
     full_tiles : bool
         Rows of q, k, v and o are dense in memory and fill all tiles.
     """
@@ -104,7 +33,7 @@ class ForwardConfig(ScoreConfig):
     shape: SimtShape
     aligned: tuple[bool, ...] = (True, True, True, True)
     index64: bool = False
-    last_wave: bool = False
+    pieces: bool = False
     full_tiles: bool = False
 
 
@@ -129,7 +58,7 @@ class FragmentConfig(ScoreConfig):
     linear : bool
         Over warpgroups: ALiBi is the only modifier of every score, and no row keeps a key to the right of its position,
         so that the bias is linear in the key.
-    last_wave : bool
+    pieces : bool
         As in `ForwardConfig`; not over warpgroups.
     full_tiles : bool
         Every row keeps every key, and blocks of rows and tiles of keys are full (`forward_full_tiles.py`).
@@ -143,7 +72,7 @@ class FragmentConfig(ScoreConfig):
     pairs: tuple[str, ...] = ()
     one_loop: bool = False
     linear: bool = False
-    last_wave: bool = False
+    pieces: bool = False
     full_tiles: bool = False
 
 
@@ -187,7 +116,7 @@ class FragmentBackwardConfig(ScoreConfig):
     unit, aligned, folded
         As in `FragmentConfig`, for q, k, v and the gradient of o.
     last_wave : bool
-        Several workgroups share each of the last blocks of keys (`plan/last_wave_backward.py`).
+        Several workgroups share each of the last blocks of keys (`SplitLastWave` of `plan/split.py`).
     """
 
     of: Literal["queries", "keys"]

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.rope import rotate
 from aule.ops.attention.validate import Operands
+from aule.ops.rope.tables import rotate
 from aule.ops.shared.elements import as_float, stored
 from aule.ops.softmax.dropout import keep_scale, kept
 from aule.view import TensorView

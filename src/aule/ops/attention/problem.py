@@ -5,32 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from aule.ops.rope.tables import Rope
+
 UNBOUNDED = -1
 """A window side without a limit."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: pairs of columns of q and k are rotated by angles that depend on the position.
-
-    Attributes
-    ----------
-    dtype : str
-        Of the tables of cosines and sines, whose rows are positions and whose columns are pairs.
-    dim : int
-        Columns that are rotated, the first ones; even.
-    interleaved : bool
-        Column ``2 i`` is paired with ``2 i + 1``; otherwise ``i`` with ``i + dim // 2``.
-    """
-
-    dtype: str
-    dim: int
-    interleaved: bool
-
-    @property
-    def half(self) -> int:
-        """Pairs of columns, which is columns of a table."""
-        return self.dim // 2
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.rope import exactly, rotate
+from aule.ops.rope.tables import exactly, rotate
 from aule.ops.softmax.dropout import keep_scale, kept
 
 Array = npt.NDArray[Any]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, cast
 from aule.errors import DeviceMismatchError, InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.attention.precision import factor_type
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.rope import rope_operands
+from aule.ops.rope.tables import rope_operands
 from aule.ops.shared.checks import (
     FLOAT_DTYPES,
     LARGEST,
@@ -126,7 +126,7 @@ def attention_problem(
     sinks : TensorView, optional
         f32 ``[heads_q]``.
     rope_cos, rope_sin : TensorView, optional
-        As `aule.ops.attention.rope.rope_operands` takes them.
+        As `aule.ops.rope.tables.rope_operands` takes them.
     seed : TensorView, optional
         The words of a seed (`aule.ops.softmax.dropout.seed_words`); needed where ``dropout_p > 0``, else ignored.
     op : str

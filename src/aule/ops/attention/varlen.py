@@ -18,8 +18,8 @@ from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeErr
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.attention.reference import Array, Expected, attention_reference, attention_twin
 from aule.ops.attention.reference_backward import NAMES, ExpectedGradients, expect_gradients
-from aule.ops.attention.rope import rope_operands
 from aule.ops.attention.validate import Operands, attention_problem
+from aule.ops.rope.tables import rope_operands
 from aule.view import TensorView
 
 OP = "flash_attention_varlen"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, i32
-from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.parameters import Parameters
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.online_softmax import Maximum, finish
 from aule.target import Target
 from aule.tile.common.math import lowest

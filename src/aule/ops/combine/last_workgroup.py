@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from aule.ir import Value
 from aule.ir.types import i32
-from aule.ops.attention.parameters import Parameters
 from aule.ops.combine.partials import Row, RowCombiner
+from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.tickets import when_last
 
 AT_ONCE = 16

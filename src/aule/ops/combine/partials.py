@@ -12,10 +12,10 @@ from functools import cached_property
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, f32, i32
-from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Extent
 from aule.ops.combine.finish import finish_row
+from aule.ops.scores.band import Extent
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.parameters import Access
 from aule.ops.softmax.online_softmax import Maximum
 from aule.tile.common.math import LN2, LOWEST, NEG_INF, fold

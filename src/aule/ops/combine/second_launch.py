@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR
 from aule.ir.types import Scalar, i32, i64
-from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Extent
 from aule.ops.combine.partials import Row, RowCombiner
+from aule.ops.scores.band import Extent
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.target import Target
 
 KERNEL_NAME = "decode_reduce"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from aule.ops.attention.config import ScoreConfig
 from aule.ops.decode.problem import QUANTISED
+from aule.ops.scores.config import ScoreConfig
 from aule.tile.common.matrix import padded
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import row_stride

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from aule.ir import Value
 from aule.ir.types import SCALARS, f32, i32
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores import modifiers as mod
-from aule.ops.attention.scores.band import Extent, Reach
-from aule.ops.attention.scores.pages import Pages
 from aule.ops.decode.config import CacheConfig
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.band import Extent, Reach
+from aule.ops.scores.pages import Pages
+from aule.ops.scores.parameters import Parameters
 from aule.tile.common.math import LOG2E, fold
 from aule.tile.common.matrix import Matrix, divmod_const
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i8, i32, i64, u8, u32, with_element
-from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.parameters import Parameters
 from aule.ops.kvcache.config import AppendConfig
 from aule.ops.kvcache.problem import QUANTISED, TINY
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.target import Target
 from aule.tile.common.math import fold
 from aule.tile.common.matrix import divmod_const

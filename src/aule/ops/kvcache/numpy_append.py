@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.ops.attention.problem import Rope
-from aule.ops.attention.rope import rotate
 from aule.ops.kvcache.problem import QUANTISED, TINY, AppendProblem
+from aule.ops.rope.tables import Rope, rotate
 from aule.ops.shared.elements import as_float, stored
 from aule.view import TensorView
 

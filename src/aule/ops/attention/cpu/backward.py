@@ -22,7 +22,7 @@ from aule.ir.types import i32, i64
 from aule.ops.attention.cpu.backward_panel import Panel
 from aule.ops.attention.cpu.backward_task import BackwardTask, KeyBlock, RowBlock
 from aule.ops.attention.cpu.config import CpuBackwardConfig
-from aule.ops.attention.scores.rotated_operands import rotary_of
+from aule.ops.scores.rotated_operands import rotary_of
 from aule.target import Target
 from aule.tile.vector.engine import Operand
 from aule.tile.vector.rope import MatrixRow, array_rows, rotate_row

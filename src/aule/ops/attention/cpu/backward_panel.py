@@ -8,7 +8,7 @@ from aule.ir import Value, Var
 from aule.ir.types import i64
 from aule.ops.attention.cpu.backward_task import BackwardTask, RowBlock
 from aule.ops.attention.cpu.scores import modify
-from aule.ops.attention.scores.band import Reach
+from aule.ops.scores.band import Reach
 from aule.tile.common.math import LOG2E
 from aule.tile.vector.engine import Operand
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aule.ir import Builder, KernelIR
 from aule.ir.types import SCALARS, i32
-from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import CpuDeltaConfig, DqSumConfig
-from aule.ops.attention.parameters import Parameters
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.target import Target
 from aule.tile.vector.engine import Vectors, work_type
 

@@ -8,9 +8,9 @@ from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, i32, i64
 from aule.ops.attention.cpu.config import CpuBackwardConfig
 from aule.ops.attention.cpu.dropout import DropoutFactors
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Scores
-from aule.ops.attention.scores.rotated_operands import rotary_of, rotating
+from aule.ops.scores.band import Scores
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import rotary_of, rotating
 from aule.tile.common.matrix import Matrix
 from aule.tile.vector.engine import Operand, Vectors
 from aule.tile.vector.rope import MatrixRow, array_rows, rotate_row, rotate_rows

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aule.ir.types import SCALARS, Scalar, u32
-from aule.ops.attention.config import Columns, ScoreConfig
-from aule.ops.attention.problem import Rope
+from aule.ops.rope.tables import Rope
+from aule.ops.scores.config import Columns, ScoreConfig
 from aule.tile.vector.engine import VectorUnit, work_type
 
 

@@ -19,10 +19,10 @@ from aule.ops.attention.cpu.dropout import DropoutFactors
 from aule.ops.attention.cpu.pack import pack_rotated, packed_keys
 from aule.ops.attention.cpu.scores import modify
 from aule.ops.attention.cpu.task import AttentionTask, Task
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Reach
-from aule.ops.attention.scores.rotated_operands import rotary_of, rotating
 from aule.ops.combine.cpu import Columns, PartialLayout, store_row
+from aule.ops.scores.band import Reach
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import rotary_of, rotating
 from aule.ops.softmax.online_softmax import Maximum
 from aule.target import Target
 from aule.tile.common.math import LOG2E, NEG_INF, lowest

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, element, i32, u32
-from aule.ops.attention.config import ScoreConfig
 from aule.ops.attention.cpu.config import PackConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Extent
-from aule.ops.attention.scores.rotated_operands import rotating
+from aule.ops.scores.band import Extent
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import rotating
 from aule.target import Target
 from aule.tile.common.matrix import Matrix
 from aule.tile.vector.engine import Vectors, work_type

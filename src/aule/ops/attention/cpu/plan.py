@@ -8,7 +8,6 @@ from typing import Any
 
 from aule.errors import KernelError
 from aule.ir.types import SCALARS
-from aule.ops.attention.config import Columns
 from aule.ops.attention.cpu.backward import build_backward
 from aule.ops.attention.cpu.backward_sums import build_delta, build_dq_sum
 from aule.ops.attention.cpu.config import (
@@ -27,6 +26,7 @@ from aule.ops.attention.plan.scalars import problem_scalars, row_scalars, score_
 from aule.ops.attention.precision import refused
 from aule.ops.attention.problem import AttentionProblem
 from aule.ops.combine.cpu import CombineConfig, PartialLayout, build_combine
+from aule.ops.scores.config import Columns
 from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
 from aule.tile.common.math import LN2

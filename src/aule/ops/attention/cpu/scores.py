@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aule.ir import Value, Var
-from aule.ops.attention.config import Columns
-from aule.ops.attention.scores import modifiers as mod
-from aule.ops.attention.scores.band import Scores
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.band import Scores
+from aule.ops.scores.config import Columns
 from aule.tile.vector.engine import Vectors
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 from aule.ir import Value
 from aule.ir.types import i32
 from aule.ops.attention.cpu.config import CpuConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Reach, Scores
+from aule.ops.scores.band import Reach, Scores
+from aule.ops.scores.parameters import Parameters
 
 
 class Task(Protocol):

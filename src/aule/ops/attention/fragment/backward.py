@@ -23,8 +23,8 @@ from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import f32, i32
 from aule.ops.attention.config import FragmentBackwardConfig
 from aule.ops.attention.fragment.backward_scores import GradientKernel, KeysKernel
-from aule.ops.attention.plan.last_wave_backward import add_up, share
-from aule.ops.attention.scores.band import Scores
+from aule.ops.combine.pieces import combine_tiles, share
+from aule.ops.scores.band import Scores
 from aule.target import Target
 from aule.tile.common.matrix import Matrix, divmod_const
 from aule.tile.fragment.arrangement import SIZE
@@ -326,7 +326,7 @@ class _Keys(_Kernel, KeysKernel):
         if self.piece is None:
             self.store_results(dK, dV)
         else:
-            add_up(self.p, self.piece, shape.threads, [dK, dV], lambda: self.store_results(dK, dV))
+            combine_tiles(self.p, self.piece, shape.threads, [dK, dV], lambda: self.store_results(dK, dV))
 
     def _pass(self, head: Value, first: Value, last: Value, end: Value, dK: FragmentTile, dV: FragmentTile) -> None:
         """Add the share of one query head's rows to the block's dK and dV."""

@@ -11,12 +11,11 @@ from typing import Literal
 
 from aule.ir import Builder, Value, Var
 from aule.ir.types import bf16, f32, i32, u16, u32
+from aule.ops.attention.backward_parameters import BackwardBlock
 from aule.ops.attention.config import FragmentBackwardConfig
-from aule.ops.attention.plan.last_wave import Piece
-from aule.ops.attention.plan.last_wave_backward import piece_of
-from aule.ops.attention.scores.backward_parameters import BackwardBlock
-from aule.ops.attention.scores.band import Scores
-from aule.ops.attention.scores.tile_dropout import Place, TileDropout
+from aule.ops.combine.pieces import Piece, piece_of
+from aule.ops.scores.band import Scores
+from aule.ops.scores.tile_dropout import Place, TileDropout
 from aule.target import Target
 from aule.tile.common.math import LOG2E, NEG_INF
 from aule.tile.common.matrix import Matrix, divmod_const, padded

@@ -16,7 +16,7 @@ from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.forward_memory import TileMemory
 from aule.ops.attention.fragment.forward_rows import QueryRows, dealt_out, goes_in_runs, store_runs
 from aule.ops.attention.fragment.tile_order import TilePlace
-from aule.ops.attention.plan.last_wave import pieces
+from aule.ops.combine.pieces import pieces
 from aule.ops.softmax.online_softmax import LAG, SoftmaxState, follow
 from aule.target import Target
 from aule.tile.common.matrix import Matrix, padded
@@ -41,11 +41,11 @@ def build_forward_fragment(config: FragmentConfig, target: Target, name: str) ->
 def traced(kind: type[FragmentForward], config: FragmentConfig, target: Target, name: str) -> KernelIR:
     """Trace a kernel of a kind, for blocks or for pieces of blocks."""
     b = Builder(name, config.shape.threads, config.shape.lanes, config.shape.registers, arithmetic="quick")
-    if config.last_wave:
+    if config.pieces:
         with pieces(b) as piece:
             kernel = kind(b, config, target, piece)
             kernel.run()
-            kernel.add_up()
+            kernel.combine_pieces()
         return b.finish()
     kernel = kind(b, config, target)
     with b.if_(kernel.exists):

@@ -17,13 +17,13 @@ from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.fragment.tile_order import TileOrder
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.plan.last_wave import Leavings, Piece, lane_numbers
-from aule.ops.attention.scores import modifiers as mod
-from aule.ops.attention.scores.band import Scores, block_of
-from aule.ops.attention.scores.pages import PagedMatrix, Pages
-from aule.ops.attention.scores.rotated_operands import rotating
-from aule.ops.attention.scores.tile_dropout import Draw, TileDropout
+from aule.ops.combine.pieces import LanePartials, Piece, lane_numbers
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.band import Scores, block_of
+from aule.ops.scores.pages import PagedMatrix, Pages
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import rotating
+from aule.ops.scores.tile_dropout import Draw, TileDropout
 from aule.ops.shared.tickets import when_last
 from aule.ops.softmax.online_softmax import NegatedMaximum, SoftmaxState, finish, from_sink
 from aule.target import Target
@@ -172,7 +172,7 @@ class ForwardBlock(ABC):
             self._store_rows(O, rows)
         else:
             state = [row.m for row in rows] + [row.l for row in rows]
-            self._leavings.store([x for row in O.values() for x in row] + [x.value for x in state])
+            self._partials.store([x for row in O.values() for x in row] + [x.value for x in state])
 
     def _store_rows(self, O: FragmentTile, rows: list[SoftmaxState]) -> None:
         b, engine, config = self.b, self.engine, self.config
@@ -210,13 +210,13 @@ class ForwardBlock(ABC):
     # -- pieces of a block -----------------------------------------------------------------------------------------
 
     @property
-    def _leavings(self) -> Leavings:
+    def _partials(self) -> LanePartials:
         """Memory for the partial results of pieces: O, m and l of each lane."""
         assert self.piece is not None
         count = lane_numbers(self.shape, self.config.value_dim, self.target)
-        return Leavings(self.p, self.piece, self.shape.threads, count)
+        return LanePartials(self.p, self.piece, self.shape.threads, count)
 
-    def add_up(self) -> None:
+    def combine_pieces(self) -> None:
         """Combine the block's pieces if this was the last of them to finish."""
         assert self.piece is not None
         when_last(self.p, self.piece.place, self.piece.parts, self.b.thread_id(), self._combine)
@@ -230,7 +230,7 @@ class ForwardBlock(ABC):
         if self.config.sinks:
             self._start_from_sink(rows)
         with b.loop(0, self.piece.parts, name="part") as part:
-            left = iter(self._leavings.load(part))
+            left = iter(self._partials.load(part))
             values = [[next(left) for _ in row] for row in O.values()]
             m, l = ([next(left) for _ in rows] for _ in range(2))
             factors = [row.merge(*other) for row, *other in zip(rows, m, l, strict=True)]

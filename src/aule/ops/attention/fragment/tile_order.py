@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value
-from aule.ops.attention.plan.last_wave import Piece
-from aule.ops.attention.scores.band import Reach
+from aule.ops.combine.pieces import Piece
+from aule.ops.scores.band import Reach
 from aule.tile.common.matrix import divmod_const
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from aule import tuning
 from aule.ops.attention.config import BackwardConfig, DeltaConfig, FragmentBackwardConfig, RoundConfig
 from aule.ops.attention.fragment.backward import build_backward_fragment
-from aule.ops.attention.plan.last_wave_backward import cut_blocks
 from aule.ops.attention.plan.layout import Layout, view_scalars
 from aule.ops.attention.plan.scalars import (
     folded,
@@ -19,15 +18,16 @@ from aule.ops.attention.plan.scalars import (
     row_scalars,
     score_options,
 )
+from aule.ops.attention.plan.split import split_last_wave
 from aule.ops.attention.plan.tiles_backward import (
     choose_backward_fragments,
     choose_backward_shape,
     choose_backward_warpgroups,
     choose_backward_wave,
 )
+from aule.ops.attention.prepass.mask_prepass import mask_steps
+from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.scores.mask_prepass import mask_steps
-from aule.ops.attention.scores.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.simt.backward import build_backward
 from aule.ops.attention.simt.backward_rows import build_delta, build_round
 from aule.ops.attention.warpgroup.backward import build_backward_warpgroup
@@ -240,12 +240,12 @@ class _Draft:
         if config.of == "keys" and config.sums and config.keeps_all:
             wave = choose_backward_wave(self.target, shape)
             tiles = -(-problem.seq_q // shape.block_kv)
-            cut = None if wave is None else cut_blocks(blocks, tiles, self.target.compute_units, wave)
-            if cut is not None:
-                config, blocks = replace(config, last_wave=True), cut.workgroups
-                kernel.scalars |= cut.scalars
-                self.workspace |= cut.workspace(shape, (problem.head_dim, problem.value_dim))
-                self.scratch["tickets"] = cut.blocks
+            split = None if wave is None else split_last_wave(blocks, tiles, self.target.compute_units, wave)
+            if split is not None:
+                config, blocks = replace(config, last_wave=True), split.workgroups
+                kernel.scalars |= split.scalars
+                self.workspace |= split.workspace(shape, (problem.head_dim, problem.value_dim))
+                self.scratch["tickets"] = split.blocks
         build = build_backward_warpgroup if shape.warpgroups else build_backward_fragment
         self._add(config, build, blocks, kernel.scalars, kernel.renamed)
 

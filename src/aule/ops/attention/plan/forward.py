@@ -10,9 +10,9 @@ from aule.errors import InvalidArgumentError
 from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import ForwardConfig, FragmentConfig
 from aule.ops.attention.fragment.forward_full_tiles import MOST_BLOCKS, reciprocals
-from aule.ops.attention.plan.last_wave import Tail, cut_tail
 from aule.ops.attention.plan.layout import Layout, view_scalars
 from aule.ops.attention.plan.scalars import folded, listed_options, problem_scalars, rotates_runs, score_options
+from aule.ops.attention.plan.split import SplitBlocks, split_blocks
 from aule.ops.attention.plan.tiles import (
     Modifier,
     choose_fragments,
@@ -22,9 +22,9 @@ from aule.ops.attention.plan.tiles import (
     choose_wave,
 )
 from aule.ops.attention.precision import refused
+from aule.ops.attention.prepass.mask_prepass import mask_steps
+from aule.ops.attention.prepass.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.attention.problem import UNBOUNDED, AttentionProblem
-from aule.ops.attention.scores.mask_prepass import mask_steps
-from aule.ops.attention.scores.rope_prepass import ROTATED, can_rotate_before, rope_prepass
 from aule.ops.shared.plan import Plan, Step, grid_of
 from aule.target import Target
 from aule.tile.common.matrix import QUAD
@@ -70,7 +70,7 @@ def plan_forward(
     else:
         draft.rotate(tiles)
         config = draft.fragment_config(tiles, own_full_tiles=shape is None)
-    return draft.launched(config, tiles, _cut(draft.problem, config, tiles, target) if shape is None else None)
+    return draft.launched(config, tiles, _split(draft.problem, config, tiles, target) if shape is None else None)
 
 
 # -- choose ------------------------------------------------------------------------------------------------------------
@@ -206,26 +206,26 @@ class _Draft:
 
     # -- scalars and grid ----------------------------------------------------------------------------------------------
 
-    def launched(self, config: Config, shape: Shape, tail: Tail | None) -> Plan:
-        """The plan: steps before, and the kernel, whose blocks may be cut along the keys."""
+    def launched(self, config: Config, shape: Shape, split: SplitBlocks | None) -> Plan:
+        """The plan: steps before, and the kernel, whose blocks may be split along the keys."""
         blocks, scratch = int(self.scalars["blocks"]), {}
-        if tail is not None:
-            config, blocks = replace(config, last_wave=True), tail.workgroups
-            self.scalars |= tail.scalars
-            self.workspace |= tail.workspace(shape, self.problem.value_dim, self.target)
-            scratch["tickets"] = tail.blocks
+        if split is not None:
+            config, blocks = replace(config, pieces=True), split.workgroups
+            self.scalars |= split.scalars
+            self.workspace |= split.workspace(shape, self.problem.value_dim, self.target)
+            scratch["tickets"] = split.blocks
         grid = grid_of("flash_attention", blocks, self.target)
         step = Step(config, build_forward, grid, self.scalars, self.renamed)
         return Plan((*self.before, step), self.workspace, scratch)
 
 
-def _cut(problem: AttentionProblem, config: Config, shape: Shape, target: Target) -> Tail | None:
-    """How blocks are cut along the keys, where there are too few to fill the device; None where they are not."""
+def _split(problem: AttentionProblem, config: Config, shape: Shape, target: Target) -> SplitBlocks | None:
+    """How blocks are split along the keys if they are too few to fill the device; None if they are not."""
     wave = choose_wave(target, shape) if target.device_fence and _plain(config, problem) else None
     if wave is None:
         return None
     blocks = -(-problem.seq_q // shape.block_q) * problem.batch * problem.heads_q
-    return cut_tail(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
+    return split_blocks(blocks, -(-problem.seq_kv // shape.block_kv), target.compute_units, wave)
 
 
 def _plain(config: Config, problem: AttentionProblem) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from aule import tuning
 from aule.errors import KernelError
-from aule.ops.attention.plan.wave import Wave
+from aule.ops.attention.plan.split import Wave
 from aule.target import Target
 from aule.tile.common.matrix import padded
 from aule.tile.fragment.arrangement import arrange

@@ -5,8 +5,8 @@ from __future__ import annotations
 from aule import tuning
 from aule.errors import KernelError
 from aule.ir.types import PANEL
+from aule.ops.attention.plan.split import Wave
 from aule.ops.attention.plan.tiles import dims_facts, fragment_shape, known_wave, narrowed, runs, simt_shape
-from aule.ops.attention.plan.wave import Wave
 from aule.target import Target
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import fitted, multiplies

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, f32, i32
+from aule.ops.attention.backward_parameters import BackwardBlock
 from aule.ops.attention.config import BackwardConfig
-from aule.ops.attention.scores.backward_parameters import BackwardBlock
-from aule.ops.attention.scores.band import Scores
-from aule.ops.attention.scores.rotated_operands import quad_angles
+from aule.ops.scores.band import Scores
+from aule.ops.scores.rotated_operands import quad_angles
 from aule.target import Target
 from aule.tile.common.math import LOG2E
 from aule.tile.common.matrix import QUAD, Matrix, padded

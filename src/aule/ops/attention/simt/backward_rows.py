@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64
-from aule.ops.attention.config import DeltaConfig, RoundConfig, ScoreConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.rotated_operands import rotary_of
+from aule.ops.attention.config import DeltaConfig, RoundConfig
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import rotary_of
 from aule.target import Target
 from aule.tile.common.matrix import QUAD, divmod_const, padded
 from aule.tile.fragment.arrangement import SIZE, added_together, arrange, place_in_block

@@ -11,9 +11,9 @@ from contextlib import nullcontext
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import bool_, f32, i32
 from aule.ops.attention.config import ForwardConfig
-from aule.ops.attention.plan.last_wave import pieces
-from aule.ops.attention.scores.rotated_operands import quad_angles
 from aule.ops.attention.simt.forward_block import Block
+from aule.ops.combine.pieces import pieces
+from aule.ops.scores.rotated_operands import quad_angles
 from aule.ops.softmax.online_softmax import LAG, Maximum, finish, raise_maximum
 from aule.target import Target
 from aule.tile.common.math import fold, is_finite
@@ -33,7 +33,7 @@ def build_forward_simt(config: ForwardConfig, target: Target, name: str) -> Kern
     def compute(block: Block) -> None:
         flash_forward(b, config, Simt(b, target, config.shape, config.head_dim, config.value_dim), block)
 
-    if config.last_wave:
+    if config.pieces:
         with pieces(b) as piece:
             compute(Block(b, config, piece))
         return b.finish()
@@ -70,8 +70,8 @@ def flash_forward(b: Builder, config: ForwardConfig, engine: Simt, block: Block)
     # A driver takes the last condition of a kernel for uniform unless a barrier follows: it would store rows past the
     # end, too.
     b.barrier()
-    if block.parts is not None:
-        block.add_up(block.parts)
+    if block.partials is not None:
+        block.combine_pieces(block.partials)
 
 
 def _softmax(engine: Simt, S: RegisterTile, O: RegisterTile, m: RowState, l: RowState) -> list[list[Value]]:
@@ -97,7 +97,9 @@ def _store(engine: Simt, block: Block, O: RegisterTile, m: RowState, l: RowState
     """Store O / l and the log-sum-exp, or what a piece of the block comes to."""
     b, maximum = engine.b, Maximum(engine.b)
     total, maxima = engine.reduce_rows("add", l.load()), m.load()
-    first, out = (block.row0, block.o) if block.parts is None else (b.const(0, i32), block.parts.matrix(block.rows))
+    first, out = block.row0, block.o
+    if block.partials is not None:
+        first, out = b.const(0, i32), block.partials.matrix(block.rows)
     for r, row in enumerate(O.values()):
         end = finish(maximum, total[r])
         inverse = end.inverse if block.keep_scale is None else end.inverse * block.keep_scale
@@ -106,10 +108,10 @@ def _store(engine: Simt, block: Block, O: RegisterTile, m: RowState, l: RowState
             for c in range(0, len(row), O.strip):
                 strip = [x * inverse for x in row[c : c + O.strip]]
                 out.store(b, at, O.col(c), strip, engine.value_cols)
-            if block.parts is not None:
+            if block.partials is not None:
                 lse = end.log2_sum(maxima[r])
                 with b.if_(b.eq(engine.tx, 0)):
-                    block.parts.store_lse(at, lse)
+                    block.partials.store_lse(at, lse)
             elif block.lse is not None:
                 lse = end.log_sum_exp(maxima[r])
                 with b.if_(b.eq(engine.tx, 0)):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, f32, i32, i64, u8, u32
 from aule.ops.attention.config import ForwardConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.plan.last_wave import Parts, Piece
-from aule.ops.attention.scores import modifiers as mod
-from aule.ops.attention.scores.band import Extent, Scores, block_of
-from aule.ops.attention.scores.rotated_operands import declare_tables, rotating
+from aule.ops.combine.pieces import Piece, RowPartials
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.band import Extent, Scores, block_of
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import declare_tables, rotating
 from aule.ops.softmax.online_softmax import Maximum, from_sink
 from aule.tile.common.math import LOWEST, fold
 from aule.tile.common.matrix import Matrix
@@ -27,7 +27,7 @@ class Block:
         The tiles ``first_tile .. last_tile - 1`` hold every key that some row keeps.
     first_full, last_full : Value
         In the tiles ``first_full .. last_full - 1`` every row keeps every key, mask and bias apart.
-    parts : Parts or None
+    partials : RowPartials or None
         Where results go if the workgroup has only a piece of the block's keys.
     """
 
@@ -58,14 +58,14 @@ class Block:
         self.lse_base = scores.extent.row_base(p, self.head_number, self.head)
         self.modifiers = scores.modifiers(self.head, {"mask": "any", "bias": "any"})
         self.sink: Value | None = None
-        if config.sinks and piece is None:  # otherwise the sum of the pieces counts it
+        if config.sinks and piece is None:  # otherwise it is counted when pieces are combined
             self.sink = b.load(p.buffer("sinks", f32), p.strided("sinks", self.head))
         self.keep_scale = p.number("keep_scale", f32) if config.dropout else None
         self.dropout = scores.dropout()
         self._find_tiles()
-        self.parts: Parts | None = None
+        self.partials: RowPartials | None = None
         if piece is not None:
-            self.parts = Parts(p, config, piece)
+            self.partials = RowPartials(p, piece, config.shape.block_q, config.shape.threads, config.aligned[3])
             self.first_tile, self.last_tile = piece.first, piece.last
 
     def _declare(self) -> None:
@@ -175,8 +175,8 @@ class Block:
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def add_up(self, parts: Parts) -> None:
-        """Add up the block's pieces if this was the last of them."""
+    def combine_pieces(self, partials: RowPartials) -> None:
+        """Combine the block's pieces if this was the last of them to finish."""
         scores = self.scores
         extent = Extent(scores.seq_q, scores.seq_kv, scores.shift, None, None)
-        parts.finish(self.row0, self.rows, scores.batch, self.head, extent)
+        partials.finish(self.row0, self.rows, scores.batch, self.head, extent)

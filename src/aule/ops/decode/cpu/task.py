@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aule.ir import Value
 from aule.ir.types import i32
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Extent, Reach, Scores
 from aule.ops.decode.cpu.config import CpuDecodeConfig
+from aule.ops.scores.band import Extent, Reach, Scores
+from aule.ops.scores.parameters import Parameters
 
 
 class DecodeTask:

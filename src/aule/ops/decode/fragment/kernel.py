@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from aule import tuning
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import SCALARS, Scalar, f16, f32, i32, i64, u32
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores import modifiers as mod
 from aule.ops.combine.workgroup import Threads, WorkgroupPartials
 from aule.ops.decode.config import FragmentDecodeConfig
 from aule.ops.decode.fragment.loads import KeyLoads, Prefetch, Scales, Step
@@ -32,6 +30,8 @@ from aule.ops.decode.result import Result
 from aule.ops.decode.simt.kernel import KERNEL_NAME
 from aule.ops.decode.variables import assign, values
 from aule.ops.decode.work_range import WorkRange
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.online_softmax import Maximum, SoftmaxState
 from aule.target import Target
 from aule.tile.common.math import LOWEST, fold, overflowing

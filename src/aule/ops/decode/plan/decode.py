@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from aule import tuning
-from aule.ops.attention.config import Paging
 from aule.ops.attention.plan.layout import aligned_rows, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars
 from aule.ops.attention.problem import UNBOUNDED
@@ -33,6 +32,7 @@ from aule.ops.decode.plan.shapes import (
 from aule.ops.decode.problem import DecodeProblem
 from aule.ops.decode.simt.kernel import build_decode
 from aule.ops.decode.validate import DecodeOperands
+from aule.ops.scores.config import Paging
 from aule.ops.shared.plan import Plan, Step, grid_of
 from aule.target import Target
 from aule.tile.common.matrix import QUAD

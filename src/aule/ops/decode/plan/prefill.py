@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from aule.ops.attention.build import build_forward
-from aule.ops.attention.config import FragmentConfig, Paging
+from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.plan.layout import aligned_rows, view_scalars
 from aule.ops.attention.plan.scalars import folded, problem_scalars, score_options
 from aule.ops.attention.plan.tiles import choose_fragments, choose_warpgroups
 from aule.ops.decode.problem import DecodeProblem
+from aule.ops.scores.config import Paging
 from aule.ops.shared.plan import Step, grid_of
 from aule.target import Target
 from aule.tile.fragment.shape import RUN

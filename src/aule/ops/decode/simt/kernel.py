@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, KernelIR, Value, Var
 from aule.ir.types import Scalar, f32, i32, i64
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores import modifiers as mod
 from aule.ops.combine.workgroup import Threads, WorkgroupPartials
 from aule.ops.decode.config import DecodeConfig
 from aule.ops.decode.result import Result
 from aule.ops.decode.simt.loads import KeyLoads
 from aule.ops.decode.variables import assign, values
 from aule.ops.decode.work_range import WorkRange
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.online_softmax import Maximum, SoftmaxState
 from aule.target import Target
 from aule.tile.common.lane_team import Team

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Vector, f32, i32, u8, u32
-from aule.ops.attention.config import Columns, ScoreConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores import modifiers as mod
+from aule.ops.scores import modifiers as mod
+from aule.ops.scores.config import Columns, ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.ops.softmax.dropout import Dropout
 from aule.tile.common.math import LOG2E
 

@@ -1,4 +1,4 @@
-"""Blocks cut along the keys, on a device: software Vulkan stands in for a GPU."""
+"""Blocks split along the keys, on a device: software Vulkan stands in for a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aule.engine import attention
 from aule.engine.attention import forward_on_host, prepare_forward
 from aule.engine.memory import device_scratch
 from aule.ops.attention.plan import forward as plan
-from aule.ops.attention.plan.wave import Wave
+from aule.ops.attention.plan.split import Wave
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
 from aule.tile.simt.shape import SimtShape
@@ -25,7 +25,7 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     device = devices.need("vulkan")
     slots = device.target.compute_units
     if not device.target.device_fence or slots < 2:
-        pytest.skip("blocks are not cut here")
+        pytest.skip("blocks are not split here")
     monkeypatch.setattr(plan, "choose_shape", lambda *_: SHAPE)
     monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(1, 3, 1))
     launches = []
@@ -41,7 +41,7 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, operands = attention_problem(**{n: grid.view_of(a) for n, a in arrays.items()}, return_lse=True)
     out, lse = forward_on_host(problem, operands, device)
     (step,) = launches[0].plan.steps
-    assert step.config.last_wave and step.grid[0] > blocks
+    assert step.config.pieces and step.grid[0] > blocks
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
     tickets = np.ones(blocks, np.int32)

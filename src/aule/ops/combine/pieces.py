@@ -1,105 +1,34 @@
-"""Blocks of rows cut along the keys, where there are fewer than the device runs at a time.
+"""Pieces: blocks whose work several workgroups share, combined by the last workgroup to finish.
 
-The tiles of keys of all blocks, one block after the other, are dealt out evenly: each workgroup takes a range of them,
-which may be the end of one block and the beginning of the next. The sums of its *piece* of a block go to memory with
-their log-sum-exp, and the last workgroup to finish a piece of a block combines them in the order of the keys
-(`ops/shared/tickets.py`), so that results are reproducible.
+Each workgroup leaves the sums of its piece in memory and draws a ticket (`ops/shared/tickets.py`). The one with the
+block's last ticket combines all pieces in order, so that results are reproducible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aule.ir import Builder, Value
 from aule.ir.types import f32, i32
-from aule.ops.attention.config import ForwardConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.plan.wave import Wave
-from aule.ops.attention.scores.band import Extent
 from aule.ops.combine.partials import Row, RowCombiner
+from aule.ops.scores.band import Extent
+from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.tickets import when_last
 from aule.target import Target
 from aule.tile.common.matrix import QUAD, Matrix, padded
 from aule.tile.fragment.arrangement import SIZE, arrange
+from aule.tile.fragment.engine import FragmentTile
 from aule.tile.fragment.shape import FragmentShape
-from aule.tile.simt.shape import SimtShape
 
 _PARTS_AT_ONCE, _ROWS_AT_ONCE = 1, 16
 """Parts and rows that a thread loads before it uses any, when pieces are combined."""
 
 
 @dataclass(frozen=True)
-class Tail:
-    """How blocks are cut.
-
-    Attributes
-    ----------
-    blocks : int
-        Blocks of rows.
-    tiles : int
-        Tiles of keys of a block.
-    each : int
-        Tiles of a workgroup.
-    """
-
-    blocks: int
-    tiles: int
-    each: int
-
-    @property
-    def workgroups(self) -> int:
-        return -(-self.blocks * self.tiles // self.each)
-
-    @property
-    def splits(self) -> int:
-        """The most pieces of a block."""
-        ends = ((i * self.tiles, (i + 1) * self.tiles - 1) for i in range(self.blocks))
-        return max(last // self.each - first // self.each + 1 for first, last in ends)
-
-    def workspace(self, shape: SimtShape | FragmentShape, value_dim: int, target: Target) -> dict[str, int]:
-        """Words of memory for the results of pieces, by buffer name."""
-        if isinstance(shape, FragmentShape):
-            each = padded(lane_numbers(shape, value_dim, target), QUAD) * shape.threads
-            return {"part": self.blocks * self.splits * each}
-        rows = self.blocks * shape.block_q * self.splits
-        return {"part": rows * value_dim, "part_lse": rows}
-
-    @property
-    def scalars(self) -> dict[str, int]:
-        """Parameters of the kernel, by name."""
-        return {
-            "tail_tiles": self.blocks * self.tiles,
-            "block_tiles": self.tiles,
-            "piece_tiles": self.each,
-            "splits": self.splits,
-        }
-
-
-def cut_tail(blocks: int, tiles: int, units: int, wave: Wave) -> Tail | None:
-    """Cut the blocks of a launch if they are fewer than the device runs at a time; None where it is not worth it.
-
-    Parameters
-    ----------
-    blocks : int
-        Blocks of the launch, all of the same ``tiles`` of keys.
-    units : int
-        Compute units; 0 when unknown.
-    """
-    slots = wave.resident * units
-    if not 0 < blocks < slots:
-        return None
-    tail = Tail(blocks, tiles, max(-(-blocks * tiles // (slots * wave.pieces)), wave.cost))
-    alone = wave.resident > 1 and 2 * blocks <= slots
-    turns = -(-tail.workgroups // slots)
-    # Pieces all begin, and are combined, at once, which costs twice.
-    return tail if turns * tail.each + 2 * wave.cost < (int(wave.alone * tiles) if alone else tiles) else None
-
-
-@dataclass(frozen=True)
 class Piece:
-    """A workgroup's share of a block: the block's number in the launch and among those that are cut, the tiles from
+    """A workgroup's share of a block: the block's number in the launch and among those that are split, the tiles from
     ``first`` up to ``last``, and which of how many pieces that is."""
 
     number: Value
@@ -137,7 +66,7 @@ def lane_numbers(shape: FragmentShape, value_dim: int, target: Target) -> int:
     return results.parts * shape.rows * padded(value_dim, SIZE) // (height * arrange(target).width) + 2 * rows
 
 
-class Leavings:
+class LanePartials:
     """Partial results of a piece in memory, in the order in which lanes on matrix units hold them: four numbers of a
     lane beside its neighbour's, so that few instructions store and load them."""
 
@@ -164,19 +93,29 @@ class Leavings:
         return [x for quad in quads for x in b.unpack(quad)][:count]
 
 
-class Parts:
-    """Partial rows of a piece, counted from the block's first, and their combination over all pieces of the block."""
+class RowPartials:
+    """Partial rows of a piece in memory, counted from the block's first, and their combination over all pieces.
 
-    def __init__(self, p: Parameters, config: ForwardConfig, piece: Piece) -> None:
-        self.p, self.b, self.config, self.piece = p, p.b, config, piece
+    Parameters
+    ----------
+    rows : int
+        Rows of a block.
+    threads : int
+        Threads of a workgroup.
+    aligned : bool
+        As for `RowCombiner`.
+    """
+
+    def __init__(self, p: Parameters, piece: Piece, rows: int, threads: int, aligned: bool) -> None:
+        self.p, self.b, self.piece, self.rows, self.threads, self.aligned = p, p.b, piece, rows, threads, aligned
 
     def _number(self, row: Value) -> Value:
         """The row's number among all that have parts."""
-        return self.b.cast(self.piece.place * self.config.shape.block_q + row, self.p.index)
+        return self.b.cast(self.piece.place * self.rows + row, self.p.index)
 
     def matrix(self, rows: Value) -> Matrix:
         """The piece's part of ``rows`` rows of O."""
-        b, dim, index = self.b, self.config.value_dim, self.p.index
+        b, dim, index = self.b, self.p.config.value_dim, self.p.index
         splits, zero = b.cast(self.p.number("splits"), index), b.const(0, i32)
         base = (self._number(zero) * splits + b.cast(self.piece.part, index)) * dim
         parts = self.p.buffer("part", f32, "readwrite")
@@ -190,12 +129,10 @@ class Parts:
 
     def finish(self, row0: Value, rows: Value, batch: Value, head: Value, extent: Extent) -> None:
         """Combine ``rows`` rows of the block, from ``row0`` on, if all its pieces are written; uniform."""
-        b, config = self.b, self.config
+        p = self.p
 
-        def add_up() -> None:
-            combiner = RowCombiner(
-                self.p, config, config.aligned[3], config.shape.threads, _PARTS_AT_ONCE, "readwrite"
-            )  # fmt: skip
+        def combine() -> None:
+            combiner = RowCombiner(p, p.config, self.aligned, self.threads, _PARTS_AT_ONCE, "readwrite")
             combiner.combine_rows_per_team(
                 rows,
                 self.piece.parts,
@@ -203,4 +140,48 @@ class Parts:
                 _ROWS_AT_ONCE,
             )
 
-        when_last(self.p, self.piece.place, self.piece.parts, b.thread_id(), add_up)
+        when_last(p, self.piece.place, self.piece.parts, self.b.thread_id(), combine)
+
+
+def piece_of(p: Parameters, task: Value) -> Piece:
+    """The block of a workgroup, and which of its pieces; a block that is not split has one piece."""
+    b, first, splits = p.b, p.number("tail_first"), p.number("splits")
+    behind = b.max(task - first, 0)
+    place = behind // splits
+    split, zero = task >= first, b.const(0, i32)
+    part, parts = b.select(split, behind - place * splits, zero), b.select(split, splits, b.const(1, i32))
+    return Piece(b.select(split, first + place, task), place, zero, zero, part, parts)
+
+
+def share(piece: Piece, first: Value, last: Value) -> tuple[Value, Value]:
+    """A piece's share of the tiles of a block."""
+    tiles = last - first
+    return first + tiles * piece.part // piece.parts, first + tiles * (piece.part + 1) // piece.parts
+
+
+def combine_tiles(
+    p: Parameters, piece: Piece, threads: int, tiles: list[FragmentTile], store: Callable[[], None]
+) -> None:
+    """Combine the pieces of a block and ``store`` the results: at once if there is one piece, otherwise by the last
+    workgroup to finish; uniform."""
+    b = p.b
+    variables = [variable for tile in tiles for row in tile.vars for variable in row]
+    kind, parts = tiles[0].engine.accumulator, tiles[0].engine.arrangement.results.parts
+    partials = LanePartials(p, piece, threads, len(variables) * parts)
+    missing = b.var(piece.parts - 1, "missing")
+
+    def gather() -> None:
+        missing.value = b.const(0, i32)
+        for variable in variables:
+            variable.value = b.fragment_fill(kind, 0.0)
+        with b.loop(b.const(0, i32), piece.parts, name="part") as part:
+            for i, variable in enumerate(variables):
+                numbers = partials.load(part, i * parts, parts)
+                sums = [b.fragment_get(variable.value, c) + x for c, x in enumerate(numbers)]
+                variable.value = b.fragment_pack(kind, sums)
+
+    with b.if_(piece.parts > 1):
+        partials.store([b.fragment_get(v.value, c) for v in variables for c in range(parts)])
+        when_last(p, piece.place, piece.parts, b.thread_id(), gather)
+    with b.if_(b.eq(missing.value, 0)):
+        store()

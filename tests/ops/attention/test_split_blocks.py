@@ -1,4 +1,4 @@
-"""Blocks cut along the keys: how, and that the results are the same."""
+"""Blocks split along the keys: how, and that the results are the same."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from test_fragment_interpreted import SHAPES, WAYS
 from test_fragment_vulkan import TARGET
 
 from aule.ops.attention.plan import forward as plan
-from aule.ops.attention.plan.last_wave import Tail, cut_tail
+from aule.ops.attention.plan.split import SplitBlocks, Wave, split_blocks
 from aule.ops.attention.plan.tiles import choose_fragments, choose_shape, choose_wave
-from aule.ops.attention.plan.wave import Wave
 from aule.ops.attention.reference import compare, expect
 from aule.ops.attention.validate import attention_problem
 from aule.target import Target
@@ -45,8 +44,8 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
     queries = FULL.get(engine, 40)
     device = replace(device, compute_units=40, device_fence=True)
     monkeypatch.setattr(plan, "choose_wave", lambda target, shape: Wave(2, 1, 1))
-    cuts: list[Tail | None] = []
-    monkeypatch.setattr(plan, "cut_tail", lambda *args: cuts.append(cut_tail(*args)) or cuts[-1])
+    splits_made: list[SplitBlocks | None] = []
+    monkeypatch.setattr(plan, "split_blocks", lambda *args: splits_made.append(split_blocks(*args)) or splits_made[-1])
     rng = np.random.default_rng(2)
     value_dim = 16 if sinks or engine in FULL else 24  # whole fragments, or not
     arrays: dict[str, Any] = {
@@ -58,19 +57,19 @@ def test_pieces(engine: str, length: int, sinks: bool, monkeypatch: pytest.Monke
     views = {name: grid.view_of(array) for name, array in arrays.items()}
     problem, operands = attention_problem(**views, return_lse=True)
     out, lse = run(problem, operands, shape, device, tuned=True)
-    assert cuts[0] is not None and cuts[0].splits > 1
+    assert splits_made[0] is not None and splits_made[0].splits > 1
     verdict = compare(problem, out, lse, expect(problem, **arrays))
     assert verdict, verdict.message
 
 
-def shares(tail: Tail) -> list[list[tuple[int, int, int]]]:
+def shares(split: SplitBlocks) -> list[list[tuple[int, int, int]]]:
     """What each workgroup has: blocks, and the tiles of each from the first up to the last."""
-    total = tail.blocks * tail.tiles
+    total = split.blocks * split.tiles
     found = []
-    for start in range(0, total, tail.each):
-        end = min(start + tail.each, total)
-        blocks = range(start // tail.tiles, -(-end // tail.tiles))
-        found.append([(i, max(start - i * tail.tiles, 0), min(end - i * tail.tiles, tail.tiles)) for i in blocks])
+    for start in range(0, total, split.each):
+        end = min(start + split.each, total)
+        blocks = range(start // split.tiles, -(-end // split.tiles))
+        found.append([(i, max(start - i * split.tiles, 0), min(end - i * split.tiles, split.tiles)) for i in blocks])
     return found
 
 
@@ -85,23 +84,23 @@ def makespan(work: list[float], slots: int) -> float:
 @pytest.mark.parametrize("wave", [Wave(1, 1, 8), Wave(2, 1, 14), Wave(2, 4, 2), Wave(3, 1, 2)], ids=str)
 @pytest.mark.parametrize("tiles", [16, 64, 256])
 @pytest.mark.parametrize("blocks", [1, 60, 100, 200, 263, 395])
-def test_tail_is_even(blocks: int, tiles: int, wave: Wave) -> None:
+def test_split_is_even(blocks: int, tiles: int, wave: Wave) -> None:
     """Pieces are all keys of all blocks, once; and all is over earlier than with whole blocks."""
     units = 132
     slots = units * wave.resident
-    tail = cut_tail(blocks, tiles, units, wave)
+    split = split_blocks(blocks, tiles, units, wave)
     ideal = blocks * tiles / slots
     worst = max(ideal + wave.pieces, wave.cost) + wave.cost
-    if tail is None:
+    if split is None:
         assert blocks >= slots or worst + wave.cost >= tiles * 3 // 4
         return
-    assert tail.blocks == blocks < slots
-    work = shares(tail)
-    assert len(work) == tail.workgroups <= wave.pieces * slots
+    assert split.blocks == blocks < slots
+    work = shares(split)
+    assert len(work) == split.workgroups <= wave.pieces * slots
     done = [(i, tile) for share in work for i, first, last in share for tile in range(first, last)]
-    assert done == [(i, tile) for i in range(tail.blocks) for tile in range(tiles)]
+    assert done == [(i, tile) for i in range(split.blocks) for tile in range(tiles)]
     parts = Counter(i for share in work for i, _, _ in share)
-    assert max(parts.values()) == tail.splits
+    assert max(parts.values()) == split.splits
     beginning = wave.cost / (2 * wave.pieces)
     lengths = [sum(last - first + beginning for _, first, last in share) for share in work]
     took = makespan(lengths, slots)
@@ -109,16 +108,16 @@ def test_tail_is_even(blocks: int, tiles: int, wave: Wave) -> None:
     assert took < makespan([tiles + beginning] * blocks, slots)
 
 
-def test_what_is_not_cut() -> None:
+def test_what_is_not_split() -> None:
     wave = Wave(2, 1, 14)
-    assert cut_tail(100, 128, 132, wave) is not None
-    assert cut_tail(0, 128, 132, wave) is None
-    assert cut_tail(264, 128, 132, wave) is None  # the device is full
-    assert cut_tail(264 * 8 + 100, 128, 132, wave) is None  # more than one wave
-    assert cut_tail(260, 128, 132, wave) is None  # nearly full
-    assert cut_tail(200, 16, 132, wave) is None  # there is nothing to cut
-    assert cut_tail(128, 64, 132, wave) is None  # each has a multiprocessor to itself
-    assert cut_tail(100, 128, 0, wave) is None  # nobody knows how many run at a time
+    assert split_blocks(100, 128, 132, wave) is not None
+    assert split_blocks(0, 128, 132, wave) is None
+    assert split_blocks(264, 128, 132, wave) is None  # the device is full
+    assert split_blocks(264 * 8 + 100, 128, 132, wave) is None  # more than one wave
+    assert split_blocks(260, 128, 132, wave) is None  # nearly full
+    assert split_blocks(200, 16, 132, wave) is None  # there is nothing to split
+    assert split_blocks(128, 64, 132, wave) is None  # each has a multiprocessor to itself
+    assert split_blocks(100, 128, 0, wave) is None  # nobody knows how many run at a time
 
 
 def test_waves_of_the_table() -> None:

@@ -7,19 +7,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
-from aule.ops.attention.problem import Rope
 from aule.ops.shared.checks import checked_integer, checked_number
 from aule.view import TensorView, restride
 
 Array = npt.NDArray[Any]
 
 MAX_POSITIONS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: pairs of columns of q and k are rotated by angles that depend on the position.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the tables of cosines and sines, whose rows are positions and whose columns are pairs.
+    dim : int
+        Columns that are rotated, the first ones; even.
+    interleaved : bool
+        Column ``2 i`` is paired with ``2 i + 1``; otherwise ``i`` with ``i + dim // 2``.
+    """
+
+    dtype: str
+    dim: int
+    interleaved: bool
+
+    @property
+    def half(self) -> int:
+        """Pairs of columns, which is columns of a table."""
+        return self.dim // 2
 
 
 def rope_tables(op: str, rope: Any) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aule.ir import Builder, Value
 from aule.ir.types import i32
-from aule.ops.attention.parameters import Parameters
+from aule.ops.scores.parameters import Parameters
 from aule.tile.common.matrix import Matrix
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aule.ir import Builder, Value
 from aule.ir.types import SCALARS, Scalar, i32, i64
-from aule.ops.attention.config import ScoreConfig
+from aule.ops.scores.config import ScoreConfig
 from aule.ops.shared import parameters
 from aule.tile.common.matrix import Matrix
 

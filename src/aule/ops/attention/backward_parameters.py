@@ -7,9 +7,9 @@ from typing import ClassVar
 from aule.ir import Builder, Value
 from aule.ir.types import Scalar, f32, i32, i64
 from aule.ops.attention.config import BackwardConfig, FragmentBackwardConfig
-from aule.ops.attention.parameters import Parameters
-from aule.ops.attention.scores.band import Scores, block_of
-from aule.ops.attention.scores.rotated_operands import rotating
+from aule.ops.scores.band import Scores, block_of
+from aule.ops.scores.parameters import Parameters
+from aule.ops.scores.rotated_operands import rotating
 from aule.tile.common.matrix import Matrix
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from aule.ir import Value
 from aule.ir.types import SCALARS, Scalar
-from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.parameters import Parameters
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.tile.common.matrix import QUAD, Matrix
 from aule.tile.common.rotary import Rotary
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import SCALARS, Scalar, Vector, f16, f32, i32, i64, u8, u32
-from aule.ops.attention.config import ScoreConfig
-from aule.ops.attention.parameters import Parameters
 from aule.ops.attention.problem import AttentionProblem
-from aule.ops.attention.scores.band import Scores
+from aule.ops.scores.band import Scores
+from aule.ops.scores.config import ScoreConfig
+from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.plan import Step, grid_of
 from aule.target import Target
 from aule.tile.common.math import NEG_INF

@@ -1,1 +1,0 @@
-"""Score modifiers, bands of kept keys, dropout of tiles, and launches that prepare masks and rotated operands."""

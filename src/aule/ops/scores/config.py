@@ -1,0 +1,80 @@
+"""Configuration of scores: what is fixed about every kernel of attention and decoding while it is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aule.ops.rope.tables import Rope
+
+Columns = Literal["unit", "same", "any"]
+"""How a mask or bias lies along a row: consecutive elements, one element for all keys, or any stride."""
+
+Paging = Literal["none", "shift", "divide"]
+"""How keys lie: one behind the other, in pages whose size is a power of two, or in pages of another size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """What every attention kernel must know: types, dimensions, and the modifiers of scores.
+
+    Attributes
+    ----------
+    left, right : bool
+        The band of kept keys has this side.
+    mask, bias : str or None
+        Element type; "bits" for a boolean mask as `mask_prepass` leaves it.
+    tiles_listed : bool
+        `mask_prepass` has listed the tiles in which the mask keeps anything; it is applied to those partly dropped.
+    packed : bool
+        Sequences of different lengths lie one behind the other; buffers hold where each begins.
+    lens : bool
+        A buffer holds the number of keys of each sequence, and keys are not packed: decoding.
+    paging : {"none", "shift", "divide"}
+        How keys lie; pages need ``lens``.
+    unit : tuple of bool
+        For q, k, v, o: the head dimension has stride 1.
+    rope : Rope or None
+        q and k are rotated, and their gradients rotated back.
+    rope_prepass : bool
+        An earlier launch has rotated q and k.
+    rope_unit, rope_aligned : bool
+        Rows of the tables have stride 1, and can be read in vectors as wide as those of q, k, v.
+    """
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    mask: str | None = None
+    bias: str | None = None
+    tiles_listed: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    lse: bool = False
+    dropout: bool = False
+    packed: bool = False
+    lens: bool = False
+    paging: Paging = "none"
+    unit: tuple[bool, ...] = (True, True, True, True)
+    rope: Rope | None = None
+    rope_prepass: bool = False
+    rope_unit: bool = True
+    rope_aligned: bool = False
+
+    @property
+    def everywhere(self) -> bool:
+        """Every tile is an edge tile."""
+        return (self.mask is not None and not self.tiles_listed) or self.bias is not None
+
+    @property
+    def keeps_all(self) -> bool:
+        """No modifier changes scores, and every row keeps every key."""
+        return not (self.left or self.right or self.softcap or self.mask or self.bias or self.alibi)
+
+    @property
+    def drops_later(self) -> bool:
+        """No modifier changes scores, and rows drop only keys to the right."""
+        return self.right and not (self.left or self.softcap or self.mask or self.bias or self.alibi)
