@@ -42,7 +42,7 @@ class Piece:
 @contextmanager
 def pieces(b: Builder) -> Iterator[Piece]:
     """Go over the pieces of this workgroup; uniform."""
-    each, tiles, total = (b.scalar(name, i32) for name in ("piece_tiles", "block_tiles", "tail_tiles"))
+    each, tiles, total = (b.scalar(name, i32) for name in ("piece_tiles", "block_tiles", "split_tiles"))
     workgroup = b.group_id(0) + b.group_id(1) * b.group_count(0)
     start = workgroup * each
     end = b.min(start + each, total)
@@ -145,7 +145,7 @@ class RowPartials:
 
 def piece_of(p: Parameters, task: Value) -> Piece:
     """The block of a workgroup, and which of its pieces; a block that is not split has one piece."""
-    b, first, splits = p.b, p.number("tail_first"), p.number("splits")
+    b, first, splits = p.b, p.number("first_split"), p.number("splits")
     behind = b.max(task - first, 0)
     place = behind // splits
     split, zero = task >= first, b.const(0, i32)

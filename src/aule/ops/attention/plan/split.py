@@ -82,7 +82,7 @@ class SplitBlocks:
     def scalars(self) -> dict[str, int]:
         """Parameters of the kernel, by name."""
         return {
-            "tail_tiles": self.blocks * self.tiles,
+            "split_tiles": self.blocks * self.tiles,
             "block_tiles": self.tiles,
             "piece_tiles": self.each,
             "splits": self.splits,
@@ -124,7 +124,7 @@ class SplitLastWave:
     @property
     def scalars(self) -> dict[str, int]:
         """Parameters of the kernel, by name."""
-        return {"blocks": self.workgroups, "tail_first": self.first, "splits": self.pieces}
+        return {"blocks": self.workgroups, "first_split": self.first, "splits": self.pieces}
 
     def workspace(self, shape: FragmentShape, dims: tuple[int, int]) -> dict[str, int]:
         """Words of memory for the sums of pieces, by buffer name: dK and dV of a block, padded to fragments."""
