@@ -129,6 +129,7 @@ def test_the_model() -> None:
     assert model.resident(unknown, 256, 128) == 2 and model.resident(unknown, 1024) == 1
     assert model.resident(known, 128, 128) == 4 and model.resident(known, 128, 128, 100 << 10) == 2
     assert model.fits(known, 1024, 113 << 10, 2) and not model.fits(known, 1024, 114 << 10, 2)
-    assert model.units(unknown, "decode") > 0 and model.units(known, "decode") == 132
+    assert model.units(unknown) > 0 and model.units(known) == 132
+    assert model.tasks(TARGETS["cpu-avx2"]) == 32 and model.tasks(TARGETS["cpu-avx2"], rows=True) == 64
     assert model.cached_bytes(replace(unknown, l2_bytes=96 << 20), "attention") == 64 << 20
     assert model.cached_bytes(replace(known, l2_bytes=1), "attention") == 32 << 20  # measured

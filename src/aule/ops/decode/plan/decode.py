@@ -12,7 +12,6 @@ from aule.ops.attention.config import Paging
 from aule.ops.attention.plan.layout import aligned_rows, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars
 from aule.ops.attention.problem import UNBOUNDED
-from aule.ops.combine import last_workgroup
 from aule.ops.combine.partials import row_quads
 from aule.ops.combine.second_launch import CombineConfig, build_combine
 from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
@@ -91,7 +90,7 @@ def plan_decode(
     if prefill is not None and problem.total_q is None:
         return Plan((prefill,))
     # In a packed batch the prefill launch takes the sequences of many tokens.
-    tokens = problem.seq_q if prefill is None else min(problem.seq_q, few_tokens(problem))
+    tokens = problem.seq_q if prefill is None else min(problem.seq_q, few_tokens(problem, target))
     choice = _choose(call, tokens, shape, splits, combine)
     plan = _plan(call, choice)
     return plan if prefill is None else replace(plan, steps=(*plan.steps, prefill))
@@ -327,13 +326,14 @@ def _grid_options(call: _Call, choice: _Choice) -> dict[str, Any]:
     by_last = combine == "last_workgroup"
     one_block = choice.row_blocks == 1
     largest = max(choice.rows * splits * problem.value_dim, call.largest_index)
+    at_once = tuning.use(call.target, "decode.combine")["last_at_once"]
     return {
         "split": splits > 1,
         "flat_grid": _is_flat(choice, call.target),
         "next_launch_overlaps": combine == "second_launch" and call.target.overlap,
         "several_row_blocks": not one_block,
         "fixed_rows": problem.group * choice.tokens if one_block and problem.total_q is None else 0,
-        "partials_at_once": min(last_workgroup.AT_ONCE, 1 << (splits - 1).bit_length()) if by_last else 1,
+        "partials_at_once": min(at_once, 1 << (splits - 1).bit_length()) if by_last else 1,
         # Keys that several blocks of rows read, or that the next call finds in the cache, are to stay there.
         "evict_first": one_block and call.cache_bytes > model.cached_bytes(call.target, "decode"),
         "last_workgroup_combines": by_last,
@@ -385,7 +385,8 @@ def _combine_step(
     """The launch that combines the partial results of ``config``'s launch."""
     problem, target = call.problem, call.target
     quads = row_quads(problem.value_dim, target.max_threads)
-    most_threads = min(tuning.number(target, "decode.combine_threads"), target.max_threads)
+    limits = tuning.use(target, "decode.combine")
+    most_threads = min(limits["threads"], target.max_threads)
     one_token = config.one_token and problem.heads_q <= target.max_grid[0] and problem.batch <= target.max_grid[1]
     combine = CombineConfig(
         dtype=problem.dtype,
@@ -394,6 +395,7 @@ def _combine_step(
         one_token=one_token,
         overlaps_previous=config.next_launch_overlaps,
         threads=quads * max(1, most_threads // quads),
+        at_once=limits["at_once"],
         sinks=problem.sinks,
         lse=problem.return_lse,
         packed=config.packed,
