@@ -66,10 +66,9 @@ def choose_blocks(
         for blocks in fitting:
             if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
                 return blocks
-    for record in tuning.matching(target, "linear.simt", {}):
+    for record in tuning.matching(target, "linear.simt", {"shorter_side": min(m, n)}):
         shape = SimtShape(**record.use["shape"])
-        fills = shape.block_q <= 64 or min(m, n) > 64
-        if fills and model.fits(target, shape.threads, shape.shared_bytes(shape.chunk_k, QUAD, subgroups=True)):
+        if model.fits(target, shape.threads, shape.shared_bytes(shape.chunk_k, QUAD, subgroups=True)):
             return shape
     raise KernelError(
         f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "

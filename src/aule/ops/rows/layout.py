@@ -231,7 +231,8 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         # have fewer.
         even = -(-blocks // -(-blocks // groups))
         even += even % shape.sums_cluster
-        groups = even if 10 * even >= 9 * groups else groups
+        least, of = tuning.number(target, "rows.even_groups")
+        groups = even if of * even >= least * groups else groups
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 

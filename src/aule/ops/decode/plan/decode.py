@@ -236,8 +236,8 @@ def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
     if fragments and is_short(problem, target):
         return choice
     resident = _resident(shape, target)
-    # If three workgroups share a compute unit it is better to have all of them.
-    even = not fragments or resident < 3
+    # If several workgroups share a compute unit it is better to have all of them.
+    even = not fragments or resident < split_limits(target)["uneven_resident"]
     splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
     return replace(choice, splits=splits, least_keys=least)
 
@@ -260,12 +260,15 @@ def _is_flat(choice: _Choice, target: Target) -> bool:
 def _resident(shape: DecodeShape | FragmentDecodeShape, target: Target) -> int:
     """Workgroups that a compute unit runs at a time.
 
-    Without a limit on registers, eight subgroups on matrix units have more loads in flight than a compute unit's share
+    Without a limit on registers, a few subgroups on matrix units have more loads in flight than a compute unit's share
     of the memory's bandwidth needs.
     """
     resident = model.resident(target, shape.threads, shape.registers)
     unlimited = isinstance(shape, FragmentDecodeShape) and not shape.registers
-    return min(resident, max(1, 8 // shape.subgroups)) if unlimited else resident
+    if not unlimited:
+        return resident
+    enough = int(tuning.number(target, "decode.fragment.resident_subgroups"))
+    return min(resident, max(1, enough // shape.subgroups))
 
 
 # -- configure ---------------------------------------------------------------------------------------------------------

@@ -92,10 +92,11 @@ def is_short(problem: DecodeProblem, target: Target) -> bool:
 
 
 def is_lone(problem: DecodeProblem, target: Target) -> bool:
-    """Whether few sequences are long enough for three workgroups on each compute unit."""
+    """Whether few sequences are long enough for several workgroups on each compute unit."""
     blocks, units, limits = problem.batch * problem.heads_kv, model.units(target), split_limits(target)
     splits = min(problem.seq_kv // limits["part_keys"], limits["most"])
-    return 8 * blocks <= units and splits * blocks >= 3 * units
+    few = limits["lone_units"] * blocks <= units
+    return bool(few and splits * blocks >= limits["lone_workgroups"] * units)
 
 
 def reads_queries_early(problem: DecodeProblem, target: Target) -> bool:
@@ -235,7 +236,9 @@ def split_limits(target: Target) -> Mapping[str, Any]:
     ``part_keys`` are the fewest keys of a split, or ``least_part`` if compute units would otherwise be idle, and
     ``least_keys`` if a sequence is shorter than it could be. ``most`` is the most splits. ``uneven_keys`` and
     ``most_uneven`` apply if workgroups fill the device, and only sequences far longer than others are split: from a
-    share ``full`` of those that it runs at a time. Splits that use a share ``enough`` of the best use are good enough.
+    share ``full`` of those that it runs at a time. Splits that use a share ``enough`` of the best use are good enough;
+    if ``uneven_resident`` workgroups share a compute unit, the numbers of their steps need not be even. Sequences are
+    lone if each key head has ``lone_units`` compute units, and each of those ``lone_workgroups`` splits.
     """
     return tuning.use(target, "decode.splits")
 
