@@ -207,7 +207,7 @@ def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: W
     most = 0 if sums and elem.bytes < f32.bytes else limits["row_bytes"][sums]
     batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
     scratch = next((n for n in limits["scratch"] if length <= n), 0)
-    unroll = limits["unroll" if batch == 1 else "batch_unroll"]
+    unroll = tuning.use(target, "rows.cpu.unroll")["one_row" if batch == 1 else "batch"]
     passes = PassShape(lanes, tail=length % lanes, unroll=unroll, scratch=scratch)
     return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
 

@@ -111,7 +111,7 @@ def _choose_launch(
         shape = grouped_shape(rows, unit, target)
     else:
         shape = block_shape(rows, blocks, problem.head_dim, unit, target)
-    limits = tuning.use(target, "decode.cpu")
+    limits = {**tuning.use(target, "decode.cpu"), **tuning.use(target, "decode.cpu.few")}
     config = _configure(problem, views, target, shape, most, limits)
     # Pages with heads outermost take several heads only if that leaves enough tasks without splitting keys, which
     # costs more than it gains for keys in the cache. If heads of a key are neighbours it is worth splitting.

@@ -329,7 +329,7 @@ def _grid_options(call: _Call, choice: _Choice) -> dict[str, Any]:
     by_last = combine == "last_workgroup"
     one_block = choice.row_blocks == 1
     largest = max(choice.rows * splits * problem.value_dim, call.largest_index)
-    at_once = tuning.use(call.target, "decode.combine")["last_at_once"]
+    at_once = tuning.use(call.target, "decode.combine_at_once")["last_workgroup"]
     return {
         "split": splits > 1,
         "flat_grid": _is_flat(choice, call.target),
@@ -388,8 +388,7 @@ def _combine_step(
     """The launch that combines the partial results of ``config``'s launch."""
     problem, target = call.problem, call.target
     quads = row_quads(problem.value_dim, target.max_threads)
-    limits = tuning.use(target, "decode.combine")
-    most_threads = min(limits["threads"], target.max_threads)
+    most_threads = min(tuning.number(target, "decode.combine_threads"), target.max_threads)
     one_token = config.one_token and problem.heads_q <= target.max_grid[0] and problem.batch <= target.max_grid[1]
     combine = CombineConfig(
         dtype=problem.dtype,
@@ -398,7 +397,7 @@ def _combine_step(
         one_token=one_token,
         overlaps_previous=config.next_launch_overlaps,
         threads=quads * max(1, most_threads // quads),
-        at_once=limits["at_once"],
+        at_once=tuning.use(target, "decode.combine_at_once")["second_launch"],
         sinks=problem.sinks,
         lse=problem.return_lse,
         packed=config.packed,

@@ -231,7 +231,7 @@ def combines_in_last_workgroup(
 
 
 def split_limits(target: Target) -> Mapping[str, Any]:
-    """Tuned limits of splits.
+    """Limits of splits.
 
     ``part_keys`` are the fewest keys of a split, or ``least_part`` if compute units would otherwise be idle, and
     ``least_keys`` if a sequence is shorter than it could be. ``most`` is the most splits. ``uneven_keys`` and
@@ -240,7 +240,7 @@ def split_limits(target: Target) -> Mapping[str, Any]:
     if ``uneven_resident`` workgroups share a compute unit, the numbers of their steps need not be even. Sequences are
     lone if each key head has ``lone_units`` compute units, and each of those ``lone_workgroups`` splits.
     """
-    return tuning.use(target, "decode.splits")
+    return {**tuning.use(target, "decode.splits"), **tuning.use(target, "decode.filling")}
 
 
 def _short_keys(target: Target) -> int:
