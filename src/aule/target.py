@@ -209,6 +209,20 @@ class Target:
         return self.backend == "cuda" or self.vulkan_on_nvidia
 
     @property
+    def vector_registers(self) -> tuple[int, int]:
+        """Bytes of a CPU's vector register, and the number of registers."""
+        if "avx512f" in self.extensions:
+            return 64, 32
+        if "avx2" in self.extensions:
+            return 32, 16
+        return 16, 32 if self.arch == "aarch64" else 16
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """A CPU's instruction multiplies pairs of bf16 and adds both products to an fp32 number."""
+        return {"avx512bf16", "avx512dq", "avx512vl"} <= set(self.extensions)
+
+    @property
     def atomic_f32_width(self) -> int:
         """Neighbouring fp32 numbers that one atomic addition takes: four from sm_90 on."""
         return 4 if self.backend == "cuda" and int(self.arch.removeprefix("sm_").rstrip("af") or 0) >= 90 else 1

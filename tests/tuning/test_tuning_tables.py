@@ -11,13 +11,17 @@ from repository import ROOT
 
 from aule import tuning
 from aule.codegen import target_for
+from aule.ir.types import f32
+from aule.ops.attention.cpu.shapes import FORWARD, backward_shape, block_shape
 from aule.ops.attention.plan import tiles, tiles_backward
+from aule.ops.attention.problem import AttentionProblem
 from aule.ops.decode.config import FragmentDecodeShape
 from aule.ops.linear.config import DirectBlocks, FragmentBlocks, WarpgroupBlocks
 from aule.ops.rows.hints import RowTuning, SumTuning
 from aule.target import Target
 from aule.tile.fragment.shape import FragmentShape
 from aule.tile.simt.shape import SimtShape
+from aule.tile.vector.engine import vector_unit
 from aule.tuning import model
 from aule.tuning.family import GENERIC, families
 from aule.tuning.record import Record, parse
@@ -121,6 +125,23 @@ def test_own_records_go_before_the_tables() -> None:
         assert tuning.number(target, own.op) == 512
 
 
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.host])
+def test_blocks_of_a_cpu(name: str) -> None:
+    """Fewer tasks get smaller blocks, down to a record for any number of them; the user's own records come first."""
+    target = TARGETS[name]
+    unit = vector_unit(target, f32)
+    for dim in (64, 256):
+        sizes = [block_shape(rows, 8, dim, unit, target).block_q for rows in (1, 96, 1024, 65536)]
+        assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+        problem = AttentionProblem(1, 8, 8, 1, 1, dim, dim, "f32", 0.1)
+        large = replace(problem, seq_kv=65536)
+        small, wide = (backward_shape(x, unit, target, pairs=False) for x in (problem, large))
+        assert small.block_kv <= wide.block_kv and small.block_kv % small.panel == 0
+    with tuning.trying(Record(FORWARD, {"head_dim": 64}, {"block_q": 72, "block_kv": 64, "tasks": 0})):
+        assert block_shape(65536, 8, 64, unit, target).block_q == 72
+        assert block_shape(65536, 8, 128, unit, target).block_q != 72
+
+
 def test_the_model() -> None:
     unknown, known = (
         Target("vulkan"),
@@ -129,6 +150,7 @@ def test_the_model() -> None:
     assert model.resident(unknown, 256, 128) == 2 and model.resident(unknown, 1024) == 1
     assert model.resident(known, 128, 128) == 4 and model.resident(known, 128, 128, 100 << 10) == 2
     assert model.fits(known, 1024, 113 << 10, 2) and not model.fits(known, 1024, 114 << 10, 2)
-    assert model.units(unknown, "decode") > 0 and model.units(known, "decode") == 132
+    assert model.units(unknown) > 0 and model.units(known) == 132
+    assert model.tasks(TARGETS["cpu-avx2"]) == 32 and model.tasks(TARGETS["cpu-avx2"], rows=True) == 64
     assert model.cached_bytes(replace(unknown, l2_bytes=96 << 20), "attention") == 64 << 20
     assert model.cached_bytes(replace(known, l2_bytes=1), "attention") == 32 << 20  # measured

@@ -32,9 +32,15 @@ def resident(target: Target, threads: int, registers: int = 0, shared_bytes: int
     return max(held, 1)
 
 
-def units(target: Target, op: str) -> int:
+def units(target: Target) -> int:
     """Compute units; a guess where the device does not say how many it has."""
-    return target.compute_units or int(number(target, f"{op}.usual_units"))
+    return target.compute_units or int(number(target, "usual_units"))
+
+
+def tasks(target: Target, rows: bool = False) -> int:
+    """Tasks of a launch on a CPU at which all threads have work, and the last to finish has little left; of row
+    operations if ``rows``."""
+    return int(use(target, "cpu.tasks", rows=rows)["per_thread"]) * max(target.compute_units, 1)
 
 
 def cached_bytes(target: Target, op: str) -> int:

@@ -14,10 +14,6 @@ from aule.ops.combine.partials import Row, RowCombiner
 from aule.ops.scores.parameters import Parameters
 from aule.ops.shared.tickets import when_last
 
-AT_ONCE = 16
-"""Most partial results that a thread loads before it uses any. One workgroup does all the reading, so its loads must
-overlap."""
-
 
 @dataclass(frozen=True)
 class RowBlock:

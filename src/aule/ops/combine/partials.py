@@ -170,8 +170,8 @@ class RowCombiner:
         b.barrier()
         with b.if_(exists & b.eq(slot, 0)):
             self._combine_slots(row, column, slots)
-        # The next round uses the same memory. And see `aule.ops.attention.simt.forward`: PoCL 3.1 needs a barrier
-        # after the last condition.
+        # The next round uses the same memory. Also, a driver takes the last condition of a kernel for uniform unless a
+        # barrier follows.
         b.barrier()
 
     def _combine_slots(self, row: Row, column: Value, slots: Value | int) -> None:

@@ -14,9 +14,6 @@ from aule.target import Target
 
 KERNEL_NAME = "decode_reduce"
 
-_AT_ONCE = 4
-"""Partial results that a thread loads before it uses any."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CombineConfig(ScoreConfig):
@@ -30,6 +27,8 @@ class CombineConfig(ScoreConfig):
         The launch starts before the previous one has ended, and waits for it.
     threads : int
         Threads of a workgroup, which has one row.
+    at_once : int
+        Partial results that a thread loads before it uses any.
     aligned : bool
         Rows of o can be written as vectors of four.
     """
@@ -37,6 +36,7 @@ class CombineConfig(ScoreConfig):
     one_token: bool = False
     overlaps_previous: bool = False
     threads: int
+    at_once: int
     aligned: bool
     index64: bool
 
@@ -65,6 +65,6 @@ def build_combine(config: CombineConfig, target: Target, name: str = KERNEL_NAME
         exists = exists & (token < extent.seq_q) & (extent.seq_q <= tokens)
     row = Row(number, batch, head, token, extent)
     with b.if_(exists):
-        combiner = RowCombiner(p, config, config.aligned, config.threads, _AT_ONCE, "read")
+        combiner = RowCombiner(p, config, config.aligned, config.threads, config.at_once, "read")
         combiner.combine_row(row, p.number("splits"))
     return b.finish()

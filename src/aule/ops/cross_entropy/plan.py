@@ -78,7 +78,7 @@ def _shape(problem: CrossEntropyProblem, width: int, target: Target) -> tuple[Ro
     loop = tuning.use(target, "cross_entropy.loop")
     if target.host or problem.length < loop["columns"]:
         return shape, passes
-    few = problem.rows < 4 * target.compute_units
+    few = problem.rows < loop["few_rows"] * target.compute_units
     threads = shape.threads if few else min(shape.threads, loop["threads"])
     return replace(shape, threads=threads, slots=1, exact=True), PassShape(width)
 

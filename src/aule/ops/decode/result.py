@@ -40,7 +40,7 @@ class Result:
             return
         partials.combine(count, threads, store)
         if not config.last_workgroup_combines:  # that begins with a barrier
-            # See `aule.ops.attention.simt.forward`: PoCL 3.1 needs a barrier after the last condition.
+            # A driver takes the last condition of a kernel for uniform unless a barrier follows.
             self.b.barrier()
 
     def combine_splits(self, rows: int, thread: Value, threads: int) -> None:

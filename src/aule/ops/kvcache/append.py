@@ -44,7 +44,7 @@ def build_append(config: AppendConfig, target: Target) -> KernelIR:
                 at = p.strided(f"{name}_scale", place // page, place % page, head)
                 vector.store_quantised(lane, to, at, exists)
     if config.threads > 1:
-        # PoCL 3.1 treats the last condition of a kernel as uniform unless a barrier follows it.
+        # A driver takes the last condition of a kernel for uniform unless a barrier follows.
         b.barrier()
     return b.finish()
 

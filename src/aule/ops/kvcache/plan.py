@@ -5,21 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from aule import tuning
 from aule.ops.kvcache.append import build_append
 from aule.ops.kvcache.config import AppendConfig, CopyConfig
 from aule.ops.kvcache.copy import build_copy
 from aule.ops.kvcache.problem import AppendProblem, strides_of
 from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
+from aule.tuning import model
 from aule.view import TensorView
-
-# None of these is measured.
-_THREADS = 128
-_MAX_LANES = 32
-_CPU_ROWS = 64
-"""Rows of a task on the CPU: copying fewer takes no longer than waking a thread."""
-_PART_BYTES = 8192
-"""Bytes of a page that one workgroup copies."""
 
 
 def plan_append(
@@ -49,7 +43,7 @@ def _append_step(
     alignment: Mapping[str, int],
     operands: tuple[str, ...],
 ) -> Step:
-    cpu = target.host
+    cpu, limits = target.host, tuning.use(target, "kvcache.append")
     dims = tuple(problem.head_dim if name == "k" else problem.value_dim for name in operands)
     unit = tuple(views[n].strides[3] == 1 == views[f"{n}_cache"].strides[3] for n in operands)
     rotary = problem.rotary_dim if operands[0] == "k" else 0
@@ -64,15 +58,16 @@ def _append_step(
         return 1 if cpu else math.gcd(width, view.offset, alignment.get(name, 16) // view.itemsize, *steps)
 
     lanes = 1
-    while not cpu and lanes < _MAX_LANES and lanes * width < max(dims):
+    while not cpu and lanes < limits["lanes"] and lanes * width < max(dims):
         lanes *= 2
     if problem.quantize is not None:
         lanes = min(lanes, max(min(target.subgroup_sizes, default=target.subgroup_size), 1))
-    threads = 1 if cpu else min(_THREADS, target.max_threads)
+    threads = 1 if cpu else min(limits["threads"], target.max_threads)
     rows, together = problem.tokens * problem.heads, threads // lanes
     groups = min(-(-rows // together), target.max_grid[0])
     if cpu:
-        groups = min(-(-rows // _CPU_ROWS), 4 * max(target.compute_units, 1))
+        # Copying fewer rows takes no longer than waking a thread.
+        groups = min(-(-rows // limits["task_rows"]), model.tasks(target))
     config = AppendConfig(
         operands=operands,
         dims=dims,
@@ -115,14 +110,14 @@ def plan_copy(
     """
     if copies == 0:
         return Plan(())
-    cpu = target.host
+    cpu, limits = target.host, tuning.use(target, "kvcache.copy")
     layers = next(iter(views.values())).shape[0]
-    threads = 1 if cpu else min(_THREADS, target.max_threads)
+    threads = 1 if cpu else min(limits["threads"], target.max_threads)
     width = {
         name: math.gcd(16 // view.itemsize, view.shape[2], (alignment or {}).get(name, 16) // view.itemsize)
         for name, view in views.items()
     }
-    parts = max(-(-view.shape[2] * view.itemsize // _PART_BYTES) for view in views.values())
+    parts = max(-(-view.shape[2] * view.itemsize // limits["part_bytes"]) for view in views.values())
     tasks = copies * layers * parts
     config = CopyConfig(
         operands=tuple(views),

@@ -66,10 +66,9 @@ def choose_blocks(
         for blocks in fitting:
             if -(-m // blocks.rows) * -(-n // blocks.cols) >= target.compute_units or blocks is fitting[-1]:
                 return blocks
-    for record in tuning.matching(target, "linear.simt", {}):
+    for record in tuning.matching(target, "linear.simt", {"shorter_side": min(m, n)}):
         shape = SimtShape(**record.use["shape"])
-        fills = shape.block_q <= 64 or min(m, n) > 64
-        if fills and model.fits(target, shape.threads, shape.shared_bytes(shape.chunk_k, QUAD, subgroups=True)):
+        if model.fits(target, shape.threads, shape.shared_bytes(shape.chunk_k, QUAD, subgroups=True)):
             return shape
     raise KernelError(
         f"[layer_norm_linear] expected at least 10 KiB of shared memory and 128 threads, got {target.max_shared_bytes} "
@@ -127,17 +126,17 @@ def _choose_vectors(target: Target, dtype: str, m: int, n: int, packed: bool) ->
     Pairs of bf16 multiply faster, so their tiles have more rows, if there are enough. A packed right factor takes no
     memory of the task's own, so tiles are wider."""
     lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
-    pairs, threads = has_pairs(target, SCALARS[dtype]), max(target.compute_units, 1)
+    pairs, tasks = has_pairs(target, SCALARS[dtype]), model.tasks(target)
     plain = tuning.use(target, "linear.cpu")
     if packed:
         tile = tuning.use(target, "linear.cpu.packed")
         vectors = tile["vectors"]
-        while vectors > plain["vectors"] and -(-m // tile["rows"]) * -(-n // (vectors * lanes)) < 4 * threads:
+        while vectors > plain["vectors"] and -(-m // tile["rows"]) * -(-n // (vectors * lanes)) < tasks:
             vectors //= 2
         return VectorBlocks(tile["rows"], vectors * lanes, tile["pair_depth"] if pairs else plain["depth"], lanes)
     rows = next((rows for rows, fewer in pairwise(plain["rows"]) if m > fewer), 1)
     tall = m // plain["pair_rows"] * (n // (plain["vectors"] * lanes))
-    if pairs and tall >= 4 * threads:
+    if pairs and tall >= tasks:
         rows = plain["pair_rows"]
     return VectorBlocks(rows, plain["vectors"] * lanes, plain["depth"], lanes)
 

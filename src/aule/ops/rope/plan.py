@@ -105,7 +105,7 @@ def _shape(
     # As for sums even if there are none: one part each of many arrays.
     shape, passes = choose_rows(target, problem.dtype, longest, width, count, Work(sums=1))
     if target.host:
-        passes = replace(passes, unroll=1)
+        passes = replace(passes, unroll=tuning.use(target, "rope.cpu")["unroll"])
     if problem.eps is not None and not sums:
         threads = tuning.number(target, "rope.norm_threads", overlap=target.overlap, evict_last=evict_last)
         shape = replace(shape, slots=max(min(shape.slots, threads // shape.threads), 1))

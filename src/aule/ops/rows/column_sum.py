@@ -19,9 +19,6 @@ from aule.tile.rows.column_sums import SumsLayout, deinterleaved_column, fold_th
 from aule.tile.vector.engine import vector_unit, work_type
 from aule.view import TensorView
 
-_CPU_TOGETHER = 4
-"""Vectors of columns that a CPU task adds up at a time."""
-
 
 @dataclass(frozen=True)
 class ColumnSumConfig:
@@ -35,6 +32,8 @@ class ColumnSumConfig:
         Columns of a workgroup, and threads that share a column.
     width, vectors : int
         Columns of a thread; on a CPU ``vectors`` times as many.
+    together : int
+        Vectors of columns that a CPU task adds up at a time.
     at_once : int
         Rows that a thread loads before it adds any.
     pairs : bool
@@ -54,6 +53,7 @@ class ColumnSumConfig:
     lanes: int
     width: int
     vectors: int
+    together: int
     at_once: int
     index64: bool
     pairs: bool = False
@@ -83,7 +83,7 @@ def column_sum_step(
     layout : str
         How the partial sums are laid out.
     """
-    columns, lanes, width, vectors = _shape(dtype, length, len(outputs), target, pairs > 0)
+    columns, lanes, width, vectors, together = _shape(dtype, length, len(outputs), target, pairs > 0)
     numbers: dict[str, int | float] = {"length": length, "partials": partials, "pairs": pairs}
     config = ColumnSumConfig(
         dtype,
@@ -92,6 +92,7 @@ def column_sum_step(
         lanes,
         width,
         vectors,
+        together,
         at_once=min(-(-partials // lanes), tuning.number(target, "column_sum.at_once")),
         index64=partials * len(outputs) * length > 2**31 - 1 - (1 << 20),
         pairs=pairs > 0,
@@ -108,11 +109,12 @@ def column_sum_step(
     return Step(config, build_column_sum, (groups, len(outputs), 1), numbers)
 
 
-def _shape(dtype: str, length: int, outputs: int, target: Target, pairs: bool) -> tuple[int, int, int, int]:
-    """Columns, lanes, width and vectors (`ColumnSumConfig`)."""
+def _shape(dtype: str, length: int, outputs: int, target: Target, pairs: bool) -> tuple[int, int, int, int, int]:
+    """Columns, lanes, width, vectors and vectors together (`ColumnSumConfig`)."""
     if target.host:
         lanes = vector_unit(target, work_type(SCALARS[dtype])).lanes
-        return (1, 1, 1, 1) if pairs else (1, 1, lanes, tuning.use(target, "column_sum.cpu")["vectors"])
+        task = tuning.use(target, "column_sum.cpu")
+        return (1, 1, 1, 1, 1) if pairs else (1, 1, lanes, task["vectors"], task["together"])
     # Neighbouring columns of a workgroup: the most that leave every unit one, and at least the 32 bytes that memory
     # transfers at once.
     limits = tuning.use(target, "column_sum")
@@ -123,7 +125,7 @@ def _shape(dtype: str, length: int, outputs: int, target: Target, pairs: bool) -
     room = target.compute_units * tuning.number(target, "column_sum.resident_threads")
     while room and lanes > limits["fewest_lanes"] and groups[columns] * columns * lanes > room:
         lanes //= 2
-    return columns, lanes, 1, 1
+    return columns, lanes, 1, 1, 1
 
 
 def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
@@ -197,10 +199,10 @@ def build_column_sum(config: ColumnSumConfig, target: Target) -> KernelIR:
         add(col, 1)
     else:
         end = b.min(col + config.width * config.vectors, length)
-        together = config.width * _CPU_TOGETHER
+        together = config.width * config.together
         full = col + (end - col) // together * together
         with b.loop(col, full, together, name="col") as some:
-            add(some, config.width, _CPU_TOGETHER)
+            add(some, config.width, config.together)
         with b.loop(full, end, name="rest") as rest:
             add(rest, 1)
     b.barrier()  # see `Rows.finish`

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from aule import tuning
-from aule.ops.rows.hints import SumTuning, Work, usual_units
+from aule.ops.rows.hints import SumTuning, Work
 from aule.target import Target
+from aule.tuning import model
 
 
 def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
@@ -17,7 +18,7 @@ def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTu
         "bytes": max(work.copied, default=0),
         "exchanged": work.exchanged,
         "rows": rows,
-        "rows_per_unit": rows // usual_units(target),
+        "rows_per_unit": rows // model.units(target),
         "cluster": target.max_cluster,
         "copies": target.async_copies,
     }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aule.target import Target
 from aule.tile.rows.shape import ColumnReads, PrefetchTo
-from aule.tuning import model
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,3 @@ class Work:
 
 
 NO_SUMS = Work()
-
-
-def usual_units(target: Target) -> int:
-    """Compute units; a guess where a device does not say how many it has."""
-    return model.units(target, "rows")

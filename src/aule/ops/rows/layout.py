@@ -10,13 +10,14 @@ from typing import Any
 from aule import tuning
 from aule.ir.types import SCALARS, f32
 from aule.ops.rows.column_sum_layout import choose_sums
-from aule.ops.rows.hints import NO_SUMS, RowTuning, SumTuning, Work, usual_units
+from aule.ops.rows.hints import NO_SUMS, RowTuning, SumTuning, Work
 from aule.ops.shared.plan import grid_of
 from aule.target import Target
 from aule.tile.rows.column_sums import OCTET, SumsLayout
 from aule.tile.rows.prefetch_shared import COPIED_BYTES
 from aule.tile.rows.shape import PassShape, RowShape
 from aule.tile.vector.engine import vector_unit, work_type
+from aule.tuning import model
 from aule.tuning.family import GENERIC
 from aule.view import TensorView
 
@@ -84,7 +85,7 @@ def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, pa
     alike = (
         shape.prefetch_to == "shared" and shape.slots == 1 and not passes.ragged and pieces % shape.sums_cluster == 0
     )
-    groups = shape.resident * usual_units(target)
+    groups = shape.resident * model.units(target)
     return (
         size == 4 and shape.sums_cluster == 2 <= target.max_cluster and alike and room and rows >= shape.block * groups
     )
@@ -162,7 +163,7 @@ def _over_threads(target: Target, length: int, width: int, rows: int, hints: Row
         return RowShape(threads, slots, exact=rows % slots == 0, registers=hints.registers, in_shared=in_shared), passes
     if not passes.parts:
         slots = 1  # sums that are not in registers are a workgroup's own
-    batch = hints.batch if passes.parts and rows >= hints.batch * slots * usual_units(target) else 1
+    batch = hints.batch if passes.parts and rows >= hints.batch * slots * model.units(target) else 1
     resident = max(hints.resident // (threads * slots), 1)
     shape = RowShape(threads, slots, batch, loops=True, exact=rows % (slots * batch) == 0, resident=resident)
     return replace(shape, registers=hints.registers), passes
@@ -206,7 +207,8 @@ def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: W
     most = 0 if sums and elem.bytes < f32.bytes else limits["row_bytes"][sums]
     batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
     scratch = next((n for n in limits["scratch"] if length <= n), 0)
-    passes = PassShape(lanes, tail=length % lanes, unroll=4 if batch == 1 else 2, scratch=scratch)
+    unroll = tuning.use(target, "rows.cpu.unroll")["one_row" if batch == 1 else "batch"]
+    passes = PassShape(lanes, tail=length % lanes, unroll=unroll, scratch=scratch)
     return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
 
 
@@ -216,8 +218,8 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
     if not shape.loops or blocks == 0:
         return grid_of(op, blocks * shape.cluster, target)
     if target.host:
-        return (min(blocks, 8 * max(target.compute_units, 1)), 1, 1)
-    units = usual_units(target)
+        return (min(blocks, model.tasks(target, rows=True)), 1, 1)
+    units = model.units(target)
     if shape.cluster_exchange:
         # Workgroups of a cluster are neighbours, and not all units have enough neighbours that are free.
         found, of = tuning.number(target, "rows.clustered_units")
@@ -229,7 +231,8 @@ def row_grid(op: str, shape: RowShape, rows: int, target: Target) -> tuple[int, 
         # have fewer.
         even = -(-blocks // -(-blocks // groups))
         even += even % shape.sums_cluster
-        groups = even if 10 * even >= 9 * groups else groups
+        least, of = tuning.number(target, "rows.even_groups")
+        groups = even if of * even >= least * groups else groups
     return (min(blocks, groups) * shape.cluster, 1, 1)
 
 

@@ -31,7 +31,7 @@ class Passes:
     Parameters
     ----------
     length : Value
-        Number of columns: i32, or on CPUs i64, since LLVM cannot fold a sum that may wrap into an address.
+        Number of columns: i32, or on CPUs i64, since compilers cannot fold a sum that may wrap into an address.
     """
 
     def __init__(self, rows: Rows, shape: PassShape, length: Value) -> None:
@@ -230,7 +230,7 @@ class Passes:
         start = self.lane * shape.width
         full = self.length - shape.tail if shape.tail else self.length
         if shape.unroll > 1:
-            # The same number of rounds for all threads, even if some could make one more: PoCL 3.1 takes the end of
+            # The same number of rounds for all threads, even if some could make one more: a driver takes the end of
             # one thread's loop for that of all.
             far = step * shape.unroll
             rounds = full // far * far

@@ -84,7 +84,7 @@ def _dot_products_row_by_row(
 ) -> list[Value]:
     """Compute `dot_products` one row of the matrix at a time.
 
-    Partial sums go through memory: in registers they would displace A, and LLVM would hoist the loads of many rows
+    Partial sums go through memory: in registers they would displace A, and compilers would hoist the loads of many rows
     above their products.
     """
     b, lanes = engine.b, engine.lanes

@@ -7,7 +7,7 @@ read in place for ``P V`` and ``dS K``, and packed into panels (`Vectors.pack_pa
 If the processor multiplies pairs of bf16 (`has_pairs`), operands of bf16 are stored as pairs along the summed
 dimension, one u32 each, and a step covers two elements. An `Operand` of u32 is an operand of pairs.
 
-All memory indices are i64: 32-bit sums may wrap, so LLVM could not fold them into addresses.
+All memory indices are i64: 32-bit sums may wrap, so compilers could not fold them into addresses.
 """
 
 from __future__ import annotations
@@ -56,16 +56,13 @@ class VectorUnit:
 
 def vector_unit(target: Target, work: Scalar) -> VectorUnit:
     """Vector registers of a target for elements of type ``work``."""
-    if "avx512f" in target.extensions:
-        return VectorUnit(64 // work.bytes, 32)
-    if "avx2" in target.extensions:
-        return VectorUnit(32 // work.bytes, 16)
-    return VectorUnit(16 // work.bytes, 32 if target.arch == "aarch64" else 16)
+    size, registers = target.vector_registers
+    return VectorUnit(size // work.bytes, registers)
 
 
 def has_pairs(target: Target, elem: Scalar) -> bool:
     """Whether products of this element type run on pairs of bf16."""
-    return elem == bf16 and {"avx512bf16", "avx512dq", "avx512vl"} <= set(target.extensions)
+    return elem == bf16 and target.multiplies_pairs
 
 
 @dataclass(frozen=True)
@@ -305,8 +302,8 @@ class Vectors:
         """Divide a ``rows`` × ``cols`` result into pieces that stay in registers.
 
         With 512-bit registers the last vector is half a register if that holds the remaining columns. It becomes a
-        piece of its own if it has enough rows to hide the latency of an FMA, since LLVM broadcasts an element once for
-        each width. This does not pay for pairs.
+        piece of its own if it has enough rows to hide the latency of an FMA, since the compiler broadcasts an element
+        once for each width. This does not pay for pairs.
 
         Returns
         -------

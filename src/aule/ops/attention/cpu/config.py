@@ -106,8 +106,20 @@ class CpuConfig(CpuScoreConfig):
         V is read in place; or converted and padded by `build_pack`; or by each task for itself.
     key_pairs : bool
         Q and an unpacked K are multiplied as pairs of bf16, P and V are not.
+    softmax_rows : int
+        Rows that softmax takes at a time, a power of two, as far as it divides the rows there are. Several rows hide
+        the latency of reductions over lanes.
+    prefetch_keys : int
+        Keys ahead of use at which an unpacked K, and V with it, is prefetched into the cache: rows are too few to hide
+        memory's latency.
+    long_row : int
+        Bytes of a row of an unpacked K from which a few rows of Q are multiplied with it row by row, if they fit into
+        registers.
     """
 
+    softmax_rows: int
+    prefetch_keys: int
+    long_row: int
     key_pairs: bool = False
     grouped: bool = False
     split: bool = False

@@ -8,6 +8,7 @@ Only panels that hold a kept key are multiplied, and ``P V`` ends at the last ke
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,13 +33,6 @@ from aule.tile.vector.engine import Operand, Vectors
 from aule.tile.vector.rope import MatrixRow, array_rows, rotate_row
 
 KERNEL_NAME = "flash_attention_cpu"
-SOFTMAX_ROWS = (4, 2, 1)
-"""Rows that softmax takes at a time: the first that divides the rows there are. Several rows hide the latency of
-reductions over lanes."""
-PREFETCH_KEYS = 64
-"""Keys ahead of use at which K and V are prefetched into the cache, if rows are too few to hide memory's latency."""
-LONG_ROW = 256
-"""Bytes of a row of K from which a few rows of Q are multiplied with it row by row, if they fit into registers."""
 
 
 def build_forward(config: CpuConfig, target: Target, name: str = KERNEL_NAME) -> KernelIR:
@@ -68,7 +62,7 @@ class Forward:
         self.engine = Vectors(b, config.work, config.shape.lanes)
         self.p = Parameters(b, config)
         self.form = Maximum(b)
-        self.ahead = PREFETCH_KEYS if config.panels == "none" else 0
+        self.ahead = config.prefetch_keys if config.panels == "none" else 0
         self.all_rows = False  # S, P and alpha are stored for all rows of the task, or for ``shape.rows`` of them
         self.task = self.locate()
         self.scores, self.count = self.task.scores, self.task.count
@@ -291,7 +285,7 @@ class Forward:
         """Whether a few rows of Q are multiplied with K row by row: its rows are long, and Q stays in registers."""
         vectors = self.shape.rows * self.head_cols // self.shape.lanes
         fits = 2 * vectors <= self.shape.unit.registers
-        return fits and k.cols * k.elem.bytes >= LONG_ROW
+        return fits and k.cols * k.elem.bytes >= self.config.long_row
 
     def finish_scores(self, c: list[list[Var]], row: Value, key0: Value, panel: Value, reach: Reach) -> None:
         """Apply the modifiers to the products of a few rows and a panel, and store S."""
@@ -324,7 +318,7 @@ class Forward:
         """Replace S by ``P = exp2(S - m)``; ``l = l * alpha + sum P``. O is still to be multiplied by alpha."""
         b, engine, shape = self.b, self.engine, self.shape
         keys = engine.index(first), engine.index(last)
-        count = next(n for n in SOFTMAX_ROWS if shape.rows % n == 0)
+        count = math.gcd(shape.rows, self.config.softmax_rows)
         with b.loop(b.const(0, i64), shape.rows, count, name="r") as r:
             scores = [(self._score_row(row) + r + i) * shape.block_kv for i in range(count)]
             maxima = self._follow_maximum(row, r, scores, keys)

@@ -20,7 +20,16 @@ from aule.ops.attention.cpu.config import (
 )
 from aule.ops.attention.cpu.forward import build_forward
 from aule.ops.attention.cpu.pack import build_pack
-from aule.ops.attention.cpu.shapes import backward_shape, block_shape, grouped_shape, multiplies_in_place
+from aule.ops.attention.cpu.shapes import (
+    backward_shape,
+    block_shape,
+    grouped_shape,
+    is_grouped,
+    kernel_options,
+    most_splits,
+    multiplies_in_place,
+    wanted_splits,
+)
 from aule.ops.attention.plan.layout import rope_options, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars, row_scalars, score_options
 from aule.ops.attention.precision import refused
@@ -32,9 +41,6 @@ from aule.target import Target
 from aule.tile.common.math import LN2
 from aule.tile.vector.engine import VectorUnit, has_pairs, vector_unit, work_type
 from aule.view import TensorView
-
-GROUPED_ROWS = 16
-"""Query rows up to which the query heads that share K and V are computed together, and tasks share the keys."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,6 @@ class _Call:
         return vector_unit(self.target, work_type(SCALARS[self.problem.dtype]))
 
     @property
-    def threads(self) -> int:
-        return max(self.target.compute_units, 1)
-
-    @property
     def has_pairs(self) -> bool:
         """Whether products can run on pairs of bf16."""
         return has_pairs(self.target, SCALARS[self.problem.dtype])
@@ -68,8 +70,7 @@ class _Call:
     @property
     def grouped(self) -> bool:
         """Whether the forward pass takes the few query rows of all heads that share keys together."""
-        problem = self.problem
-        return problem.seq_q <= GROUPED_ROWS and problem.group * problem.seq_q <= 8 * GROUPED_ROWS
+        return is_grouped(self.problem.seq_q, self.problem.group, self.target)
 
     def unit(self, names: str | tuple[str, ...]) -> tuple[bool, ...]:
         """For each operand: the head dimension has stride 1."""
@@ -109,11 +110,12 @@ def plan_forward(problem: AttentionProblem, views: dict[str, TensorView], target
 def _plan_grouped(call: _Call) -> Plan:
     """Plan a forward pass of few query rows: one launch, and one that combines if keys are split."""
     problem, unit = call.problem, call.unit("qkvo")
-    shape = grouped_shape(problem.group * problem.seq_q, call.vectors)
-    splits, split_keys = _splits(problem, shape, call.threads)
+    shape = grouped_shape(problem.group * problem.seq_q, call.vectors, call.target)
+    splits, split_keys = _splits(problem, shape, call.target)
     in_place = multiplies_in_place(shape, unit[1]) and problem.rope is None  # rotated keys are copied anyway
     config = CpuConfig(
         **call.options(),
+        **kernel_options(call.target),
         unit=unit,
         shape=shape,
         grouped=True,
@@ -137,10 +139,15 @@ def _plan_blocks(call: _Call) -> Plan:
     """Plan a forward pass of many query rows: pack K, and V if needed, then compute blocks of rows."""
     problem, unit, pairs = call.problem, call.unit("qkvo"), call.has_pairs
     heads_q, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
-    shape = block_shape(problem.seq_q, heads_q, problem.head_dim, call.vectors, call.threads)
+    shape = block_shape(problem.seq_q, heads_q, problem.head_dim, call.vectors, call.target)
     in_place = call.in_place("v", problem.value_dim)
     config = CpuConfig(
-        **call.options(), unit=unit, shape=shape, values="direct" if in_place else "workspace", pairs=pairs
+        **call.options(),
+        **kernel_options(call.target),
+        unit=unit,
+        shape=shape,
+        values="direct" if in_place else "workspace",
+        pairs=pairs,
     )
     pack = PackConfig(
         dtype=problem.dtype,
@@ -197,7 +204,7 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     # With pairs, rotated rows are rounded, which the forward pass of few rows does not do. Its log-sum-exps would then
     # belong to other scores, and with large scores P would be off by percents.
     pairs = call.has_pairs and not (problem.rope is not None and call.grouped)
-    shape = backward_shape(problem, call.vectors, call.threads, pairs)
+    shape = backward_shape(problem, call.vectors, call.target, pairs)
     config = CpuBackwardConfig(
         **(call.options() | {"lse": False}),
         unit=call.unit(("q", "k", "v", "do")),
@@ -209,7 +216,8 @@ def plan_backward(problem: AttentionProblem, views: dict[str, TensorView], targe
     heads_q, heads_kv = math.prod(problem.out_shape[:2]), problem.batch * problem.heads_kv
     rows = math.prod(problem.out_shape[:3])
     blocks_kv = -(-problem.seq_kv // shape.block_kv)
-    splits = _backward_splits(heads_kv, blocks_kv, call.threads)
+    # Only as many splits as keep all threads busy, since each needs a partial sum of dQ.
+    splits = min(max(blocks_kv, 1), wanted_splits(heads_kv, target))
     scalars = call.scalars() | {
         "splits": splits,
         "blocks_kv": blocks_kv,
@@ -234,19 +242,11 @@ def _columns(view: TensorView | None) -> Columns:
     return "unit" if view.strides[3] == 1 else "any"
 
 
-def _splits(problem: AttentionProblem, shape: CpuShape, threads: int) -> tuple[int, int]:
-    """Splits of the keys of a head, and keys of a split: enough that every thread has work, and that the last to finish
-    has little left."""
-    heads = problem.batch * problem.heads_kv
-    blocks = max(1, -(-problem.seq_kv // shape.block_kv))
+def _splits(problem: AttentionProblem, shape: CpuShape, target: Target) -> tuple[int, int]:
+    """Splits of the keys of a head, and keys of a split."""
     if problem.packed is not None:  # `build_combine` expects one length for all sequences
         return 1, problem.seq_kv
-    wanted = 1 if heads >= 4 * threads or threads == 1 else -(-4 * threads // heads)
-    per_split = -(-blocks // min(wanted, max(1, blocks // 4)))
+    blocks = max(1, -(-problem.seq_kv // shape.block_kv))
+    wanted = wanted_splits(problem.batch * problem.heads_kv, target)
+    per_split = -(-blocks // min(wanted, most_splits(blocks, target)))
     return -(-blocks // per_split), per_split * shape.block_kv
-
-
-def _backward_splits(heads_kv: int, blocks_kv: int, threads: int) -> int:
-    """Tasks that share the key blocks of a head: only as many as keep all threads busy, since each needs a partial
-    sum of dQ."""
-    return 1 if heads_kv >= 4 * threads or threads == 1 else min(blocks_kv, -(-4 * threads // heads_kv))

@@ -29,8 +29,13 @@ class CpuDecodeConfig(CpuConfig):
         A page has all keys of a head before those of the next head; otherwise all heads of a key.
     ragged : bool
         Sequences are packed: each has its own number of query rows.
+    head_keys, some_keys : int
+        Keys whose values one of several neighbouring heads takes before the next head does, and keys that it takes at a
+        time. A piece of O is half as wide as a row of V, so the other half is read again soon.
     """
 
+    head_keys: int
+    some_keys: int
     cache: str
     group: int
     page: int = 0

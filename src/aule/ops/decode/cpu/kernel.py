@@ -28,9 +28,6 @@ from aule.tile.vector.engine import Operand
 KERNEL_NAME = "decode_attention_cpu"
 RUN = 8
 """Key offsets that are stored at once. Pages of a power of two of at least so many keys are looked up by runs."""
-_VALUES, _SOME_VALUES = 32, 16
-"""Keys whose values one of several neighbouring heads takes before the next head does, and keys that it takes at a
-time. A piece of O is half as wide as a row of V, so the other half is read again soon."""
 
 
 def build_decode(config: CpuDecodeConfig, target: Target) -> KernelIR:
@@ -184,7 +181,7 @@ class _Decode(Forward):
         b, shape = self.b, self.shape
         zero, high = b.const(0, i32), b.min(self.task.end_key - key0, shape.block_kv)
         last = (high + (shape.panel - 1)) // shape.panel * shape.panel
-        keys = self.config.interleave * self._run if self.config.heads_outermost else _VALUES
+        keys = self.config.interleave * self._run if self.config.heads_outermost else self.config.head_keys
         if self.config.heads_outermost:  # a head's keys of several pages
             with b.loop(zero, last, keys, name="key") as first, b.loop(zero, self.groups, name="head") as head:
                 self._score_head(head, key0, first, b.min(first + keys, last))
@@ -196,8 +193,8 @@ class _Decode(Forward):
         self.rescale_outputs()
         with b.loop(zero, high, keys, name="key") as first, b.loop(zero, self.groups, name="head") as head:
             v = replace(values, base=self._head_base(values.base, "v", head))
-            with b.loop(first, b.min(first + keys, high), _SOME_VALUES, name="some") as low:
-                end = b.min(low + _SOME_VALUES, high)
+            with b.loop(first, b.min(first + keys, high), self.config.some_keys, name="some") as low:
+                end = b.min(low + self.config.some_keys, high)
                 self.multiply_values(head * shape.rows, v, low, end, nonfinite, rescale=False)
 
     def _score_head(self, head: Value, key0: Value, first: Value, last: Value) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from aule import tuning
 from aule.ir.types import SCALARS
 from aule.ops.attention.cpu.config import CpuShape
-from aule.ops.attention.cpu.plan import GROUPED_ROWS
-from aule.ops.attention.cpu.shapes import block_shape, grouped_shape, most_rows_in_place, multiplies_in_place
+from aule.ops.attention.cpu.shapes import (
+    block_shape,
+    grouped_shape,
+    kernel_options,
+    most_grouped_rows,
+    most_rows_in_place,
+    most_splits,
+    multiplies_in_place,
+    wanted_splits,
+)
 from aule.ops.attention.plan.layout import view_scalars
 from aule.ops.attention.plan.scalars import FAR
 from aule.ops.attention.problem import UNBOUNDED
@@ -19,15 +30,9 @@ from aule.ops.decode.problem import DecodeProblem
 from aule.ops.shared.plan import Plan, Step
 from aule.target import Target
 from aule.tile.common.math import LOG2E
-from aule.tile.vector.engine import VectorUnit, has_pairs, vector_unit, work_type
+from aule.tile.vector.engine import has_pairs, vector_unit, work_type
+from aule.tuning import model
 from aule.view import TensorView
-
-_MOST_ROWS_DIRECT = 48
-"""Rows up to which V is read in place, and converted again by every group of rows."""
-_MOST_HEADS = 8
-"""Most key heads of a task."""
-_SHORT_PAGE = 64
-"""Keys of a page up to which several pages are read in turns."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,7 @@ def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Ta
     """
     if math.prod(problem.out_shape) == 0:
         return Plan(())
-    unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
-    launches = [_choose_launch(problem, views, target, *tokens) for tokens in _token_ranges(problem, unit)]
+    launches = [_choose_launch(problem, views, target, *tokens) for tokens in _token_ranges(problem, target)]
     scalars = _scalars(problem) | view_scalars(views)
     steps = tuple(launch.step(scalars) for launch in launches)
     split = [launch for launch in launches if launch.splits > 1]
@@ -86,13 +90,14 @@ def plan_decode(problem: DecodeProblem, views: dict[str, TensorView], target: Ta
     return Plan(steps, {"partial": partial}, {"tickets": max(launch.blocks for launch in split)})
 
 
-def _token_ranges(problem: DecodeProblem, unit: VectorUnit) -> list[tuple[int, int]]:
+def _token_ranges(problem: DecodeProblem, target: Target) -> list[tuple[int, int]]:
     """Fewest and most query tokens of the sequences that each launch serves.
 
     A batch that mixes prompts with sequences of one token takes two launches, since one token is fastest without
     packing K.
     """
-    mixed = problem.total_q is not None and problem.seq_q > 1 and problem.group <= most_rows_in_place(unit)
+    unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
+    mixed = problem.total_q is not None and problem.seq_q > 1 and problem.group <= most_rows_in_place(unit, target)
     return [(1, 1), (2, problem.seq_q)] if mixed else [(1, problem.seq_q)]
 
 
@@ -101,39 +106,47 @@ def _choose_launch(
 ) -> _Launch:
     """Choose shape, heads of a task and splits for sequences of ``least .. most`` tokens."""
     unit = vector_unit(target, work_type(SCALARS[problem.dtype]))
-    rows, threads = problem.group * most, max(target.compute_units, 1)
-    blocks = problem.batch * problem.heads_kv
-    if rows <= 8 * GROUPED_ROWS:
-        shape = grouped_shape(rows, unit)
+    rows, blocks = problem.group * most, problem.batch * problem.heads_kv
+    if rows <= most_grouped_rows(target):
+        shape = grouped_shape(rows, unit, target)
     else:
-        shape = block_shape(rows, blocks, problem.head_dim, unit, threads)
-    config = _configure(problem, views, target, shape, most)
+        shape = block_shape(rows, blocks, problem.head_dim, unit, target)
+    limits = {**tuning.use(target, "decode.cpu"), **tuning.use(target, "decode.cpu.few")}
+    config = _configure(problem, views, target, shape, most, limits)
     # Pages with heads outermost take several heads only if that leaves enough tasks without splitting keys, which
     # costs more than it gains for keys in the cache. If heads of a key are neighbours it is worth splitting.
-    most_splits = 1 if config.heads_outermost else _most_splits(problem.seq_kv, shape)
-    heads = _choose_heads(config, views, rows, blocks * most_splits // (4 * threads))
+    splits = most_splits(problem.seq_kv // shape.block_kv, target)
+    most_heads = blocks * (1 if config.heads_outermost else splits) // model.tasks(target)
+    heads = _choose_heads(config, views, rows, min(max(most_heads, 1), limits["heads"]))
     if heads > 1:
         blocks, rows, shape = blocks // heads, rows * heads, replace(shape, block_q=rows * heads)
-    interleave = _choose_interleave(config, views, heads)
+    interleave = _choose_interleave(config, views, heads, limits)
     blocks_q = -(-rows // shape.block_q)
     blocks *= blocks_q
-    splits = _choose_splits(problem.seq_kv, blocks, shape, threads)
+    splits = min(wanted_splits(blocks, target), splits)
     config = replace(config, heads=heads, interleave=interleave, shape=shape, split=splits > 1)
     return _Launch(least, most, config, blocks_q, blocks, splits)
 
 
 def _configure(
-    problem: DecodeProblem, views: dict[str, TensorView], target: Target, shape: CpuShape, tokens: int
+    problem: DecodeProblem,
+    views: dict[str, TensorView],
+    target: Target,
+    shape: CpuShape,
+    tokens: int,
+    limits: Mapping[str, Any],
 ) -> CpuDecodeConfig:
     """Configuration of a shape for up to ``tokens`` query tokens, for one head and without splits."""
     unit = tuple(views[n].strides[3] == 1 or views[n].shape[3] == 1 for n in "qkvo")
     keys_in_place, can_pair = multiplies_in_place(shape, unit[1]), has_pairs(target, SCALARS[problem.dtype])
     pairs = not keys_in_place and can_pair
-    # V that is used by few groups of rows is converted as it is read.
-    few = problem.group * tokens <= _MOST_ROWS_DIRECT
+    # V that is used by few groups of rows is read in place, and converted again by every group.
+    few = problem.group * tokens <= limits["direct_rows"]
     values_direct = unit[2] and problem.value_dim % shape.lanes == 0 and few and not pairs
     left, right = problem.limits
     return CpuDecodeConfig(
+        **kernel_options(target),
+        **tuning.use(target, "decode.cpu.kernel"),
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
@@ -154,7 +167,7 @@ def _configure(
         page=problem.page,
         lens=problem.lens,
         ragged=problem.total_q is not None,
-        heads_outermost=_heads_outermost(problem, views),
+        heads_outermost=_heads_outermost(problem, views, limits),
     )
 
 
@@ -163,11 +176,11 @@ def _needs_order(config: CpuDecodeConfig) -> bool:
     return config.left or config.right or config.alibi or config.quantised or config.panels != "none"
 
 
-def _heads_outermost(problem: DecodeProblem, views: dict[str, TensorView]) -> bool:
+def _heads_outermost(problem: DecodeProblem, views: dict[str, TensorView], limits: Mapping[str, Any]) -> bool:
     """Whether short pages have all keys of a head before those of the next head."""
     dims, page = {"k": problem.head_dim, "v": problem.value_dim}, problem.page
     outermost = all(tuple(views[name].strides[1:3]) == (page * dim, dim) for name, dim in dims.items())
-    return outermost and RUN <= page <= _SHORT_PAGE and page & (page - 1) == 0
+    return outermost and RUN <= page <= limits["short_page"] and page & (page - 1) == 0
 
 
 def _choose_heads(config: CpuDecodeConfig, views: dict[str, TensorView], rows: int, most: int) -> int:
@@ -179,28 +192,18 @@ def _choose_heads(config: CpuDecodeConfig, views: dict[str, TensorView], rows: i
     in_order = neighbours or config.heads_outermost
     if _needs_order(config) or not in_order or not same_rows or config.values != "direct":
         return 1
-    return math.gcd(k.shape[1], 1 << (min(max(most, 1), _MOST_HEADS).bit_length() - 1))
+    return math.gcd(k.shape[1], 1 << (most.bit_length() - 1))
 
 
-def _choose_interleave(config: CpuDecodeConfig, views: dict[str, TensorView], heads: int) -> int:
-    """Runs of keys that are read in turns: several if pages are too short for the hardware's prefetcher.
-
-    Four if a task's keys of a page are contiguous, two if there are gaps between them.
-    """
-    if not config.page or config.page > _SHORT_PAGE or _needs_order(config):
+def _choose_interleave(
+    config: CpuDecodeConfig, views: dict[str, TensorView], heads: int, limits: Mapping[str, Any]
+) -> int:
+    """Runs of keys that are read in turns: several if pages are too short for the hardware's prefetcher, fewer of them
+    if there are gaps between a task's keys of a page."""
+    if not config.page or config.page > limits["short_page"] or _needs_order(config):
         return 1
-    return 4 if heads > 1 or views["k"].strides[2] == config.head_dim else 2
-
-
-def _choose_splits(seq_kv: int, blocks: int, shape: CpuShape, threads: int) -> int:
-    """Splits of each sequence's keys: enough that every thread has work and the last to finish has little left."""
-    wanted = 1 if blocks >= 4 * threads or threads == 1 else -(-4 * threads // blocks)
-    return min(wanted, _most_splits(seq_kv, shape))
-
-
-def _most_splits(seq_kv: int, shape: CpuShape) -> int:
-    """Most splits of a sequence's keys: each has at least four blocks."""
-    return max(1, seq_kv // shape.block_kv // 4)
+    gaps = heads == 1 and views["k"].strides[2] != config.head_dim
+    return int(limits["pages_with_gaps" if gaps else "pages"])
 
 
 def _scalars(problem: DecodeProblem) -> dict[str, int | float]:

@@ -4,7 +4,7 @@ Both products are transposed, ``S^T = K Q^T`` and ``O^T = V^T P^T``, so that K a
 layout over lanes is known: lanes load them in runs of 16 bytes and multiply (`aule.tile.fragment.direct`). Nothing of
 the cache goes through shared memory, and converting bytes is the only arithmetic per element. Q is a right factor that
 stays in registers; P becomes one through a few hundred bytes of shared memory, 16 keys by 16 rows at a time. With at
-most eight rows half of every fragment is unused, and PTX's compiler removes its products.
+most eight rows half of every fragment is unused, and the compiler removes its products.
 
 Each subgroup has its own keys, as in the simt kernel. K of the next step, V of this one and page numbers of the one
 after are in flight at the same time; for quantised caches the next step's scales, and its V if the shape says so, since

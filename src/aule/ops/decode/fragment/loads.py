@@ -208,8 +208,8 @@ class Prefetch:
         v = values(self.v) if self.values_ahead else loads.load_values(start, values(self.pages))
         k, variables = values(self.k), [b.var(run, "v") for run in v]
         step = Step(start, k, variables, loads.scales_by_block(values(self.scales)))
-        # The condition also keeps the loads here: without it ptxas moves loads of bytes below the first product, into
-        # the registers that it frees, and the product with V has to wait.
+        # The condition also keeps the loads here: without it a compiler moves loads of bytes below the first product,
+        # into the registers that it frees, and the product with V has to wait.
         with b.if_(later < work.end):
             assign(self.k, loads.load_keys(later, values(self.next_pages)))
             assign(self.scales, loads.scales(later, values(self.next_pages)))

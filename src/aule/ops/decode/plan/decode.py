@@ -11,7 +11,6 @@ from aule import tuning
 from aule.ops.attention.plan.layout import aligned_rows, view_scalars
 from aule.ops.attention.plan.scalars import problem_scalars
 from aule.ops.attention.problem import UNBOUNDED
-from aule.ops.combine import last_workgroup
 from aule.ops.combine.partials import row_quads
 from aule.ops.combine.second_launch import CombineConfig, build_combine
 from aule.ops.decode.config import DecodeConfig, DecodeShape, FragmentDecodeConfig, FragmentDecodeShape
@@ -91,7 +90,7 @@ def plan_decode(
     if prefill is not None and problem.total_q is None:
         return Plan((prefill,))
     # In a packed batch the prefill launch takes the sequences of many tokens.
-    tokens = problem.seq_q if prefill is None else min(problem.seq_q, few_tokens(problem))
+    tokens = problem.seq_q if prefill is None else min(problem.seq_q, few_tokens(problem, target))
     choice = _choose(call, tokens, shape, splits, combine)
     plan = _plan(call, choice)
     return plan if prefill is None else replace(plan, steps=(*plan.steps, prefill))
@@ -237,8 +236,8 @@ def _choose_splits(call: _Call, choice: _Choice) -> _Choice:
     if fragments and is_short(problem, target):
         return choice
     resident = _resident(shape, target)
-    # If three workgroups share a compute unit it is better to have all of them.
-    even = not fragments or resident < 3
+    # If several workgroups share a compute unit it is better to have all of them.
+    even = not fragments or resident < split_limits(target)["uneven_resident"]
     splits, least = choose_splits(blocks, problem.seq_kv, shape.step, resident, target, problem.lens, even)
     return replace(choice, splits=splits, least_keys=least)
 
@@ -261,12 +260,15 @@ def _is_flat(choice: _Choice, target: Target) -> bool:
 def _resident(shape: DecodeShape | FragmentDecodeShape, target: Target) -> int:
     """Workgroups that a compute unit runs at a time.
 
-    Without a limit on registers, eight subgroups on matrix units have more loads in flight than a compute unit's share
+    Without a limit on registers, a few subgroups on matrix units have more loads in flight than a compute unit's share
     of the memory's bandwidth needs.
     """
     resident = model.resident(target, shape.threads, shape.registers)
     unlimited = isinstance(shape, FragmentDecodeShape) and not shape.registers
-    return min(resident, max(1, 8 // shape.subgroups)) if unlimited else resident
+    if not unlimited:
+        return resident
+    enough = int(tuning.number(target, "decode.fragment.resident_subgroups"))
+    return min(resident, max(1, enough // shape.subgroups))
 
 
 # -- configure ---------------------------------------------------------------------------------------------------------
@@ -327,13 +329,14 @@ def _grid_options(call: _Call, choice: _Choice) -> dict[str, Any]:
     by_last = combine == "last_workgroup"
     one_block = choice.row_blocks == 1
     largest = max(choice.rows * splits * problem.value_dim, call.largest_index)
+    at_once = tuning.use(call.target, "decode.combine_at_once")["last_workgroup"]
     return {
         "split": splits > 1,
         "flat_grid": _is_flat(choice, call.target),
         "next_launch_overlaps": combine == "second_launch" and call.target.overlap,
         "several_row_blocks": not one_block,
         "fixed_rows": problem.group * choice.tokens if one_block and problem.total_q is None else 0,
-        "partials_at_once": min(last_workgroup.AT_ONCE, 1 << (splits - 1).bit_length()) if by_last else 1,
+        "partials_at_once": min(at_once, 1 << (splits - 1).bit_length()) if by_last else 1,
         # Keys that several blocks of rows read, or that the next call finds in the cache, are to stay there.
         "evict_first": one_block and call.cache_bytes > model.cached_bytes(call.target, "decode"),
         "last_workgroup_combines": by_last,
@@ -394,6 +397,7 @@ def _combine_step(
         one_token=one_token,
         overlaps_previous=config.next_launch_overlaps,
         threads=quads * max(1, most_threads // quads),
+        at_once=tuning.use(target, "decode.combine_at_once")["second_launch"],
         sinks=problem.sinks,
         lse=problem.return_lse,
         packed=config.packed,

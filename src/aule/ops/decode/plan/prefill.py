@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from aule import tuning
 from aule.ops.attention.build import build_forward
 from aule.ops.attention.config import FragmentConfig
 from aule.ops.attention.plan.layout import aligned_rows, view_scalars
@@ -21,13 +22,11 @@ from aule.target import Target
 from aule.tile.fragment.shape import RUN
 from aule.view import TensorView
 
-FEW_ROWS = 64
-"""Rows of a key head, query heads times query tokens, up to which the decoding kernels serve; not measured."""
 
-
-def few_tokens(problem: DecodeProblem) -> int:
-    """Query tokens of a sequence up to which the decoding kernels are used."""
-    return max(FEW_ROWS // max(problem.group, 1), 1)
+def few_tokens(problem: DecodeProblem, target: Target) -> int:
+    """Query tokens of a sequence up to which the decoding kernels are used. Rows of a key head are query heads times
+    query tokens."""
+    return max(int(tuning.number(target, "decode.few_rows")) // max(problem.group, 1), 1)
 
 
 def plan_prefill(
@@ -39,7 +38,8 @@ def plan_prefill(
     index64: bool,
 ) -> Step | None:
     """The launch for sequences of many rows; None if there are none, or only the decoding kernels can serve them."""
-    if problem.seq_q <= few_tokens(problem) or problem.quantised:
+    few = few_tokens(problem, target)
+    if problem.seq_q <= few or problem.quantised:
         return None
     aligned = tuple(aligned_rows(views[n], RUN) and base_ok.get(n, True) for n in "qkvo")
     dims = problem.head_dim, problem.value_dim
@@ -63,7 +63,7 @@ def plan_prefill(
     blocks_q = -(-problem.seq_q // shape.block_q)
     blocks = blocks_q * problem.batch * problem.heads_q
     scalars = problem_scalars(attention, target) | view_scalars(views) | page_scalars(problem)
-    scalars |= {"blocks_q": blocks_q, "blocks": blocks, "few_tokens": few_tokens(problem)}
+    scalars |= {"blocks_q": blocks_q, "blocks": blocks, "few_tokens": few}
     return Step(config, build_forward, grid_of("flash_attention_paged", blocks, target), scalars)
 
 

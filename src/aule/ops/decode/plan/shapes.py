@@ -87,15 +87,16 @@ def choose_decode_fragments(problem: DecodeProblem, target: Target) -> FragmentD
 def is_short(problem: DecodeProblem, target: Target) -> bool:
     """Whether one large workgroup on matrix units for each key head reads everything at once: sequences are short, and
     more than half of the compute units have a key head."""
-    blocks, units = problem.batch * problem.heads_kv, _units(target)
+    blocks, units = problem.batch * problem.heads_kv, model.units(target)
     return problem.seq_kv <= _short_keys(target) and units < 2 * blocks <= 2 * units
 
 
 def is_lone(problem: DecodeProblem, target: Target) -> bool:
-    """Whether few sequences are long enough for three workgroups on each compute unit."""
-    blocks, units, limits = problem.batch * problem.heads_kv, _units(target), split_limits(target)
+    """Whether few sequences are long enough for several workgroups on each compute unit."""
+    blocks, units, limits = problem.batch * problem.heads_kv, model.units(target), split_limits(target)
     splits = min(problem.seq_kv // limits["part_keys"], limits["most"])
-    return 8 * blocks <= units and splits * blocks >= 3 * units
+    few = limits["lone_units"] * blocks <= units
+    return bool(few and splits * blocks >= limits["lone_workgroups"] * units)
 
 
 def reads_queries_early(problem: DecodeProblem, target: Target) -> bool:
@@ -124,7 +125,7 @@ def choose_cluster(shape: FragmentDecodeShape, blocks: int, keys: int, dims: tup
     cluster = min(target.max_cluster, _power(-(-keys // shape.step)))
     sums = 4 * shape.rows * (padded(dims[1], WIDEST) + 2)
     fits = shape.shared_bytes(*dims) + sums <= target.max_shared_bytes
-    if keys > _short_keys(target) or not fits or blocks * cluster > _units(target):
+    if keys > _short_keys(target) or not fits or blocks * cluster > model.units(target):
         return 1
     return cluster
 
@@ -171,14 +172,14 @@ def choose_splits(
     least : int
         Fewest keys of a split, if a sequence is shorter than it could be.
     """
-    units, limits = _units(target), split_limits(target)
+    units, limits = model.units(target), split_limits(target)
     slots, least = units * resident, limits["least_keys"]
     if blocks == 0:
         return 1, least
     most = min(max(keys // limits["part_keys"], min(units // blocks, keys // limits["least_part"])), limits["most"])
     if most <= 1:
         return 1, least
-    if blocks >= 0.8 * slots:
+    if blocks >= limits["full"] * slots:
         # The device is full, but one very long sequence among short ones would keep a few workgroups busy for long.
         splits = min(keys // limits["uneven_keys"], limits["most_uneven"]) if uneven and blocks > 1 else 1
         return max(splits, 1), limits["uneven_keys"] if splits > 1 else least
@@ -189,8 +190,9 @@ def choose_splits(
 
     best = max(filled(n) for n in range(1, most + 1))
     splits = min(slots // blocks, most)  # as many as run at a time
-    if filled(splits) < 0.9 * best:
-        splits = next(n for n in range(1, most + 1) if filled(n) >= 0.9 * best)
+    enough = limits["enough"] * best
+    if filled(splits) < enough:
+        splits = next(n for n in range(1, most + 1) if filled(n) >= enough)
     if even:
         # No more than the longest split needs: 32 splits of 16 steps are faster than 33 of which half have 15.
         steps = -(-keys // step)
@@ -229,17 +231,16 @@ def combines_in_last_workgroup(
 
 
 def split_limits(target: Target) -> Mapping[str, Any]:
-    """Tuned limits of splits.
+    """Limits of splits.
 
     ``part_keys`` are the fewest keys of a split, or ``least_part`` if compute units would otherwise be idle, and
     ``least_keys`` if a sequence is shorter than it could be. ``most`` is the most splits. ``uneven_keys`` and
-    ``most_uneven`` apply if workgroups fill the device, and only sequences far longer than others are split.
+    ``most_uneven`` apply if workgroups fill the device, and only sequences far longer than others are split: from a
+    share ``full`` of those that it runs at a time. Splits that use a share ``enough`` of the best use are good enough;
+    if ``uneven_resident`` workgroups share a compute unit, the numbers of their steps need not be even. Sequences are
+    lone if each key head has ``lone_units`` compute units, and each of those ``lone_workgroups`` splits.
     """
-    return tuning.use(target, "decode.splits")
-
-
-def _units(target: Target) -> int:
-    return model.units(target, "decode")
+    return {**tuning.use(target, "decode.splits"), **tuning.use(target, "decode.filling")}
 
 
 def _short_keys(target: Target) -> int:
