@@ -24,7 +24,6 @@ from aule.artifact import Artifact, Param
 from aule.errors import (
     BackendUnavailableError,
     ClosedError,
-    DeviceMismatchError,
     InvalidArgumentError,
     LaunchError,
     OutOfMemoryError,
@@ -190,36 +189,6 @@ class TestContract(RuntimeContract):
         path = Path(caught.value.source_path)
         assert path.is_relative_to(tmp_path) and path.suffix == ".ll" and path.read_bytes() == code
         device.load(self.increment)  # the device is none the worse for it
-
-    def test_launches_are_checked(self, device: Device) -> None:
-        program = device.load(self.scale)
-        allocation, source = device.alloc(256), device.alloc(256)
-        for args, word in (
-            ([allocation], "1 values for 4"),
-            ([allocation, 3, 4, 1.0], "3 for in"),
-            ([allocation, source, source, 1.0], "a buffer for n"),
-            ([allocation, source, 2**40, 1.0], "in range"),
-            ([allocation, source, 0.5, 1.0], "integer"),
-        ):
-            with pytest.raises(InvalidArgumentError, match=word):
-                device.launch(program, (1, 1, 1), args)
-        for grid in ((1, 1, -1), (1, 1, device.target.max_grid[2] + 1), (2**31 - 1,) * 3):
-            with pytest.raises(LaunchError, match=r"grid|workgroups"):
-                device.launch(program, grid, [allocation, source, 1, 1.0])
-        with pytest.raises(LaunchError, match="stream"):
-            device.launch(program, (1, 1, 1), [allocation, source, 1, 1.0], stream=1)
-        device.launch(program, (0, 1, 1), [allocation, source, 1, 1.0])  # nothing to do is no error
-        other = cpu.devices()[0]
-        with pytest.raises(DeviceMismatchError):
-            other.launch(program, (1, 1, 1), [allocation, source, 1, 1.0])
-        foreign = other.alloc(256)
-        with pytest.raises(DeviceMismatchError):
-            device.launch(program, (1, 1, 1), [allocation, foreign, 1, 1.0])
-        with pytest.raises(DeviceMismatchError):
-            device.free(foreign)
-        other.close()
-        with pytest.raises(InvalidArgumentError, match="ptx"):
-            device.load(replace(self.scale, language="ptx"))
 
     test_refuses_to_work_after_fork = None  # it does work; see test_fork
 

@@ -30,17 +30,9 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.artifact import SCALAR_FORMATS, Artifact
-from aule.errors import (
-    ClosedError,
-    DeviceMismatchError,
-    InvalidArgumentError,
-    LaunchError,
-    OutOfMemoryError,
-    ShaderCompileError,
-)
+from aule.errors import LaunchError, OutOfMemoryError
 from aule.runtime import _cpu_llvm, _cpu_openmp, _cpu_pool, _cpu_target
-from aule.runtime._refused import save_refused
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program
 
 _ALIGNMENT = 64
 """Alignment of memory from `CpuDevice.alloc`: a cache line and the widest vector."""
@@ -99,10 +91,10 @@ class PreparedLaunch:
         "_values",
     )
 
-    def __init__(
-        self, device: CpuDevice, program: Program, grid: tuple[int, int, int], scalars: Sequence[Any], serial: bool
-    ) -> None:
-        kernel = device._kernel(program)
+    def __init__(self, device: CpuDevice, program: Program, grid: Grid, scalars: Sequence[Any], serial: bool) -> None:
+        device.check_program(program)
+        device.check_grid(program, grid)
+        kernel: _Kernel = program.handle
         self._device = device
         self._program = program
         self._kernel = kernel
@@ -188,14 +180,14 @@ class CpuDevice(Device):
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError("[cpu] expected an open device, got cpu:0 after close; ask for the device again")
+            raise self.closed_error()
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> Allocation:
         self._check()
         if nbytes < 0:
-            raise InvalidArgumentError(f"[cpu] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+            raise self.size_error(nbytes)
         try:
             memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):  # ValueError: larger than the address space
@@ -244,22 +236,15 @@ class CpuDevice(Device):
 
     def free(self, allocation: Allocation) -> None:
         if allocation.device is not self:
-            raise DeviceMismatchError("[cpu] expected an allocation of cpu:0, got one of another device; free it there")
+            raise self.foreign_error("an allocation", "free it there")
         # A launch or copy in progress holds its own reference to the memory.
         allocation.freed = True
         allocation.handle = None
 
     def _owner(self, allocation: Allocation) -> object:
         """Check an allocation and return the object that keeps its memory alive; hold it while using the memory."""
-        if allocation.device is not self:
-            raise DeviceMismatchError(
-                "[cpu] expected an allocation of cpu:0, got one of another device; copy the data first"
-            )
         owner = allocation.handle
-        if allocation.freed:
-            raise ClosedError(
-                "[cpu] expected live memory, got an allocation that was freed; free it after its last use"
-            )
+        self.check_allocation(allocation)
         return owner
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
@@ -280,41 +265,21 @@ class CpuDevice(Device):
 
     def load(self, artifact: Artifact) -> Program:
         self._check()
-        if artifact.language != "llvm":
-            raise InvalidArgumentError(f"[cpu] expected a kernel in llvm, got {artifact.language}; render it for cpu")
+        self.check_language(artifact, "llvm")
         try:
             code = _cpu_llvm.load(self._machine, artifact.text, {artifact.entry: _cpu_pool.KERNEL_TYPES})
         except _cpu_llvm.Refused as refusal:
-            path = save_refused("llvm", artifact.code)
-            raise ShaderCompileError(
-                f"[cpu] {artifact.entry}: expected a kernel that LLVM accepts, got {refusal}; the source is in "
-                f"{path or 'no file (the cache directory cannot be written)'}",
-                str(refusal),
-                path,
-            ) from None
+            raise self.refused_error(artifact, "LLVM refused it", str(refusal)) from None
         return Program(self, artifact, _Kernel(artifact, code))
 
-    def _kernel(self, program: Program) -> _Kernel:
-        kernel = program.handle
-        if program.device is not self or not isinstance(kernel, _Kernel):
-            raise DeviceMismatchError("[cpu] expected a program of cpu:0, got one of another device; load it here")
-        return kernel
-
-    def _total(self, program: Program, grid: tuple[int, int, int]) -> int:
-        """Count the workgroups of a grid, after checking it."""
-        if len(grid) != 3 or not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(
-                f"[cpu] {program.artifact.entry} expected a grid from (0, 0, 0) to {self.target.max_grid}, got {grid}; "
-                "split the work"
-            )
+    def _total(self, program: Program, grid: Grid) -> int:
+        """Count the workgroups of a grid."""
         total = grid[0] * grid[1] * grid[2]
         if total >> 62:  # the counter must not overflow: it passes the total by up to a chunk per thread
             raise LaunchError(f"[cpu] {program.artifact.entry} expected fewer than 2**62 workgroups, got {grid}")
         return total
 
-    def _run(
-        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, max_helpers: int, openmp: bool = False
-    ) -> None:
+    def _run(self, kernel: int, cells: bytes, grid: Grid, total: int, max_helpers: int, openmp: bool = False) -> None:
         """Run all workgroups on this thread and up to ``max_helpers`` workers, or on PyTorch's threads (``openmp``)."""
         if not total:
             return
@@ -331,8 +296,8 @@ class CpuDevice(Device):
     def launch(
         self,
         program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
+        grid: Grid,
+        args: Arguments,
         stream: int | None = None,
         *,
         serial: bool = False,
@@ -347,11 +312,11 @@ class CpuDevice(Device):
             Run in this thread alone.
         """
         self._check()
-        kernel = self._kernel(program)
+        self.check_launch(program, grid, args)
         total = self._total(program, grid)
         if stream is not None:
             raise LaunchError(f"[cpu] expected no stream, got {stream!r}; a launch here is done when it returns")
-        self.check_arguments(program.artifact, args)
+        kernel: _Kernel = program.handle
         owners = [self._owner(arg) for arg in args if isinstance(arg, Allocation)]
         try:
             cells = kernel.pack(*(arg.address if isinstance(arg, Allocation) else arg for arg in args))
@@ -361,7 +326,7 @@ class CpuDevice(Device):
         del owners
 
     def prepare(
-        self, program: Program, grid: tuple[int, int, int], scalars: Sequence[int | float], *, serial: bool = False
+        self, program: Program, grid: Grid, scalars: Sequence[int | float], *, serial: bool = False
     ) -> PreparedLaunch:
         """Prepare a launch with everything fixed except its pointers.
 

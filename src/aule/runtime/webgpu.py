@@ -26,10 +26,9 @@ from aule.errors import (
     DeviceLostError,
     LaunchError,
     OutOfMemoryError,
-    ShaderCompileError,
 )
 from aule.runtime._pooled import Block, PooledDevice, claim_driver, size_class
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program, as_bytes
 from aule.target import Target
 
 _T = TypeVar("_T")
@@ -154,7 +153,8 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        flat = self._flat(allocation, data, offset)
+        self.check_copy(allocation, data, offset)
+        flat = as_bytes(data)
         with self._lock, self._translated("upload", flat.nbytes):
             device = self._open()
             block = self._block(allocation)
@@ -182,7 +182,8 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        flat = self._flat(allocation, out, offset, into=True)
+        self.check_copy(allocation, out, offset, into=True)
+        flat = as_bytes(out)
         with self._lock:
             device = self._open()
             block = self._block(allocation)
@@ -196,8 +197,7 @@ class WebGPUDevice(PooledDevice[_Block]):
     def load(self, artifact: Artifact) -> Program:
         self._check()
         target, wgpu = self.target, self._wgpu
-        if artifact.language != "wgsl":
-            raise ShaderCompileError(f"[webgpu] expected a kernel in wgsl, got {artifact.language}")
+        self.check_language(artifact, "wgsl")
         # naga does not check these, and the driver then misbehaves.
         for what, used, most in (
             ("threads in a workgroup", artifact.workgroup, target.max_threads),
@@ -205,7 +205,7 @@ class WebGPUDevice(PooledDevice[_Block]):
             ("storage buffers", len(artifact.buffers), target.max_buffers),
         ):
             if used > most:
-                raise self._refused(artifact, f"it uses {used} {what}, the device has {most}")
+                raise self.refused_error(artifact, f"it uses {used} {what}, the device has {most}")
         with self._lock:
             device = self._open()
             if artifact.uses_subgroups or artifact.subgroup_size:
@@ -220,23 +220,16 @@ class WebGPUDevice(PooledDevice[_Block]):
             except (wgpu.GPUError, wgpu.GPUPipelineError) as error:
                 if self._is_memory(error):
                     raise self._translate(error, f"loading '{artifact.entry}'", None) from error
-                raise self._refused(artifact, f"{target.name} refused it", str(error)) from error
+                raise self.refused_error(artifact, f"{target.name} refused it", str(error)) from error
         return Program(self, artifact, handle)
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-    ) -> None:
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
         if stream is not None:
             raise LaunchError("[webgpu] expected stream=None, got a native stream; WebGPU devices have one queue")
         self._check()
         with self._lock, self._translated(f"launch of '{program.artifact.entry}'", None):
             device = self._open()
-            group = self._bind(device, program, args)
-            self._check_grid(program, grid)
+            group = self._bind(device, program, grid, args)
             if 0 in grid:
                 return
             encoder = device.create_command_encoder()
@@ -250,16 +243,13 @@ class WebGPUDevice(PooledDevice[_Block]):
                 device = self._open()
             self._wait(device)
 
-    def time_launch(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> float:
+    def time_launch(self, program: Program, grid: Grid, args: Arguments) -> float:
         self.synchronize()
         with self._lock, self._translated(f"launch of '{program.artifact.entry}'", None):
             device = self._open()
             queries, resolved, period = self._timestamp_queries(device)
             if period:
-                group = self._bind(device, program, args)
-                self._check_grid(program, grid)
+                group = self._bind(device, program, grid, args)
                 writes = {"query_set": queries, "beginning_of_pass_write_index": 0, "end_of_pass_write_index": 1}
                 encoder = device.create_command_encoder()
                 self._dispatch(encoder.begin_compute_pass(timestamp_writes=writes), program.handle, group, grid)
@@ -396,20 +386,19 @@ class WebGPUDevice(PooledDevice[_Block]):
         )
         return _Pipeline(pipeline, layout)
 
-    def _bind(self, device: Any, program: Program, args: Sequence[Allocation | int | float]) -> Any:
-        """Return the bind group for these arguments, from an earlier launch if possible."""
+    def _bind(self, device: Any, program: Program, grid: Grid, args: Arguments) -> Any:
+        """Check a launch and return the bind group for its arguments, from an earlier launch if possible."""
+        self.check_launch(program, grid, args)
         artifact = program.artifact
-        values = self._match_arguments(program, args)
-        blocks = [v for v in values if isinstance(v, _Block)]
-        scalars = [v for v in values if not isinstance(v, _Block)]
+        buffers = [arg for arg in args if isinstance(arg, Allocation)]
+        scalars = [arg for arg in args if not isinstance(arg, Allocation)]
+        blocks = [self._block(buffer) for buffer in buffers]
         # Rounded up to vectors of four words, so that a kernel may read its last elements as a vector.
-        ranges = [max(-(-a.nbytes // 16) * 16, 16) for a in args if isinstance(a, Allocation)]
+        ranges = [max(-(-buffer.nbytes // 16) * 16, 16) for buffer in buffers]
         try:
             packed = artifact.scalar_struct.pack(*scalars) if scalars else b""
         except (struct.error, OverflowError, TypeError) as error:
-            raise LaunchError(
-                f"[webgpu] '{artifact.entry}' got a scalar that does not fit its parameter: {error}"
-            ) from error
+            raise self.argument_error(artifact, error) from None
         handle: _Pipeline = program.handle
         key = (packed, *(b.serial for b in blocks), *ranges)
         found = handle.groups.get(key)
@@ -465,14 +454,8 @@ class WebGPUDevice(PooledDevice[_Block]):
         device.queue.write_buffer(buffer, 0, packed)
         return buffer
 
-    def _check_grid(self, program: Program, grid: tuple[int, int, int]) -> None:
-        if not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(
-                f"[webgpu] '{program.artifact.entry}' expected a grid within {self.target.max_grid}, got {grid}"
-            )
-
     @staticmethod
-    def _dispatch(compute_pass: Any, handle: _Pipeline, group: Any, grid: tuple[int, int, int]) -> None:
+    def _dispatch(compute_pass: Any, handle: _Pipeline, group: Any, grid: Grid) -> None:
         compute_pass.set_pipeline(handle.pipeline)
         compute_pass.set_bind_group(0, group)
         compute_pass.dispatch_workgroups(*grid)
@@ -510,7 +493,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         """Check that the device's subgroup size is the kernel's; WebGPU cannot require one, so it is measured once."""
         wanted = artifact.subgroup_size or self.target.subgroup_size
         if not self.target.subgroup_size:
-            raise self._refused(artifact, "it uses subgroups and the device's subgroup size is not known")
+            raise self.refused_error(artifact, "it uses subgroups and the device's subgroup size is not known")
         if not self._measured_subgroup:
             with self._translated("measuring the subgroup size", None):
                 probe = self._pipeline(device, _SUBGROUP_PROBE, "main", ["storage"])
@@ -526,7 +509,7 @@ class WebGPUDevice(PooledDevice[_Block]):
                 block.buffer.destroy()
                 self._measured_subgroup = int(size[0])
         if self._measured_subgroup != wanted:
-            raise self._refused(
+            raise self.refused_error(
                 artifact, f"it wants subgroups of {wanted} lanes, the device has {self._measured_subgroup}"
             )
 
