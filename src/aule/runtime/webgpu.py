@@ -28,16 +28,14 @@ from aule.errors import (
     OutOfMemoryError,
 )
 from aule.runtime._pooled import Block, PooledDevice, claim_driver, size_class
+from aule.runtime._webgpu_target import FEATURES, read_target
 from aule.runtime.base import Allocation, Arguments, Device, Grid, Program, as_bytes
-from aule.target import Target
 
 _T = TypeVar("_T")
 
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
 """APIs under WebGPU, the preferred ones first if several reach the same device. OpenGL lacks compute features."""
 _KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "CPU": 3}
-_VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x106B: "apple"}
-_FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 _LIMITS = (
     "max-bindings-per-bind-group",
     "max-buffer-size",
@@ -99,14 +97,16 @@ def devices() -> list[Device]:
             f"{[a.info['backend_type'] for a in adapters] or 'none'}; install the GPU's Vulkan driver "
             "(or Mesa's lavapipe for the CPU: mesa-vulkan-drivers)",
         )
-    best: dict[tuple[int, int], int] = {}
-    for adapter in usable:
-        key = _identity(adapter)
-        rank = _BACKENDS.index(adapter.info["backend_type"])
-        best[key] = min(best.get(key, rank), rank)
-    chosen = [a for a in usable if _BACKENDS.index(a.info["backend_type"]) == best[_identity(a)]]
+    best: dict[tuple[int, int], str] = {}
+    for adapter in sorted(usable, key=lambda a: _BACKENDS.index(a.info["backend_type"])):
+        best.setdefault(_identity(adapter), adapter.info["backend_type"])
+    chosen = [a for a in usable if a.info["backend_type"] == best[_identity(a)]]
     chosen.sort(key=lambda a: _KINDS.get(a.info["adapter_type"], 2))
     return [WebGPUDevice(wgpu, adapter, index) for index, adapter in enumerate(chosen)]
+
+
+def _identity(adapter: Any) -> tuple[int, int]:
+    return int(adapter.info["vendor_id"]), int(adapter.info["device_id"])
 
 
 class _Block(Block):
@@ -139,7 +139,7 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def __init__(self, wgpu: Any, adapter: Any, index: int) -> None:
         largest = int(adapter.limits["max-buffer-size"]) & ~15
-        super().__init__(_target(wgpu, adapter), index, largest, _POOL_LIMIT)
+        super().__init__(read_target(wgpu, adapter), index, largest, _POOL_LIMIT)
         self._wgpu = wgpu
         self._adapter = adapter
         self._device: Any = None
@@ -268,7 +268,7 @@ class WebGPUDevice(PooledDevice[_Block]):
             try:
                 self._device = self._adapter.request_device_sync(
                     label="aule",
-                    required_features=[f for f in _FEATURES if f in features],
+                    required_features=[f for f in FEATURES if f in features],
                     required_limits={name: limits[name] for name in _LIMITS if name in limits},
                 )
             except Exception as error:
@@ -533,53 +533,3 @@ class WebGPUDevice(PooledDevice[_Block]):
             self._lost = f"[webgpu] {name} stopped answering ({what}: {text}); get a new device"
             return DeviceLostError(self._lost)
         return LaunchError(f"[webgpu] {what} failed on {name}: {text}")
-
-
-def _identity(adapter: Any) -> tuple[int, int]:
-    return int(adapter.info["vendor_id"]), int(adapter.info["device_id"])
-
-
-def _subgroup_size(vendor: str, name: str) -> int:
-    """Return the subgroup size if it is the same for every kernel, else 0.
-
-    wgpu-native 29 reports no sizes (its fields are 0), and a kernel cannot require one. NVIDIA and Apple always have
-    32 lanes, llvmpipe fills its vector registers; AMD's and Intel's compilers choose per kernel.
-    """
-    if vendor in ("nvidia", "apple"):
-        return 32
-    bits = re.search(r"llvmpipe.*?(\d+) bits", name)
-    return int(bits[1]) // 32 if bits else 0
-
-
-def _target(wgpu: Any, adapter: Any) -> Target:
-    info, limits, features = adapter.info, adapter.limits, adapter.features
-    name = info["device"] or info["description"]
-    software = info["adapter_type"] == "CPU"
-    vendor = "apple" if name.startswith("Apple") else _VENDORS.get(info["vendor_id"], "unknown")
-    if software:
-        vendor = "software"
-    f16 = "shader-f16" in features
-    grid = int(limits["max-compute-workgroups-per-dimension"])
-    return Target(
-        backend="webgpu",
-        name=name,
-        vendor=vendor,
-        # naga is part of the compiler, so wgpu's version belongs to the driver's.
-        driver=f"{info['backend_type']} {info['description']}, wgpu {wgpu.__version__}",
-        software=software,
-        subgroup_size=_subgroup_size(vendor, name) if "subgroup" in features else 0,
-        max_threads=min(
-            int(limits["max-compute-invocations-per-workgroup"]), int(limits["max-compute-workgroup-size-x"])
-        ),
-        max_shared_bytes=int(limits["max-compute-workgroup-storage-size"]),
-        max_grid=(grid, grid, grid),
-        max_buffers=min(
-            int(limits["max-storage-buffers-per-shader-stage"]), int(limits["max-bindings-per-bind-group"]) - 1
-        ),
-        max_buffer_bytes=min(int(limits["max-buffer-size"]), int(limits["max-storage-buffer-binding-size"])) & ~15,
-        offset_alignment=int(limits["min-storage-buffer-offset-alignment"]),
-        unified_memory=software or info["adapter_type"] == "IntegratedGPU",
-        f16=f16,
-        storage16=f16,
-        extensions=tuple(f for f in _FEATURES if f in features),
-    )
