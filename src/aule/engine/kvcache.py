@@ -26,7 +26,7 @@ def writer(spec: str | None) -> Device | None:
 
     Another device that is asked for is ignored: it could only write to a copy.
     """
-    if registry.asked(spec) == registry.NUMPY:
+    if registry.requested_backend(spec) == registry.NUMPY:
         return None
     try:
         return registry.find("cpu")

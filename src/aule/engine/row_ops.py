@@ -28,7 +28,7 @@ def host_device(spec: str | None) -> Device | None:
     These ops are bound by memory: unlike attention, they stay on the CPU, where the arrays are, unless another device
     is named.
     """
-    wanted = registry.asked(spec)
+    wanted = registry.requested_backend(spec)
     if wanted is not None:
         return registry.find(wanted)
     try:
