@@ -85,7 +85,7 @@ def attend(
     views : dict
         Operands and the result ``o``, which may overlap them.
     device : Device or None
-        None stands for NumPy.
+        None means NumPy.
     on_numpy : callable
         Computes O and the log-sum-exp, its arguments, with NumPy.
     prepared : callable
