@@ -18,18 +18,12 @@ _MAGIC = b"AULE1\n"
 
 
 def path(name: str) -> Path:
-    """Path of a cache file.
-
-    Parameters
-    ----------
-    name : str
-        Path relative to `settings.cache_dir`.
-    """
+    """Return the path of a cache file, named relative to `settings.cache_dir`."""
     return settings.cache_dir() / name
 
 
 def read(name: str) -> bytes | None:
-    """Body of a cache file; None if it is missing or damaged, or the cache is off."""
+    """Return the body of a cache file; None if it is missing or damaged, or the cache is off."""
     if not settings.disk_cache():
         return None
     try:

@@ -178,7 +178,7 @@ def requested_backend(spec: str | None) -> str | None:
 
 def find(spec: str) -> Device | None:
     """Return the device named by ``"backend"`` or ``"backend:index"``; None for ``"numpy"``."""
-    requested_backend(spec)
+    requested_backend(spec)  # checks the type
     name, colon, number = spec.partition(":")
     if spec == NUMPY:
         return None
