@@ -33,7 +33,7 @@ def read(name: str) -> bytes | None:
     start = len(_MAGIC) + 32
     body = data[start:]
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
-        say_damaged(name)
+        warn_damaged(name)
         return None
     return body
 
@@ -44,12 +44,12 @@ def write(name: str, body: bytes) -> None:
         return
     place = path(name)
     try:
-        write_whole(place, _MAGIC + hashlib.sha256(body).digest() + body)
+        write_atomically(place, _MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         log.debug("kernel cache: could not write %s: %s", place, error)
 
 
-def write_whole(place: Path, data: bytes) -> None:
+def write_atomically(place: Path, data: bytes) -> None:
     """Write a file atomically, creating its folders: readers see the old file or the new one, never a part."""
     import tempfile  # slow to import, and needed only when a kernel is new
 
@@ -64,6 +64,6 @@ def write_whole(place: Path, data: bytes) -> None:
         raise
 
 
-def say_damaged(name: str) -> None:
+def warn_damaged(name: str) -> None:
     """Log that a cache file is damaged; the caller rebuilds it."""
     log.warning("kernel cache: entry %s is damaged and is rebuilt", path(name))

@@ -503,14 +503,14 @@ def test_a_damaged_object_is_rebuilt(
 ) -> None:
     counted(device, COUNT, 10)
     (file,) = files(objects)
-    whole = file.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    file.write_bytes({"flip": bytes(flipped), "cut": whole[:-9], "empty": b""}[harm])
+    intact = file.read_bytes()
+    flipped = bytearray(intact)
+    flipped[len(intact) // 2] ^= 1
+    file.write_bytes({"flip": bytes(flipped), "cut": intact[:-9], "empty": b""}[harm])
     with caplog.at_level("WARNING", "aule"):
         counted(device, COUNT, 10)
     assert "damaged" in caplog.text and len(compilations) == 2
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == intact
 
 
 def test_a_cache_that_cannot_be_written(device: cpu.CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -705,17 +705,17 @@ def code_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("way", ["as it is", "staged", "fences"])
-def test_validation_is_clean(code_file: str, way: str) -> None:
+@pytest.mark.parametrize("variant", ["as it is", "staged", "fences"])
+def test_validation_is_clean(code_file: str, variant: str) -> None:
     if not glob.glob("/usr/share/vulkan/explicit_layer.d/*validation*.json"):
         pytest.skip("vulkan-validationlayers is not installed")
     script = (
         WORK
         + """
     known = next((d for d in vulkan.devices() if d.target.software), vulkan.devices()[0])._facts
-    if os.environ["WAY"] == "staged":
+    if os.environ["VARIANT"] == "staged":
         known = dataclasses.replace(known, target=dataclasses.replace(known.target, unified_memory=False))
-    if os.environ["WAY"] == "fences":
+    if os.environ["VARIANT"] == "fences":
         known = dataclasses.replace(known, features=known.features - {"timelineSemaphore"})
     for _ in range(2):
         device = vulkan.VulkanDevice(known, 0)
@@ -757,7 +757,7 @@ def test_validation_is_clean(code_file: str, way: str) -> None:
     os._exit(0)
     """
     )
-    said = run_python(script, AULE_VULKAN_VALIDATION="1", CODE=code_file, WAY=way)
+    said = run_python(script, AULE_VULKAN_VALIDATION="1", CODE=code_file, VARIANT=variant)
     assert "heard True" in said, said
 
 

@@ -40,7 +40,7 @@ def load(entry: str) -> Artifact | None:
         return None
     artifact = _decode(body)
     if artifact is None:
-        store.say_damaged(_name(entry))
+        store.warn_damaged(_name(entry))
     return artifact
 
 

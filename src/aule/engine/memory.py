@@ -18,7 +18,7 @@ from aule.view import TensorView, contiguous_strides
 Array = npt.NDArray[Any]
 
 _LEAST_SCRATCH = 1024
-_KEPT_BYTES = 256 << 20
+_MOST_REUSED_BYTES = 256 << 20
 """Largest block of host memory that is reused by the next call."""
 _lock = threading.Lock()
 
@@ -172,7 +172,7 @@ class HostMemory:
 
     def release(self, block: Allocation) -> None:
         """As `MemorySource.release`; launches on the CPU have ended by then."""
-        if block.nbytes <= _KEPT_BYTES:
+        if block.nbytes <= _MOST_REUSED_BYTES:
             with _lock:
                 vars(self._device).setdefault("_workspace", block)
 

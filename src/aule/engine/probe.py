@@ -86,7 +86,7 @@ def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
     parts = np.split(tables, np.cumsum(counts)[:-1], axis=1)
     results, left, right = (decode(part, f.rows, f.cols, f.use) for part, f in zip(parts, fragments, strict=True))
     if results is None:
-        log.debug("accumulators of %s lie in a way that is no sum over bits", candidate.name)
+        log.debug("the accumulator layout of %s is not a sum over bits", candidate.name)
         return None
     factors = None if left == results else (left, right)
     found = replace(candidate, matrix_layout=results, matrix_factors=factors, matrix_right=right)

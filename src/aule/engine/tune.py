@@ -56,7 +56,7 @@ class Outcome:
 
     case: Case
     measured: list[Measured]
-    kept: Use | None
+    saved: Use | None
 
 
 def tune(device: Device, op: str, wanted: Settings, seconds: float = 0.2) -> Iterator[Outcome]:
@@ -94,13 +94,13 @@ def _tune_case(device: Device, case: Case, seconds: float) -> Outcome:
         tried = (None, *candidates(case, device.target))
         measured = [found for use in tried if (found := bench.measure(use, seconds)) is not None]
     table, best = measured[0], max(measured, key=lambda m: m.speed)
-    kept = best.use if best.speed > _GAIN * table.speed > 0 else None
+    saved = best.use if best.speed > _GAIN * table.speed > 0 else None
     record = None
-    if kept is not None:
+    if saved is not None:
         where = {"device": device.target.name, "driver": device.target.driver, "date": str(datetime.date.today())}
-        record = tuning.Record(case.op, case.when, kept, where)
-    own.keep(device.target, case.op, case.when, record)
-    return Outcome(case, measured, kept)
+        record = tuning.Record(case.op, case.when, saved, where)
+    own.save(device.target, case.op, case.when, record)
+    return Outcome(case, measured, saved)
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def candidates(case: Case, target: Target) -> Iterator[Use]:
 
 def _fragments(target: Target, head_dim: int) -> Iterator[FragmentShape]:
     columns = -(-head_dim // SIZE) * SIZE
-    ways = itertools.product(((128, 4), (64, 4), (128, 8), (64, 2)), (16, 32, 48, 64, 96), (1, 2), (True, False))
-    for (block_q, subgroups), block_kv, stages, resident in ways:
+    shapes = itertools.product(((128, 4), (64, 4), (128, 8), (64, 2)), (16, 32, 48, 64, 96), (1, 2), (True, False))
+    for (block_q, subgroups), block_kv, stages, resident in shapes:
         shape = fitted(FragmentShape(block_q, block_kv, subgroups, stages, resident), target)
         held = shape.rows * (block_kv + columns + (columns // 2 if resident else 0)) // shape.lanes
         if held <= _MAX_SUMS and shape.rows % arrange(target).height == 0:

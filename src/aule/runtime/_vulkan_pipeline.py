@@ -204,7 +204,7 @@ class Pipelines:
                 return
             data = self.cache_data()
             if data != self._saved and self._cache_fits(data):
-                store.write_whole(self._path, data)
+                store.write_atomically(self._path, data)
                 self._saved = data
         except (OSError, AuleError) as error:
             log.debug("pipeline cache not saved: %s", error)

@@ -38,12 +38,12 @@ def trying(*records: Record) -> Iterator[None]:
         _tried.reset(token)
 
 
-def keep(target: Target, op: str, when: Mapping[str, Any], record: Record | None) -> None:
+def save(target: Target, op: str, when: Mapping[str, Any], record: Record | None) -> None:
     """Save a record for a device, replacing one of the same op and conditions; None only removes that one."""
     others = [r for found in _of(target).values() for r in found if (r.op, r.when) != (op, when)]
-    kept = [*others, *([record] if record is not None else [])]
-    store.write(file_name(target), "".join(f"{r.line()}\n" for r in kept).encode())
-    _known[file_name(target)] = by_op(kept)
+    saved = [*others, *([record] if record is not None else [])]
+    store.write(file_name(target), "".join(f"{r.line()}\n" for r in saved).encode())
+    _known[file_name(target)] = by_op(saved)
 
 
 def forget(target: Target) -> None:
