@@ -351,7 +351,7 @@ def test_every_scalar_type_and_every_axis_of_the_grid(device: cpu.CpuDevice) -> 
     out = np.zeros(9, np.uint64)
     memory = device.import_host(out)
     assert memory is not None
-    device.launch(program, (2, 3, 5), [-5, 2**32 - 1, memory, 0.25, -(2**63), 2**64 - 1, -1e300], serial=True)
+    device.launch(program, (2, 3, 5), [-5, 2**32 - 1, memory, 0.25, -(2**63), 2**64 - 1, -1e300])
     assert out[:1].view(np.int32)[0] == -5
     assert out[1:2].view(np.uint32)[0] == 2**32 - 1
     assert out[2:3].view(np.float32)[0] == 0.25
@@ -567,9 +567,7 @@ def test_threads_take_part(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatc
     meet(device)
 
 
-def test_serial_launches_and_those_of_one_workgroup_stay_in_the_thread(
-    device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_one_workgroup_stay_in_the_thread(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AULE_NUM_THREADS", "4")
     asked: list[int] = []
     ready = _cpu_pool.Pool.ready
@@ -584,13 +582,11 @@ def test_serial_launches_and_those_of_one_workgroup_stay_in_the_thread(
     memory = device.import_host(x)
     assert memory is not None
     device.launch(program, (1, 1, 1), [memory])
-    device.launch(program, (10, 1, 1), [memory], serial=True)
-    device.prepare(program, (10, 1, 1), (), serial=True).launch([memory.address])
     assert asked == []
     device.launch(program, (2, 1, 1), [memory])
     device.launch(program, (10, 1, 1), [memory])
     assert asked == [1, 3]
-    assert x.tolist() == [5, 4] + [3] * 8
+    assert x.tolist() == [3, 2] + [1] * 8
 
 
 def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,7 +638,7 @@ def openmp(device: cpu.CpuDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[_
     monkeypatch.delenv("AULE_NUM_THREADS", raising=False)
     monkeypatch.setattr(_cpu_pool.Pool, "ready", refuse)
     run = device._run
-    monkeypatch.setattr(device, "_run", lambda *arguments: run(*arguments[:5], openmp=True))
+    monkeypatch.setattr(device, "_run", lambda *arguments: run(*arguments[:4], on_pytorch=True))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield team
@@ -688,8 +684,8 @@ def test_launches_of_a_sequence_have_the_same_threads(device: cpu.CpuDevice, mon
     long, short = (device.prepare(device.load(COUNT), (count, 1, 1), ()) for count in (1000, 2))
     served: list[tuple[int, bool]] = []
 
-    def run(kernel: int, cells: bytes, grid: tuple[int, ...], total: int, most: int, openmp: bool) -> None:
-        served.append((total, openmp))
+    def run(kernel: int, cells: bytes, grid: tuple[int, ...], total: int, on_pytorch: bool) -> None:
+        served.append((total, on_pytorch))
         time.sleep(1e-3 if total == 1000 else 0)
 
     monkeypatch.setattr(device, "_run", run)

@@ -200,15 +200,7 @@ class PreparedLaunch:
             raise program.device.argument_error(program.artifact, error) from None
 
     def launch(self, pointers: Sequence[int], stream: int) -> None:
-        """Launch with new pointers.
-
-        Parameters
-        ----------
-        pointers : sequence of int
-            One device address for each buffer, in the order of the kernel's buffers.
-        stream : int
-            Native stream handle; 0 is the legacy default stream.
-        """
+        """Launch with new pointers, one per buffer in the kernel's order, on a native stream (0: legacy default)."""
         context = self._context
         with context.lock:
             if context.refusal is not None:

@@ -44,11 +44,6 @@ _lock = threading.Lock()
 def devices() -> list[Device]:
     """List the one CPU device.
 
-    Returns
-    -------
-    list of Device
-        One `CpuDevice`.
-
     Raises
     ------
     BackendUnavailableError
@@ -83,7 +78,6 @@ class PreparedLaunch:
         "_device",
         "_grid",
         "_kernel",
-        "_max_helpers",
         "_pack",
         "_program",
         "_team_choice",
@@ -91,7 +85,7 @@ class PreparedLaunch:
         "_values",
     )
 
-    def __init__(self, device: CpuDevice, program: Program, grid: Grid, scalars: Sequence[Any], serial: bool) -> None:
+    def __init__(self, device: CpuDevice, program: Program, grid: Grid, scalars: Sequence[Any]) -> None:
         device.check_program(program)
         device.check_grid(program, grid)
         kernel: _Kernel = program.handle
@@ -102,7 +96,6 @@ class PreparedLaunch:
         self._buffers = kernel.buffers
         self._grid = grid
         self._total = device._total(program, grid)
-        self._max_helpers = 0 if serial else self._total - 1
         self._team_choice = _cpu_openmp.TeamChoice()
         if len(scalars) != len(kernel.scalars):
             raise device.argument_error(program.artifact, f"{len(scalars)} values for {len(kernel.scalars)} scalars")
@@ -115,12 +108,9 @@ class PreparedLaunch:
             raise device.argument_error(program.artifact, error) from None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """Launch with new pointers and wait for the end.
+        """Launch with new pointers, one per buffer in the kernel's order, and wait for the end.
 
-        Parameters
-        ----------
-        pointers : sequence of int
-            One address per buffer, in the order of the kernel's buffers. The caller keeps the memory alive.
+        Checks only their number; the caller keeps the memory alive.
         """
         on_pytorch = self._team_choice.choose()
         start = time.perf_counter()
@@ -143,7 +133,7 @@ class PreparedLaunch:
             cells = self._pack(*values)
         except (struct.error, OverflowError, TypeError) as error:
             raise device.argument_error(self._program.artifact, error) from None
-        device._run(self._kernel.address, cells, self._grid, self._total, self._max_helpers, on_pytorch)
+        device._run(self._kernel.address, cells, self._grid, self._total, on_pytorch)
 
 
 class PreparedSequence:
@@ -208,22 +198,7 @@ class CpuDevice(Device):
         return self._adopt(array.ctypes.data, array.nbytes, array)
 
     def wrap(self, address: int, nbytes: int, owner: object = None) -> Allocation:
-        """Wrap memory that someone else owns in an allocation.
-
-        Parameters
-        ----------
-        address : int
-            Start of the memory.
-        nbytes : int
-            Usable bytes from there.
-        owner : object, optional
-            Kept alive until the allocation is freed.
-
-        Returns
-        -------
-        Allocation
-            ``free`` only drops the reference to the owner.
-        """
+        """Wrap memory that someone else owns in an allocation, which holds a reference to ``owner`` until freed."""
         self._check()
         return self._adopt(address, nbytes, owner)
 
@@ -279,38 +254,22 @@ class CpuDevice(Device):
             raise LaunchError(f"[cpu] {program.artifact.entry} expected fewer than 2**62 workgroups, got {grid}")
         return total
 
-    def _run(self, kernel: int, cells: bytes, grid: Grid, total: int, max_helpers: int, openmp: bool = False) -> None:
-        """Run all workgroups on this thread and up to ``max_helpers`` workers, or on PyTorch's threads (``openmp``)."""
+    def _run(self, kernel: int, cells: bytes, grid: Grid, total: int, on_pytorch: bool = False) -> None:
+        """Run all workgroups on this thread and workers of the pool, or on PyTorch's threads."""
         if not total:
             return
-        count, set_by_pytorch = _cpu_pool.threads() if max_helpers else (1, False)
-        team = _cpu_openmp.team(self._machine) if openmp and set_by_pytorch and count > 1 else None
+        count, set_by_pytorch = _cpu_pool.threads() if total > 1 else (1, False)
+        team = _cpu_openmp.team(self._machine) if on_pytorch and set_by_pytorch and count > 1 else None
         if team is not None:
             # Use all of them: a smaller team makes OpenMP end threads now and restart them for the next operator.
             team.run(team.address, kernel, cells, total, 1, *grid, count - 1)
             return
         pool = _cpu_pool.pool(self._machine)
-        helpers = pool.ready(min(count - 1, max_helpers)) if max_helpers else 0
+        helpers = pool.ready(min(count, total) - 1) if total > 1 else 0
         pool.run(pool.address, kernel, cells, total, 1, *grid, helpers)
 
-    def launch(
-        self,
-        program: Program,
-        grid: Grid,
-        args: Arguments,
-        stream: int | None = None,
-        *,
-        serial: bool = False,
-    ) -> None:
-        """Run a kernel and return when it is done; see `Device.launch`.
-
-        Parameters
-        ----------
-        program, grid, args, stream
-            As for `Device.launch`; ``stream`` must be None.
-        serial : bool
-            Run in this thread alone.
-        """
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
+        """Run a kernel and return when it is done. ``stream`` must be None."""
         self._check()
         self.check_launch(program, grid, args)
         total = self._total(program, grid)
@@ -322,32 +281,13 @@ class CpuDevice(Device):
             cells = kernel.pack(*(arg.address if isinstance(arg, Allocation) else arg for arg in args))
         except (struct.error, OverflowError, TypeError) as error:
             raise self.argument_error(program.artifact, error) from None
-        self._run(kernel.address, cells, grid, total, 0 if serial else total - 1)
+        self._run(kernel.address, cells, grid, total)
         del owners
 
-    def prepare(
-        self, program: Program, grid: Grid, scalars: Sequence[int | float], *, serial: bool = False
-    ) -> PreparedLaunch:
-        """Prepare a launch with everything fixed except its pointers.
-
-        Parameters
-        ----------
-        program : Program
-            Loaded by this device.
-        grid : tuple of int
-            Workgroups along each axis.
-        scalars : sequence of int or float
-            Values of the scalars, in the order of the kernel's scalars.
-        serial : bool
-            Run in the calling thread alone.
-
-        Returns
-        -------
-        PreparedLaunch
-            Its ``launch(pointers)`` checks only their number.
-        """
+    def prepare(self, program: Program, grid: Grid, scalars: Sequence[int | float]) -> PreparedLaunch:
+        """Prepare a launch with everything fixed except its pointers; ``scalars`` in the kernel's order."""
         self._check()
-        return PreparedLaunch(self, program, grid, scalars, serial)
+        return PreparedLaunch(self, program, grid, scalars)
 
     def prepare_sequence(self, launches: Sequence[PreparedLaunch]) -> PreparedSequence:
         """Combine launches that always run one after the other."""

@@ -50,11 +50,6 @@ def devices(library: str | None = None) -> list[Device]:
     library : str or None
         Path of the driver library to use instead of the system's.
 
-    Returns
-    -------
-    list of Device
-        Each is a `CudaDevice`; never empty.
-
     Raises
     ------
     BackendUnavailableError
@@ -176,21 +171,9 @@ class CudaDevice(Device):
             self._returned.append(held)
 
     def wrap(self, pointer: int, nbytes: int, owner: object = None) -> Allocation:
-        """Wrap memory that someone else owns in an allocation.
+        """Wrap device memory that someone else owns in an allocation, which holds a reference to ``owner`` until freed.
 
-        Parameters
-        ----------
-        pointer : int
-            Device address.
-        nbytes : int
-            Usable bytes from there.
-        owner : object, optional
-            Kept alive until the allocation is freed.
-
-        Returns
-        -------
-        Allocation
-            ``free`` only drops the reference to the owner. Launches that use it are ordered by their stream alone.
+        Launches that use it are ordered by their stream alone.
         """
         return _Wrapped(self, nbytes, [owner], pointer)
 
@@ -330,19 +313,7 @@ class CudaDevice(Device):
     def prepare(self, program: Program, grid: Grid, args: Sequence[Allocation | int | float | None]) -> PreparedLaunch:
         """Prepare a launch with everything fixed except its pointers and its stream.
 
-        Parameters
-        ----------
-        program : Program
-            Loaded by this device.
-        grid : tuple of int
-            Workgroups along each axis.
-        args : sequence
-            As for ``launch``; values in the places of buffers are ignored and may be None.
-
-        Returns
-        -------
-        PreparedLaunch
-            Its ``launch(pointers, stream)`` costs little more than cuLaunchKernel itself.
+        ``args`` are as for ``launch``; values for buffers are ignored and may be None.
         """
         self.check_program(program)
         self.check_grid(program, grid, least=1)

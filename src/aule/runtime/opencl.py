@@ -56,11 +56,6 @@ _WARP_SIZE_NV = 0x4003
 def devices() -> list[Device]:
     """List the OpenCL devices of all platforms: GPUs first, then accelerators, CPUs last.
 
-    Returns
-    -------
-    list of Device
-        At least one.
-
     Raises
     ------
     BackendUnavailableError

@@ -66,11 +66,6 @@ def devices() -> list[Device]:
 
     A GPU that several of these APIs reach is listed once.
 
-    Returns
-    -------
-    list of Device
-        At least one.
-
     Raises
     ------
     BackendUnavailableError
