@@ -44,15 +44,15 @@ def fetch(device: Device, allocation: Allocation, like: npt.NDArray[Any], offset
 
 
 class RuntimeContract:
-    """Tests of one runtime. A test file that subclasses it has a fixture ``device``, open for the whole file.
+    """Tests of one runtime. A test file that subclasses it has a module-scoped fixture ``device``.
 
-    Tests that close their device, or exhaust it, open one of their own.
+    Tests that close or exhaust their device open another.
     """
 
     runtime: ModuleType
     backend: str
     package: str
-    """What the runtime imports."""
+    """The package that the runtime imports."""
     scale: Artifact
     """``out[i] = in[i] * factor`` for ``i < n``, in workgroups of 64 threads; takes `SCALE_PARAMS`."""
     increment: Artifact
@@ -215,7 +215,7 @@ class RuntimeContract:
         assert caught.value.source_path is not None
         path = Path(caught.value.source_path)
         assert path.is_relative_to(tmp_path) and path.read_bytes() == code
-        device.load(self.increment)  # the device is none the worse for it
+        device.load(self.increment)  # the device stays usable
 
     def test_other_entries_and_languages_are_refused(
         self, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
