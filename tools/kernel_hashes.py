@@ -199,7 +199,7 @@ def _view(dtype: str, shape: tuple[int, ...], layout: Iterable[str] = ()) -> Ten
 
 def _attention_call(problem: Problem) -> tuple[Any, Views]:
     """The problem of attention, and views of its operands, its result and, backward, their gradients."""
-    from aule.engine.attention import named
+    from aule.engine.attention import attention_views
     from aule.ops.attention.validate import attention_problem
     from aule.ops.attention.varlen import varlen_problem
 
@@ -222,7 +222,7 @@ def _attention_call(problem: Problem) -> tuple[Any, Views]:
             _view(dtype, (batch, heads, rows, dim), layout), _view(dtype, (batch, heads_kv, keys, dim), layout),
             _view(dtype, (batch, heads_kv, keys, value_dim), layout), **options,
         )  # fmt: skip
-    views = named(operands, _view(dtype, asked.out_shape))
+    views = attention_views(operands, _view(dtype, asked.out_shape))
     if problem.op == "backward":
         views["do"] = _view(dtype, asked.out_shape, flags & {"columns", "odd"})
         views |= {f"d{name}": _view(dtype, views[name].shape) for name in "qkv"}

@@ -1,12 +1,11 @@
-"""FlashAttention for whatever hardware a person has.
+"""FlashAttention for any hardware.
 
 >>> import numpy as np
 >>> from aule import flash_attention
 >>> q = k = v = np.ones((1, 8, 128, 64), np.float32)
 >>> out = flash_attention(q, k, v, causal=True)
 
-Importing the package alone loads next to nothing, so that a program which may never call it starts at once; what is
-asked for is loaded then.
+Importing the package loads almost nothing; names are imported on first use.
 """
 
 import importlib as _importlib
@@ -132,11 +131,11 @@ __all__ = [
 
 
 _HOMES = ("errors", "api.attention", "api.decode", "api.row_ops", "api.context", "api.info", "api.sdpa", "api.kvcache")
-"""Modules of the names above."""
+"""Modules that define the names above."""
 
 
 def __getattr__(name: str) -> _Any:
-    # Those that need PyTorch are not in __all__, so that an import of everything goes without.
+    # Names that need PyTorch are not in __all__, so that `from aule import *` works without it.
     if name in ("codegen", "integrations", "kernels", "nn"):
         return _importlib.import_module(f"aule.{name}")
     if name in ("PatchReport", "patch_model"):

@@ -1,4 +1,4 @@
-"""``python -m aule``: the command line where no script is on the path."""
+"""``python -m aule``: the command line, if the script is not on the path."""
 
 import sys
 

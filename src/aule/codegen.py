@@ -1,4 +1,4 @@
-"""Source code of any kernel, also a user's own, without a device.
+"""Renders any kernel, including a user's own, without a device.
 
 >>> from aule import codegen
 >>> from aule.ir import Builder
@@ -50,11 +50,11 @@ TARGETS: dict[str, Target] = {
         extensions=("avx", "avx2", "f16c", "fma", "sse4.1"),
     ),
 }  # fmt: skip
-"""What each language is rendered for when no device is given: what nearly every device of the kind can do."""
+"""Default target of each language: what nearly every device of the kind can do."""
 
 
 def target_for(language: str) -> Target:
-    """The default Target of a kernel language (``ptx``, ``spirv``, ``opencl``, ``wgsl``, ``msl``, ``llvm``)."""
+    """Return the default Target of a kernel language (``ptx``, ``spirv``, ``opencl``, ``wgsl``, ``msl``, ``llvm``)."""
     return TARGETS[registry.by_language(language).language]
 
 
@@ -76,7 +76,7 @@ def generate(kernel: KernelIR, target: str | Target) -> Artifact:
     Raises
     ------
     KernelError
-        The kernel breaks a rule of the language or asks for what the target cannot do.
+        The kernel breaks a rule of the language, or needs something that the target lacks.
     """
     resolved = target if isinstance(target, Target) else target_for(target)
     if not isinstance(kernel, KernelIR):

@@ -111,9 +111,9 @@ class ShaderCompileError(AuleError):
     Attributes
     ----------
     log : str
-        What the driver said.
+        The driver's log.
     source_path : str or None
-        Where the refused source was saved.
+        Path of the saved source.
     """
 
     def __init__(self, message: str, log: str = "", source_path: str | None = None) -> None:

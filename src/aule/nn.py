@@ -1,10 +1,10 @@
-"""Layers of PyTorch that compute with aule: normalisations, gated units and the rotary embedding.
+"""PyTorch layers that compute with aule: norms, gated units and the rotary embedding.
 
     from aule import nn
 
-    norm = nn.RMSNorm(4096, eps=1e-5)  # in the place of torch.nn.RMSNorm
+    norm = nn.RMSNorm(4096, eps=1e-5)  # replaces torch.nn.RMSNorm
 
-Each takes the arguments and has the parameters of the layer it stands for, so that a state dictionary fits either.
+Each has the arguments and parameters of the layer it replaces, so a state dictionary fits either.
 Calls are counted in `aule.dispatch_stats`.
 """
 
@@ -25,13 +25,13 @@ __all__ = ["GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 
 
 def count(op: str) -> None:
-    """Count a call of an op, where PyTorch's compiler is not reading along."""
+    """Count a call of an op, except while PyTorch's compiler traces it."""
     if not torch.compiler.is_compiling():
         count_op(op)
 
 
 def _rows(op: str, x: Any, shape: tuple[int, ...]) -> Any:
-    """Rows of what is normalised together, which must be the last axes of ``x``, as PyTorch's layers demand."""
+    """Flatten the normalised axes, which must be the last axes of ``x``, into rows."""
     if not isinstance(x, torch.Tensor):
         raise InvalidDtypeError(f"[{op}] expected x to be a torch tensor, got {type(x).__name__}; convert it first")
     if not x.is_floating_point():
@@ -44,12 +44,12 @@ def _rows(op: str, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _default_eps(dtype: Any) -> float:
-    """Return the eps that `torch.nn.RMSNorm` uses where none is given.
+    """Return the default eps of `torch.nn.RMSNorm`.
 
-    It is that of the type it computes in or, in older versions and in its documentation, that of x. A small number
-    tells which.
+    It is the eps of the type it computes in or, in older versions and in its documentation, of x. A small input shows
+    which.
     """
-    with _disable_current_modes():  # wherever this module is imported, such as where all tensors are fake
+    with _disable_current_modes():  # this module may be imported under a fake-tensor mode
         small = torch.full((1,), 2.0**-6, dtype=dtype, device="cpu")
         found = torch.nn.functional.rms_norm(small, (1,)).item()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -60,14 +60,14 @@ _DEFAULT_EPS = {x: _default_eps(x) for x in (torch.float32, torch.float16, torch
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """`torch.nn.RMSNorm` by `aule.rms_norm`.
+    """`torch.nn.RMSNorm`, computed by `aule.rms_norm`.
 
     Parameters
     ----------
     normalized_shape, eps, elementwise_affine, device, dtype
         As for `torch.nn.RMSNorm`.
     weight_offset : float
-        Added to the weight: Gemma's are stored as what they differ from 1 by.
+        Added to the weight; 1 for Gemma, which stores weights minus 1.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        offset = getattr(self, "weight_offset", 0.0)  # PyTorch's constructor comes here before it is known
+        offset = getattr(self, "weight_offset", 0.0)  # PyTorch's constructor calls this before it is set
         if self.elementwise_affine and offset:
             with torch.no_grad():
                 self.weight -= offset
@@ -109,7 +109,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
 
 
 class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
-    """`torch.nn.LayerNorm` by `aule.layer_norm`."""
+    """`torch.nn.LayerNorm`, computed by `aule.layer_norm`."""
 
     def forward(self, x: Any) -> Any:
         rows = _rows("nn.LayerNorm", x, self.normalized_shape)
@@ -119,7 +119,7 @@ class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
 
 
 class _GatedUnit(torch.nn.Module, ABC):  # type: ignore[misc]
-    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, with the names that Llama has given these."""
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, with Llama's parameter names."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class _GatedUnit(torch.nn.Module, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def activated(self, gate: Any, up: Any) -> Any:
-        """The unit itself, between its linear layers."""
+        """Return ``activation(gate) * up``."""
 
     def forward(self, x: Any) -> Any:
         return self.down_proj(self.activated(self.gate_proj(x), self.up_proj(x)))
 
 
 class SwiGLU(_GatedUnit):
-    """A gated layer by `aule.swiglu`: ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
+    """Gated layer, computed by `aule.swiglu`: ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ class SwiGLU(_GatedUnit):
     out_features : int, optional
         By default ``in_features``.
     bias, device, dtype
-        Of the three linear layers ``gate_proj``, ``up_proj`` and ``down_proj``, as for `torch.nn.Linear`.
+        As for `torch.nn.Linear`; apply to ``gate_proj``, ``up_proj`` and ``down_proj``.
     """
 
     def activated(self, gate: Any, up: Any) -> Any:
@@ -162,7 +162,7 @@ class SwiGLU(_GatedUnit):
 
 
 class GeGLU(_GatedUnit):
-    """A gated layer by `aule.geglu`: ``down_proj(gelu(gate_proj(x)) * up_proj(x))``.
+    """Gated layer, computed by `aule.geglu`: ``down_proj(gelu(gate_proj(x)) * up_proj(x))``.
 
     Parameters
     ----------
@@ -195,16 +195,16 @@ class GeGLU(_GatedUnit):
 
 
 class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
-    """Rotary position embedding by `aule.rope`, with a table of cosines and sines that it keeps.
+    """Rotary position embedding, computed by `aule.rope` from a stored table of cosines and sines.
 
     Parameters
     ----------
     dim : int
-        Columns that are rotated, of heads that may have more.
+        Columns to rotate; heads may have more.
     max_positions : int
-        Rows of the table. Longer sequences make it longer; positions that are given must be below it.
+        Rows of the table. Longer sequences extend it; ``position_ids`` must be less.
     base : float
-        Of the frequencies ``base ** (-2 * i / dim)``.
+        Base of the frequencies ``base ** (-2 * i / dim)``.
     interleaved : bool
         As for `aule.rope`.
     """
@@ -226,20 +226,20 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         self._fill(positions, device)
 
     def reset_parameters(self) -> None:
-        """Fill the table anew: that of a module that was made on the device ``meta`` and given memory since."""
+        """Recompute the table, for a module that was created on the device ``meta``."""
         self._fill(self.cos.shape[0], self.cos.device, self.cos.dtype)
 
     def _fill(self, positions: int, device: Any, dtype: Any = torch.float32) -> None:
-        # By NumPy: a position times a frequency has more digits than float32, and Apple's GPUs have no float64.
+        # NumPy computes it in float64, which angles need and Apple's GPUs lack.
         kind = "float64" if dtype == torch.float64 else "float32"
-        with torch.inference_mode(False):  # it lasts longer than a call, which may be followed by others that train
+        with torch.inference_mode(False):  # the table outlives this call and may be used in training
             for name, table in zip(("cos", "sin"), frequencies(positions, self.dim, self.base), strict=True):
                 self.register_buffer(name, torch.as_tensor(table.astype(kind), device=device), persistent=False)
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        """Convert the module, but keep the table in float32, or float64 for float64.
+        """Convert the module. The table stays float32, or becomes float64 with it, and is recomputed, not converted.
 
-        All conversions go through here. The table is computed anew for its type, not converted.
+        PyTorch calls this for every conversion.
         """
         before = self.cos
         super()._apply(*arguments, **options)
@@ -254,7 +254,7 @@ class RotaryEmbedding(torch.nn.Module):  # type: ignore[misc]
         Parameters
         ----------
         q, k : Tensor
-            ``[batch, heads, seq, head_dim]``; ``k`` may have other heads and another length, or be left out.
+            ``[batch, heads, seq, head_dim]``; ``k`` is optional and may have other heads and another length.
         position_ids : Tensor, optional
             ``[seq]`` or ``[batch, seq]``; by default 0, 1, 2 ...
 

@@ -18,18 +18,12 @@ _MAGIC = b"AULE1\n"
 
 
 def path(name: str) -> Path:
-    """Path of a cache file.
-
-    Parameters
-    ----------
-    name : str
-        Path relative to `settings.cache_dir`.
-    """
+    """Return the path of a cache file, named relative to `settings.cache_dir`."""
     return settings.cache_dir() / name
 
 
 def read(name: str) -> bytes | None:
-    """Body of a cache file; None if it is missing or damaged, or the cache is off."""
+    """Return the body of a cache file; None if it is missing or damaged, or the cache is off."""
     if not settings.disk_cache():
         return None
     try:
@@ -39,7 +33,7 @@ def read(name: str) -> bytes | None:
     start = len(_MAGIC) + 32
     body = data[start:]
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
-        say_damaged(name)
+        warn_damaged(name)
         return None
     return body
 
@@ -50,12 +44,12 @@ def write(name: str, body: bytes) -> None:
         return
     place = path(name)
     try:
-        write_whole(place, _MAGIC + hashlib.sha256(body).digest() + body)
+        write_atomically(place, _MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         log.debug("kernel cache: could not write %s: %s", place, error)
 
 
-def write_whole(place: Path, data: bytes) -> None:
+def write_atomically(place: Path, data: bytes) -> None:
     """Write a file atomically, creating its folders: readers see the old file or the new one, never a part."""
     import tempfile  # slow to import, and needed only when a kernel is new
 
@@ -70,6 +64,6 @@ def write_whole(place: Path, data: bytes) -> None:
         raise
 
 
-def say_damaged(name: str) -> None:
+def warn_damaged(name: str) -> None:
     """Log that a cache file is damaged; the caller rebuilds it."""
     log.warning("kernel cache: entry %s is damaged and is rebuilt", path(name))

@@ -170,20 +170,20 @@ class Target:
 
     @property
     def host(self) -> bool:
-        """The processor that runs Python: kernels are its own machine code, and arrays lie in host memory."""
+        """True for the processor that runs Python: kernels are its machine code, and arrays are in host memory."""
         return self.backend == "cpu"
 
     @property
     def sure_subgroup(self) -> int:
-        """Lanes of a subgroup that a kernel has without asking for a size.
+        """Smallest subgroup size of a kernel that does not request one.
 
-        Intel's compilers choose one for each kernel, and 8 is the smallest.
+        Intel's compilers choose a size for each kernel, at least 8.
         """
         return min(self.subgroup_size, 8) if self.vendor == "intel" else self.subgroup_size
 
     @property
     def subgroup_barriers(self) -> bool:
-        """The language has barriers of subgroups, and lets threads of a workgroup branch around them; WGSL does not."""
+        """The language has subgroup barriers and allows branches around them; WGSL does not."""
         return self.backend != "webgpu"
 
     @property
@@ -198,12 +198,12 @@ class Target:
 
     @property
     def converts_factors(self) -> bool:
-        """Matrix factors are rounded from fp32 by one instruction for two numbers."""
+        """One instruction rounds two fp32 numbers to matrix factors."""
         return self.backend == "cuda"
 
     @property
     def exact_fma(self) -> bool:
-        """A product and a sum are sure to be rounded once."""
+        """Multiply-add is guaranteed to round once."""
         if self.host:
             return "fma" in self.extensions or self.arch == "aarch64"
         return self.backend == "cuda" or self.vulkan_on_nvidia
@@ -224,22 +224,22 @@ class Target:
 
     @property
     def atomic_f32_width(self) -> int:
-        """Neighbouring fp32 numbers that one atomic addition takes: four from sm_90 on."""
+        """Consecutive fp32 numbers per atomic addition: four from sm_90 on."""
         return 4 if self.backend == "cuda" and int(self.arch.removeprefix("sm_").rstrip("af") or 0) >= 90 else 1
 
     @property
     def composed_units(self) -> tuple[str, ...]:
-        """Shapes of matrix units from which the language composes fragments of 16 x 16."""
+        """Shapes of matrix units from which the renderer composes fragments of 16 x 16."""
         return {"cuda": ("m16n8k16", "m16n8k8"), "metal": ("m8n8k8",)}.get(self.backend, ())
 
     @property
     def ends_with_barrier(self) -> bool:
         """Kernels must end with a barrier.
 
-        PoCL 3.1 assumes that all threads agree on the last condition of a kernel unless a barrier follows.
+        PoCL 3.1 assumes that the last condition of a kernel is uniform unless a barrier follows.
         """
         return self.backend == "opencl"
 
     def to_dict(self) -> dict[str, object]:
-        """All fields as a plain dictionary, for JSON."""
+        """Return all fields as a plain dictionary, for JSON."""
         return asdict(self)

@@ -12,7 +12,7 @@ import pytest
 from test_fragment_interpreted import target
 
 import aule
-from aule.engine.attention import named
+from aule.engine.attention import attention_views
 from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.validate import attention_problem
 from aule.ops.attention.varlen import varlen_problem
@@ -37,7 +37,7 @@ def test_it_reaches_the_plan(dtype: Any) -> None:
 
     def steps(**options: Any) -> list[str]:
         problem, operands = attention_problem(**views, return_lse=True, **options)
-        memory = named(operands, operands.q) | {"do": operands.q}
+        memory = attention_views(operands, operands.q) | {"do": operands.q}
         for name in ("dq", "dk", "dv"):
             shape = operands.q.shape
             memory[name] = TensorView(problem.dtype, shape, contiguous_strides(shape), "device", None)

@@ -131,13 +131,13 @@ def test_a_damaged_entry_is_rebuilt_and_never_loaded(folder: Path) -> None:
     tracer, device = Tracer(), FakeDevice()
     programs.program(device, "config", tracer)
     (file,) = [path for path in folder.rglob("*") if path.is_file()]
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-3] + b"???")
+    intact = file.read_bytes()
+    file.write_bytes(intact[:-3] + b"???")
     other = FakeDevice()
     programs.program(other, "config", tracer)
     assert tracer.calls == 2
     assert other.loaded == device.loaded
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == intact
 
 
 def test_a_refusal_is_not_remembered() -> None:

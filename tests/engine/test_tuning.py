@@ -66,7 +66,7 @@ def test_shapes_are_measured_and_right(device: Device, monkeypatch: pytest.Monke
     assert [m.use for m in outcome.measured] == [None, USE]
     assert all(m.speed > 0 and not m.refused for m in outcome.measured)
     kept = own.own_records(device.target, SIMT)
-    assert [record.use for record in kept] == ([] if outcome.kept is None else [USE])
+    assert [record.use for record in kept] == ([] if outcome.saved is None else [USE])
 
 
 @pytest.mark.parametrize("op", ["forward", "backward", "decode", "rows"])
@@ -82,7 +82,7 @@ def test_every_op_has_candidates(device: Device, op: str, monkeypatch: pytest.Mo
 def test_what_was_kept_is_used_and_only_where_it_was_measured(device: Device) -> None:
     table = planned(device)
     assert table != OTHER
-    own.keep(device.target, SIMT, WHEN, RECORD)
+    own.save(device.target, SIMT, WHEN, RECORD)
     own.forget(device.target)  # another process reads it from the disk
     assert planned(device) == OTHER
     masked = replace(PROBLEM, mask="bool")
@@ -92,7 +92,7 @@ def test_what_was_kept_is_used_and_only_where_it_was_measured(device: Device) ->
     np.testing.assert_allclose(found, aule.flash_attention(q, k, v, backend="numpy"), rtol=1e-4, atol=1e-5)
     with tuning.trying():
         assert planned(device) == table
-    own.keep(device.target, SIMT, WHEN, None)
+    own.save(device.target, SIMT, WHEN, None)
     assert planned(device) == table
 
 
@@ -117,7 +117,7 @@ def test_a_wrong_result_is_never_kept(device: Device, monkeypatch: pytest.Monkey
     answers = iter([False, True])
     monkeypatch.setattr(tune._Bench, "_differs", lambda self: next(answers))
     (outcome,) = tune.tune(device, "forward", SMALL, seconds=0.0)
-    assert outcome.kept is None and outcome.measured[1].speed == 0
+    assert outcome.saved is None and outcome.measured[1].speed == 0
     assert "another result" in outcome.measured[1].refused
 
 

@@ -1,4 +1,4 @@
-"""What the OpenCL and the WebGPU runtime are both tested for: a test file subclasses `RuntimeContract` with kernels."""
+"""Tests that the CPU, OpenCL and WebGPU runtimes share: a test file subclasses `RuntimeContract` with its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ import numpy.typing as npt
 import pytest
 
 from aule.artifact import Artifact, Param
-from aule.errors import BackendUnavailableError, ClosedError, InvalidArgumentError, LaunchError, ShaderCompileError
+from aule.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfMemoryError,
+    ShaderCompileError,
+)
 from aule.runtime.base import Allocation, Device
 
 SCALE_PARAMS = (
@@ -36,19 +44,30 @@ def fetch(device: Device, allocation: Allocation, like: npt.NDArray[Any], offset
 
 
 class RuntimeContract:
-    """Tests of one runtime. A test file that subclasses it has a fixture ``device``, open for the whole file.
+    """Tests of one runtime. A test file that subclasses it has a module-scoped fixture ``device``.
 
-    Tests that close their device, or exhaust it, open one of their own.
+    Tests that close or exhaust their device open another.
     """
 
     runtime: ModuleType
     backend: str
     package: str
-    """What the runtime imports."""
+    """The package that the runtime imports."""
     scale: Artifact
     """``out[i] = in[i] * factor`` for ``i < n``, in workgroups of 64 threads; takes `SCALE_PARAMS`."""
     increment: Artifact
     """``x[i] += 1`` in workgroups of 32 threads; takes `INCREMENT_PARAMS`, and its source has ``+= 1``."""
+
+    def test_devices_and_targets(self) -> None:
+        found = self.runtime.devices()
+        assert [d.index for d in found] == list(range(len(found)))
+        software = [d.target.software for d in found]
+        assert software == sorted(software), "software comes last"
+        for target in (d.target for d in found):
+            assert target.backend == self.backend and target.name and target.driver
+            assert target.max_threads >= 64 and target.max_shared_bytes >= 16384 and target.max_buffers >= 8
+            assert target.subgroup_size & (target.subgroup_size - 1) == 0
+            hash(target)  # it is a part of keys
 
     @pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 255, 256, 257, 4095, 4097, 1_000_003])
     def test_round_trip(self, device: Device, nbytes: int) -> None:
@@ -143,6 +162,15 @@ class RuntimeContract:
             device.free(other)
         device.free(result)
 
+    def test_allocation_beyond_the_largest_buffer(self, device: Device) -> None:
+        with pytest.raises(OutOfMemoryError) as caught:
+            device.alloc(1 << 60)
+        assert caught.value.requested_bytes == 1 << 60
+        allocation, data = device.alloc(16), np.arange(4, dtype=np.int32)
+        device.upload(allocation, data)
+        assert np.array_equal(fetch(device, allocation, data), data)
+        device.free(allocation)
+
     def test_memory_is_pooled(self) -> None:
         device = self.runtime.devices()[0]
         first = device.alloc(5000)
@@ -187,32 +215,43 @@ class RuntimeContract:
         assert caught.value.source_path is not None
         path = Path(caught.value.source_path)
         assert path.is_relative_to(tmp_path) and path.read_bytes() == code
-        device.load(self.increment)  # the device is none the worse for it
+        device.load(self.increment)  # the device stays usable
+
+    def test_other_entries_and_languages_are_refused(
+        self, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path))
+        with pytest.raises(ShaderCompileError):
+            device.load(replace(self.increment, entry="no_such_entry"))
+        with pytest.raises(InvalidArgumentError, match=f"expected a kernel in {self.increment.language}, got ptx"):
+            device.load(replace(self.increment, language="ptx"))
 
     def test_launches_are_checked(self, device: Device) -> None:
         program = device.load(self.scale)
         allocation, source = device.alloc(256), device.alloc(256)
-        with pytest.raises(LaunchError, match="expected 4 arguments"):
-            device.launch(program, (1, 1, 1), [allocation])
-        with pytest.raises(LaunchError, match="'in'"):
-            device.launch(program, (1, 1, 1), [allocation, 3, 4, 1.0])
-        with pytest.raises(LaunchError, match="'n'"):
-            device.launch(program, (1, 1, 1), [allocation, source, source, 1.0])
-        with pytest.raises(LaunchError, match="does not fit"):
-            device.launch(program, (1, 1, 1), [allocation, source, 2**40, 1.0])
-        with pytest.raises(LaunchError, match="grid"):
-            device.launch(program, (1, 1, -1), [allocation, source, 1, 1.0])
-        with pytest.raises(LaunchError, match="grid"):
-            device.launch(program, (1, 1, device.target.max_grid[2] + 1), [allocation, source, 1, 1.0])
+        for args, word in (
+            ([allocation], "1 values for 4"),
+            ([allocation, 3, 4, 1.0], "3 for in"),
+            ([allocation, source, source, 1.0], "a buffer for n"),
+            ([allocation, source, 2**40, 1.0], "in range"),
+            ([allocation, source, 0.5, 1.0], "n: i32"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=word):
+                device.launch(program, (1, 1, 1), args)
+        for grid in ((1, 1, -1), (1, 1, device.target.max_grid[2] + 1), (2**31 - 1,) * 3):
+            with pytest.raises(LaunchError, match=r"grid|workgroups"):
+                device.launch(program, grid, [allocation, source, 1, 1.0])
         with pytest.raises(LaunchError, match="stream"):
             device.launch(program, (1, 1, 1), [allocation, source, 1, 1.0], stream=1)
         device.launch(program, (0, 1, 1), [allocation, source, 1, 1.0])  # nothing to do is no error
         other = self.runtime.devices()[0]
-        with pytest.raises(LaunchError, match="another device"):
+        with pytest.raises(DeviceMismatchError):
             other.launch(program, (1, 1, 1), [allocation, source, 1, 1.0])
         foreign = other.alloc(256)
-        with pytest.raises(LaunchError, match="another device"):
+        with pytest.raises(DeviceMismatchError):
             device.launch(program, (1, 1, 1), [allocation, foreign, 1, 1.0])
+        with pytest.raises(DeviceMismatchError):
+            device.free(foreign)
         other.close()
         device.free(allocation)
         device.free(source)

@@ -1,5 +1,7 @@
-"""Tests of a device that is missing are skipped. Here is seen that it is missing for a reason, and no mistake of ours;
-and that those are there which `AULE_TEST_REQUIRE` names ("vulkan,opencl"), where they were installed to be tested."""
+"""Each backend has devices or gives a reason and a remedy; those in `AULE_TEST_REQUIRE` ("vulkan,opencl") must exist.
+
+Other tests skip a missing device, so a bug that hides one would go unnoticed without these.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def test_is_there_or_says_why_not(name: str) -> None:
         found = registry.devices(name)
     except BackendUnavailableError as error:
         assert name not in REQUIRED, error.message
-        # What a probe did not expect: an exception that is not ours.
+        # The probe raised an exception that is not ours.
         assert "expected a working driver, got" not in error.message, error.message
         assert error.message.startswith(f"[{name}] ") and "; " in error.message, "a reason and a remedy"
     else:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from runtime_contract import INCREMENT_PARAMS, SCALE_PARAMS, RuntimeContract, fetch
 
 from aule.artifact import Artifact, Param
-from aule.errors import BackendUnavailableError, LaunchError, OutOfMemoryError, ShaderCompileError
+from aule.errors import BackendUnavailableError, LaunchError, ShaderCompileError
 from aule.runtime import webgpu
 from aule.runtime.base import Device
 
@@ -67,22 +68,13 @@ class TestContract(RuntimeContract):
     increment = INCREMENT
 
 
-def test_devices_and_targets() -> None:
-    found = webgpu.devices()
-    assert [d.index for d in found] == list(range(len(found)))
-    software = [d.target.software for d in found]
-    assert software == sorted(software), "software comes last"
-    for target in (d.target for d in found):
-        assert target.backend == "webgpu"
-        assert target.name and "wgpu" in target.driver
-        assert not target.driver.startswith("OpenGL")
-        assert target.max_threads >= 256 and target.max_shared_bytes >= 16384
-        assert target.max_buffers >= 8 and target.max_buffer_bytes >= 1 << 27
-        assert min(target.max_grid) >= 65535
+def test_targets() -> None:
+    for target in (d.target for d in webgpu.devices()):
+        assert "wgpu" in target.driver and not target.driver.startswith("OpenGL")
+        assert target.max_threads >= 256 and target.max_buffer_bytes >= 1 << 27 and min(target.max_grid) >= 65535
         assert target.f16 == target.storage16 == ("shader-f16" in target.extensions)
         assert not (target.int64 or target.f64 or target.storage8)
         assert target.subgroup_size == 0 or "subgroup" in target.extensions
-        hash(target)  # it is a part of keys
 
 
 def test_every_scalar_type_and_every_axis_of_the_grid(device: Device) -> None:
@@ -213,17 +205,6 @@ def test_subgroups(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     device.free(allocation)
 
 
-def test_allocation_beyond_the_largest_buffer() -> None:
-    device = webgpu.devices()[0]
-    with pytest.raises(OutOfMemoryError) as caught:
-        device.alloc(1 << 60)
-    assert caught.value.requested_bytes == 1 << 60
-    allocation = device.alloc(16)
-    device.upload(allocation, np.arange(4, dtype=np.int32))
-    assert fetch(device, allocation, np.empty(4, np.int32)).tolist() == [0, 1, 2, 3]
-    device.close()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS and /proc")
 def test_out_of_memory_leaves_the_device_usable(device: Device) -> None:
     if not device.target.software:
@@ -264,14 +245,10 @@ def test_out_of_memory_leaves_the_device_usable(device: Device) -> None:
 
 def test_kernels_that_do_not_fit_are_refused(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AULE_CACHE_DIR", str(tmp_path))
-    code, params, target = INCREMENT.code, INCREMENT.params, device.target
-    with pytest.raises(ShaderCompileError):
-        device.load(Artifact("wgsl", code, "no_such_entry", params, 32))
+    target = device.target
     with pytest.raises(ShaderCompileError, match="binding"):
-        device.load(Artifact("wgsl", code, "increment", (), 32))
-    with pytest.raises(ShaderCompileError, match="expected a kernel in wgsl"):
-        device.load(Artifact("opencl", code, "increment", params, 32))
+        device.load(replace(INCREMENT, params=()))
     with pytest.raises(ShaderCompileError, match="workgroup memory"):
-        device.load(Artifact("wgsl", code, "increment", params, 32, shared_bytes=target.max_shared_bytes + 4))
+        device.load(replace(INCREMENT, shared_bytes=target.max_shared_bytes + 4))
     with pytest.raises(ShaderCompileError, match="threads"):
-        device.load(Artifact("wgsl", code, "increment", params, target.max_threads + 1))
+        device.load(replace(INCREMENT, workgroup=target.max_threads + 1))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.backends import registry
-from aule.engine.attention import forward_on_device, gradients_on_device, named
+from aule.engine.attention import attention_views, forward_on_device, gradients_on_device
 from aule.engine.memory import STORED
 from aule.errors import (
     BackendUnavailableError,
@@ -237,7 +237,7 @@ class Aule:
             for tensor in (dq, dk, dv):
                 tensor.upload(np.zeros(tensor.shape, np.float32))
             return
-        views = named(operands, _lifted(out.view()))
+        views = attention_views(operands, _lifted(out.view()))
         views |= {
             "do" if name == "dout" else name: _lifted(results[name].view()) for name in ("dout", "dq", "dk", "dv")
         }

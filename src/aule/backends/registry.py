@@ -150,7 +150,7 @@ def choose(spec: str | None = None) -> Device | None:
     missing. Without it the first hardware device in order of preference is chosen, never a software renderer. An
     invalid environment variable raises too, instead of silently excluding a device.
     """
-    wanted = settings.backend() if spec is None else asked(spec)
+    wanted = settings.backend() if spec is None else requested_backend(spec)
     if wanted is not None:
         return find(wanted)
     for candidate in BACKENDS:
@@ -167,7 +167,7 @@ def choose(spec: str | None = None) -> Device | None:
     return None
 
 
-def asked(spec: str | None) -> str | None:
+def requested_backend(spec: str | None) -> str | None:
     """Return the backend that a call's ``backend=`` forces, else ``AULE_BACKEND``; None if neither is set."""
     if spec is not None and not isinstance(spec, str):
         raise InvalidArgumentError(
@@ -178,7 +178,7 @@ def asked(spec: str | None) -> str | None:
 
 def find(spec: str) -> Device | None:
     """Return the device named by ``"backend"`` or ``"backend:index"``; None for ``"numpy"``."""
-    asked(spec)
+    requested_backend(spec)  # checks the type
     name, colon, number = spec.partition(":")
     if spec == NUMPY:
         return None

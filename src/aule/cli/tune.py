@@ -57,10 +57,10 @@ def _show(outcome: Outcome) -> None:
     print(f"\n{outcome.case.name}")
     for one in outcome.measured:
         marks = (
-            f"{'  (the table)' if one.use is None else ''}{'  <- kept' if one.use and one.use == outcome.kept else ''}"
+            f"{'  (the table)' if one.use is None else ''}{'  <- kept' if one.use and one.use == outcome.saved else ''}"
         )
         print(f"  {_line(one, outcome.case.unit)}{marks}")
-    if outcome.kept is None:
+    if outcome.saved is None:
         print("  the table's choice stays")
 
 

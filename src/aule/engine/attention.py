@@ -1,7 +1,8 @@
-"""Attention: which planner serves a problem on a device, and how host arrays are computed on."""
+"""Attention calls: the planner for a problem on a device, and calls on arrays in host memory or on the device."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from aule.backends import registry
 from aule.engine import host
-from aule.engine.memory import STORED, MemorySource, check_memory, host_view, work_dtype
+from aule.engine.memory import STORED, MemorySource, check_memory, host_view
 from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.errors import AuleError
@@ -40,15 +41,15 @@ def prepare_forward(
     Parameters
     ----------
     views : dict
-        As for `plan_forward`. The log-sum-exp, where it is wanted, is the buffer ``lse``: contiguous, in the type that
-        is computed in.
+        As for `plan_forward`. The log-sum-exp, if wanted, is the buffer ``lse``: contiguous, in the type that is
+        computed in.
     aligned_base : dict, optional
-        As for `plan_forward`; the CPU needs none.
+        As for `plan_forward`; unused on the CPU.
     memory : MemorySource, optional
         As for `prepare`.
     """
     if device.target.backend == "cpu":
-        from aule.ops.attention.cpu import plan as cpu  # not before: `import aule` is to be quick
+        from aule.ops.attention.cpu import plan as cpu  # imported late: `import aule` is to be quick
 
         return host.prepare_once(cpu.plan_forward, problem, views, device)
     check_memory(_OP, views, device)
@@ -65,8 +66,10 @@ def prepare_backward(
     aligned_base: dict[str, bool] | None = None,
     memory: MemorySource | None = None,
 ) -> PreparedCall:
-    """Plan the gradients on a device and load their kernels; ``views`` as for `plan_backward`, the rest as for
-    `prepare_forward`."""
+    """Plan the gradients on a device and load their kernels.
+
+    ``views`` are as for `plan_backward`, the other parameters as for `prepare_forward`.
+    """
     if device.target.backend == "cpu":
         from aule.ops.attention.cpu import plan as cpu
 
@@ -77,8 +80,8 @@ def prepare_backward(
     return prepare(plan_backward(problem, views, device.target, aligned_base), device, memory=memory)
 
 
-def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
-    """The operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
+def attention_views(operands: Operands, out: TensorView) -> dict[str, TensorView]:
+    """Return the operands by the names that plans and kernels use; the log-sum-exp is contiguous and needs no view."""
     views = {"q": operands.q, "k": operands.k, "v": operands.v, "o": out}
     for name in ("mask", "bias", "alibi", "sinks", "seed", "cos", "sin", "cu_q", "cu_k"):
         view = getattr(operands, name)
@@ -91,13 +94,13 @@ def named(operands: Operands, out: TensorView) -> dict[str, TensorView]:
 
 
 def forward_on_device(problem: AttentionProblem, operands: Operands, device: Device, out: TensorView, lse: Any) -> None:
-    """Compute on arrays that live on the device; asynchronous. ``lse`` is an Allocation or None."""
-    views = named(operands, out)
+    """Compute on arrays on the device; asynchronous. ``lse`` is an Allocation or None."""
+    views = attention_views(operands, out)
     prepare_forward(problem, views, device).run({name: view.storage for name, view in views.items()} | {"lse": lse})
 
 
 def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView], device: Device, lse: Any) -> None:
-    """Gradients of tensors that live on the device; ``views`` as for `plan_backward`, ``lse`` an Allocation."""
+    """Compute gradients of arrays on the device; ``views`` as for `plan_backward`, ``lse`` an Allocation."""
     prepare_backward(problem, views, device).run({name: view.storage for name, view in views.items()} | {"lse": lse})
 
 
@@ -105,8 +108,8 @@ def gradients_on_device(problem: AttentionProblem, views: dict[str, TensorView],
 
 
 def host_device(dtype: str, spec: str | None) -> Device | None:
-    """The device for arrays in host memory; None stands for NumPy. float64 is computed by the CPU alone."""
-    if dtype == "f64" and registry.asked(spec) is None:
+    """Return the device for arrays in host memory; None means NumPy. Only the CPU computes in float64."""
+    if dtype == "f64" and registry.requested_backend(spec) is None:
         try:
             return registry.find("cpu")
         except AuleError:
@@ -128,24 +131,13 @@ def forward_on_host(
     out : ndarray, optional
         ``problem.out_shape``, of any strides; made when not given.
     exact_lse : bool
-        Give the log-sum-exp in the type that is computed in, as the backward pass needs it, and not always as float32.
+        Return the log-sum-exp in the type that is computed in, as the backward pass needs it, and not as float32.
     """
-    shape, dtype = problem.out_shape, problem.dtype
     if out is None:
-        out = np.empty(shape, STORED[dtype])
-    lse = np.empty(shape[:3], work_dtype(dtype)) if problem.return_lse else None
-    views = named(operands, host_view(dtype, out))
-    del views["o"]
-    target = host.without_overlap(out, views)
-    if device is None:
-        _forward_on_numpy(problem, operands, target, lse)
-    else:
-        outputs = {"o": host_view(dtype, target)}
-        if lse is not None:
-            outputs["lse"] = host_view("f64" if dtype == "f64" else "f32", lse)
-        host.compute(_OP, device, views, outputs, lambda made: prepare_forward(problem, _planned(made), device))
-    if target is not out:
-        out[...] = target
+        out = np.empty(problem.out_shape, STORED[problem.dtype])
+    views = attention_views(operands, host_view(problem.dtype, out))
+    on_numpy, prepared = partial(_forward_on_numpy, problem, operands), partial(prepare_forward, problem)
+    out, lse = host.attend(_OP, problem, views, device, on_numpy, prepared)
     return out, lse if lse is None or exact_lse else lse.astype(np.float32, copy=False)
 
 
@@ -169,7 +161,7 @@ def backward_on_host(
     dout: TensorView,
     ds: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v on host arrays.
+    """Compute the gradients of q, k and v on host arrays.
 
     Parameters
     ----------
@@ -178,8 +170,8 @@ def backward_on_host(
     dout : TensorView
         The gradient of ``out``, with four axes.
     ds : ndarray, optional
-        Zeros ``[batch, heads_q, seq_q, seq_kv]`` of the type that is computed in: gets the gradient of what is added to
-        the scores.
+        Zeros ``[batch, heads_q, seq_q, seq_kv]`` in the type that is computed in; receives the gradient of the scores'
+        additive term.
     """
     dtype, work = problem.dtype, "f64" if problem.dtype == "f64" else "f32"
     grads = [np.empty(view.shape, STORED[dtype]) for view in (operands.q, operands.k, operands.v)]
@@ -187,16 +179,13 @@ def backward_on_host(
         for array in grads:
             array.fill(0)
     else:
-        inputs = named(operands, host_view(dtype, out)) | {"do": dout, "lse": host_view(work, lse)}
+        inputs = attention_views(operands, host_view(dtype, out)) | {"do": dout, "lse": host_view(work, lse)}
         outputs = {name: host_view(dtype, array) for name, array in zip(("dq", "dk", "dv"), grads, strict=True)}
         if ds is not None:
             outputs["ds"] = host_view(work, ds)
-        host.compute(
-            _OP, device, inputs, outputs, lambda made: prepare_backward(problem, _planned(made), device), ("ds",)
-        )
+
+        def prepared(views: dict[str, TensorView]) -> PreparedCall:
+            return prepare_backward(problem, host.without_lse(views), device)
+
+        host.compute(_OP, device, inputs, outputs, prepared, uploaded=("ds",))
     return grads[0], grads[1], grads[2]
-
-
-def _planned(views: dict[str, TensorView]) -> dict[str, TensorView]:
-    """The views that planners look at: all but the log-sum-exp's."""
-    return {name: view for name, view in views.items() if name != "lse"}

@@ -19,7 +19,7 @@ from aule.artifact import Artifact, Param
 
 @functools.cache
 def source_fingerprint() -> str:
-    """Digest of the package's own source: a new version never reads an old one's kernels."""
+    """Return a digest of the package's source, so that a new version never reads an old one's kernels."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256(__version__.encode())
     sources = [path for folder in ("ir", "tile", "ops", "render") for path in sorted((root / folder).rglob("*.py"))]
@@ -29,23 +29,23 @@ def source_fingerprint() -> str:
 
 
 def key(*parts: object) -> str:
-    """Key of an entry: everything that decides what the kernel is."""
+    """Return the key of an entry; ``parts`` are everything that determines the kernel."""
     return hashlib.sha256(repr((source_fingerprint(), *parts)).encode()).hexdigest()
 
 
 def load(entry: str) -> Artifact | None:
-    """The artifact of a key; None if there is none, or it is damaged."""
+    """Return the artifact of a key; None if missing or damaged."""
     body = store.read(_name(entry))
     if body is None:
         return None
     artifact = _decode(body)
     if artifact is None:
-        store.say_damaged(_name(entry))
+        store.warn_damaged(_name(entry))
     return artifact
 
 
 def save(entry: str, artifact: Artifact) -> None:
-    """Keep an artifact. A disk that is full or read-only costs speed, not correctness."""
+    """Save an artifact. A full or read-only disk costs speed, not correctness."""
     store.write(_name(entry), _encode(artifact))
 
 

@@ -1,14 +1,15 @@
-"""Decoding: which planner serves a problem on a device, and how host arrays are computed on."""
+"""Decoding calls: the planner for a problem on a device, and calls on host arrays."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from aule.engine import host
-from aule.engine.memory import STORED, MemorySource, check_memory, host_view, work_dtype
+from aule.engine.memory import STORED, MemorySource, check_memory, host_view
 from aule.engine.probe import find_layout
 from aule.engine.run import PreparedCall, prepare
 from aule.ops.decode import sequences
@@ -36,8 +37,8 @@ def prepare_decode(
     op : str
         The public function that was called, for messages.
     views : dict
-        As for `plan_decode`. The log-sum-exp, where it is wanted, is the buffer ``lse``: contiguous, in the type that
-        is computed in.
+        As for `plan_decode`. The log-sum-exp, if wanted, is the buffer ``lse``: contiguous, in the type that is
+        computed in.
     aligned_base, memory
         As for `prepare_forward`.
     """
@@ -63,41 +64,9 @@ def decode_on_host(
     out : ndarray, optional
         ``problem.out_shape``, of any strides; made when not given.
     """
-    shape, dtype = problem.out_shape, problem.dtype
     if out is None:
-        out = np.empty(shape, STORED[dtype])
-    lse = np.empty(shape[:3], work_dtype(dtype)) if problem.return_lse else None
-    views = decode_views(operands, host_view(dtype, out))
-    del views["o"]
-    target = host.without_overlap(out, views)
-    if device is None:
-        sequences.decode(problem, operands, target, lse)
-    else:
-        _through(op, problem, views, device, target, lse)
-    if target is not out:
-        out[...] = target
+        out = np.empty(problem.out_shape, STORED[problem.dtype])
+    views = decode_views(operands, host_view(problem.dtype, out))
+    on_numpy, prepared = partial(sequences.decode, problem, operands), partial(prepare_decode, op, problem)
+    out, lse = host.attend(op, problem, views, device, on_numpy, prepared, some_rows=problem.total_q is not None)
     return out, None if lse is None else lse.astype(np.float32, copy=False)
-
-
-def _through(
-    op: str, problem: DecodeProblem, views: dict[str, TensorView], device: Device, out: Array, lse: Array | None
-) -> None:
-    outputs = {"o": host_view(problem.dtype, out)}
-    if lse is not None:
-        outputs["lse"] = host_view("f64" if problem.dtype == "f64" else "f32", lse)
-    filled = () if problem.total_q is None else ("o", "lse")
-    if filled:  # rows of no sequence, which no kernel writes
-        _fill(out, lse)
-
-    def prepared(made: dict[str, TensorView]) -> PreparedCall:
-        return prepare_decode(op, problem, {name: x for name, x in made.items() if name != "lse"}, device)
-
-    if not host.compute(op, device, views, outputs, prepared, filled):
-        _fill(out, lse)
-
-
-def _fill(out: Array, lse: Array | None) -> None:
-    """Results of rows without keys."""
-    out.fill(0)
-    if lse is not None:
-        lse.fill(-np.inf)

@@ -1,4 +1,4 @@
-"""Computes on host arrays: in place on the CPU, with copies to any other device and back."""
+"""Calls on host arrays: in place on the CPU, with copies to any other device and back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aule.engine.memory import Arena, check_memory, work_dtype
+from aule.engine.memory import Arena, check_memory, host_view, work_dtype
 from aule.engine.run import PreparedCall, prepare
 from aule.engine.signatures import signatures
+from aule.ops.attention.problem import AttentionProblem
+from aule.ops.decode.problem import DecodeProblem
 from aule.ops.shared.plan import Plan
 from aule.runtime.base import Device
 from aule.target import Target
@@ -28,16 +30,16 @@ def compute(
     prepared: Callable[[dict[str, TensorView]], PreparedCall],
     uploaded: Iterable[str] = (),
 ) -> bool:
-    """Compute on arrays in host memory; the results are there on return.
+    """Compute on arrays in host memory; the results are finished on return.
 
     Parameters
     ----------
     inputs, outputs : mapping
         Views of arrays, by buffer name; outputs of any strides.
     prepared : callable
-        The call for views of all memory, in its place on the device.
+        Returns the call for views of all memory on the device.
     uploaded : iterable of str
-        Outputs whose contents matter before.
+        Outputs whose initial contents matter.
 
     Returns
     -------
@@ -67,6 +69,62 @@ def compute(
     return True
 
 
+def attend(
+    op: str,
+    problem: AttentionProblem | DecodeProblem,
+    views: dict[str, TensorView],
+    device: Device | None,
+    on_numpy: Callable[[Array, Array | None], None],
+    prepared: Callable[[dict[str, TensorView], Device], PreparedCall],
+    some_rows: bool = False,
+) -> tuple[Array, Array | None]:
+    """Compute attention on host arrays; return O and, if the problem wants it, the log-sum-exp.
+
+    Parameters
+    ----------
+    views : dict
+        Operands and the result ``o``, which may overlap them.
+    device : Device or None
+        None means NumPy.
+    on_numpy : callable
+        Computes O and the log-sum-exp, its arguments, with NumPy.
+    prepared : callable
+        Returns the call on the device, from views of all memory but the log-sum-exp's.
+    some_rows : bool
+        The kernels leave rows of no sequence unwritten.
+    """
+    dtype = problem.dtype
+    out: Array = views.pop("o").storage
+    lse = np.empty(problem.out_shape[:3], work_dtype(dtype)) if problem.return_lse else None
+    target = without_overlap(out, views)
+    if device is None:
+        on_numpy(target, lse)
+    else:
+        outputs = {"o": host_view(dtype, target)}
+        if lse is not None:
+            outputs["lse"] = host_view("f64" if dtype == "f64" else "f32", lse)
+        if some_rows:
+            _fill_without_keys(target, lse)
+        uploaded = ("o", "lse") if some_rows else ()
+        if not compute(op, device, views, outputs, lambda made: prepared(without_lse(made), device), uploaded):
+            _fill_without_keys(target, lse)
+    if target is not out:
+        out[...] = target
+    return out, lse
+
+
+def without_lse(views: Views) -> dict[str, TensorView]:
+    """Drop the view of the log-sum-exp, which planners do not take: it is contiguous."""
+    return {name: view for name, view in views.items() if name != "lse"}
+
+
+def _fill_without_keys(out: Array, lse: Array | None) -> None:
+    """Write the results of rows without keys."""
+    out.fill(0)
+    if lse is not None:
+        lse.fill(-np.inf)
+
+
 def _download(device: Device, memory: Any, array: Array) -> None:
     finished = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
     device.download(memory, finished)
@@ -75,7 +133,7 @@ def _download(device: Device, memory: Any, array: Array) -> None:
 
 
 def without_overlap(out: Array, inputs: Views) -> Array:
-    """``out``, or fresh memory if it overlaps an input: rows are written while others have still to be read."""
+    """Return ``out``, or fresh memory if it overlaps an input: rows are written before others are read."""
     overlaps = any(np.may_share_memory(out, view.storage) for view in inputs.values())
     return np.empty(out.shape, out.dtype) if overlaps else out
 
@@ -83,7 +141,7 @@ def without_overlap(out: Array, inputs: Views) -> Array:
 def prepare_once(
     planner: Callable[[Any, Any, Target], Plan], problem: Any, views: Views, device: Device
 ) -> PreparedCall:
-    """A plan of the CPU, made and loaded once per signature."""
+    """Plan and load a call on the CPU, once per signature."""
     layout = tuple((name, x.dtype, x.shape, x.strides, x.offset, x.alignment) for name, x in views.items())
     key = (planner, device, problem, layout)
     found: PreparedCall | None = signatures.get(key)

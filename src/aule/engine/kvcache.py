@@ -22,11 +22,12 @@ Array = npt.NDArray[Any]
 
 
 def writer(spec: str | None) -> Device | None:
-    """The device that writes into a cache in host memory: the CPU, or None for NumPy if asked for or all there is.
+    """Return the device that writes into a cache in host memory: the CPU; None means NumPy.
 
-    Another device that is asked for is ignored: it could only write to a copy.
+    NumPy is used if requested, or if the CPU backend is unavailable. Any other requested device is ignored: it could
+    only write to a copy.
     """
-    if registry.asked(spec) == registry.NUMPY:
+    if registry.requested_backend(spec) == registry.NUMPY:
         return None
     try:
         return registry.find("cpu")
@@ -35,7 +36,7 @@ def writer(spec: str | None) -> Device | None:
 
 
 def no_memory(nbytes: int, where: str, error: Exception) -> OutOfMemoryError:
-    """The error for a cache whose pool does not fit."""
+    """Make the error for a cache whose pool does not fit."""
     return OutOfMemoryError(
         f"[KVCache] expected {nbytes} bytes on {where}, got none ({error}); take fewer pages, or quantize", nbytes
     )
@@ -61,7 +62,7 @@ def copy_on_host(pairs: Array, arrays: Mapping[str, Array], device: Device | Non
 
 
 def words(array: Any) -> TensorView:
-    """A view of the bits of a contiguous array ``[layers, pages, elements]``, as `plan_copy` takes it."""
+    """Return a view of the bits of a contiguous array ``[layers, pages, elements]``, for `plan_copy`."""
     layers, pages, size = array.shape
     bits = {1: "u8", 2: "f16", 4: "u32"}[array.itemsize]
     return TensorView(bits, (layers, pages, size), (pages * size, size, 1), "host", array)

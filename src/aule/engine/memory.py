@@ -1,4 +1,4 @@
-"""Memory of a call: host arrays and their copies on a device, workspace and scratch, and limits."""
+"""Memory of a call: host arrays and their copies on a device, workspace, scratch, and size limits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from aule.view import TensorView, contiguous_strides
 Array = npt.NDArray[Any]
 
 _LEAST_SCRATCH = 1024
-_KEPT_BYTES = 256 << 20
-"""The largest block of the host's memory that is kept for the next call."""
+_MOST_REUSED_BYTES = 256 << 20
+"""Largest block of host memory that is reused by the next call."""
 _lock = threading.Lock()
 
 STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64}
-"""NumPy's type for the elements of a result (bf16 as its bits)."""
+"""NumPy type of a result's elements; bf16 as its bits."""
 
 
 def work_dtype(dtype: str) -> Any:
-    """NumPy's type for what arrays of a dtype are computed in."""
+    """Return the NumPy type in which arrays of a dtype are computed."""
     return np.float64 if dtype == "f64" else np.float32
 
 
 def check_memory(op: str, views: Mapping[str, TensorView], device: Device) -> None:
-    """Refuse arrays that a GPU cannot compute on, with the remedy."""
+    """Refuse arrays that a GPU cannot compute on: float64, or too large for a buffer."""
     target = device.target
     if any(view.dtype == "f64" for view in views.values()):
         raise InvalidDtypeError(
@@ -50,12 +50,12 @@ def check_memory(op: str, views: Mapping[str, TensorView], device: Device) -> No
 
 
 def host_view(dtype: str, array: Array) -> TensorView:
-    """A view of an array of stored elements in host memory."""
+    """Return a view of an array in host memory."""
     return TensorView(dtype, array.shape, tuple(step // array.itemsize for step in array.strides), "host", array)
 
 
 def address(memory: Any) -> int:
-    """Where an array or an allocation in host memory begins; 0 for None."""
+    """Return the address of an array or an allocation in host memory; 0 for None."""
     if memory is None:
         return 0
     return memory.address if isinstance(memory, Allocation) else int(memory.__array_interface__["data"][0])
@@ -65,39 +65,39 @@ def address(memory: Any) -> int:
 
 
 class MemorySource(Protocol):
-    """Where a call's workspace and scratch come from.
+    """Source of a call's workspace and scratch.
 
     Attributes
     ----------
     raw : bool
-        Launches take memory as the source gives it (addresses, tensors), not the device's allocations.
+        Launches take memory as the source returns it (addresses, tensors), instead of the device's allocations.
     has_scratch : bool
-        It has memory that is zero.
+        The source has zeroed memory.
     """
 
     raw: bool
     has_scratch: bool
 
     def acquire(self, workspace: Sequence[int], scratch: Sequence[int], stream: int | None) -> tuple[list[Any], Any]:
-        """Memory for one call on a stream.
+        """Return memory for one call on a stream.
 
         Parameters
         ----------
         workspace : sequence of int
-            Bytes of each, of undefined contents.
+            Size of each in bytes; contents are undefined.
         scratch : sequence of int
-            32-bit words of each, all zero; the call leaves them zero.
+            Size of each in 32-bit words, all zero; the call leaves them zero.
 
         Returns
         -------
         memory : list
             Workspaces, then scratch, as launches take them.
         block : object
-            What `release` is given.
+            Argument for `release`.
         """
 
     def release(self, block: Any) -> None:
-        """Take memory back, once all launches that use it were started."""
+        """Take memory back, after all launches that use it have started."""
 
 
 class DeviceMemory:
@@ -120,18 +120,18 @@ class DeviceMemory:
             raise
 
     def release(self, block: Arena) -> None:
-        """As `MemorySource.release`: devices free memory after the work that uses it."""
+        """As `MemorySource.release`; the device defers the free until the work is done."""
         block.close()
 
 
 def device_scratch(device: Device, words: int, number: int = 0) -> Allocation:
-    """At least ``words`` 32-bit words that are zero between launches; another allocation for each ``number``.
+    """Return at least ``words`` 32-bit words that are zero between launches; a separate allocation per ``number``.
 
-    Work on a device is ordered, so all its launches can share them. Streams of others are not: launches there need
-    memory of their own.
+    Work on a device is ordered, so all its launches can share them. Launches on a framework's streams are not ordered
+    with these and need separate memory.
     """
-    # Allocations that are too small stay, since launches may use them: each is at least twice as large as the last.
-    # Two threads may make one each, which does no harm.
+    # Allocations that are too small stay, since launches may use them; each is at least twice as large as the previous.
+    # Two threads may each make one, which is harmless.
     pieces: list[Allocation] = vars(device).setdefault("_engine_scratch", {}).setdefault(number, [])
     for piece in pieces:
         if piece.nbytes >= 4 * words:
@@ -144,7 +144,7 @@ def device_scratch(device: Device, words: int, number: int = 0) -> Allocation:
 
 
 class HostMemory:
-    """Memory of the host, for the CPU: one block, kept for the next call, as fresh memory costs page faults."""
+    """Host memory for the CPU: one block, reused by the next call because fresh memory costs page faults."""
 
     raw = True
     has_scratch = True
@@ -153,7 +153,7 @@ class HostMemory:
         self._device = device
 
     def acquire(self, workspace: Sequence[int], scratch: Sequence[int], stream: int | None) -> tuple[list[Any], Any]:
-        """As `MemorySource.acquire`, with addresses. A thread that finds no block allocates another."""
+        """As `MemorySource.acquire`, with addresses. A thread that finds no free block allocates one."""
         size = sum(workspace) + 4 * sum(scratch)
         with _lock:
             block: Allocation | None = vars(self._device).pop("_workspace", None)
@@ -171,14 +171,14 @@ class HostMemory:
         return memory, block
 
     def release(self, block: Allocation) -> None:
-        """As `MemorySource.release`; launches of the CPU have ended by then."""
-        if block.nbytes <= _KEPT_BYTES:
+        """As `MemorySource.release`; launches on the CPU have ended by then."""
+        if block.nbytes <= _MOST_REUSED_BYTES:
             with _lock:
                 vars(self._device).setdefault("_workspace", block)
 
 
 def _after_fork() -> None:
-    # Another thread of the parent may have held the lock; nobody would ever release it here.
+    # A thread of the parent may have held the lock; nothing in the child would release it.
     global _lock
     _lock = threading.Lock()
 
@@ -191,7 +191,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Arena:
-    """Device memory of one call, given back at its end whatever happens."""
+    """Device memory of one call, freed at the end of a ``with`` block."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -204,17 +204,17 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         for allocation in self.owned:
             self.device.free(allocation)
 
     def alloc(self, nbytes: int) -> Allocation:
-        """Memory; never empty, since no driver binds an empty buffer."""
+        """Allocate memory, at least 16 bytes: no driver binds an empty buffer."""
         self.owned.append(self.device.alloc(max(nbytes, 16)))
         return self.owned[-1]
 
     def bring(self, view: TensorView) -> TensorView:
-        """A host array on the device: without a copy where the device can, and never expanding what is broadcast."""
+        """Bring a host array to the device, without a copy if possible. Broadcast axes are not expanded."""
         array: Array = view.storage
         compact = np.asarray(array[tuple(slice(None) if s else slice(0, 1) for s in view.strides)], order="C")
         packed = contiguous_strides(compact.shape)

@@ -1,8 +1,8 @@
-"""Finds out, once per device, how matrix fragments (Vulkan's cooperative, Metal's simdgroup) lie over a subgroup.
+"""Finds the layout of matrix fragments (Vulkan's cooperative, Metal's simdgroup matrices) once per device.
 
 The interface hides the layout. Loading matrices whose elements are their own indices reveals it: each lane reads its
-components of accumulators, left and right factors. The layout is used only after it has given one right product, made
-as kernels make theirs (`aule.tile.fragment.arrangement`).
+components of accumulators, left and right factors. The layout is used only after one correct product, computed as
+kernels compute theirs (`aule.tile.fragment.arrangement`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Array = npt.NDArray[Any]
 log = logging.getLogger("aule")
 
 _SHAPES = ((16, 16, 16), (8, 16, 16), (8, 8, 16))
-"""Shapes of products that tiles can be made of; the first that a device has is taken."""
+"""Shapes of products that tiles can be composed of, in order of preference."""
 _STORED = {f32: np.float32, f16: np.float16}
 
 
 def find_layout(device: Device) -> None:
-    """Put the layouts of fragments into the device's Target, if they can be found out."""
+    """Put the layouts of fragments into the device's Target, if they can be found."""
     target = device.target
     if target.matrix_layout is not None or "_probed" in vars(device):
         return
@@ -51,12 +51,12 @@ def find_layout(device: Device) -> None:
 
 
 def _candidates(target: Target) -> Iterator[tuple[Target, int]]:
-    """The Target with the shape of fragments to take, and the lanes of a subgroup; the preferred first."""
+    """Yield Targets with a fragment shape, and the lanes of a subgroup, in order of preference."""
     shaped = (replace(target, matrix_shape=shape) for shape in _SHAPES)
     candidate = next((t for t in shaped if has_units(t, "f16")), None)
     if candidate is None:
         return
-    # With 64 lanes, RDNA 3 holds factors four times instead of twice. Intel's units have a lane for each column.
+    # With 64 lanes, RDNA 3 holds four copies of a factor instead of two. Intel's units have a lane for each column.
     wanted = candidate.matrix_shape[1] if target.vendor == "intel" else 32
     sizes = (wanted, target.subgroup_size) if wanted in target.subgroup_sizes else (target.subgroup_size,)
     for lanes in dict.fromkeys(sizes):
@@ -65,7 +65,7 @@ def _candidates(target: Target) -> Iterator[tuple[Target, int]]:
 
 
 def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
-    """The candidate with the layouts found on the device; None if they are of no use."""
+    """Return the candidate with the layouts found on the device; None if kernels cannot use them."""
     rows, cols, _ = candidate.matrix_shape
     fragments = (
         Fragment(f32, rows, cols, "accumulator"),
@@ -86,7 +86,7 @@ def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
     parts = np.split(tables, np.cumsum(counts)[:-1], axis=1)
     results, left, right = (decode(part, f.rows, f.cols, f.use) for part, f in zip(parts, fragments, strict=True))
     if results is None:
-        log.debug("accumulators of %s lie in a way that is no sum over bits", candidate.name)
+        log.debug("the accumulator layout of %s is not a sum over bits", candidate.name)
         return None
     factors = None if left == results else (left, right)
     found = replace(candidate, matrix_layout=results, matrix_factors=factors, matrix_right=right)
@@ -103,10 +103,10 @@ def _discover(device: Device, candidate: Target, lanes: int) -> Target | None:
 
 
 def decode(elements: Array, rows: int, cols: int, use: str) -> FragmentLayout | None:
-    """The layout in which lane i holds the elements ``elements[i]``, numbered row by row, of a matrix.
+    """Return the layout in which lane i holds the elements ``elements[i]`` of a matrix, numbered row by row.
 
-    None when it is not a sum over bits, when a bit adds to both row and column, when an element is nowhere, or when one
-    of an accumulator is there twice.
+    None if the layout is not a sum over bits, if a bit adds to both row and column, if an element is missing, or if an
+    element of an accumulator occurs twice.
     """
     places = elements.astype(np.int64)
     lanes, parts = places.shape
@@ -144,7 +144,7 @@ def _run(
 
 
 def _length_kernel(lanes: int, fragments: Sequence[Fragment]) -> KernelIR:
-    """Stores how many components of each fragment a lane has."""
+    """Build a kernel that stores the number of components per lane of each fragment."""
     b = Builder("fragment_lengths", lanes, lanes)
     out = b.buffer("out", f32, "write")
     for i, fragment in enumerate(fragments):
@@ -154,7 +154,7 @@ def _length_kernel(lanes: int, fragments: Sequence[Fragment]) -> KernelIR:
 
 
 def _places_kernel(lanes: int, fragments: Sequence[Fragment], counts: Sequence[int]) -> KernelIR:
-    """Stores the components of fragments whose elements are their own indices."""
+    """Build a kernel that stores the components of fragments whose elements are their own indices."""
     b = Builder("fragment_places", lanes, lanes)
     numbers = [b.buffer(fragment.use, fragment.elem) for fragment in fragments]
     out = b.buffer("out", f32, "write")
@@ -168,10 +168,9 @@ def _places_kernel(lanes: int, fragments: Sequence[Fragment], counts: Sequence[i
 
 
 def _check_kernel(target: Target) -> KernelIR:
-    """Stores a lane's elements of A S + S, made as kernels multiply, and what they should be.
+    """Build a kernel that stores each lane's elements of A S + S, and the expected values.
 
-    S shifts columns by one, and adding it tells rows from each other; the unit matrix would give back its factor in any
-    layout.
+    S shifts columns by one, and adding it distinguishes rows. The unit matrix would return its factor in any layout.
     """
     shape = fitted(FragmentShape(arrange(target).height, SIZE, 1, 1, False), target)
     b = Builder("fragment_check", shape.lanes, shape.lanes)
@@ -191,7 +190,7 @@ def _check_kernel(target: Target) -> KernelIR:
         layout = "column" if engine.arrangement.transposed else "row"
         variable.value = b.fragment_load(engine.accumulator, wide, j * width, SIZE, layout)
     right = target.matrix_right if uniform(target) else None
-    if right is not None:  # made of single elements, too
+    if right is not None:  # right factors can be packed from single elements: check that too
         row, col = weigh_bits(b, b.lane_id(), right.lane_rows), weigh_bits(b, b.lane_id(), right.lane_cols)
         places = [right.place(0, part) for part in range(right.parts)]
         other = b.fragment_pack(engine.right, [b.load(narrow, (row + r) * SIZE + (col + c)) for r, c in places])

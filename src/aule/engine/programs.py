@@ -1,4 +1,4 @@
-"""From a kernel's configuration to a program that a device can launch: build, verify, render, load; each once."""
+"""Turns a kernel's configuration into a loaded program: build, verify, render, load; each once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _building: dict[tuple[int, Any], threading.Lock] = {}
 
 
 def program(device: Device, config: Any, build: Callable[[], KernelIR]) -> Program:
-    """The program of a configuration on a device; built once, also when several threads ask at the same time.
+    """Return the program of a configuration on a device; built once, even if several threads need it at a time.
 
     Parameters
     ----------
     config : hashable
-        With the device's Target, everything that decides what the kernel is.
+        Together with the device's Target, determines the kernel.
     build : callable
         Traces the kernel.
     """
-    # Programs hold their device: kept on it, both can be collected at once; a weak dictionary would keep both alive.
+    # Stored on the device, because programs refer to it: a weak dictionary would keep both alive.
     known: dict[Any, Program] = vars(device).setdefault("_engine_programs", {})
     key = (config, device.target)
     if key in known:
@@ -62,8 +62,8 @@ def _artifact(device: Device, config: Any, build: Callable[[], KernelIR]) -> Any
 
 
 def _after_fork() -> None:
-    # Threads of the parent may have held these locks, and nobody would ever release them here. Programs belong to the
-    # parent's devices, which refuse to work here; the child finds its own.
+    # Threads of the parent may have held these locks; nothing in the child would release them. Programs belong to the
+    # parent's devices; the child opens its own.
     global _lock
     _lock = threading.Lock()
     _building.clear()

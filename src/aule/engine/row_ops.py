@@ -1,4 +1,4 @@
-"""Row operations: which planner serves a call on a device, and how host arrays are computed on."""
+"""Calls of row operations: planning on a device, and calls on host arrays."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ Array = npt.NDArray[Any]
 
 
 def host_device(spec: str | None) -> Device | None:
-    """The device for arrays in host memory; None stands for NumPy.
+    """Return the device for arrays in host memory; None means NumPy.
 
-    These ops are bound by memory: unlike attention, they stay on the CPU, where the arrays are, unless another device
-    is named.
+    Row operations are bound by memory: unlike attention, they stay on the CPU unless another device is requested.
     """
-    wanted = registry.asked(spec)
+    wanted = registry.requested_backend(spec)
     if wanted is not None:
         return registry.find(wanted)
     try:
@@ -38,7 +37,7 @@ def host_device(spec: str | None) -> Device | None:
 
 
 def result_views(call: Call) -> dict[str, TensorView]:
-    """Views of a call's outputs, in fresh memory unless they replace an operand."""
+    """Return views of a call's outputs, without memory unless they replace an operand."""
     return {
         name: TensorView(result.dtype, result.shape, result.strides or contiguous_strides(result.shape), "device", None)
         if result.place is None
@@ -50,7 +49,7 @@ def result_views(call: Call) -> dict[str, TensorView]:
 def prepare_row_op(
     spec: OpSpec, call: Call, views: Mapping[str, TensorView], device: Device, memory: MemorySource | None = None
 ) -> PreparedCall:
-    """Plan a call on a device and load its kernels. Where there is nothing to launch, every output is zero.
+    """Plan a call on a device and load its kernels. If there is nothing to launch, every output is zero.
 
     Parameters
     ----------
@@ -73,7 +72,7 @@ def on_host(spec: OpSpec, call: Call, device: Device | None) -> dict[str, Array]
     Parameters
     ----------
     device : Device or None
-        None stands for NumPy.
+        None means NumPy.
     """
     if spec.check is not None:
         spec.check(spec.name, call.problem, {name: view.storage for name, view in call.views.items()})

@@ -1,7 +1,7 @@
-"""Runs plans: loads their kernels, fixes all that repeats, and launches them on any device.
+"""Runs plans: loads their kernels, fixes everything that repeats, and launches them on any device.
 
-`prepare` does once what a signature needs once. A `PreparedCall` then lacks only memory and a stream; a `BoundCall`
-takes them in a fixed order, for calls that repeat.
+`prepare` does the work that a signature needs once. A `PreparedCall` then lacks only memory and a stream; a `BoundCall`
+takes memory in a fixed order, for repeated calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aule.ops.shared.plan import Plan, Step
 from aule.runtime.base import Device, Launch, Program
 
 _ALIGNMENT = 256
-"""Bytes that divide the size of each workspace, so that those in one block of memory are aligned."""
+"""Sizes of workspaces are multiples of this many bytes, which aligns those in one block of memory."""
 
 _Start = Callable[[Sequence[Any], int | None], None]
 
@@ -28,14 +28,14 @@ def prepare(plan: Plan, device: Device, *, memory: MemorySource | None = None, i
     Parameters
     ----------
     memory : MemorySource, optional
-        Where workspace and scratch come from; by default the device itself.
+        Source of workspace and scratch; by default the device itself.
     itemsize : int
-        Bytes of a workspace's element.
+        Bytes per element of a workspace.
 
     Raises
     ------
     LaunchError
-        The device or the memory source cannot run such a plan.
+        The device or the memory source cannot run the plan.
     """
     if memory is None:
         memory = HostMemory(device) if device.target.backend == "cpu" else DeviceMemory(device)
@@ -53,14 +53,14 @@ def prepare(plan: Plan, device: Device, *, memory: MemorySource | None = None, i
 
 
 class PreparedCall:
-    """A plan on a device: kernels are loaded, grids and scalars fixed; only memory, and a stream, are missing.
+    """A plan on a device with loaded kernels, fixed grids and fixed scalars; lacks only memory and a stream.
 
     Attributes
     ----------
     names : tuple of str
-        Memory that the caller gives, by buffer name, in order of first use.
+        Buffer names of the memory that the caller passes, in order of first use.
     empty : bool
-        There is nothing to launch.
+        Whether there is nothing to launch.
     programs : tuple of Program
         The kernel of each step.
     """
@@ -85,15 +85,15 @@ class PreparedCall:
         self._bound: dict[tuple[str, ...], BoundCall] = {}
 
     def run(self, memory: Mapping[str, Any], stream: int | None = None) -> None:
-        """Launch on memory by buffer name; asynchronous where the device is.
+        """Launch on memory by buffer name; asynchronous if the device is.
 
         Parameters
         ----------
         memory : mapping
-            Allocations of the device, or what its memory source gives (addresses, tensors); on the CPU also arrays.
-            Names that no kernel uses do not matter. The caller keeps the memory alive.
+            Allocations of the device, or memory of its source (addresses, tensors); on the CPU also arrays. Names that
+            no kernel uses are ignored. The caller keeps the memory alive.
         stream : int, optional
-            Native handle, where the device has streams.
+            Native handle, if the device has streams.
         """
         names = tuple(memory)
         bound = self._bound.get(names)
@@ -103,7 +103,7 @@ class PreparedCall:
         bound([address(x) for x in given] if self._on_host else list(given), stream)
 
     def bind(self, names: Sequence[str]) -> BoundCall:
-        """The call for memory in a fixed order; ``names`` may hold more than the call's own."""
+        """Fix the order of memory; ``names`` must include `names` and may have more."""
         missing = [name for name in self.names if name not in names]
         if missing:
             raise InvalidArgumentError(
@@ -118,7 +118,7 @@ class PreparedCall:
         return BoundCall(self._starts, launches, len(names), self._sequence, shared)
 
     def launches(self, memory: Mapping[str, Any]) -> list[Launch]:
-        """The launches as `Device.launch` takes them, for measuring; ``memory`` includes workspace and scratch."""
+        """Return the arguments of each `Device.launch`, for timing; ``memory`` includes workspace and scratch."""
         found: list[Launch] = []
         for step, loaded, buffers in zip(self.plan.steps, self.programs, self._buffers(), strict=True):
             given = (memory[name] for name in buffers)
@@ -127,7 +127,7 @@ class PreparedCall:
         return found
 
     def _buffers(self) -> list[list[str]]:
-        """Names of each launch's memory, in the order of its kernel's buffers."""
+        """Return the names of each launch's memory, in the order of its kernel's buffers."""
         return [
             [step.memory_of(p.name) for p in loaded.artifact.buffers]
             for step, loaded in zip(self.plan.steps, self.programs, strict=True)
@@ -149,7 +149,7 @@ class BoundCall:
     Attributes
     ----------
     start : callable
-        Launches like the call itself; the one launch of the call, where it takes the memory in this order.
+        Does what calling this object does; the launch itself if it is the only one and takes memory in this order.
     """
 
     __slots__ = ("_picks", "_sequence", "_shared", "_starts", "start")
@@ -169,7 +169,7 @@ class BoundCall:
         self.start: _Start = starts[0] if alone and places[0] == list(range(count)) else self
 
     def __call__(self, memory: Sequence[Any], stream: int | None = None) -> None:
-        """Launch; ``memory`` in the order of the names, as the memory source gives it. The caller keeps it alive."""
+        """Launch with memory of the memory source, in the order of the names. The caller keeps it alive."""
         if self._shared is None:
             self._launch(memory, stream)
             return
@@ -189,7 +189,7 @@ class BoundCall:
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes the memory of one launch out of that of a call."""
+    """Return a function that picks the memory of one launch from that of a call."""
     return itemgetter(*places) if len(places) > 1 else lambda memory: [memory[i] for i in places]
 
 
@@ -198,7 +198,7 @@ def _load(step: Step, device: Device) -> Program:
 
 
 def _scalars(step: Step, loaded: Program) -> list[int | float | None]:
-    """A step's scalars in the order of its kernel's parameters, with None in the place of a buffer."""
+    """Return a step's scalars in the order of its kernel's parameters, with None for each buffer."""
     params = loaded.artifact.params
     missing = [p.name for p in params if p.kind == "scalar" and p.name not in step.scalars]
     if missing:
@@ -209,7 +209,7 @@ def _scalars(step: Step, loaded: Program) -> list[int | float | None]:
 def _on_allocations(
     device: Device, loaded: Program, grid: tuple[int, int, int], scalars: list[int | float | None]
 ) -> _Start:
-    """A launch through `Device.launch`, for devices that take their own allocations only."""
+    """Return a launch through `Device.launch`, for devices that take only their own allocations."""
     places = [i for i, x in enumerate(scalars) if x is None]
 
     def start(memory: Sequence[Any], stream: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Signatures: what was prepared for calls like this one. One bounded cache serves the engine and all front ends."""
+"""One bounded cache of prepared calls by signature, for the engine and all front ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 from typing import Any
 
 MOST = 8192
-"""Entries that are kept. The oldest goes when there is one more."""
+"""Maximum number of entries. One more evicts the oldest."""
 
 
 class Signatures:
-    """A bounded cache from the signature of a call to what was prepared for it.
+    """A bounded cache from the signature of a call to the prepared call.
 
-    A key begins with a word or a function that no other user of the cache begins its keys with. Entries belong to a
-    device: once it is closed, they are not found any more and soon let go.
+    A key begins with a word or a function that is unique to one user of the cache. Entries belong to a device: after it
+    is closed they are not found, and the next `put` drops them.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -27,14 +27,14 @@ class Signatures:
         return len(self._entries)
 
     def get(self, key: Any) -> Any:
-        """The entry of a signature, or None. Raises TypeError if the key cannot be hashed."""
+        """Return the entry of a signature; None if missing. Raises TypeError if the key cannot be hashed."""
         found = self._entries.get(key)  # without the lock: reading a dictionary is atomic
         if found is None or found[1].closed:
             return None
         return found[0]
 
     def put(self, key: Any, entry: Any, device: Any) -> Any:
-        """Keep an entry and return it. ``device`` needs a ``closed`` and a hash."""
+        """Add an entry and return it. ``device`` must be hashable and have ``closed``."""
         with self._lock:
             closed = [known for known in self._devices if known.closed]
             if closed:
@@ -54,13 +54,13 @@ class Signatures:
             self._devices.clear()
 
     def after_fork(self) -> None:
-        """Forget the parent's entries in a forked child, whose devices are its own."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        """Forget the parent's entries in a forked child, which opens its own devices."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
         self.clear()
 
 
 signatures = Signatures()
-"""The cache that all share."""
+"""The shared cache."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=signatures.after_fork)

@@ -1,7 +1,7 @@
-"""`aule tune`: measures other shapes than the tables' on a device, and keeps the fastest for later calls.
+"""`aule tune`: times candidate shapes on a device, and saves the fastest for later calls.
 
-What is kept is a record in the format of the tables (`aule.tuning.own`), for this device and driver, under the
-conditions for which it was measured. Every candidate must give the result of the table's choice.
+The winner is saved as a record in the format of the tables (`aule.tuning.own`), for this device and driver, under the
+conditions for which it was measured. Every candidate must match the result of the table's choice.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from aule.tuning import own
 
 Use = Mapping[str, Any]
 _GAIN = 1.03
-"""How much faster than the table's choice a candidate must be to be kept."""
+"""Speed-up over the table's choice from which a candidate is saved."""
 _MAX_SUMS = 208
-"""Registers of S, O and Q that one lane may hold on matrix units."""
+"""Most registers per lane for S, O and Q on matrix units."""
 _LIMITS = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2}
 """Largest difference between two results, relative to the largest element."""
 _ROUNDS = 3
@@ -43,7 +43,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate, and its work per second, or why there is none. The table's choice has no ``use``."""
+    """A candidate and its work per second, or why it was refused. ``use`` is None for the table's choice."""
 
     use: Use | None
     speed: float
@@ -52,27 +52,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: all candidates, the table's own first, and the one that was kept."""
+    """Result of a case: all candidates, the table's choice first, and the one that was saved."""
 
     case: Case
     measured: list[Measured]
-    kept: Use | None
+    saved: Use | None
 
 
 def tune(device: Device, op: str, wanted: Settings, seconds: float = 0.2) -> Iterator[Outcome]:
-    """Measure candidates for each problem of an op, and keep the fastest where it beats the table's.
+    """Measure candidates for each problem of an op, and save the fastest if it beats the table's choice.
 
     Parameters
     ----------
     op : str
         One of `aule.engine.tune_cases.OPS`.
     seconds : float
-        Launches go on for this long before a candidate is timed, so that the clocks are up.
+        Warm-up before a candidate is timed, so that clocks have risen.
 
     Raises
     ------
     InvalidArgumentError
-        The device has no tiles to choose, or nothing could be kept because the disk cache is turned off.
+        The device has no tiles to choose, or the disk cache, which saves the result, is off.
     """
     if device.target.host:
         raise InvalidArgumentError(
@@ -94,20 +94,20 @@ def _tune_case(device: Device, case: Case, seconds: float) -> Outcome:
         tried = (None, *candidates(case, device.target))
         measured = [found for use in tried if (found := bench.measure(use, seconds)) is not None]
     table, best = measured[0], max(measured, key=lambda m: m.speed)
-    kept = best.use if best.speed > _GAIN * table.speed > 0 else None
+    saved = best.use if best.speed > _GAIN * table.speed > 0 else None
     record = None
-    if kept is not None:
+    if saved is not None:
         where = {"device": device.target.name, "driver": device.target.driver, "date": str(datetime.date.today())}
-        record = tuning.Record(case.op, case.when, kept, where)
-    own.keep(device.target, case.op, case.when, record)
-    return Outcome(case, measured, kept)
+        record = tuning.Record(case.op, case.when, saved, where)
+    own.save(device.target, case.op, case.when, record)
+    return Outcome(case, measured, saved)
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
 def candidates(case: Case, target: Target) -> Iterator[Use]:
-    """What to try for a case: the records of all families, and shapes beside them."""
+    """Yield the candidates for a case: the records of all families, and variations."""
     found = [record.use for record in tuning.every(case.op)]
     dim = int(case.when.get("head_dim", 0))
     if case.op == tiles.FRAGMENT:
@@ -125,7 +125,7 @@ def candidates(case: Case, target: Target) -> Iterator[Use]:
         found += [{"value": keys} for keys in (2, 4, 8)]
     elif case.op in ("rows.norm", "rows.sums", "glu"):
         found += [{**use, "parts": parts} for use in found for parts in (1, 2, 4, 8)]
-    # What was measured of the table's own waves does not hold for another device.
+    # The tables' measured waves do not apply to another device.
     plain = ({name: value for name, value in use.items() if name not in ("wave", "full")} for use in found)
     seen: list[Use] = []
     for use in plain:
@@ -136,8 +136,8 @@ def candidates(case: Case, target: Target) -> Iterator[Use]:
 
 def _fragments(target: Target, head_dim: int) -> Iterator[FragmentShape]:
     columns = -(-head_dim // SIZE) * SIZE
-    ways = itertools.product(((128, 4), (64, 4), (128, 8), (64, 2)), (16, 32, 48, 64, 96), (1, 2), (True, False))
-    for (block_q, subgroups), block_kv, stages, resident in ways:
+    shapes = itertools.product(((128, 4), (64, 4), (128, 8), (64, 2)), (16, 32, 48, 64, 96), (1, 2), (True, False))
+    for (block_q, subgroups), block_kv, stages, resident in shapes:
         shape = fitted(FragmentShape(block_q, block_kv, subgroups, stages, resident), target)
         held = shape.rows * (block_kv + columns + (columns // 2 if resident else 0)) // shape.lanes
         if held <= _MAX_SUMS and shape.rows % arrange(target).height == 0:
@@ -148,20 +148,20 @@ def _warpgroups(head_dim: int) -> Iterator[FragmentShape]:
     columns = -(-head_dim // SIZE) * SIZE
     for subgroups, registers in ((4, 255), (8, 255), (12, 168)):
         for block_kv in (32, 48, 64, 96, 128, 160):
-            # O, S and P, and what else a thread needs.
+            # Registers for O, S and P, and 40 for everything else.
             if (columns + block_kv) // 2 + block_kv // 4 <= registers - 40:
                 yield FragmentShape(SIZE * subgroups, block_kv, subgroups, 2, False, registers, warpgroups=True)
 
 
 def _fields(shape: FragmentShape) -> Use:
-    """The fields of a shape as records have them: those that are not the default."""
+    """Return the fields of a shape that a record states: those that differ from the default."""
     usual = asdict(FragmentShape(0, 0, 0, 0, shape.resident_q))
     needed = ("block_q", "block_kv", "subgroups", "stages", "resident_q")
     return {name: value for name, value in asdict(shape).items() if name in needed or value != usual[name]}
 
 
 def _other_keys(use: Use) -> Iterator[Use]:
-    """A backward record with half and twice the keys of a tile."""
+    """Yield a backward record with half and twice the keys per tile."""
     for block_kv in (use["shape"]["block_kv"] // 2, use["shape"]["block_kv"] * 2):
         if block_kv % SIZE == 0:
             yield {"shape": {**use["shape"], "block_kv": block_kv}}
@@ -171,7 +171,7 @@ def _other_keys(use: Use) -> Iterator[Use]:
 
 
 class _Bench:
-    """A case on the device: its memory, and the results that every candidate must give."""
+    """A case on the device: its memory, and the results that every candidate must match."""
 
     def __init__(self, device: Device, case: Case) -> None:
         self.device, self.case, self._arena = device, case, Arena(device)
@@ -196,7 +196,7 @@ class _Bench:
         self._arena.close()
 
     def measure(self, use: Use | None, seconds: float) -> Measured | None:
-        """Time a candidate, the table's choice for None. None if it changes nothing, or no kernel has such a shape."""
+        """Time a candidate (None: the table's choice). Returns None if its plan was already measured."""
         target = self.device.target
         tried = () if use is None else (tuning.Record(self.case.op, self.case.when, use),)
         try:
@@ -207,7 +207,7 @@ class _Bench:
                     return None
                 self._planned.add(key)
                 prepare(plan, self.device)
-        except Exception as error:  # candidates may be shapes that no kernel can be traced for, in many ways
+        except Exception as error:  # tracing fails in many ways for impossible shapes
             if use is None:
                 raise
             return Measured(use, 0.0, str(error) or type(error).__name__)
@@ -221,14 +221,14 @@ class _Bench:
         return Measured(use, self.case.work / took)
 
     def _time(self, plan: Plan, seconds: float) -> float:
-        """Median seconds of a call."""
+        """Return the median seconds of a call."""
         device = self.device
         with Arena(device) as arena:
             space = {name: arena.alloc(max(4 * count, 4)) for name, count in plan.workspace.items()}
             for name, words in plan.scratch.items():
                 space[name] = arena.alloc(4 * words)
                 device.upload(space[name], np.zeros(words, np.int32))
-            # Results of the candidate before must not pass for this one's.
+            # Overwrite the results of the previous candidate.
             for name in self.case.results:
                 device.upload(self.memory[name], np.full(self.case.arrays[name].nbytes, 0xFF, np.uint8))
             launches = prepare(plan, device).launches(self.memory | space)
@@ -239,7 +239,7 @@ class _Bench:
             return float(np.median([device.time_launches(launches, _ROUNDS) for _ in range(5)]))
 
     def _differs(self) -> bool:
-        """Whether results are others than the first candidate's."""
+        """Return whether results differ from the first candidate's."""
         for name, dtype in self.case.results.items():
             array = np.empty_like(self.case.arrays[name])
             self.device.download(self.memory[name], array)

@@ -1,4 +1,4 @@
-"""Problems that `aule tune` measures: what to plan, on which arrays, and under which conditions a winner is kept."""
+"""Problems that `aule tune` measures: plan, arrays, and the conditions under which a winner is saved."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from aule.view import TensorView, contiguous_strides
 
 Array = npt.NDArray[Any]
 OPS = ("forward", "backward", "decode", "rows")
-"""What can be tuned."""
+"""Operations that can be tuned."""
 ROW_OPS = ("rms_norm", "layer_norm", "softmax_dropout", "swiglu")
 _ROW_BYTES = 64 << 20
-"""Of the rows that an operation reads."""
+"""Bytes of the rows that an operation reads."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to tune for: a type, head dimensions or columns, and lengths."""
+    """Parameters of the problems: type, head dimension or columns, and lengths."""
 
     dtype: str
     head_dim: int = 64
@@ -55,21 +55,21 @@ class Case:
     Attributes
     ----------
     name : str
-        For people.
+        Text for the user.
     op : str
-        The records that are varied.
+        Records to vary.
     when : dict
-        Conditions of a record that is kept.
+        Conditions of a saved record.
     plan : callable
         Plans the problem for a target.
     arrays : dict
-        Contents of every buffer that the caller gives, by name; bf16 as its bits.
+        Contents of every buffer of the caller, by name; bf16 as its bits.
     results : dict
-        Type of each buffer that is compared.
+        Type of each buffer to compare.
     work, unit : float, str
-        Work of a call, and what work per second is called.
+        Work of a call, and the unit of work per second.
     before : Plan or None
-        Launches that make some of the arrays, once.
+        Launches that compute some of the arrays, once.
     """
 
     name: str
@@ -84,12 +84,12 @@ class Case:
 
 
 def cases(op: str, settings: Settings, target: Target) -> Iterator[Case]:
-    """The problems of an op, one of `OPS`."""
+    """Yield the problems of an op, one of `OPS`."""
     yield from {"forward": _forward, "backward": _backward, "decode": _decode, "rows": _rows}[op](settings, target)
 
 
 def _from_tables(plan: Callable[[Target], Plan], target: Target) -> Plan:
-    """A plan without the user's own records."""
+    """Plan without the user's own records."""
     with tuning.trying():
         return plan(target)
 
@@ -98,7 +98,7 @@ def _from_tables(plan: Callable[[Target], Plan], target: Target) -> Plan:
 
 
 def _heads(target: Target) -> int:
-    """As many as fill the device."""
+    """Return how many heads fill the device."""
     return 2 if target.software else 64
 
 

@@ -122,12 +122,7 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 def machine(level: str) -> Machine:
-    """Describe this processor, with the features of the given level.
-
-    Parameters
-    ----------
-    level : str
-        As `settings.cpu_features`.
+    """Describe this processor, with the features of a level of `settings.cpu_features`.
 
     Raises
     ------
@@ -150,7 +145,9 @@ def machine(level: str) -> Machine:
         host = llvm.get_host_cpu_name()
     if arch == "aarch64":
         has.setdefault("neon", True)  # part of the architecture, but not every system lists it
-    version = f"llvmlite {_llvmlite_version()}, LLVM {_dotted(llvm.llvm_version_info)}"
+    import llvmlite  # here, because `_llvm` explains its absence
+
+    version = f"llvmlite {llvmlite.__version__}, LLVM {_dotted(llvm.llvm_version_info)}"
     if level == "native":
         features = [f"{'+' if on else '-'}{name}" for name, on in sorted(has.items())]
         if has.get("avx512f"):
@@ -171,12 +168,6 @@ def machine(level: str) -> Machine:
     return Machine(arch, triple, cpu, "", tuple(sorted(names)), version)
 
 
-def _llvmlite_version() -> str:
-    import llvmlite
-
-    return str(llvmlite.__version__)
-
-
 @functools.cache
 def _recipe() -> bytes:
     """Hash this file, as part of the cache key: object code depends on how it was compiled."""
@@ -184,26 +175,10 @@ def _recipe() -> bytes:
 
 
 def load(made_for: Machine, text: str, entries: dict[str, tuple[str, ...]]) -> Code:
-    """Load code into memory, compiling it unless the disk cache has it.
+    """Load LLVM IR without a triple or a data layout, compiling it unless the disk cache has it.
 
-    Parameters
-    ----------
-    made_for : Machine
-        What to compile for.
-    text : str
-        LLVM IR without a triple or a data layout.
-    entries : dict
-        Functions that the code must define, with the types of their parameters.
-
-    Returns
-    -------
-    Code
-        With the addresses of the entries, in order.
-
-    Raises
-    ------
-    Refused
-        LLVM rejects the code, or an entry or a symbol is missing.
+    ``entries`` are the functions that it must define, with the types of their parameters; the code has their addresses
+    in order. Raises `Refused` if LLVM rejects the code, or an entry or a symbol is missing.
     """
     key = hashlib.sha256(_recipe() + repr((made_for, text, entries)).encode()).hexdigest()
     name = os.path.join("objects", key[:2], key)
@@ -313,15 +288,5 @@ def _link(made_for: Machine, built: bytes, entries: tuple[str, ...]) -> Code:
     return Code(engine, tuple(int(engine.get_function_address(entry)) for entry in entries))
 
 
-def _acquire_for_fork() -> None:
-    _lock.acquire()
-
-
-def _release_after_fork() -> None:
-    _lock.release()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_acquire_for_fork, after_in_parent=_release_after_fork, after_in_child=_release_after_fork
-    )
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

@@ -7,13 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 
-from aule.errors import (
-    AuleError,
-    BackendUnavailableError,
-    DeviceLostError,
-    LaunchError,
-    OutOfMemoryError,
-)
+from aule.errors import AuleError, BackendUnavailableError, DeviceLostError, LaunchError, OutOfMemoryError
 from aule.runtime import _cuda_driver as cu
 
 
@@ -53,19 +47,14 @@ class Context:
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
-    def after_fork(self) -> None:
+    def after_fork(self, refusal: Callable[[], AuleError]) -> None:
         """Refuse all further calls in a forked child."""
         # Threads of the parent, which do not exist here, may have held the lock or been inside a call.
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._active = 0
         self._forked = True
-        self.refuse(
-            lambda: DeviceLostError(
-                "[cuda] expected a device of this process, got one that was opened before fork; start the process with "
-                "the multiprocessing method 'spawn' or 'forkserver'"
-            )
-        )
+        self.refuse(refusal)
 
     def refuse(self, refusal: Callable[[], AuleError]) -> None:
         """Make all further calls raise this error, unless they already raise another."""

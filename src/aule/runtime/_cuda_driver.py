@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from aule.errors import BackendUnavailableError
 from aule.target import NVIDIA_LAYOUT, WARPGROUP_UNITS, Target
@@ -116,19 +116,13 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-class Forkable(Protocol):
-    """An object that is told when it finds itself in a forked child."""
-
-    def after_fork(self) -> None:
-        """Run in the child after a fork."""
-
-
 class Driver:
     """The loaded library. One per library name and process."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.forked = False
-        self.devices: weakref.WeakSet[Forkable] = weakref.WeakSet()
+        self.devices: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Objects whose ``after_fork()`` is called in a forked child."""
         self.api = self._load(names)
         try:
             for name, argtypes in _SIGNATURES.items():
@@ -197,7 +191,7 @@ class Driver:
         return 0 if code else value.value
 
     def count(self) -> int:
-        """Count the devices."""
+        """Return the number of devices."""
         value = INT()
         code = self.api.cuDeviceGetCount(ctypes.byref(value))
         if code:

@@ -10,24 +10,10 @@ import os
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from aule.artifact import Artifact
-from aule.errors import (
-    BackendUnavailableError,
-    ClosedError,
-    DeviceLostError,
-    InvalidArgumentError,
-    LaunchError,
-    OutOfMemoryError,
-    ShaderCompileError,
-)
-from aule.runtime._refused import save_refused
-from aule.runtime.base import Allocation, Device, Program
+from aule.errors import BackendUnavailableError, DeviceLostError, OutOfMemoryError
+from aule.runtime.base import Allocation, Device
 from aule.target import Target
 
 # A driver serves the process that started it and does not survive a fork: its threads and handles are lost.
@@ -35,18 +21,7 @@ _driver_pids: dict[str, int] = {}
 
 
 def claim_driver(backend: str) -> None:
-    """Record that this process starts the backend's driver.
-
-    Parameters
-    ----------
-    backend : str
-        As `Target.backend`.
-
-    Raises
-    ------
-    BackendUnavailableError
-        If a parent of this process started it before the fork.
-    """
+    """Record that this process starts a backend's driver. Raises if a parent started it before the fork."""
     if _driver_pids.setdefault(backend, os.getpid()) != os.getpid():
         raise BackendUnavailableError(
             backend,
@@ -107,7 +82,7 @@ class PooledDevice(Device, Generic[B]):
     def alloc(self, nbytes: int) -> Allocation:
         self._check()
         if nbytes < 0:
-            raise InvalidArgumentError(f"[{self.target.backend}] expected a size of 0 bytes or more, got {nbytes}")
+            raise self.size_error(nbytes)
         if nbytes > self._largest:
             raise OutOfMemoryError(
                 f"[{self.target.backend}] expected an allocation of at most {self._largest} bytes, got {nbytes}; "
@@ -161,19 +136,9 @@ class PooledDevice(Device, Generic[B]):
 
     @abstractmethod
     def _new_block(self, size: int, nbytes: int) -> B:
-        """Allocate a driver buffer. The device is open and the caller holds the lock.
+        """Allocate a driver buffer of ``size`` bytes for a request of ``nbytes``, emptying the pool if memory is short.
 
-        Parameters
-        ----------
-        size : int
-            Bytes to allocate.
-        nbytes : int
-            Bytes the user asked for, for the error message.
-
-        Raises
-        ------
-        OutOfMemoryError
-            If there is not enough memory even after emptying the pool.
+        The device is open and the caller holds the lock.
         """
 
     @abstractmethod
@@ -210,69 +175,16 @@ class PooledDevice(Device, Generic[B]):
         Every call starts with this, before taking the lock: in a forked child, a thread that is gone may hold it.
         """
         if os.getpid() != self._pid:
-            raise DeviceLostError(
-                f"[{self.target.backend}] {self.target.name} was opened before fork; "
-                "start workers with the 'spawn' method"
-            )
+            raise self.forked_error()
         if self._closed:
-            raise ClosedError(f"[{self.target.backend}] {self.target.name} was closed; get a new device")
+            raise self.closed_error()
         if self._lost:
             raise DeviceLostError(self._lost)
 
     def _block(self, allocation: Allocation) -> B:
         """Return the block of a live allocation of this device."""
-        if allocation.device is not self:
-            raise LaunchError(f"[{self.target.backend}] expected an allocation of this device, got another device's")
         block: B | None = allocation.handle
-        if block is None:
-            raise ClosedError(f"[{self.target.backend}] expected live memory, got a freed allocation")
+        if allocation.device is not self or block is None:
+            self.check_allocation(allocation)
+        assert block is not None
         return block
-
-    def _flat(
-        self, allocation: Allocation, array: npt.NDArray[Any], offset: int, *, into: bool = False
-    ) -> npt.NDArray[np.uint8]:
-        """View an array as bytes, after `check_copy`."""
-        self.check_copy(allocation, array, offset, into=into)
-        return array.reshape(-1).view(np.uint8)
-
-    def _match_arguments(self, program: Program, args: Sequence[Allocation | int | float]) -> list[B | int | float]:
-        """Match a launch's arguments with the program's parameters.
-
-        Returns
-        -------
-        list of Block, int or float
-            For each parameter, the block of a buffer or the number of a scalar. Ranges of numbers are not checked.
-
-        Raises
-        ------
-        LaunchError
-            If the arguments are too few, too many, of the wrong kind or another device's.
-        ClosedError
-            If an allocation was freed.
-        """
-        backend, entry, params = self.target.backend, program.artifact.entry, program.artifact.params
-        if program.device is not self:
-            raise LaunchError(f"[{backend}] expected a program loaded on this device, got another device's")
-        if len(args) != len(params):
-            raise LaunchError(f"[{backend}] '{entry}' expected {len(params)} arguments, got {len(args)}")
-        values: list[B | int | float] = []
-        for param, arg in zip(params, args, strict=True):
-            if param.kind == "buffer":
-                if not isinstance(arg, Allocation):
-                    raise LaunchError(f"[{backend}] '{entry}' expected an allocation for '{param.name}', got {arg!r}")
-                values.append(self._block(arg))
-            elif isinstance(arg, Allocation):
-                raise LaunchError(f"[{backend}] '{entry}' expected a number for '{param.name}', got an allocation")
-            else:
-                values.append(arg)
-        return values
-
-    def _refused(self, artifact: Artifact, reason: str, log: str = "") -> ShaderCompileError:
-        """Save the source of a kernel that cannot be loaded and make the error to raise."""
-        path = save_refused(artifact.language, artifact.code)
-        return ShaderCompileError(
-            f"[{self.target.backend}] expected kernel '{artifact.entry}' to build, got: {reason}; "
-            f"source saved to {path or 'nowhere (cache directory not writable)'}\n{log}".rstrip(),
-            log,
-            path,
-        )

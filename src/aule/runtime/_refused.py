@@ -10,20 +10,9 @@ _SUFFIXES = {"ptx": "ptx", "spirv": "spv", "opencl": "cl", "wgsl": "wgsl", "msl"
 
 
 def save_refused(language: str, code: bytes) -> str | None:
-    """Save a refused kernel in ``refused/`` of the cache directory, named by the digest of its code.
+    """Save a refused kernel in ``refused/`` of the cache directory, named by the digest of its code; return the path.
 
-    Parameters
-    ----------
-    language : str
-        As `Artifact.language`; determines the file suffix.
-    code : bytes
-        The source text or binary.
-
-    Returns
-    -------
-    str or None
-        The file's path, or None if the cache directory is not writable: a read-only disk must not hide the driver's
-        error.
+    None if the directory is not writable: a read-only disk must not hide the driver's error.
     """
     name = f"{hashlib.sha256(code).hexdigest()[:16]}.{_SUFFIXES.get(language, language)}"
     path = settings.cache_dir() / "refused" / name

@@ -7,7 +7,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from aule.artifact import Artifact
 from aule.errors import AuleError, LaunchError
 from aule.runtime import _vulkan_api as api
 from aule.runtime._vulkan_loader import Functions, Instance, log, strings
@@ -25,13 +24,14 @@ from aule.runtime._vulkan_queue import (
     Timeline,
 )
 from aule.runtime._vulkan_target import Facts
+from aule.runtime.base import Grid
 
 
 class Dispatch(NamedTuple):
     """One dispatch, ready to be recorded."""
 
     pipeline: Pipeline
-    grid: tuple[int, int, int]
+    grid: Grid
     regions: list[Region]
     scalars: Sequence[int | float]
 
@@ -161,13 +161,7 @@ class Context:
         self.ring.end(slot, None)
         return self.ring.submit(slot)
 
-    def load(self, artifact: Artifact) -> Pipeline:
-        """Compile a kernel."""
-        return self.pipelines.load(artifact)
-
-    def launch(
-        self, pipeline: Pipeline, grid: tuple[int, int, int], regions: list[Region], scalars: Sequence[int | float]
-    ) -> None:
+    def launch(self, pipeline: Pipeline, grid: Grid, regions: list[Region], scalars: Sequence[int | float]) -> None:
         """Submit one dispatch."""
         keys = [region.key for region in regions]
         key = (pipeline.handle, grid, *keys)

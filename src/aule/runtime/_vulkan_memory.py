@@ -58,7 +58,7 @@ class Block:
 
     @property
     def empty(self) -> bool:
-        """Whether the whole block is free."""
+        """Whether all of the block is free."""
         return self.starts == [0] and self.ends == [self.size]
 
     def best_fit(self, size: int) -> tuple[int, int] | None:

@@ -204,7 +204,7 @@ class Pipelines:
                 return
             data = self.cache_data()
             if data != self._saved and self._cache_fits(data):
-                store.write_whole(self._path, data)
+                store.write_atomically(self._path, data)
                 self._saved = data
         except (OSError, AuleError) as error:
             log.debug("pipeline cache not saved: %s", error)
@@ -227,8 +227,6 @@ class Pipelines:
     def _check(self, artifact: Artifact) -> None:
         """Check what drivers leave to the validation layer and would otherwise crash or miscompute on."""
         target = self._facts.target
-        if artifact.language != "spirv":
-            raise ShaderCompileError(f"[vulkan] expected a kernel in spirv, got {artifact.language}")
         fault = spirv_fault(artifact.code, artifact.entry)
         if fault:
             self._refuse(artifact, fault, "the words are not a SPIR-V kernel")

@@ -30,17 +30,9 @@ import numpy.typing as npt
 
 from aule import settings
 from aule.artifact import SCALAR_FORMATS, Artifact
-from aule.errors import (
-    ClosedError,
-    DeviceMismatchError,
-    InvalidArgumentError,
-    LaunchError,
-    OutOfMemoryError,
-    ShaderCompileError,
-)
+from aule.errors import LaunchError, OutOfMemoryError
 from aule.runtime import _cpu_llvm, _cpu_openmp, _cpu_pool, _cpu_target
-from aule.runtime._refused import save_refused
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program
 
 _ALIGNMENT = 64
 """Alignment of memory from `CpuDevice.alloc`: a cache line and the widest vector."""
@@ -51,11 +43,6 @@ _lock = threading.Lock()
 
 def devices() -> list[Device]:
     """List the one CPU device.
-
-    Returns
-    -------
-    list of Device
-        One `CpuDevice`.
 
     Raises
     ------
@@ -91,7 +78,6 @@ class PreparedLaunch:
         "_device",
         "_grid",
         "_kernel",
-        "_max_helpers",
         "_pack",
         "_program",
         "_team_choice",
@@ -99,10 +85,10 @@ class PreparedLaunch:
         "_values",
     )
 
-    def __init__(
-        self, device: CpuDevice, program: Program, grid: tuple[int, int, int], scalars: Sequence[Any], serial: bool
-    ) -> None:
-        kernel = device._kernel(program)
+    def __init__(self, device: CpuDevice, program: Program, grid: Grid, scalars: Sequence[Any]) -> None:
+        device.check_program(program)
+        device.check_grid(program, grid)
+        kernel: _Kernel = program.handle
         self._device = device
         self._program = program
         self._kernel = kernel
@@ -110,7 +96,6 @@ class PreparedLaunch:
         self._buffers = kernel.buffers
         self._grid = grid
         self._total = device._total(program, grid)
-        self._max_helpers = 0 if serial else self._total - 1
         self._team_choice = _cpu_openmp.TeamChoice()
         if len(scalars) != len(kernel.scalars):
             raise device.argument_error(program.artifact, f"{len(scalars)} values for {len(kernel.scalars)} scalars")
@@ -123,12 +108,9 @@ class PreparedLaunch:
             raise device.argument_error(program.artifact, error) from None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """Launch with new pointers and wait for the end.
+        """Launch with new pointers, one per buffer in the kernel's order, and wait for the end.
 
-        Parameters
-        ----------
-        pointers : sequence of int
-            One address per buffer, in the order of the kernel's buffers. The caller keeps the memory alive.
+        Checks only their number; the caller keeps the memory alive.
         """
         on_pytorch = self._team_choice.choose()
         start = time.perf_counter()
@@ -151,7 +133,7 @@ class PreparedLaunch:
             cells = self._pack(*values)
         except (struct.error, OverflowError, TypeError) as error:
             raise device.argument_error(self._program.artifact, error) from None
-        device._run(self._kernel.address, cells, self._grid, self._total, self._max_helpers, on_pytorch)
+        device._run(self._kernel.address, cells, self._grid, self._total, on_pytorch)
 
 
 class PreparedSequence:
@@ -188,14 +170,14 @@ class CpuDevice(Device):
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError("[cpu] expected an open device, got cpu:0 after close; ask for the device again")
+            raise self.closed_error()
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> Allocation:
         self._check()
         if nbytes < 0:
-            raise InvalidArgumentError(f"[cpu] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+            raise self.size_error(nbytes)
         try:
             memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):  # ValueError: larger than the address space
@@ -216,22 +198,7 @@ class CpuDevice(Device):
         return self._adopt(array.ctypes.data, array.nbytes, array)
 
     def wrap(self, address: int, nbytes: int, owner: object = None) -> Allocation:
-        """Wrap memory that someone else owns in an allocation.
-
-        Parameters
-        ----------
-        address : int
-            Start of the memory.
-        nbytes : int
-            Usable bytes from there.
-        owner : object, optional
-            Kept alive until the allocation is freed.
-
-        Returns
-        -------
-        Allocation
-            ``free`` only drops the reference to the owner.
-        """
+        """Wrap memory that someone else owns in an allocation, which holds a reference to ``owner`` until freed."""
         self._check()
         return self._adopt(address, nbytes, owner)
 
@@ -244,22 +211,15 @@ class CpuDevice(Device):
 
     def free(self, allocation: Allocation) -> None:
         if allocation.device is not self:
-            raise DeviceMismatchError("[cpu] expected an allocation of cpu:0, got one of another device; free it there")
+            raise self.foreign_error("an allocation", "free it there")
         # A launch or copy in progress holds its own reference to the memory.
         allocation.freed = True
         allocation.handle = None
 
     def _owner(self, allocation: Allocation) -> object:
         """Check an allocation and return the object that keeps its memory alive; hold it while using the memory."""
-        if allocation.device is not self:
-            raise DeviceMismatchError(
-                "[cpu] expected an allocation of cpu:0, got one of another device; copy the data first"
-            )
         owner = allocation.handle
-        if allocation.freed:
-            raise ClosedError(
-                "[cpu] expected live memory, got an allocation that was freed; free it after its last use"
-            )
+        self.check_allocation(allocation)
         return owner
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
@@ -280,109 +240,54 @@ class CpuDevice(Device):
 
     def load(self, artifact: Artifact) -> Program:
         self._check()
-        if artifact.language != "llvm":
-            raise InvalidArgumentError(f"[cpu] expected a kernel in llvm, got {artifact.language}; render it for cpu")
+        self.check_language(artifact, "llvm")
         try:
             code = _cpu_llvm.load(self._machine, artifact.text, {artifact.entry: _cpu_pool.KERNEL_TYPES})
         except _cpu_llvm.Refused as refusal:
-            path = save_refused("llvm", artifact.code)
-            raise ShaderCompileError(
-                f"[cpu] {artifact.entry}: expected a kernel that LLVM accepts, got {refusal}; the source is in "
-                f"{path or 'no file (the cache directory cannot be written)'}",
-                str(refusal),
-                path,
-            ) from None
+            raise self.refused_error(artifact, "LLVM refused it", str(refusal)) from None
         return Program(self, artifact, _Kernel(artifact, code))
 
-    def _kernel(self, program: Program) -> _Kernel:
-        kernel = program.handle
-        if program.device is not self or not isinstance(kernel, _Kernel):
-            raise DeviceMismatchError("[cpu] expected a program of cpu:0, got one of another device; load it here")
-        return kernel
-
-    def _total(self, program: Program, grid: tuple[int, int, int]) -> int:
-        """Count the workgroups of a grid, after checking it."""
-        if len(grid) != 3 or not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(
-                f"[cpu] {program.artifact.entry} expected a grid from (0, 0, 0) to {self.target.max_grid}, got {grid}; "
-                "split the work"
-            )
+    def _total(self, program: Program, grid: Grid) -> int:
+        """Count the workgroups of a grid."""
         total = grid[0] * grid[1] * grid[2]
         if total >> 62:  # the counter must not overflow: it passes the total by up to a chunk per thread
             raise LaunchError(f"[cpu] {program.artifact.entry} expected fewer than 2**62 workgroups, got {grid}")
         return total
 
-    def _run(
-        self, kernel: int, cells: bytes, grid: tuple[int, int, int], total: int, max_helpers: int, openmp: bool = False
-    ) -> None:
-        """Run all workgroups on this thread and up to ``max_helpers`` workers, or on PyTorch's threads (``openmp``)."""
+    def _run(self, kernel: int, cells: bytes, grid: Grid, total: int, on_pytorch: bool = False) -> None:
+        """Run all workgroups on this thread and workers of the pool, or on PyTorch's threads."""
         if not total:
             return
-        count, set_by_pytorch = _cpu_pool.threads() if max_helpers else (1, False)
-        team = _cpu_openmp.team(self._machine) if openmp and set_by_pytorch and count > 1 else None
+        count, set_by_pytorch = _cpu_pool.threads() if total > 1 else (1, False)
+        team = _cpu_openmp.team(self._machine) if on_pytorch and set_by_pytorch and count > 1 else None
         if team is not None:
             # Use all of them: a smaller team makes OpenMP end threads now and restart them for the next operator.
             team.run(team.address, kernel, cells, total, 1, *grid, count - 1)
             return
         pool = _cpu_pool.pool(self._machine)
-        helpers = pool.ready(min(count - 1, max_helpers)) if max_helpers else 0
+        helpers = pool.ready(min(count, total) - 1) if total > 1 else 0
         pool.run(pool.address, kernel, cells, total, 1, *grid, helpers)
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-        *,
-        serial: bool = False,
-    ) -> None:
-        """Run a kernel and return when it is done; see `Device.launch`.
-
-        Parameters
-        ----------
-        program, grid, args, stream
-            As for `Device.launch`; ``stream`` must be None.
-        serial : bool
-            Run in this thread alone.
-        """
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
+        """Run a kernel and return when it is done. ``stream`` must be None."""
         self._check()
-        kernel = self._kernel(program)
+        self.check_launch(program, grid, args)
         total = self._total(program, grid)
         if stream is not None:
             raise LaunchError(f"[cpu] expected no stream, got {stream!r}; a launch here is done when it returns")
-        self.check_arguments(program.artifact, args)
+        kernel: _Kernel = program.handle
         owners = [self._owner(arg) for arg in args if isinstance(arg, Allocation)]
         try:
             cells = kernel.pack(*(arg.address if isinstance(arg, Allocation) else arg for arg in args))
         except (struct.error, OverflowError, TypeError) as error:
             raise self.argument_error(program.artifact, error) from None
-        self._run(kernel.address, cells, grid, total, 0 if serial else total - 1)
+        self._run(kernel.address, cells, grid, total)
         del owners
 
-    def prepare(
-        self, program: Program, grid: tuple[int, int, int], scalars: Sequence[int | float], *, serial: bool = False
-    ) -> PreparedLaunch:
-        """Prepare a launch with everything fixed except its pointers.
-
-        Parameters
-        ----------
-        program : Program
-            Loaded by this device.
-        grid : tuple of int
-            Workgroups along each axis.
-        scalars : sequence of int or float
-            Values of the scalars, in the order of the kernel's scalars.
-        serial : bool
-            Run in the calling thread alone.
-
-        Returns
-        -------
-        PreparedLaunch
-            Its ``launch(pointers)`` checks only their number.
-        """
+    def prepare(self, program: Program, grid: Grid, scalars: Sequence[int | float]) -> PreparedLaunch:
+        """Prepare a launch with everything fixed except its pointers; ``scalars`` in the kernel's order."""
         self._check()
-        return PreparedLaunch(self, program, grid, scalars, serial)
+        return PreparedLaunch(self, program, grid, scalars)
 
     def prepare_sequence(self, launches: Sequence[PreparedLaunch]) -> PreparedSequence:
         """Combine launches that always run one after the other."""

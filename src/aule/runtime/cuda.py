@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,24 +30,12 @@ from typing import Any
 import numpy.typing as npt
 
 from aule.artifact import Artifact
-from aule.errors import (
-    AuleError,
-    BackendUnavailableError,
-    ClosedError,
-    DeviceMismatchError,
-    InvalidArgumentError,
-    LaunchError,
-    OutOfMemoryError,
-    ShaderCompileError,
-)
+from aule.errors import BackendUnavailableError, OutOfMemoryError, ShaderCompileError
 from aule.runtime import _cuda_driver as cu
 from aule.runtime._cuda_context import Context
-from aule.runtime._cuda_kernel import Kernel, PreparedLaunch
+from aule.runtime._cuda_kernel import Kernel, Loader, PreparedLaunch
 from aule.runtime._cuda_pool import Block, Pool
-from aule.runtime._refused import save_refused
-from aule.runtime.base import Allocation, Device, Program
-
-_log = logging.getLogger("aule")
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program
 
 _TIMING_SCRATCH = 64 << 20
 
@@ -62,11 +49,6 @@ def devices(library: str | None = None) -> list[Device]:
     ----------
     library : str or None
         Path of the driver library to use instead of the system's.
-
-    Returns
-    -------
-    list of Device
-        Each is a `CudaDevice`; never empty.
 
     Raises
     ------
@@ -102,10 +84,9 @@ class CudaDevice(Device):
         self.target = cu.read_target(driver, handle.value)
         self._driver = driver
         self._api = driver.api
-        self._handle = handle.value
         self._context = Context(driver, handle.value, self.target.name)
         self._require = self._context.require
-        self._modules: list[ctypes.c_void_p] = []
+        self._loader = Loader(self, self._context, driver, handle.value)
         self._pool = Pool()
         # `free` only appends here, which is atomic: a finalizer may call it in the middle of any other method.
         self._returned: deque[Block] = deque()
@@ -116,7 +97,7 @@ class CudaDevice(Device):
         return self._context.closed
 
     def after_fork(self) -> None:
-        self._context.after_fork()
+        self._context.after_fork(self.forked_error)
 
     @property
     def stream(self) -> int:
@@ -128,7 +109,7 @@ class CudaDevice(Device):
 
     def alloc(self, nbytes: int) -> Allocation:
         if nbytes < 0:
-            raise InvalidArgumentError(f"[cuda] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+            raise self.size_error(nbytes)
         with self._context.lock:
             self._context.check()
             self._reclaim()
@@ -180,9 +161,7 @@ class CudaDevice(Device):
 
     def free(self, allocation: Allocation) -> None:
         if allocation.device is not self:
-            raise DeviceMismatchError(
-                f"[cuda] expected an allocation of cuda:{self.index}, got one of another device; free it there"
-            )
+            raise self.foreign_error("an allocation", "free it there")
         allocation.freed = True
         try:
             held = allocation.handle.pop()
@@ -192,21 +171,9 @@ class CudaDevice(Device):
             self._returned.append(held)
 
     def wrap(self, pointer: int, nbytes: int, owner: object = None) -> Allocation:
-        """Wrap memory that someone else owns in an allocation.
+        """Wrap device memory that someone else owns in an allocation, which holds a reference to ``owner`` until freed.
 
-        Parameters
-        ----------
-        pointer : int
-            Device address.
-        nbytes : int
-            Usable bytes from there.
-        owner : object, optional
-            Kept alive until the allocation is freed.
-
-        Returns
-        -------
-        Allocation
-            ``free`` only drops the reference to the owner. Launches that use it are ordered by their stream alone.
+        Launches that use it are ordered by their stream alone.
         """
         return _Wrapped(self, nbytes, [owner], pointer)
 
@@ -217,20 +184,10 @@ class CudaDevice(Device):
             self._require(self._api.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "asking for free memory")
         return free.value, total.value
 
-    def _check_allocation(self, allocation: Allocation) -> None:
-        if allocation.device is not self:
-            raise DeviceMismatchError(
-                f"[cuda] expected an allocation of cuda:{self.index}, got one of another device; copy the data first"
-            )
-        if allocation.freed:
-            raise ClosedError(
-                "[cuda] expected live memory, got an allocation that was freed; free it after its last use"
-            )
-
     @contextlib.contextmanager
     def _transfer(self, allocation: Allocation, array: npt.NDArray[Any], offset: int, into: bool) -> Iterator[int]:
         """Check a copy between an array and an allocation, enter the context and yield the device address."""
-        self._check_allocation(allocation)
+        self.check_allocation(allocation)
         self.check_copy(allocation, array, offset, into=into)
         with self._context.entered():
             if isinstance(allocation, _Wrapped):
@@ -256,84 +213,14 @@ class CudaDevice(Device):
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def load(self, artifact: Artifact) -> Program:
-        if artifact.language != "ptx":
-            raise InvalidArgumentError(f"[cuda] expected a kernel in ptx, got {artifact.language}; render it for cuda")
+        self.check_language(artifact, "ptx")
         if artifact.shared_bytes > self.target.max_shared_bytes:
             raise ShaderCompileError(
                 f"[cuda] {artifact.entry} expected {artifact.shared_bytes} bytes of shared memory, got a device with "
                 f"{self.target.max_shared_bytes}; use smaller tiles"
             )
-        module, function = cu.PTR(), cu.PTR()
-        info, errors = ctypes.create_string_buffer(16384), ctypes.create_string_buffer(16384)
-        options = (cu.INT * 4)(*cu.JIT_LOG_OPTIONS)
-        values = (cu.PTR * 4)(ctypes.addressof(info), len(info), ctypes.addressof(errors), len(errors))
         with self._context.entered():
-            code = self._api.cuModuleLoadDataEx(ctypes.byref(module), artifact.code + b"\0", 4, options, values)
-            try:
-                self._check_load(artifact, code, errors)
-                code = self._api.cuModuleGetFunction(ctypes.byref(function), module, artifact.entry.encode())
-                if not code and self._driver.func_load is not None:
-                    code = self._driver.func_load(function)
-                self._check_load(artifact, code, errors)
-                self._configure(artifact, function, errors)
-            except AuleError:
-                if module:
-                    self._api.cuModuleUnload(module)
-                raise
-            with self._context.lock:
-                self._modules.append(module)
-        log = info.value.decode(errors="replace").strip()
-        if log:
-            _log.debug("cuda: %s: %s", artifact.entry, log)
-        return Program(self, artifact, Kernel(artifact, function, log))
-
-    def _check_load(self, artifact: Artifact, code: int, errors: ctypes.Array[ctypes.c_char]) -> None:
-        if not code:
-            return
-        if code in cu.LOST or code == cu.OUT_OF_MEMORY:
-            raise self._context.failure(code, f"loading {artifact.entry}")
-        log = errors.value.decode(errors="replace").strip()
-        path = save_refused("ptx", artifact.code)
-        raise ShaderCompileError(
-            f"[cuda] {artifact.entry}: expected a kernel that the driver accepts, got {self._driver.describe(code)}: "
-            f"{log or 'no log'}; the source is in {path or 'no file (the cache directory cannot be written)'}",
-            log,
-            path,
-        )
-
-    def _configure(self, artifact: Artifact, function: ctypes.c_void_p, errors: ctypes.Array[ctypes.c_char]) -> None:
-        """Request the shared memory a kernel needs, and a split of L1 that lets its resident workgroups fit."""
-        allowed = self._function_attribute(function, cu.FUNC_MAX_THREADS)
-        if artifact.workgroup > allowed:
-            raise ShaderCompileError(
-                f"[cuda] {artifact.entry} expected workgroups of {artifact.workgroup} threads, got room for {allowed} "
-                "with the registers it uses; declare .maxntid or use fewer threads"
-            )
-        if artifact.dynamic_shared:
-            code = self._api.cuFuncSetAttribute(function, cu.FUNC_MAX_DYNAMIC_SHARED, artifact.shared_bytes)
-            self._check_load(artifact, code, errors)
-        shared_per_sm = self._driver.attribute(self._handle, cu.MAX_SHARED_PER_SM)
-        if artifact.shared_bytes and shared_per_sm:
-            # Registers are allocated per warp, in steps of 8 per thread.
-            registers = -(-max(1, self._function_attribute(function, cu.FUNC_REGISTERS)) // 8) * 8
-            threads = -(-artifact.workgroup // 32) * 32
-            resident = max(
-                1,
-                min(
-                    self._driver.attribute(self._handle, cu.MAX_THREADS_PER_SM) // threads,
-                    self._driver.attribute(self._handle, cu.MAX_REGISTERS_PER_SM) // (registers * threads),
-                ),
-            )
-            need = resident * (
-                artifact.shared_bytes + self._driver.attribute(self._handle, cu.RESERVED_SHARED_PER_BLOCK)
-            )
-            # Only a hint: the kernel runs even if the driver refuses it.
-            self._api.cuFuncSetAttribute(function, cu.FUNC_CARVEOUT, min(100, -(-100 * need // shared_per_sm)))
-
-    def _function_attribute(self, function: ctypes.c_void_p, attribute: int) -> int:
-        value = cu.INT()
-        self._require(self._api.cuFuncGetAttribute(ctypes.byref(value), attribute, function), "asking about a kernel")
-        return value.value
+            return Program(self, artifact, self._loader.load(artifact))
 
     def statistics(self, program: Program) -> dict[str, int]:
         """Return the resources that a loaded kernel uses.
@@ -344,88 +231,58 @@ class CudaDevice(Device):
             ``registers`` and ``local_bytes`` (spills and stack) per thread; ``static_shared_bytes``,
             ``dynamic_shared_bytes`` and ``max_threads`` per workgroup.
         """
-        kernel = self._kernel(program)
+        self.check_program(program)
         with self._context.entered():
-            return {
-                "registers": self._function_attribute(kernel.function, cu.FUNC_REGISTERS),
-                "local_bytes": self._function_attribute(kernel.function, cu.FUNC_LOCAL),
-                "static_shared_bytes": self._function_attribute(kernel.function, cu.FUNC_STATIC_SHARED),
-                "dynamic_shared_bytes": kernel.shared.value,
-                "max_threads": self._function_attribute(kernel.function, cu.FUNC_MAX_THREADS),
-            }
+            return self._loader.statistics(program.handle)
 
-    def _kernel(self, program: Program) -> Kernel:
-        kernel = program.handle
-        if program.device is not self or not isinstance(kernel, Kernel):
-            raise DeviceMismatchError(
-                f"[cuda] expected a program of cuda:{self.index}, got one of another device; load it here"
-            )
-        return kernel
-
-    def _check_grid(self, program: Program, grid: tuple[int, int, int]) -> None:
-        if len(grid) != 3 or not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(
-                f"[cuda] {program.artifact.entry} expected a grid from (1, 1, 1) to {self.target.max_grid}, got "
-                f"{grid}; split the work"
-            )
-
-    def _sort_arguments(
-        self, program: Program, args: Sequence[Allocation | int | float]
-    ) -> tuple[list[int], list[int | float], bool]:
-        """Check arguments and return the pointers, the scalars, and whether any pointer is from our pool."""
-        self.check_arguments(program.artifact, args)
+    def _sort_arguments(self, args: Arguments) -> tuple[list[int], list[int | float], bool]:
+        """Return the pointers, the scalars, and whether any pointer is from our pool."""
         pointers: list[int] = []
         scalars: list[int | float] = []
         pooled = False
         for arg in args:
             if isinstance(arg, Allocation):
-                self._check_allocation(arg)
+                self.check_allocation(arg)
                 pointers.append(arg.address)
                 pooled = pooled or not isinstance(arg, _Wrapped)
             else:
                 scalars.append(arg)
         return pointers, scalars, pooled
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-    ) -> None:
-        kernel = self._kernel(program)
-        self._check_grid(program, grid)
-        pointers, scalars, pooled = self._sort_arguments(program, args)
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
+        self.check_launch(program, grid, args, least=1)
+        pointers, scalars, pooled = self._sort_arguments(args)
         with self._context.lock:
             self._context.check()
             with self._context.pushed():
-                self._pack(program, kernel, pointers, scalars)
+                self._pack(program, pointers, scalars)
                 if stream is None or stream == self._context.stream.value:
-                    self._start(program, kernel, grid, self._context.stream)
+                    self._start(program, grid, self._context.stream)
                     return
                 caller = cu.PTR(stream)
                 fenced = pooled and not self._capturing(caller)
                 if fenced:
                     self._wait(caller, self._context.stream)
-                self._start(program, kernel, grid, caller)
+                self._start(program, grid, caller)
                 if fenced:
                     self._wait(self._context.stream, caller)
 
-    def _pack(self, program: Program, kernel: Kernel, pointers: list[int], scalars: list[int | float]) -> None:
-        arguments = kernel.arguments
+    def _pack(self, program: Program, pointers: list[int], scalars: list[int | float]) -> None:
+        parameters = program.handle.parameters
         try:
-            arguments.pack_pointers(arguments.storage, 0, *pointers)
-            arguments.pack_scalars(arguments.storage, arguments.scalars_at, *scalars)
+            parameters.pack_pointers(parameters.storage, 0, *pointers)
+            parameters.pack_scalars(parameters.storage, parameters.scalars_at, *scalars)
         except (struct.error, OverflowError, TypeError) as error:
             raise self.argument_error(program.artifact, error) from None
 
-    def _start(self, program: Program, kernel: Kernel, grid: tuple[int, int, int], stream: ctypes.c_void_p) -> None:
+    def _start(self, program: Program, grid: Grid, stream: ctypes.c_void_p) -> None:
+        kernel: Kernel = program.handle
         if kernel.awaits and self._driver.launch_kernel_ex is not None:
-            call_stream, call = kernel.extended_call(grid, kernel.arguments)
+            call_stream, call = kernel.extended_call(grid, kernel.parameters)
             call_stream.value = stream.value
             code = self._driver.launch_kernel_ex(*call)
         else:
-            code = self._driver.launch_kernel(*kernel.call(grid, stream, kernel.arguments))
+            code = self._driver.launch_kernel(*kernel.call(grid, stream, kernel.parameters))
         self._require(code, f"launch of {program.artifact.entry}")
 
     def _capturing(self, stream: ctypes.c_void_p) -> bool:
@@ -453,27 +310,13 @@ class CudaDevice(Device):
         self._require(self._api.cuEventRecord(self._context.fence, other), "ordering streams")
         self._require(self._api.cuStreamWaitEvent(stream, self._context.fence, 0), "ordering streams")
 
-    def prepare(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float | None]
-    ) -> PreparedLaunch:
+    def prepare(self, program: Program, grid: Grid, args: Sequence[Allocation | int | float | None]) -> PreparedLaunch:
         """Prepare a launch with everything fixed except its pointers and its stream.
 
-        Parameters
-        ----------
-        program : Program
-            Loaded by this device.
-        grid : tuple of int
-            Workgroups along each axis.
-        args : sequence
-            As for ``launch``; values in the places of buffers are ignored and may be None.
-
-        Returns
-        -------
-        PreparedLaunch
-            Its ``launch(pointers, stream)`` costs little more than cuLaunchKernel itself.
+        ``args`` are as for ``launch``; values for buffers are ignored and may be None.
         """
-        self._kernel(program)
-        self._check_grid(program, grid)
+        self.check_program(program)
+        self.check_grid(program, grid, least=1)
         params = program.artifact.params
         if len(args) != len(params):
             raise self.argument_error(program.artifact, f"{len(args)} values for {len(params)} parameters")
@@ -482,17 +325,14 @@ class CudaDevice(Device):
         scalars = [a for p, a in zip(params, args, strict=True) if p.kind == "scalar"]
         return PreparedLaunch(self._context, self._driver, program, grid, scalars)
 
-    def time_launch(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> float:
+    def time_launch(self, program: Program, grid: Grid, args: Arguments) -> float:
         """Measure one launch in seconds with device timestamps and a cold cache.
 
         The device fills scratch memory while the host queues the launch. Otherwise the host's time for that would count
         as the kernel's.
         """
-        kernel = self._kernel(program)
-        self._check_grid(program, grid)
-        pointers, scalars, _ = self._sort_arguments(program, args)
+        self.check_launch(program, grid, args, least=1)
+        pointers, scalars, _ = self._sort_arguments(args)
         start, end, elapsed = cu.PTR(), cu.PTR(), ctypes.c_float()
         with self._context.entered():
             # Wrapped arguments may be in use on other streams.
@@ -505,12 +345,12 @@ class CudaDevice(Device):
                 for event in (start, end):
                     self._require(self._api.cuEventCreate(ctypes.byref(event), 0), "creating an event")
                 with self._context.lock:
-                    self._pack(program, kernel, pointers, scalars)
+                    self._pack(program, pointers, scalars)
                     for address in [scratch.address] * 4 if scratch is not None else []:
                         code = self._api.cuMemsetD32Async(address, 0, _TIMING_SCRATCH // 4, self._context.stream)
                         self._require(code, "filling scratch memory")
                     self._require(self._api.cuEventRecord(start, self._context.stream), "recording an event")
-                    self._start(program, kernel, grid, self._context.stream)
+                    self._start(program, grid, self._context.stream)
                     self._require(self._api.cuEventRecord(end, self._context.stream), "recording an event")
                 self._require(self._api.cuEventSynchronize(end), f"timing {program.artifact.entry}")
                 code = self._api.cuEventElapsedTime(ctypes.byref(elapsed), start, end)
@@ -537,22 +377,14 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Free the pool, unload all kernels and release the context. Idempotent. Do not call it from a finalizer."""
-
-        def refusal() -> ClosedError:
-            return ClosedError(
-                f"[cuda] expected an open device, got cuda:{self.index} after close; ask for the device again"
-            )
-
         with self._context.lock:
             if self.closed:
                 return
-            self._context.close(refusal, self._tear_down)
-            self._modules.clear()
+            self._context.close(self.closed_error, self._tear_down)
             self._returned.clear()
             self._pool = Pool()
 
     def _tear_down(self) -> None:
-        for module in self._modules:
-            self._api.cuModuleUnload(module)
+        self._loader.unload_all()
         for address in self._pool.segments:
             self._api.cuMemFree_v2(address)

@@ -19,7 +19,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,16 +29,12 @@ from aule.artifact import Artifact
 from aule.errors import (
     AuleError,
     BackendUnavailableError,
-    ClosedError,
     DeviceLostError,
-    DeviceMismatchError,
-    InvalidArgumentError,
     LaunchError,
     OutOfMemoryError,
     ShaderCompileError,
 )
-from aule.runtime._refused import save_refused
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program, as_bytes
 from aule.target import Target
 
 # MTLGPUFamily, MTLCommandBufferStatus and MTLCommandBufferError, by value: older PyObjC lacks some of the names.
@@ -48,22 +44,16 @@ _ERROR_ACCESS_REVOKED, _ERROR_OUT_OF_MEMORY, _ERROR_DEVICE_REMOVED = 4, 8, 11
 
 _TRIVIAL = "kernel void trivial(device float *x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i] = 0.0f; }"
 
-_opened: weakref.WeakSet[MetalDevice] = weakref.WeakSet()
-_fork_hook_lock = threading.Lock()
-_fork_hook = False
+_devices: weakref.WeakSet[MetalDevice] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for device in list(_opened):
+    for device in list(_devices):
         device._after_fork()
 
 
-def _watch_forks() -> None:
-    global _fork_hook
-    with _fork_hook_lock:
-        if not _fork_hook and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_after_fork)
-        _fork_hook = True
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def devices() -> list[Device]:
@@ -90,7 +80,6 @@ def devices() -> list[Device]:
         found = [default] + [d for d in found if d.registryID() != default.registryID()]
     if not found:
         raise BackendUnavailableError("metal", "[metal] expected a GPU, got none; a virtual machine may lack Metal")
-    _watch_forks()
     return [MetalDevice(metal, objc, native, index) for index, native in enumerate(found)]
 
 
@@ -181,10 +170,6 @@ def _size_class(nbytes: int) -> int:
     return -(-pages // step) * step * mmap.PAGESIZE
 
 
-def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)
-
-
 class MetalDevice(Device):
     """One Metal GPU. Made by `devices`."""
 
@@ -203,7 +188,7 @@ class MetalDevice(Device):
         self._returned: deque[_Buffer] = deque()
         self._pending: deque[tuple[str, Any]] = deque()
         self._failed: AuleError | None = None
-        _opened.add(self)
+        _devices.add(self)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -212,10 +197,7 @@ class MetalDevice(Device):
         self._lock = threading.RLock()
         self._pending.clear()
         if self._refusal is None:
-            self._refusal = lambda: DeviceLostError(
-                "[metal] expected a device of this process, got one that was opened before fork; start the process "
-                "with the multiprocessing method 'spawn'"
-            )
+            self._refusal = self.forked_error
 
     def _check(self) -> None:
         if self._refusal is not None:
@@ -259,7 +241,7 @@ class MetalDevice(Device):
 
     def alloc(self, nbytes: int) -> Allocation:
         if nbytes < 0:
-            raise InvalidArgumentError(f"[metal] expected a size of 0 or more bytes, got {nbytes}; pass its true size")
+            raise self.size_error(nbytes)
         size = min(_size_class(nbytes), max(nbytes, self.target.max_buffer_bytes))
         with self._lock:
             self._check()
@@ -298,7 +280,7 @@ class MetalDevice(Device):
 
     def free(self, allocation: Allocation) -> None:
         if allocation.device is not self:
-            raise DeviceMismatchError("[metal] expected an allocation of this device, got another's; free it there")
+            raise self.foreign_error("an allocation", "free it there")
         allocation.freed = True
         try:
             buffer = allocation.handle.pop()
@@ -313,21 +295,16 @@ class MetalDevice(Device):
         with self._lock:
             self._check()
             native = self._native.newBufferWithBytesNoCopy_length_options_deallocator_(
-                _as_bytes(array).data, array.nbytes, self._metal.MTLResourceStorageModeShared, None
+                as_bytes(array).data, array.nbytes, self._metal.MTLResourceStorageModeShared, None
             )
         return None if native is None else Allocation(self, array.nbytes, [_Buffer(native, array.nbytes, array)])
 
     def _buffer(self, allocation: Allocation) -> _Buffer:
-        if allocation.device is not self:
-            raise DeviceMismatchError(
-                "[metal] expected an allocation of this device, got another's; copy the data first"
-            )
+        self.check_allocation(allocation)
         try:
             buffer: _Buffer = allocation.handle[0]
-        except IndexError:
-            raise ClosedError(
-                "[metal] expected live memory, got an allocation that was freed; free it after its last use"
-            ) from None
+        except IndexError:  # freed by another thread since the check
+            raise self.freed_error() from None
         return buffer
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
@@ -338,32 +315,23 @@ class MetalDevice(Device):
             used = buffer.used
         if not _finished(used):
             used.waitUntilCompleted()
-        buffer.bytes[offset : offset + data.nbytes] = _as_bytes(data)
+        buffer.bytes[offset : offset + data.nbytes] = as_bytes(data)
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         buffer = self._buffer(allocation)
         self.check_copy(allocation, out, offset, into=True)
         self._wait()
-        _as_bytes(out)[...] = buffer.bytes[offset : offset + out.nbytes]
+        as_bytes(out)[...] = buffer.bytes[offset : offset + out.nbytes]
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def load(self, artifact: Artifact) -> Program:
-        if artifact.language != "msl":
-            raise InvalidArgumentError(
-                f"[metal] expected a kernel in msl, got {artifact.language}; render it for metal"
-            )
+        self.check_language(artifact, "msl")
         with self._lock:
             self._check()
         pipeline, log = _pipeline(self._metal, self._native, artifact.text, artifact.entry)
         if pipeline is None:
-            path = save_refused("msl", artifact.code)
-            raise ShaderCompileError(
-                f"[metal] {artifact.entry}: expected a kernel that the compiler accepts, got: {log}; the source is in "
-                f"{path or 'no file (the cache directory cannot be written)'}",
-                log,
-                path,
-            )
+            raise self.refused_error(artifact, "the compiler refused it", log)
         allowed, width = int(pipeline.maxTotalThreadsPerThreadgroup()), int(pipeline.threadExecutionWidth())
         if artifact.workgroup > allowed:
             raise ShaderCompileError(
@@ -386,25 +354,13 @@ class MetalDevice(Device):
             "static_shared_bytes": int(pipeline.staticThreadgroupMemoryLength()),
         }
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-    ) -> None:
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
         self._launch(program, grid, args)
 
-    def _launch(self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]) -> Any:
+    def _launch(self, program: Program, grid: Grid, args: Arguments) -> Any:
         """Launch a kernel and return the command buffer."""
+        self.check_launch(program, grid, args, least=1)
         artifact = program.artifact
-        if program.device is not self:
-            raise DeviceMismatchError("[metal] expected a program of this device, got another's; load it here")
-        if len(grid) != 3 or not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(
-                f"[metal] {artifact.entry} expected a grid from (1, 1, 1) to {self.target.max_grid}, got {grid}; "
-                "split the work"
-            )
         buffers, scalars = self._sort_arguments(artifact, args)
         with self._lock, self._objc.autorelease_pool():
             self._check()
@@ -428,11 +384,8 @@ class MetalDevice(Device):
             self._pending.append((artifact.entry, command))
         return command
 
-    def _sort_arguments(
-        self, artifact: Artifact, args: Sequence[Allocation | int | float]
-    ) -> tuple[list[_Buffer], bytes]:
-        """Check arguments and return the buffers, and the packed scalars (empty if there are none)."""
-        self.check_arguments(artifact, args)
+    def _sort_arguments(self, artifact: Artifact, args: Arguments) -> tuple[list[_Buffer], bytes]:
+        """Return the buffers, and the packed scalars (empty if there are none)."""
         buffers = [self._buffer(arg) for arg in args if isinstance(arg, Allocation)]
         scalars = [arg for arg in args if not isinstance(arg, Allocation)]
         try:
@@ -440,9 +393,7 @@ class MetalDevice(Device):
         except (struct.error, OverflowError, TypeError, ValueError) as error:
             raise self.argument_error(artifact, error) from None
 
-    def time_launch(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> float:
+    def time_launch(self, program: Program, grid: Grid, args: Arguments) -> float:
         """Measure one launch in seconds, with the GPU's clock."""
         self._wait()
         command = self._launch(program, grid, args)
@@ -459,9 +410,7 @@ class MetalDevice(Device):
             if self._closed:
                 return
             self._closed = True
-            self._refusal = lambda: ClosedError(
-                f"[metal] expected an open device, got metal:{self.index} after close; ask for the device again"
-            )
+            self._refusal = self.closed_error
             for _, command in self._pending:
                 command.waitUntilCompleted()
             self._pending.clear()

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,10 +22,9 @@ from aule.errors import (
     DeviceLostError,
     LaunchError,
     OutOfMemoryError,
-    ShaderCompileError,
 )
 from aule.runtime._pooled import Block, PooledDevice, claim_driver
-from aule.runtime.base import Allocation, Device, Program
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program, as_bytes
 from aule.target import Target
 
 _T = TypeVar("_T")
@@ -56,11 +55,6 @@ _WARP_SIZE_NV = 0x4003
 
 def devices() -> list[Device]:
     """List the OpenCL devices of all platforms: GPUs first, then accelerators, CPUs last.
-
-    Returns
-    -------
-    list of Device
-        At least one.
 
     Raises
     ------
@@ -139,7 +133,8 @@ class OpenCLDevice(PooledDevice[_Block]):
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         queue = self._open()
         block = self._block(allocation)
-        flat = self._flat(allocation, data, offset)
+        self.check_copy(allocation, data, offset)
+        flat = as_bytes(data)
         if flat.nbytes:
             self._with_memory(
                 "upload",
@@ -150,7 +145,8 @@ class OpenCLDevice(PooledDevice[_Block]):
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         queue = self._open()
         block = self._block(allocation)
-        flat = self._flat(allocation, out, offset, into=True)
+        self.check_copy(allocation, out, offset, into=True)
+        flat = as_bytes(out)
         if flat.nbytes:
             self._with_memory(
                 "download",
@@ -162,8 +158,7 @@ class OpenCLDevice(PooledDevice[_Block]):
 
     def load(self, artifact: Artifact) -> Program:
         self._open()
-        if artifact.language != "opencl":
-            raise ShaderCompileError(f"[opencl] expected a kernel in opencl, got {artifact.language}")
+        self.check_language(artifact, "opencl")
         cl, version = self._cl, self.target.language_version
         # No -cl-fast-relaxed-math or -cl-finite-math-only, because masks use infinities. Fused multiply-adds need no
         # option: FP_CONTRACT is on by default.
@@ -180,18 +175,18 @@ class OpenCLDevice(PooledDevice[_Block]):
         except cl.Error as error:
             if error.code == cl.status_code.OUT_OF_HOST_MEMORY:
                 raise OutOfMemoryError(f"[opencl] building '{artifact.entry}' ran out of memory: {error}") from error
-            raise self._refused(artifact, f"the driver of {self.target.name} refused it", str(error)) from error
+            raise self.refused_error(artifact, f"the driver of {self.target.name} refused it", str(error)) from error
         if arguments != len(artifact.params):
-            raise self._refused(artifact, f"it takes {arguments} arguments, expected {len(artifact.params)}")
+            raise self.refused_error(artifact, f"it takes {arguments} arguments, expected {len(artifact.params)}")
         # NVIDIA's driver (580) always reports 256 threads, but launches up to the device's limit.
         if threads < artifact.workgroup and self.target.vendor != "nvidia":
-            raise self._refused(
+            raise self.refused_error(
                 artifact,
                 f"it wants workgroups of {artifact.workgroup} threads and the driver allows {threads} "
                 "(registers run out); use a smaller workgroup or smaller tiles",
             )
         if shared > self.target.max_shared_bytes:
-            raise self._refused(
+            raise self.refused_error(
                 artifact, f"it uses {shared} bytes of local memory, the device has {self.target.max_shared_bytes}"
             )
         kernel.set_scalar_arg_dtypes(
@@ -199,13 +194,7 @@ class OpenCLDevice(PooledDevice[_Block]):
         )
         return Program(self, artifact, _Kernel(kernel, artifact.workgroup))
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-    ) -> None:
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
         if stream is not None:
             raise LaunchError("[opencl] expected stream=None, got a native stream; OpenCL devices have one queue")
         queue = self._open()
@@ -234,21 +223,18 @@ class OpenCLDevice(PooledDevice[_Block]):
             return None
         if array.ctypes.data % self.target.offset_alignment or array.nbytes > self.target.max_buffer_bytes:
             return None
-        flat = array.reshape(-1).view(np.uint8)
         mem = self._cl.mem_flags
         with self._lock:
             self._open()
             try:
-                buffer = self._cl.Buffer(self._context, mem.READ_WRITE | mem.USE_HOST_PTR, hostbuf=flat)
+                buffer = self._cl.Buffer(self._context, mem.READ_WRITE | mem.USE_HOST_PTR, hostbuf=as_bytes(array))
             except self._cl.Error:
                 return None
             allocation = Allocation(self, array.nbytes, _Block(buffer, 0, array))
             self._live.add(allocation)
         return allocation
 
-    def time_launch(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> float:
+    def time_launch(self, program: Program, grid: Grid, args: Arguments) -> float:
         # Profiling slows every launch of a queue, so timed launches use a separate queue. Work stays ordered: earlier
         # work is finished first, and the host waits for the timed launch.
         self.synchronize()
@@ -267,27 +253,23 @@ class OpenCLDevice(PooledDevice[_Block]):
         except self._cl.Error as error:
             raise self._translate(error, f"launch of '{program.artifact.entry}'", None) from error
 
-    def _enqueue(
-        self, queue: Any, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> Any:
-        entry = program.artifact.entry
-        values = [v.buffer if isinstance(v, _Block) else v for v in self._match_arguments(program, args)]
-        x, y, z = grid
-        if x == 0 or y == 0 or z == 0:
+    def _enqueue(self, queue: Any, program: Program, grid: Grid, args: Arguments) -> Any:
+        """Start a launch and return its event; None if the grid is empty."""
+        self.check_launch(program, grid, args)
+        values = [self._block(arg).buffer if isinstance(arg, Allocation) else arg for arg in args]
+        if 0 in grid:
             return None
-        if not all(0 < n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(f"[opencl] '{entry}' expected a grid within {self.target.max_grid}, got {grid}")
         handle: _Kernel = program.handle
-        total = (x * handle.local[0], y, z)
+        total = (grid[0] * handle.local[0], grid[1], grid[2])
 
         def enqueue() -> Any:
             with handle.lock:
                 return handle.kernel(queue, total, handle.local, *values)
 
         try:
-            return self._with_memory(f"launch of '{entry}'", None, enqueue)
+            return self._with_memory(f"launch of '{program.artifact.entry}'", None, enqueue)
         except (struct.error, TypeError, OverflowError, RuntimeError) as error:
-            raise LaunchError(f"[opencl] '{entry}' got a scalar that does not fit its parameter: {error}") from error
+            raise self.argument_error(program.artifact, error) from error
 
     def _open(self) -> Any:
         """Run `_check` and return the queue, opening the context on first use."""

@@ -9,29 +9,22 @@ Environment
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from aule.artifact import Artifact
-from aule.errors import (
-    AuleError,
-    BackendUnavailableError,
-    ClosedError,
-    DeviceLostError,
-    InvalidArgumentError,
-    LaunchError,
-    NoComputeQueueError,
-)
+from aule.errors import AuleError, BackendUnavailableError, LaunchError, NoComputeQueueError
 from aule.runtime._vulkan_context import Context, Dispatch
 from aule.runtime._vulkan_loader import close_instance, driver_remedy, instance, validation_messages
 from aule.runtime._vulkan_memory import Region
 from aule.runtime._vulkan_pipeline import Pipeline
 from aule.runtime._vulkan_target import Facts, inspect_all
-from aule.runtime.base import Allocation, Device, Launch, Program
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Launch, Program
 
 __all__ = ["VulkanDevice", "devices", "skipped", "validation_messages"]
 
@@ -55,7 +48,7 @@ class VulkanDevice(Device):
         """Return the open device, opening it on first use. The caller holds the lock."""
         if self._opened is None:
             if self._closed:
-                raise ClosedError("[vulkan] expected an open device, got a closed one; ask for the device again")
+                raise self.closed_error()
             _check_fork()
             self._opened = Context(instance(), self._facts)
             self._pid = os.getpid()
@@ -66,26 +59,24 @@ class VulkanDevice(Device):
     def _check_process(self) -> None:
         # Called before taking the lock: in a forked child, a thread that no longer exists may hold it.
         if self._pid and self._pid != os.getpid():
-            raise DeviceLostError(
-                f"[vulkan] {self.target.name} was opened before fork and cannot be used in the child; start workers "
-                "with the multiprocessing method 'spawn', or use the device first in the child"
-            )
+            raise self.forked_error()
 
-    def _check_program(self, program: Program) -> None:
-        if program.device is not self:
-            raise InvalidArgumentError("[vulkan] expected a program of this device, got one of another")
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[Context]:
+        """Hold the lock and the open device in a ``with`` block. Launches and copies avoid its overhead."""
+        self._check_process()
+        with self._lock:
+            yield self._context()
 
     def _region(self, allocation: Allocation) -> Region:
-        if allocation.device is not self:
-            raise InvalidArgumentError("[vulkan] expected an allocation of this device, got one of another")
-        if allocation.freed:
-            raise ClosedError("[vulkan] expected live memory, got an allocation that was freed")
+        if allocation.device is not self or allocation.freed:
+            self.check_allocation(allocation)
         region: Region = allocation.handle
         return region
 
     def alloc(self, nbytes: int) -> Allocation:
         if nbytes < 0:
-            raise InvalidArgumentError(f"[vulkan] expected a size of at least 0 bytes, got {nbytes}")
+            raise self.size_error(nbytes)
         self._check_process()
         with self._lock:
             return Allocation(self, nbytes, self._context().memory.alloc(nbytes))
@@ -123,17 +114,11 @@ class VulkanDevice(Device):
             return None if region is None else Allocation(self, array.nbytes, region)
 
     def load(self, artifact: Artifact) -> Program:
-        self._check_process()
-        with self._lock:
-            return Program(self, artifact, self._context().load(artifact))
+        self.check_language(artifact, "spirv")
+        with self._entered() as context:
+            return Program(self, artifact, context.pipelines.load(artifact))
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-    ) -> None:
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
         self._check_process()
         with self._lock:
             context = self._context()
@@ -141,41 +126,20 @@ class VulkanDevice(Device):
             if 0 not in grid:
                 context.launch(pipeline, grid, regions, scalars)
 
-    def _dispatches(self, launches: Sequence[Launch]) -> list[Dispatch]:
-        """Check launches and return those with a nonempty grid."""
-        found = []
-        for program, grid, args in launches:
-            pipeline, regions, scalars = self._prepare(program, grid, args)
-            if 0 not in grid:
-                found.append(Dispatch(pipeline, grid, regions, scalars))
-        return found
-
-    def time_launch(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> float:
-        if not self._facts.timestamp_bits:
-            return super().time_launch(program, grid, args)
-        self._check_process()
-        with self._lock:
-            context = self._context()
-            pipeline, regions, scalars = self._prepare(program, grid, args)
-            dispatch = Dispatch(pipeline, grid, regions, scalars)
-            return 0.0 if 0 in grid else context.time_launches([dispatch], 1)
-
     def time_launches(self, launches: Sequence[Launch], rounds: int) -> float:
         if not self._facts.timestamp_bits:
             return super().time_launches(launches, rounds)
-        self._check_process()
-        with self._lock:
-            context = self._context()
-            found = self._dispatches(launches)
-            return context.time_launches(found, rounds) if found else 0.0
+        with self._entered() as context:
+            dispatches = []
+            for program, grid, args in launches:
+                pipeline, regions, scalars = self._prepare(program, grid, args)
+                if 0 not in grid:
+                    dispatches.append(Dispatch(pipeline, grid, regions, scalars))
+            return context.time_launches(dispatches, rounds) if dispatches else 0.0
 
-    def _prepare(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> tuple[Pipeline, list[Region], list[Any]]:
+    def _prepare(self, program: Program, grid: Grid, args: Arguments) -> tuple[Pipeline, list[Region], list[Any]]:
         """Sort a launch's arguments into buffers and scalars, and check what the driver does not."""
-        self._check_program(program)
+        self.check_program(program)
         pipeline: Pipeline = program.handle
         if len(args) != len(pipeline.names):
             raise LaunchError(f"[vulkan] expected {len(pipeline.names)} arguments {pipeline.names}, got {len(args)}")
@@ -196,64 +160,34 @@ class VulkanDevice(Device):
         return pipeline, regions, [args[i] for i in pipeline.scalars]
 
     def synchronize(self) -> None:
-        self._check_process()
-        with self._lock:
-            self._context().synchronize()
+        with self._entered() as context:
+            context.synchronize()
 
     def statistics(self, program: Program) -> dict[str, int | float | bool]:
         """Return the driver's statistics of a program's machine code: registers, spills, shared memory ...
 
-        Parameters
-        ----------
-        program : Program
-            Loaded on this device.
-
-        Returns
-        -------
-        dict
-            Values under the driver's own names; empty without VK_KHR_pipeline_executable_properties.
+        They have the driver's own names; none without VK_KHR_pipeline_executable_properties.
         """
-        self._check_process()
-        with self._lock:
-            context = self._context()
-            self._check_program(program)
+        with self._entered() as context:
+            self.check_program(program)
             return context.pipelines.statistics(program.artifact)
 
     def representations(self, program: Program) -> dict[str, str]:
-        """Return a program's texts in the driver, from its intermediate code to assembly.
-
-        Parameters
-        ----------
-        program : Program
-            Loaded on this device.
-
-        Returns
-        -------
-        dict
-            Texts under the driver's own names; empty without VK_KHR_pipeline_executable_properties.
-        """
-        self._check_process()
-        with self._lock:
-            context = self._context()
-            self._check_program(program)
+        """Return a program's texts in the driver, from its intermediate code to assembly; named as `statistics`."""
+        with self._entered() as context:
+            self.check_program(program)
             return context.pipelines.representations(program.artifact)
 
     def pipeline_cache_data(self) -> bytes:
         """Return the driver's pipeline cache, which is also written to disk when the device is closed."""
-        self._check_process()
-        with self._lock:
-            return self._context().pipelines.cache_data()
+        with self._entered() as context:
+            return context.pipelines.cache_data()
 
     def memory_info(self) -> dict[str, int]:
         """Return the bytes ``used`` by tensors, the bytes ``reserved``, and the number of ``driver_allocations``."""
-        self._check_process()
-        with self._lock:
-            memory = self._context().memory
-            return {
-                "used": memory.used,
-                "reserved": memory.reserved,
-                "driver_allocations": memory.driver_allocations,
-            }
+        with self._entered() as context:
+            names = ("used", "reserved", "driver_allocations")
+            return {name: getattr(context.memory, name) for name in names}
 
     def close(self) -> None:
         if self._pid and self._pid != os.getpid():

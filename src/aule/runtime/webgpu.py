@@ -26,19 +26,16 @@ from aule.errors import (
     DeviceLostError,
     LaunchError,
     OutOfMemoryError,
-    ShaderCompileError,
 )
 from aule.runtime._pooled import Block, PooledDevice, claim_driver, size_class
-from aule.runtime.base import Allocation, Device, Program
-from aule.target import Target
+from aule.runtime._webgpu_target import FEATURES, read_target
+from aule.runtime.base import Allocation, Arguments, Device, Grid, Program, as_bytes
 
 _T = TypeVar("_T")
 
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
 """APIs under WebGPU, the preferred ones first if several reach the same device. OpenGL lacks compute features."""
 _KINDS = {"DiscreteGPU": 0, "IntegratedGPU": 1, "CPU": 3}
-_VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x106B: "apple"}
-_FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 _LIMITS = (
     "max-bindings-per-bind-group",
     "max-buffer-size",
@@ -69,11 +66,6 @@ def devices() -> list[Device]:
 
     A GPU that several of these APIs reach is listed once.
 
-    Returns
-    -------
-    list of Device
-        At least one.
-
     Raises
     ------
     BackendUnavailableError
@@ -100,14 +92,16 @@ def devices() -> list[Device]:
             f"{[a.info['backend_type'] for a in adapters] or 'none'}; install the GPU's Vulkan driver "
             "(or Mesa's lavapipe for the CPU: mesa-vulkan-drivers)",
         )
-    best: dict[tuple[int, int], int] = {}
-    for adapter in usable:
-        key = _identity(adapter)
-        rank = _BACKENDS.index(adapter.info["backend_type"])
-        best[key] = min(best.get(key, rank), rank)
-    chosen = [a for a in usable if _BACKENDS.index(a.info["backend_type"]) == best[_identity(a)]]
+    best: dict[tuple[int, int], str] = {}
+    for adapter in sorted(usable, key=lambda a: _BACKENDS.index(a.info["backend_type"])):
+        best.setdefault(_identity(adapter), adapter.info["backend_type"])
+    chosen = [a for a in usable if a.info["backend_type"] == best[_identity(a)]]
     chosen.sort(key=lambda a: _KINDS.get(a.info["adapter_type"], 2))
     return [WebGPUDevice(wgpu, adapter, index) for index, adapter in enumerate(chosen)]
+
+
+def _identity(adapter: Any) -> tuple[int, int]:
+    return int(adapter.info["vendor_id"]), int(adapter.info["device_id"])
 
 
 class _Block(Block):
@@ -140,7 +134,7 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def __init__(self, wgpu: Any, adapter: Any, index: int) -> None:
         largest = int(adapter.limits["max-buffer-size"]) & ~15
-        super().__init__(_target(wgpu, adapter), index, largest, _POOL_LIMIT)
+        super().__init__(read_target(wgpu, adapter), index, largest, _POOL_LIMIT)
         self._wgpu = wgpu
         self._adapter = adapter
         self._device: Any = None
@@ -154,7 +148,8 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def upload(self, allocation: Allocation, data: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        flat = self._flat(allocation, data, offset)
+        self.check_copy(allocation, data, offset)
+        flat = as_bytes(data)
         with self._lock, self._translated("upload", flat.nbytes):
             device = self._open()
             block = self._block(allocation)
@@ -182,7 +177,8 @@ class WebGPUDevice(PooledDevice[_Block]):
 
     def download(self, allocation: Allocation, out: npt.NDArray[Any], offset: int = 0) -> None:
         self._check()
-        flat = self._flat(allocation, out, offset, into=True)
+        self.check_copy(allocation, out, offset, into=True)
+        flat = as_bytes(out)
         with self._lock:
             device = self._open()
             block = self._block(allocation)
@@ -196,8 +192,7 @@ class WebGPUDevice(PooledDevice[_Block]):
     def load(self, artifact: Artifact) -> Program:
         self._check()
         target, wgpu = self.target, self._wgpu
-        if artifact.language != "wgsl":
-            raise ShaderCompileError(f"[webgpu] expected a kernel in wgsl, got {artifact.language}")
+        self.check_language(artifact, "wgsl")
         # naga does not check these, and the driver then misbehaves.
         for what, used, most in (
             ("threads in a workgroup", artifact.workgroup, target.max_threads),
@@ -205,7 +200,7 @@ class WebGPUDevice(PooledDevice[_Block]):
             ("storage buffers", len(artifact.buffers), target.max_buffers),
         ):
             if used > most:
-                raise self._refused(artifact, f"it uses {used} {what}, the device has {most}")
+                raise self.refused_error(artifact, f"it uses {used} {what}, the device has {most}")
         with self._lock:
             device = self._open()
             if artifact.uses_subgroups or artifact.subgroup_size:
@@ -220,23 +215,16 @@ class WebGPUDevice(PooledDevice[_Block]):
             except (wgpu.GPUError, wgpu.GPUPipelineError) as error:
                 if self._is_memory(error):
                     raise self._translate(error, f"loading '{artifact.entry}'", None) from error
-                raise self._refused(artifact, f"{target.name} refused it", str(error)) from error
+                raise self.refused_error(artifact, f"{target.name} refused it", str(error)) from error
         return Program(self, artifact, handle)
 
-    def launch(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        args: Sequence[Allocation | int | float],
-        stream: int | None = None,
-    ) -> None:
+    def launch(self, program: Program, grid: Grid, args: Arguments, stream: int | None = None) -> None:
         if stream is not None:
             raise LaunchError("[webgpu] expected stream=None, got a native stream; WebGPU devices have one queue")
         self._check()
         with self._lock, self._translated(f"launch of '{program.artifact.entry}'", None):
             device = self._open()
-            group = self._bind(device, program, args)
-            self._check_grid(program, grid)
+            group = self._bind(device, program, grid, args)
             if 0 in grid:
                 return
             encoder = device.create_command_encoder()
@@ -250,16 +238,13 @@ class WebGPUDevice(PooledDevice[_Block]):
                 device = self._open()
             self._wait(device)
 
-    def time_launch(
-        self, program: Program, grid: tuple[int, int, int], args: Sequence[Allocation | int | float]
-    ) -> float:
+    def time_launch(self, program: Program, grid: Grid, args: Arguments) -> float:
         self.synchronize()
         with self._lock, self._translated(f"launch of '{program.artifact.entry}'", None):
             device = self._open()
             queries, resolved, period = self._timestamp_queries(device)
             if period:
-                group = self._bind(device, program, args)
-                self._check_grid(program, grid)
+                group = self._bind(device, program, grid, args)
                 writes = {"query_set": queries, "beginning_of_pass_write_index": 0, "end_of_pass_write_index": 1}
                 encoder = device.create_command_encoder()
                 self._dispatch(encoder.begin_compute_pass(timestamp_writes=writes), program.handle, group, grid)
@@ -278,7 +263,7 @@ class WebGPUDevice(PooledDevice[_Block]):
             try:
                 self._device = self._adapter.request_device_sync(
                     label="aule",
-                    required_features=[f for f in _FEATURES if f in features],
+                    required_features=[f for f in FEATURES if f in features],
                     required_limits={name: limits[name] for name in _LIMITS if name in limits},
                 )
             except Exception as error:
@@ -396,20 +381,19 @@ class WebGPUDevice(PooledDevice[_Block]):
         )
         return _Pipeline(pipeline, layout)
 
-    def _bind(self, device: Any, program: Program, args: Sequence[Allocation | int | float]) -> Any:
-        """Return the bind group for these arguments, from an earlier launch if possible."""
+    def _bind(self, device: Any, program: Program, grid: Grid, args: Arguments) -> Any:
+        """Check a launch and return the bind group for its arguments, from an earlier launch if possible."""
+        self.check_launch(program, grid, args)
         artifact = program.artifact
-        values = self._match_arguments(program, args)
-        blocks = [v for v in values if isinstance(v, _Block)]
-        scalars = [v for v in values if not isinstance(v, _Block)]
+        buffers = [arg for arg in args if isinstance(arg, Allocation)]
+        scalars = [arg for arg in args if not isinstance(arg, Allocation)]
+        blocks = [self._block(buffer) for buffer in buffers]
         # Rounded up to vectors of four words, so that a kernel may read its last elements as a vector.
-        ranges = [max(-(-a.nbytes // 16) * 16, 16) for a in args if isinstance(a, Allocation)]
+        ranges = [max(-(-buffer.nbytes // 16) * 16, 16) for buffer in buffers]
         try:
             packed = artifact.scalar_struct.pack(*scalars) if scalars else b""
         except (struct.error, OverflowError, TypeError) as error:
-            raise LaunchError(
-                f"[webgpu] '{artifact.entry}' got a scalar that does not fit its parameter: {error}"
-            ) from error
+            raise self.argument_error(artifact, error) from None
         handle: _Pipeline = program.handle
         key = (packed, *(b.serial for b in blocks), *ranges)
         found = handle.groups.get(key)
@@ -465,14 +449,8 @@ class WebGPUDevice(PooledDevice[_Block]):
         device.queue.write_buffer(buffer, 0, packed)
         return buffer
 
-    def _check_grid(self, program: Program, grid: tuple[int, int, int]) -> None:
-        if not all(0 <= n <= most for n, most in zip(grid, self.target.max_grid, strict=True)):
-            raise LaunchError(
-                f"[webgpu] '{program.artifact.entry}' expected a grid within {self.target.max_grid}, got {grid}"
-            )
-
     @staticmethod
-    def _dispatch(compute_pass: Any, handle: _Pipeline, group: Any, grid: tuple[int, int, int]) -> None:
+    def _dispatch(compute_pass: Any, handle: _Pipeline, group: Any, grid: Grid) -> None:
         compute_pass.set_pipeline(handle.pipeline)
         compute_pass.set_bind_group(0, group)
         compute_pass.dispatch_workgroups(*grid)
@@ -510,7 +488,7 @@ class WebGPUDevice(PooledDevice[_Block]):
         """Check that the device's subgroup size is the kernel's; WebGPU cannot require one, so it is measured once."""
         wanted = artifact.subgroup_size or self.target.subgroup_size
         if not self.target.subgroup_size:
-            raise self._refused(artifact, "it uses subgroups and the device's subgroup size is not known")
+            raise self.refused_error(artifact, "it uses subgroups and the device's subgroup size is not known")
         if not self._measured_subgroup:
             with self._translated("measuring the subgroup size", None):
                 probe = self._pipeline(device, _SUBGROUP_PROBE, "main", ["storage"])
@@ -526,7 +504,7 @@ class WebGPUDevice(PooledDevice[_Block]):
                 block.buffer.destroy()
                 self._measured_subgroup = int(size[0])
         if self._measured_subgroup != wanted:
-            raise self._refused(
+            raise self.refused_error(
                 artifact, f"it wants subgroups of {wanted} lanes, the device has {self._measured_subgroup}"
             )
 
@@ -550,53 +528,3 @@ class WebGPUDevice(PooledDevice[_Block]):
             self._lost = f"[webgpu] {name} stopped answering ({what}: {text}); get a new device"
             return DeviceLostError(self._lost)
         return LaunchError(f"[webgpu] {what} failed on {name}: {text}")
-
-
-def _identity(adapter: Any) -> tuple[int, int]:
-    return int(adapter.info["vendor_id"]), int(adapter.info["device_id"])
-
-
-def _subgroup_size(vendor: str, name: str) -> int:
-    """Return the subgroup size if it is the same for every kernel, else 0.
-
-    wgpu-native 29 reports no sizes (its fields are 0), and a kernel cannot require one. NVIDIA and Apple always have
-    32 lanes, llvmpipe fills its vector registers; AMD's and Intel's compilers choose per kernel.
-    """
-    if vendor in ("nvidia", "apple"):
-        return 32
-    bits = re.search(r"llvmpipe.*?(\d+) bits", name)
-    return int(bits[1]) // 32 if bits else 0
-
-
-def _target(wgpu: Any, adapter: Any) -> Target:
-    info, limits, features = adapter.info, adapter.limits, adapter.features
-    name = info["device"] or info["description"]
-    software = info["adapter_type"] == "CPU"
-    vendor = "apple" if name.startswith("Apple") else _VENDORS.get(info["vendor_id"], "unknown")
-    if software:
-        vendor = "software"
-    f16 = "shader-f16" in features
-    grid = int(limits["max-compute-workgroups-per-dimension"])
-    return Target(
-        backend="webgpu",
-        name=name,
-        vendor=vendor,
-        # naga is part of the compiler, so wgpu's version belongs to the driver's.
-        driver=f"{info['backend_type']} {info['description']}, wgpu {wgpu.__version__}",
-        software=software,
-        subgroup_size=_subgroup_size(vendor, name) if "subgroup" in features else 0,
-        max_threads=min(
-            int(limits["max-compute-invocations-per-workgroup"]), int(limits["max-compute-workgroup-size-x"])
-        ),
-        max_shared_bytes=int(limits["max-compute-workgroup-storage-size"]),
-        max_grid=(grid, grid, grid),
-        max_buffers=min(
-            int(limits["max-storage-buffers-per-shader-stage"]), int(limits["max-bindings-per-bind-group"]) - 1
-        ),
-        max_buffer_bytes=min(int(limits["max-buffer-size"]), int(limits["max-storage-buffer-binding-size"])) & ~15,
-        offset_alignment=int(limits["min-storage-buffer-offset-alignment"]),
-        unified_memory=software or info["adapter_type"] == "IntegratedGPU",
-        f16=f16,
-        storage16=f16,
-        extensions=tuple(f for f in _FEATURES if f in features),
-    )

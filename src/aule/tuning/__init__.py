@@ -1,4 +1,4 @@
-"""Tuned numbers: one data file per device family, and the one rule by which planners look numbers up."""
+"""Tuned numbers: one data file per device family, and one look-up for planners."""
 
 from aule.tuning.lookup import find, matching, number, records, use
 from aule.tuning.own import own_records, trying

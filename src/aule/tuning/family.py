@@ -8,22 +8,22 @@ from __future__ import annotations
 from aule.target import Target
 
 GENERIC = "generic"
-"""The family behind every other one."""
+"""The last family of every device."""
 
 _MEASURED_ARCH = "sm90"
-"""The architecture whose numbers stand in for those of other ones."""
+"""The measured architecture, whose numbers serve architectures without their own."""
 
 
 def families(target: Target) -> tuple[str, ...]:
-    """Families of a device, the closest first; `GENERIC` is the last. A family need not have a data file."""
+    """Return the families of a device, the closest first, `GENERIC` last. A family may lack a data file."""
     return (*_own(target), GENERIC)
 
 
 def _own(target: Target) -> tuple[str, ...]:
     if target.backend == "cpu":
         return ("cpu",)
-    # Compiling for a processor takes longer than computing there. Software Vulkan keeps the tiles of real devices, so
-    # that tests without a device run those.
+    # On software devices compiling takes longer than computing. Software Vulkan uses the tiles of real devices, so that
+    # tests without a GPU cover those.
     if target.software and target.backend in ("opencl", "webgpu"):
         return ("software",)
     if target.vendor == "nvidia" or target.backend == "cuda":

@@ -1,7 +1,7 @@
 """The look-up of tuned numbers: the first record that applies and fits wins.
 
-Records come in this order: those that `aule tune` measured on this device, the device family's, those of the families
-that it falls back to, and the generic ones.
+The order of records: `aule tune`'s for this device, the device family's, those of its fallback families, and generic
+ones.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from aule.tuning.tables import family_records
 
 
 def records(target: Target, op: str) -> tuple[Record, ...]:
-    """Every record of an op for a device, in the order of the look-up."""
+    """Return every record of an op for a device, in the order of the look-up."""
     tables = (record for family in families(target) for record in family_records(family, op))
     return (*own_records(target, op), *tables)
 
 
 def matching(target: Target, op: str, facts: Facts) -> Iterator[Record]:
-    """The records that apply, in the order of the look-up."""
+    """Yield the records that apply, in the order of the look-up."""
     return (record for record in records(target, op) if record.applies(facts))
 
 
 def find(target: Target, op: str, facts: Facts, fits: Callable[[Record], bool] | None = None) -> Record | None:
-    """The first record that applies and fits the device; None if there is none."""
+    """Return the first record that applies and fits the device; None if there is none."""
     return next((record for record in matching(target, op, facts) if fits is None or fits(record)), None)
 
 
 def use(target: Target, op: str, **facts: Any) -> Mapping[str, Any]:
-    """What the first record that applies says; empty if there is none."""
+    """Return the choice of the first record that applies; empty if there is none."""
     record = find(target, op, facts)
     return record.use if record is not None else {}
 
 
 def number(target: Target, op: str, **facts: Any) -> Any:
-    """The one number of an op's first record that applies, named ``value`` there.
+    """Return the ``value`` of an op's first record that applies.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""The user's own records, which `aule tune` measured on this machine. They go before the tables.
+"""The user's own records, measured by `aule tune` on this machine. They precede the tables.
 
-They are kept with the cache of kernels, by device and driver, in the format of the tables. A line that cannot be read,
-or that no planner of this version would understand, is ignored.
+They are files of the disk cache, by device and driver, in the format of the tables. Lines that cannot be parsed, or
+that no planner of this version understands, are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _tried: ContextVar[Mapping[str, tuple[Record, ...]] | None] = ContextVar("aule_t
 
 
 def own_records(target: Target, op: str) -> tuple[Record, ...]:
-    """The user's records of an op for a device; those that are being tried instead, if any."""
+    """Return the user's records of an op for a device; inside `trying`, the tried records instead."""
     tried = _tried.get()
     return (_of(target) if tried is None else tried).get(op, ())
 
@@ -38,21 +38,21 @@ def trying(*records: Record) -> Iterator[None]:
         _tried.reset(token)
 
 
-def keep(target: Target, op: str, when: Mapping[str, Any], record: Record | None) -> None:
-    """Keep a record for a device, instead of one of the same op and conditions; None only removes that."""
+def save(target: Target, op: str, when: Mapping[str, Any], record: Record | None) -> None:
+    """Save a record for a device, replacing one of the same op and conditions; None only removes that one."""
     others = [r for found in _of(target).values() for r in found if (r.op, r.when) != (op, when)]
-    kept = [*others, *([record] if record is not None else [])]
-    store.write(file_name(target), "".join(f"{r.line()}\n" for r in kept).encode())
-    _known[file_name(target)] = by_op(kept)
+    saved = [*others, *([record] if record is not None else [])]
+    store.write(file_name(target), "".join(f"{r.line()}\n" for r in saved).encode())
+    _known[file_name(target)] = by_op(saved)
 
 
 def forget(target: Target) -> None:
-    """Read a device's records from the disk again when they are needed."""
+    """Read a device's records from disk again at the next use."""
     _known.pop(file_name(target), None)
 
 
 def file_name(target: Target) -> str:
-    """The file of a device's records in the cache."""
+    """Return the cache file of a device's records."""
     about = f"{target.backend} {target.name} {target.driver} {target.arch}"
     return f"tuned/{hashlib.sha256(about.encode()).hexdigest()[:32]}.jsonl"
 
@@ -76,7 +76,7 @@ def _readable(lines: Iterable[str]) -> Iterator[Record]:
 
 
 def _understood(record: Record) -> bool:
-    """Whether the tables have records of this op with the same fields of the same types."""
+    """Return whether the tables have records of this op with the same fields of the same types."""
     if not isinstance(record.when, dict) or not isinstance(record.use, dict):
         return False
     return bool(record.use) and _alike(record.use, [known.use for known in every(record.op)])

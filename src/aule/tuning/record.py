@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Facts = Mapping[str, Any]
-"""What a planner knows of a problem and a device: plain values by name."""
+"""A planner's facts about a problem and a device: plain values by name."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Record:
     op : str
         Operation and engine, as ``attention.forward.simt``.
     when : dict
-        Conditions, all of which must hold: a value, a list of values, or a range ``{"min": a, "max": b}`` with both
-        ends included, for each fact by name. A fact that the planner does not state fails its condition.
+        Conditions by name of a fact, all of which must hold: a value, a list of values, or a range
+        ``{"min": a, "max": b}``, ends included. A condition on a missing fact fails.
     use : dict
         The choice: fields of a shape, or numbers by name.
     measured : str or dict
-        Device and date of the measurement; ``"rule"`` if nobody measured it.
+        Device and date of the measurement; ``"rule"`` if not measured.
     note : str
-        File of docs/lab that has the measurements and the alternatives.
+        File of docs/lab with the measurements and the alternatives.
     """
 
     op: str
@@ -37,11 +37,11 @@ class Record:
     note: str = ""
 
     def applies(self, facts: Facts) -> bool:
-        """Whether all conditions hold."""
+        """Return whether all conditions hold."""
         return all(name in facts and _holds(wanted, facts[name]) for name, wanted in self.when.items())
 
     def line(self) -> str:
-        """The record as a line of a data file."""
+        """Return the record as a line of a data file."""
         return json.dumps(asdict(self))
 
 
@@ -52,12 +52,12 @@ def _holds(wanted: Any, value: Any) -> bool:
 
 
 def parse(text: str) -> tuple[Record, ...]:
-    """The records of a data file, one JSON object per line."""
+    """Parse a data file, one JSON object per line."""
     return tuple(Record(**json.loads(line)) for line in text.splitlines() if line.strip())
 
 
 def by_op(found: Iterable[Record]) -> dict[str, tuple[Record, ...]]:
-    """Records by op, in their order."""
+    """Group records by op, in their order."""
     grouped: dict[str, tuple[Record, ...]] = {}
     for record in found:
         grouped[record.op] = (*grouped.get(record.op, ()), record)

@@ -18,12 +18,12 @@ def _file(family: str) -> Mapping[str, tuple[Record, ...]]:
 
 
 def family_records(family: str, op: str) -> tuple[Record, ...]:
-    """The records of an op in one family's data file; none without a file."""
+    """Return the records of an op in one family's data file; empty without a file."""
     return _file(family).get(op, ())
 
 
 @functools.cache
 def every(op: str) -> tuple[Record, ...]:
-    """The records of an op in all data files."""
+    """Return the records of an op in all data files."""
     names = sorted(file.name for file in resources.files(__package__).iterdir() if file.name.endswith(_SUFFIX))
     return tuple(record for name in names for record in family_records(name.removesuffix(_SUFFIX), op))

@@ -11,7 +11,7 @@ import pytest
 from op_plans import run_step, unwritten
 
 from aule import tuning
-from aule.engine.attention import named
+from aule.engine.attention import attention_views
 from aule.engine.memory import STORED
 from aule.ops.attention.plan.backward import plan_backward
 from aule.ops.attention.plan.tiles import simt_shape
@@ -48,7 +48,7 @@ def run(
     result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "device", None)
     views: dict[str, TensorView] = {"o": result, "do": result}
     memory: dict[str, Any] = {}
-    for name, view in named(operands, result).items():
+    for name, view in attention_views(operands, result).items():
         if name != "o":
             used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
             packed = np.ascontiguousarray(view.storage[used])

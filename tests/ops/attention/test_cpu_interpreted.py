@@ -9,7 +9,7 @@ import grid
 import numpy as np
 import pytest
 
-from aule.engine.attention import named
+from aule.engine.attention import attention_views
 from aule.engine.memory import STORED
 from aule.ir.interpret import interpret
 from aule.ir.verify import verify
@@ -43,7 +43,7 @@ def brought(problem: AttentionProblem, operands: Operands) -> tuple[dict[str, Te
         "o": np.zeros(out_shape, STORED[problem.dtype]).reshape(-1),
         "lse": np.zeros(out_shape[:3], work(problem)).reshape(-1),
     }
-    for name, view in named(operands, result).items():
+    for name, view in attention_views(operands, result).items():
         if name != "o":
             used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
             packed = np.ascontiguousarray(view.storage[used])

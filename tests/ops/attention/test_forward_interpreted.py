@@ -11,7 +11,7 @@ import pytest
 from op_plans import run_step, unwritten
 
 from aule import tuning
-from aule.engine.attention import named
+from aule.engine.attention import attention_views
 from aule.ir import Builder
 from aule.ir.interpret import interpret
 from aule.ir.types import Scalar, f32, f64, i32
@@ -54,7 +54,7 @@ def run(
     result = TensorView(problem.dtype, out_shape, contiguous_strides(out_shape), "device", None)
     views: dict[str, TensorView] = {"o": result}
     memory: dict[str, Any] = {"o": out.reshape(-1), "lse": lse.reshape(-1)}
-    for name, view in named(operands, result).items():
+    for name, view in attention_views(operands, result).items():
         if name != "o":
             used = tuple(slice(None) if stride else slice(0, 1) for stride in view.strides)
             packed = np.ascontiguousarray(view.storage[used])
@@ -240,7 +240,7 @@ def test_indices_of_64_bits() -> None:
 def test_far_views_get_indices_of_64_bits() -> None:
     case = grid.forward_grid("small")[2]
     problem, operands = grid.case_problem(case, grid.make_inputs(case, seed=5))
-    near = named(operands, operands.q)
+    near = attention_views(operands, operands.q)
     far = {name: replace(view, offset=2**31) for name, view in near.items()}
     assert not plan_forward(problem, near, target(8)).steps[-1].config.index64
     assert plan_forward(problem, far, target(8)).steps[-1].config.index64

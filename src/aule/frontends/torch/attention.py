@@ -11,10 +11,10 @@ from torch import Tensor
 
 from aule.backends import registry
 from aule.engine.attention import (
+    attention_views,
     backward_on_host,
     forward_on_host,
     host_device,
-    named,
     prepare_backward,
     prepare_forward,
 )
@@ -130,7 +130,7 @@ class Forward(Call):
         outputs = [Output("o", q.dtype, found.out_shape)]
         if self.asked.return_lse:
             outputs.append(Output("lse", work_dtype(q), found.lse_shape))
-        return Bound(problem, named(found, four_axes(out)), tuple(outputs))
+        return Bound(problem, attention_views(found, four_axes(out)), tuple(outputs))
 
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
@@ -206,7 +206,7 @@ class Backward(Call):
     def bind(self, view: ViewOf) -> Bound:
         problem, found = problem_of(self.tensors, self.asked, view)
         results = {name: four_axes(view(self.tensors[name], name, OP, "q")) for name in ("o", "do")}
-        views: dict[str, TensorView] = named(found, results["o"]) | {"do": results["do"]}
+        views: dict[str, TensorView] = attention_views(found, results["o"]) | {"do": results["do"]}
         outputs = []
         for name, x in (("dq", found.q), ("dk", found.k), ("dv", found.v)):
             views[name] = fresh_view(problem.dtype, x.shape)
@@ -257,7 +257,7 @@ def gradient_device(q: Tensor, spec: str | None, training: bool, foreign: bool) 
     Tensors stay on the CPU unless there is only another device or one is forced; ``foreign`` ones, which are copied
     anyway, go to the best. NumPy has no gradients: it is refused if ``training``.
     """
-    spec = registry.asked(spec)
+    spec = registry.requested_backend(spec)
     device: Device | None
     if spec is not None or foreign:
         device = host_device(NAMES.get(q.dtype, ""), spec)

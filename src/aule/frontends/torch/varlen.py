@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from aule.engine.attention import (
+    attention_views,
     backward_on_host,
     forward_on_host,
     host_device,
-    named,
     prepare_backward,
     prepare_forward,
 )
@@ -141,7 +141,7 @@ class Forward(_PackedCall):
         outputs = [Output("o", q.dtype, (rows, heads, dim), fill=0.0)]
         if self.lse:
             outputs.append(Output("lse", work_dtype(q), (heads, rows), fill=-torch.inf, empty=-torch.inf))
-        return Bound(problem, named(found, heads_first(out)), tuple(outputs))
+        return Bound(problem, attention_views(found, heads_first(out)), tuple(outputs))
 
     def prepare(
         self, bound: Bound, device: Device, memory: MemorySource | None, aligned: Mapping[str, bool]
@@ -188,7 +188,7 @@ class Backward(_PackedCall):
     def bind(self, view: ViewOf) -> Bound:
         problem, found = self._problem(view, True, self.deterministic)
         results = {name: heads_first(view(self.tensors[name], name, OP, "q")) for name in ("o", "do")}
-        views = named(found, results["o"]) | {"do": results["do"]}
+        views = attention_views(found, results["o"]) | {"do": results["do"]}
         outputs = []
         for name in ("dq", "dk", "dv"):
             like = self.tensors[name[1:]]
