@@ -25,7 +25,6 @@ NAN = float("nan")
 class CrossEntropyConfig(RowConfig):
     """Configuration of a cross entropy kernel; operands say what else it does."""
 
-    name: str
     smooth: bool = False
 
 
@@ -44,7 +43,7 @@ class _Targets:
 
 def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the forward kernel: ``most``, ``above`` and the row's loss, ``loss`` or ``row_loss``."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     logits, targets = k.array("logits"), k.array("target")
     losses = k.array("loss" if config.has("loss") else "row_loss", "write")
@@ -91,7 +90,7 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
 def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the backward kernel: ``dlogits`` from ``most``, ``above`` and the gradient of the row's loss: ``dloss``,
     times ``scale`` if given."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     dlosses, logits, targets = (k.array(name) for name in ("dloss", "logits", "target"))
     saved = [k.array(name) for name in ("most", "above")]
@@ -139,7 +138,7 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
 def build_reduction(config: CrossEntropyConfig, target: Target) -> KernelIR:
     """Trace the reduction over rows, which are the columns of its only row: ``loss`` from ``row_loss``, with ``above``
     divided by the number of rows that count; or ``scale``, one over that number."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     arrays = {name: k.array(name) for name in ("row_loss", "above") if config.has(name)}
     result = k.array("loss" if config.has("loss") else "scale", "write")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aule.ops.linear.problem import LayerNormLinearProblem
 from aule.ops.norm.numpy_norm import norm, norm_gradient
+from aule.ops.shared.elements import Array
 
-Array = npt.NDArray[Any]
 _NORM = {"x": "x", "weight_norm": "weight", "bias_norm": "bias"}
 """Our names of the normalisation's operands, and the names it uses itself."""
 

@@ -35,7 +35,6 @@ class NormConfig(RowConfig):
         exceeds the digits lost when the mean is rounded.
     """
 
-    name: str
     center: bool
     moments: bool = False
 
@@ -158,7 +157,7 @@ def _squares(b: Builder, values: list[Value]) -> Value:
 
 def build_norm(config: NormConfig, target: Target) -> KernelIR:
     """Trace the forward kernel."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     arrays = {name: k.array(name) for name in ("x", "residual") if config.has(name)}
     weight, bias = k.columns("weight"), k.columns("bias")
@@ -223,7 +222,7 @@ def build_norm_gradient(config: NormConfig, target: Target) -> KernelIR:
     It recomputes the statistics, which needs no memory, unless the forward kernel saved them. The sums over rows for
     the gradients of weight and bias accumulate until the workgroup's last row.
     """
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     inverse = k.number("inverse_length")
     arrays = {name: k.array(name) for name in rows_read(name for name, _ in config.operands)}

@@ -31,7 +31,6 @@ class RopeConfig(RowConfig):
         Columns that are not rotated are written as well.
     """
 
-    name: str
     interleaved: bool
     ids: str | None
     inverse: bool
@@ -44,7 +43,7 @@ class _Kernel:
 
     def __init__(self, config: RopeConfig, target: Target) -> None:
         self.config = config
-        self.k = RowKernel(config.name, config, target)
+        self.k = RowKernel(config, target)
         self.pairs = self.k.passes
         self.rest = self.k.all_passes[1] if len(self.k.all_passes) > 1 else None
         self.tables = [self.k.array(name) for name in ("cos", "sin")]

@@ -18,7 +18,6 @@ from aule.ops.rows.layout import (
     mark_group_is_block,
     overlaps_launch,
     row_grid,
-    specialises_heads,
     streams,
 )
 from aule.ops.rows.views import (
@@ -41,8 +40,7 @@ _ROWS = ("x", "y", "dy", "dx")
 def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Target) -> Plan:
     """Plan a rotation: ``x`` and ``y``, or ``dy`` and ``dx``, and ``cos``, ``sin``, and where present
     ``position_ids`` and ``weight``; for the gradient of a norm also ``x`` and ``dweight``."""
-    count = math.prod(problem.shape[:-1])
-    if count == 0:
+    if not problem.rows:
         return Plan(())
     sums, norm = "dweight" in views, problem.eps is not None
     rows = {name: view for name, view in views.items() if name in _ROWS}
@@ -52,18 +50,18 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
     most = 1 if sums else tuning.number(target, "rope.heads", norm=norm)
     heads, layout = _heads_last(problem, views, most)
     loops = sums or target.host
-    shape = replace(shape, batch=heads, loops=loops, exact=count % (shape.slots * heads) == 0)
+    shape = replace(shape, batch=heads, loops=loops, exact=problem.rows % (shape.slots * heads) == 0)
     ranges = [_cut(problem.pairs, passes, shape.threads)]
     if problem.rest and not (problem.inplace and not norm):
         ranges.append(_cut(problem.rest, passes, shape.threads))
     name = "rms_norm_rope" if norm else "rope"
-    grid = row_grid(name, shape, count, target)
+    grid = row_grid(name, shape, problem.rows, target)
     shape = mark_group_is_block(shape, grid, target)
     partials = grid[0]
     ids = views.get("position_ids")
     scalars = layout.scalars | view_scalars(views) | {"length": problem.pairs, "length1": problem.rest}
     scalars |= {"inverse_length": 1.0 / problem.length, "sums": problem.length}
-    fixed = ids is None and _positions_first(problem, views, layout) and specialises_heads(target)
+    fixed = ids is None and _positions_first(problem, views, layout) and tuning.number(target, "rope.specialised")
     config = RopeConfig(
         name=f"{name}_backward" if problem.inverse else name,
         interleaved=problem.interleaved,
@@ -91,7 +89,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         return Plan((step,))
     outputs = [("dweight", views["dweight"])]
     pairs = problem.pairs if problem.interleaved else 0
-    common = has_common_grid(target, shape, count, grid)
+    common = has_common_grid(target, shape, problem.rows, grid)
     finish = column_sum_step(problem.dtype, outputs, partials, problem.length, target, pairs, common)
     return Plan((step, finish), {"partial": partials * problem.length})
 
@@ -101,9 +99,9 @@ def _shape(
 ) -> tuple[RowShape, PassShape]:
     """How rows, or their longer range of columns, are laid out over threads."""
     width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
-    longest, count = max(problem.pairs, problem.rest), math.prod(problem.shape[:-1])
+    longest = max(problem.pairs, problem.rest)
     # As for sums even if there are none: one part each of many arrays.
-    shape, passes = choose_rows(target, problem.dtype, longest, width, count, Work(sums=1))
+    shape, passes = choose_rows(target, problem.dtype, longest, width, problem.rows, Work(sums=1))
     if target.host:
         passes = replace(passes, unroll=1)
     if problem.eps is not None and not sums:

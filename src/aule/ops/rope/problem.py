@@ -9,6 +9,7 @@ from typing import Any
 from aule.errors import InvalidArgumentError, InvalidDtypeError, InvalidShapeError
 from aule.ops.norm.problem import checked_eps
 from aule.ops.rows.checks import check_devices, check_floats, check_rows, check_shape, checked_broadcast
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import checked_flag, checked_integer
 from aule.ops.shared.spec import Call, Result
 from aule.view import TensorView, broadcast, every_nth, packed_strides
@@ -17,7 +18,7 @@ _ONE_EACH = "it has one row for each position, or one for each position of each 
 
 
 @dataclass(frozen=True)
-class RopeProblem:
+class RopeProblem(RowProblem):
     """Rotation of pairs of columns by one angle per pair and position.
 
     ``(a, b) -> (a * cos - b * sin, b * cos + a * sin)``, as ONNX defines RotaryEmbedding. A pair is columns ``i`` and
@@ -34,18 +35,12 @@ class RopeProblem:
         The result overwrites ``x``.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     pairs: int
     interleaved: bool
     positions: int
     inverse: bool
     eps: float | None
     inplace: bool = False
-
-    @property
-    def length(self) -> int:
-        return self.shape[-1]
 
     @property
     def rest(self) -> int:

@@ -55,6 +55,7 @@ class RowConfig:
         The kernel begins while the launch before ends, waits for it, and lets the next launch do so.
     """
 
+    name: str
     dtype: str
     shape: RowShape
     passes: tuple[PassShape, ...]
@@ -81,11 +82,11 @@ class RowKernel:
         Passes over each range of columns; ``passes`` is the first.
     """
 
-    def __init__(self, name: str, config: RowConfig, target: Target) -> None:
+    def __init__(self, config: RowConfig, target: Target) -> None:
         self.config = config
         shape = config.shape
         self.b = Builder(
-            name,
+            config.name,
             shape.workgroup,
             max_registers=shape.registers,
             cluster=max(shape.cluster, shape.sums_cluster),

@@ -9,7 +9,6 @@ from typing import Any
 
 from aule import tuning
 from aule.ir.types import SCALARS, f32
-from aule.ops.rows.column_sum_layout import choose_sums
 from aule.ops.rows.hints import NO_SUMS, RowTuning, SumTuning, Work, usual_units
 from aule.ops.shared.plan import grid_of
 from aule.target import Target
@@ -44,7 +43,7 @@ def choose_rows(
     if not work.sums:
         if hints is None:
             norm = work.columns or work.written > 1
-            hints = _norm_hints(target, length, rows, work, narrow) if norm else usual_rows(target)
+            hints = _norm_hints(target, length, rows, work, narrow) if norm else RowTuning(**tuning.use(target, "rows"))
         full = width * size == COPIED_BYTES and length * size + 2 * _RESERVED <= target.max_shared_bytes
         hints = replace(hints, in_shared=hints.in_shared and full and narrow, narrow=hints.narrow and narrow)
         return _over_cluster(target, length, width, rows, hints)
@@ -90,9 +89,21 @@ def _can_combine_sums(target: Target, dtype: str, rows: int, shape: RowShape, pa
     )
 
 
-def usual_rows(target: Target) -> RowTuning:
-    """The hints for rows of which nothing special is known."""
-    return RowTuning(**tuning.use(target, "rows"))
+def choose_sums(target: Target, length: int, work: Work, rows: int = 0) -> SumTuning:
+    """The hints for kernels with sums of columns, which are gradients of norms."""
+    facts = {
+        "length": length,
+        "sums": work.sums,
+        "arrays": len(work.copied),
+        "mixed": len(set(work.copied)) > 1,
+        "bytes": max(work.copied, default=0),
+        "exchanged": work.exchanged,
+        "rows": rows,
+        "rows_per_unit": rows // usual_units(target),
+        "cluster": target.max_cluster,
+        "copies": target.async_copies,
+    }
+    return SumTuning(**tuning.use(target, "rows.sums", **facts))
 
 
 def usual_sums() -> SumTuning:
@@ -244,11 +255,6 @@ def has_common_grid(target: Target, shape: RowShape, rows: int, grid: tuple[int,
 def specialises(target: Target, length: int, work: Work) -> bool:
     """Whether kernels over rows without gaps have strides and lengths compiled in, rather than read them."""
     return bool(tuning.number(target, "rows.specialised", **_norm_facts(target, length, work)))
-
-
-def specialises_heads(target: Target) -> bool:
-    """Whether rotations of heads have strides and lengths compiled in: they divide by the number of heads."""
-    return bool(tuning.number(target, "rope.specialised"))
 
 
 def sums_layout(target: Target, passes: PassShape) -> SumsLayout:

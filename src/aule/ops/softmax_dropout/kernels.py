@@ -43,7 +43,6 @@ class SoftmaxConfig(RowConfig):
         The conversion of weights is told that they are small.
     """
 
-    name: str
     mask: str | None
     causal: bool
     dropout: bool
@@ -60,7 +59,7 @@ class _Kernel:
 
     def __init__(self, config: SoftmaxConfig, target: Target) -> None:
         self.config = config
-        self.k = k = RowKernel(config.name, config, target)
+        self.k = k = RowKernel(config, target)
         self.passes = k.passes
         self.fuses = target.exact_fma  # large scores would lose digits as products that are rounded by themselves
         self.x_array = k.array("x")
@@ -393,7 +392,7 @@ def build_softmax_gradient(config: SoftmaxConfig, target: Target) -> KernelIR:
 
 def build_gradient_of_weights(config: SoftmaxConfig, target: Target) -> KernelIR:
     """Trace the backward kernel for saved weights, negative where they were dropped: for CPUs, and rows of bf16."""
-    k = RowKernel(config.name, config, target)
+    k = RowKernel(config, target)
     b, passes, rows = k.b, k.passes, k.rows
     weights_array, dy_array, dx_array = k.array("weights"), k.array("dy"), k.array("dx", "write")
     scale, keep_scale = k.number("scale"), k.number("keep_scale")

@@ -16,6 +16,7 @@ from aule.ops.rows.checks import (
     checked_broadcast,
     statistics_result,
 )
+from aule.ops.rows.problem import RowProblem
 from aule.ops.shared.checks import (
     FLOAT_DTYPES,
     LARGEST,
@@ -35,7 +36,7 @@ and y and recomputing weights."""
 
 
 @dataclass(frozen=True)
-class SoftmaxProblem:
+class SoftmaxProblem(RowProblem):
     """``dropout(softmax(scale * x + mask))`` along the last axis, as ONNX defines Softmax for ``axis=-1``.
 
     A row whose columns are all masked or -inf is zero. `aule.ops.softmax.dropout` says which weights are dropped:
@@ -50,20 +51,14 @@ class SoftmaxProblem:
         Row ``i`` of n counts columns up to ``i + length - n``.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     scale: float
     mask: str | None
     causal: bool
     dropout_p: float
 
     @property
-    def length(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def rows(self) -> int:
-        """Rows of a head."""
+    def head_rows(self) -> int:
+        """Rows of a head: the last axis but one."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 
