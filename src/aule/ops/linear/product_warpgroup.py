@@ -45,7 +45,7 @@ class Cursor:
             self.row.value, self.col.value = product.place(self.number.value)
 
 
-class StagedFactor:
+class CopiedFactor:
     """A factor that is copied into the stages."""
 
     def __init__(self, product: WarpgroupProduct, factor: Factor, outer: int, start: int) -> None:
@@ -90,8 +90,8 @@ class WarpgroupProduct:
         left = Factor(p, config.left, self.m, self.k, f32, config.full_steps)
         right = Factor(p, config.right, self.n, self.k, f32, config.full_steps)
         # The right factor's stages come first.
-        self.right = StagedFactor(self, right, blocks.cols, 0)
-        self.left = StagedFactor(self, left, blocks.rows, STAGES * self.right.shape.elements)
+        self.right = CopiedFactor(self, right, blocks.cols, 0)
+        self.left = CopiedFactor(self, left, blocks.rows, STAGES * self.right.shape.elements)
         elements = self.left.shape.elements + self.right.shape.elements
         self.memory = b.shared("stages", self.engine.elem, STAGES * elements)
         self.barrier = b.shared("meeting", u64, 1)
@@ -129,7 +129,7 @@ class WarpgroupProduct:
         with b.loop(self.first, tiles, self.workgroups, name="tile") as number:
             with b.loop(0, self.k, self.blocks.depth, name="depth"):
                 now = stage.value
-                self.await_all(now)
+                b.warpgroup_await(self.barrier, 0, now & 1)  # all threads have arrived for this step
                 self.multiply(now)
                 copy_next((now + 2) & (STAGES - 1))
                 b.warpgroup_wait(1)
@@ -143,10 +143,6 @@ class WarpgroupProduct:
         self.b.async_wait(1)
         self.b.warpgroup_publish()
         self.b.warpgroup_arrive(self.barrier)
-
-    def await_all(self, phase: Value) -> None:
-        """Wait until all threads have arrived in this phase of the barrier."""
-        self.b.warpgroup_await(self.barrier, 0, phase & 1)
 
     def multiply(self, stage: Value) -> None:
         """Start a step's products."""

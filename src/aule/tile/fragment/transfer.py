@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from aule.ir import Value, Var
@@ -22,6 +23,9 @@ class Transfer:
     Asynchronous copies go to ``target`` directly. Otherwise the rows wait in registers until ``finish`` stores them,
     rounded to the engine's type.
     """
+
+    together = 1
+    """Runs of a thread that share a number."""
 
     def __init__(self, engine: Fragments, source: Matrix, rows: int, memory: Value, copies: bool) -> None:
         self.engine, self.b, self.source, self.rows, self.memory = engine, engine.b, source, rows, memory
@@ -155,9 +159,8 @@ class Transfer:
                 b.store(self.memory, target + self.address(row, col), f(self.engine.incoming(run)))
 
     def _each(self, i: int, f: Callable[[Value, Value], None]) -> None:
+        """Call ``f`` with row and column of this thread's ``i``-th run, if it has one."""
         row, col, number = self.place(i)
-        if self.runs % self.engine.shape.threads and i == self.count - 1:
-            with self.b.if_(number < self.runs):
-                f(row, col)
-        else:
+        may_lack = self.runs % self.engine.shape.threads and i >= self.count - self.together
+        with self.b.if_(number < self.runs) if may_lack else nullcontext():
             f(row, col)

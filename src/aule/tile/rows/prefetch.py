@@ -13,11 +13,15 @@ from aule.ir import Value
 from aule.tile.rows.parts import Part, RowArray, Source
 
 if TYPE_CHECKING:
+    from aule.tile.rows.engine import Rows
     from aule.tile.rows.passes import Passes
 
 
 class BlockPrefetch(ABC):
-    """Loads that are started some blocks before their values are used."""
+    """Loads from some arrays that are started some blocks before their values are used."""
+
+    def __init__(self, rows: Rows, arrays: Sequence[RowArray]) -> None:
+        self.rows, self.b, self.arrays = rows, rows.b, tuple(arrays)
 
     @abstractmethod
     def start(self, first: Value, last: Value, step: Value) -> None:
@@ -40,8 +44,8 @@ class RowPrefetch(BlockPrefetch):
     rereads = False
 
     def __init__(self, passes: Passes, arrays: Sequence[RowArray]) -> None:
-        self.passes, self.arrays = passes, tuple(arrays)
-        self.rows, self.b = passes.rows, passes.rows.b
+        super().__init__(passes.rows, arrays)
+        self.passes = passes
 
     def covers(self, source: Source) -> bool:
         """Whether rows of this array are prefetched."""
