@@ -71,10 +71,10 @@ def build_cross_entropy(config: CrossEntropyConfig, target: Target) -> KernelIR:
                 share, smoothing, inverse = (k.number(n) for n in ("picked_share", "smoothing", "inverse_length"))
                 loss = loss.map(lambda d, m, n, s: d * share + ((m - n) - s * inverse) * smoothing, most, origin, *sums)
             loss = loss.map(lambda d, a: d + a, above)
-            loss = loss.map(lambda x, inside: b.select(inside, x, b.const(NAN, k.work)), given.inside)
-            rows.put(losses, loss.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
-            rows.put(largest, most.map(lambda x, counts: b.select(counts, x, b.const(0.0, k.work)), given.counts))
-            rows.put(sums_above, above.map(lambda x, counts: b.select(counts, x, _ignored(k)), given.counts))
+            loss = _where(k, given.inside, loss, NAN)
+            rows.put(losses, _where(k, given.counts, loss, 0.0))
+            rows.put(largest, _where(k, given.counts, most, 0.0))
+            rows.put(sums_above, _where(k, given.counts, above, -lowest(k.work)))
 
         def skip() -> None:
             rows.put(losses, rows.per_row(lambda _: b.const(0.0, k.work)))
@@ -111,8 +111,7 @@ def build_cross_entropy_gradient(config: CrossEntropyConfig, target: Target) -> 
             slope = rows.per_row(lambda row: b.cast(b.load(dlosses.buffer, dlosses.start(row)), k.work))
             if scale is not None:
                 slope = slope.map(lambda s: s * b.load(scale, 0))
-            slope = slope.map(lambda s, inside: b.select(inside, s, b.const(NAN, k.work)), given.inside)
-            slope = slope.map(lambda s, counts: b.select(counts, s, b.const(0.0, k.work)), given.counts)
+            slope = _where(k, given.counts, _where(k, given.inside, slope, NAN), 0.0)
             hot = slope.map(lambda s: s * picked_share)
 
             def write(p: Part) -> None:
@@ -174,6 +173,11 @@ def _skip_ignored(k: RowKernel, given: _Targets, compute: Callable[[], None], sk
         compute()
     with k.b.else_():
         skip()
+
+
+def _where(k: RowKernel, flags: PerRow, values: PerRow, otherwise: float) -> PerRow:
+    """Each row's value, or ``otherwise`` where its flag is false."""
+    return values.map(lambda x, flag: k.b.select(flag, x, k.b.const(otherwise, k.work)), flags)
 
 
 def _along(k: RowKernel, array: RowArray, column: Value) -> Value:

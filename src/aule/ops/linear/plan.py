@@ -63,8 +63,7 @@ def plan_layer_norm_linear_gradient(
     inner = {"weight_norm": "weight", "bias_norm": "bias"}
     wanted = {"dx": "dx", **{f"d{ours}": f"d{theirs}" for ours, theirs in inner.items()}}
     if any(name in views for name in wanted):
-        work = "f64" if problem.dtype == "f64" else "f32"
-        normal = TensorView(work, problem.shape, contiguous_strides(problem.shape), "device", None)
+        normal = TensorView(problem.work, problem.shape, contiguous_strides(problem.shape), "device", None)
         left, right = FactorView("dy", dy), FactorView("weight", views["weight"], depth_major=True)
         product = product_step("linear_backward", problem.dtype, left, right, ("dnormal", normal), target)
         steps += _packed(product, target, workspace)

@@ -16,9 +16,10 @@ from aule.ir import Value, Var
 from aule.ir.types import i32
 from aule.ops.linear.config import DirectBlocks, ProductConfig
 from aule.ops.linear.pack_fragments import BLOCKS, LANES, PANEL, RUNS, left_fragment
-from aule.ops.linear.product_fragment import FragmentProduct, assign_vars, read_vars
+from aule.ops.linear.product_fragment import FragmentProduct
 from aule.ops.linear.product_lines import LineFactor
 from aule.target import Target
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import RUN
 

@@ -11,28 +11,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from aule.ir import Builder, KernelIR, Value, Var
+from aule.ir import Builder, KernelIR, Value
 from aule.ir.types import f32, i32, i64
 from aule.ops.linear.config import FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Factor, RegisterPanel
 from aule.ops.linear.results import store_tile, tile_of
 from aule.ops.shared.parameters import Parameters
 from aule.target import Target
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.engine import Fragments, FragmentTile
 from aule.tile.fragment.shape import RUN, FragmentShape
-
-
-def read_vars(variables: Iterable[Sequence[Var]]) -> list[list[Value]]:
-    """The values of variables, row by row."""
-    return [[variable.value for variable in row] for row in variables]
-
-
-def assign_vars(variables: Sequence[Sequence[Var]], values: Sequence[Sequence[Value]]) -> None:
-    """Assign values to variables, row by row."""
-    for row, new in zip(variables, values, strict=True):
-        for variable, value in zip(row, new, strict=True):
-            variable.value = value
 
 
 class FragmentProduct:

@@ -15,9 +15,10 @@ from aule.ir import Value
 from aule.ir.types import i32
 from aule.ops.linear.config import FactorConfig, FragmentBlocks, ProductConfig
 from aule.ops.linear.factors import Stored
-from aule.ops.linear.product_fragment import FragmentProduct, assign_vars, read_vars
+from aule.ops.linear.product_fragment import FragmentProduct
 from aule.target import Target
 from aule.tile.common.matrix import divmod_const
+from aule.tile.common.variables import assign_vars, read_vars
 from aule.tile.fragment.arrangement import SIZE
 from aule.tile.fragment.shape import RUN
 

@@ -18,7 +18,7 @@ from typing import Literal
 from aule.ir import Builder, Value
 from aule.ir.types import Fragment, Vector, element, u16, u32
 from aule.target import FragmentLayout, Target
-from aule.tile.common.matrix import Matrix
+from aule.tile.common.matrix import Matrix, padded
 from aule.tile.common.quantised import E4M3_HALF, I8_BITS, half_pairs
 from aule.tile.fragment.arrangement import SIZE, uniform, weigh_bits
 from aule.tile.fragment.engine import Components
@@ -73,7 +73,7 @@ class Direct:
         self.i8_bits: Value | int = I8_BITS
         """The bits with which `half_pairs` converts int8. In a register, two operations with constants become one."""
         self.run = choose_run(engine.layout, dim, cache, along)
-        self.padded = padded_columns(engine.layout, dim, cache, along)
+        self.padded = padded(dim, self.lanes * self.run)
         self.pieces = self.padded // (self.lanes * self.run)
         self.fragments = self.padded // SIZE
         """Fragments that the columns fill."""
@@ -194,12 +194,6 @@ def choose_run(layout: FragmentLayout, dim: int, cache: str, along: Along) -> in
     lanes, held = (1 << sum(x > 0 for x in table) for table in (weights, parts))
     wide, narrow = 16 // ITEMSIZE[cache], 8 // ITEMSIZE[cache]
     return wide if dim % (lanes * wide) == 0 or narrow < held else narrow
-
-
-def padded_columns(layout: FragmentLayout, dim: int, cache: str, along: Along) -> int:
-    """Columns of a row, padded so that every lane holds equally many."""
-    held = choose_run(layout, dim, cache, along) << sum(x > 0 for x in _weights(layout, along)[0])
-    return -(-dim // held) * held
 
 
 def _weights(layout: FragmentLayout, along: Along) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -96,9 +96,7 @@ class Vectors:
     """The vector engine: vectors of ``lanes`` elements of type ``work``."""
 
     def __init__(self, b: Builder, work: Scalar, lanes: int) -> None:
-        self.b = b
-        self.work = work
-        self.lanes = lanes
+        self.b, self.work, self.lanes = b, work, lanes
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -186,10 +184,6 @@ class Vectors:
             for col, width in self.columns(source.cols):
                 x = self.read(source, start, col, width)
                 b.store(target, base + self.index(row) * stride + col, x if scale is None else x * scale, align=1)
-
-    def _line_vectors(self, elem: Scalar) -> int:
-        """Vectors per cache line of elements."""
-        return max(CACHE_LINE // elem.bytes // self.lanes, 1)
 
     # -- pairs of bf16 -------------------------------------------------------------------------------------------------
 
@@ -354,7 +348,8 @@ class Vectors:
         """Vectors of row k of B, as wide as those of C."""
         if right.ahead:
             later = self._step_start(right, k + right.ahead)
-            for j in range(0, len(c[0]), self._line_vectors(element(right.pointer.type))):
+            line_vectors = max(CACHE_LINE // element(right.pointer.type).bytes // self.lanes, 1)
+            for j in range(0, len(c[0]), line_vectors):
                 self.b.prefetch(right.pointer, later + j * self.lanes)
         at = self._step_start(right, k)
         return [self.load_factor(right.pointer, at + j * self.lanes, _lanes(x.ref)) for j, x in enumerate(c[0])]
