@@ -173,7 +173,7 @@ class WarpgroupProduct:
             cols = [col0 + tile.col(c + i) for i in range(RUN)]
             parts = [row[c : c + RUN] for row in values]
             if config.bias is not None:
-                added = column_bias(self.p, config.bias, cols, self.n, f32, 2 if config.out.aligned else 1)
+                added = column_bias(self.p, config.bias, cols, self.n, 2 if config.out.aligned else 1)
                 parts = [[x + y for x, y in zip(part, added, strict=True)] for part in parts]
             for row, start, part in zip(rows, starts, parts, strict=True):
                 stored = self._runs(part, cols)

@@ -98,6 +98,7 @@ def norm_step(
     config = NormConfig(
         name=name,
         center=problem.center,
+        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
         dtype=problem.dtype,
         shape=shape,
         passes=(passes,),
@@ -106,9 +107,8 @@ def norm_step(
         operands=operands,
         stream=streams(rows, target),
         evict_last=evicts_last(rows, target, work),
-        fused_rounding=rounds_fused(target, problem.length, work),
         awaits=overlaps_launch(target, shape),
-        moments=problem.center and has_moments(target, problem.dtype, problem.length, work),
+        fused_rounding=rounds_fused(target, problem.length, work),
         sums=sums_layout(target, passes) if sums else "in_order",
         fixed=fixed_scalars(scalars) if dense and one_length and specialises(target, problem.length, work) else (),
     )

@@ -75,9 +75,9 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
         axes=len(layout.sizes),
         index64=needs_index64(views.values(), partials * problem.length),
         operands=row_operands({n: view for n, view in views.items() if n != "position_ids"}, passes.width),
+        stream=streams(rows, target) and not problem.inplace,  # in place, the row is in the cache already
         evict_last=evict_last,
         awaits=overlaps_launch(target, shape),
-        stream=streams(rows, target) and not problem.inplace,  # in place, the row is in the cache already
         fixed=fixed_scalars(scalars) if fixed else (),
     )
     scalars |= {"eps": problem.eps or 0.0, "partials": partials, "positions": problem.positions}
@@ -125,7 +125,7 @@ def _positions_first(problem: RopeProblem, views: Mapping[str, TensorView], layo
 def _cut(columns: int, passes: PassShape, threads: int) -> PassShape:
     """The shape ``passes`` for another number of columns."""
     if not passes.parts:
-        return replace(passes, tail=columns % passes.width)
+        return replace(passes, rest=columns % passes.width)
     pieces = -(-columns // passes.width)
     return replace(passes, parts=-(-pieces // threads), ragged=pieces % threads != 0)
 

@@ -217,7 +217,7 @@ def _choose_cpu_rows(target: Target, dtype: str, length: int, rows: int, work: W
     most = 0 if sums and elem.bytes < f32.bytes else limits["row_bytes"][sums]
     batch = limits["batch"] if (sums or work.columns) and length * elem.bytes > most else 1
     scratch = next((n for n in limits["scratch"] if length <= n), 0)
-    passes = PassShape(lanes, tail=length % lanes, unroll=4 if batch == 1 else 2, scratch=scratch)
+    passes = PassShape(lanes, rest=length % lanes, unroll=4 if batch == 1 else 2, scratch=scratch)
     return RowShape(batch=batch, loops=True, exact=rows % batch == 0), passes
 
 

@@ -97,7 +97,6 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         early_draw=choice.early_draw if draws and passes.parts > 0 and passes.width == OCTET else "",
         narrow=plain and narrow and not backward and passes.parts > 0 and passes.width > 1 and target.compares_pairs,
         small=choice.small and not backward,
-        awaits=choice.awaits and overlaps_launch(target, shape),
         fetches=choice.fetches and passes.parts > 0 and dict(operands)["x"].unit and target.compute_units > 0,
         dtype=problem.dtype,
         shape=shape,
@@ -107,6 +106,7 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         operands=operands,
         stream=streams(rows, target),
         evict_last=backward and evicts_last(rows, target, NO_SUMS),
+        awaits=choice.awaits and overlaps_launch(target, shape),
     )
     # Fetched rows are those of the next round of workgroups: nearer ones would arrive too late, further ones would be
     # evicted before their turn.

@@ -228,7 +228,7 @@ class Passes:
             return
         step = self.rows.shape.threads * shape.width
         start = self.lane * shape.width
-        full = self.length - shape.tail if shape.tail else self.length
+        full = self.length - shape.rest if shape.rest else self.length
         if shape.unroll > 1:
             # The same number of rounds for all threads, even if some could make one more: PoCL 3.1 takes the end of
             # one thread's loop for that of all.
@@ -244,9 +244,9 @@ class Passes:
             start = start + rounds
         with b.loop(start, full, step, name="col") as col:
             visit([self._parts(col, None, None, shape.width)])
-        if shape.tail:
-            inside = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.tail
-            visit([self._parts(full, None, inside, shape.tail)])
+        if shape.rest:
+            inside = b.vector([b.const(i, i32) for i in range(shape.width)]) < shape.rest
+            visit([self._parts(full, None, inside, shape.rest)])
 
     def register_parts(self, number: int) -> list[Part]:
         """The part with this number of each row in registers."""
