@@ -82,9 +82,8 @@ def _plain_tiles(
 ) -> Iterator[FragmentBlocks]:
     """Tiles for plain factors that are loaded through registers, if a product has full tiles.
 
-    With direct tiles the left factor is loaded straight into registers, after a launch that puts it in the order of
-    fragments: ``sharing`` tiles must share a row for that launch to pay. Lines are runs of 128 bytes, of stored rows
-    that run along the depth.
+    Direct tiles need a launch that puts the left factor into the order of fragments, which pays if ``sharing`` tiles
+    share a row. Lines are runs of 128 bytes, of stored rows that run along the depth.
     """
     m, n, k = sizes
     for record in tuning.matching(target, "linear.direct", {}):
@@ -110,15 +109,15 @@ def steps_rows(target: Target) -> bool:
 
 
 def normalises_before(target: Target, blocks: Blocks, others: int) -> bool:
-    """Whether rows are normalised by a launch of their own, into a workspace. A product would normalise each of them
-    once for every tile along the result's other side, of ``others`` numbers."""
+    """Whether a launch of its own normalises rows into a workspace. A product would normalise each row once for every
+    tile along the result's other side, of ``others`` numbers."""
     if isinstance(blocks, FragmentBlocks):
         return bool(tuning.number(target, "linear.normalise_first", rows=blocks.rows, others=others))
     return isinstance(blocks, WarpgroupBlocks)
 
 
 def packs(target: Target, m: int) -> bool:
-    """Whether a right factor is packed once for all tasks: on CPUs, if several would pack it."""
+    """Whether one launch packs the right factor for all tasks: on CPUs, if several would pack it."""
     return target.host and m > tuning.use(target, "linear.cpu.packed")["rows"]
 
 

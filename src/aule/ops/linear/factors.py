@@ -106,14 +106,12 @@ class Factor:
         return FactorRow(start, scale, b.fma(-mean, scale, shift))
 
     def row_start(self, row: Value) -> Value:
-        """Where a row begins, or the last one for rows past it."""
         return self.stored.start(self._existing(row))
 
     def _existing(self, row: Value) -> Value:
         return self.b.min(row, self.rows - 1) if self._rows_bounded else row
 
     def load(self, row: FactorRow, col: Value, width: int) -> Value:
-        """Elements of a row."""
         return self.stored.load(row.start, col, width, self._bound)
 
     def affine(self, col: Value, width: int) -> list[Value | None]:
@@ -214,7 +212,6 @@ class RegisterPanel:
         self.raw[i].value = factor.load(at, col, self.width)
 
     def fetch_all(self, start: Value) -> None:
-        """Start to load all runs of the step that begins at ``start``."""
         for i in range(self.count):
             self.fetch(i, start)
 

@@ -1,4 +1,4 @@
-"""A linear layer behind a normalisation and its gradient in NumPy: the reference for float64."""
+"""A linear layer after a normalisation, and its gradient, in NumPy: the reference for float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a linear layer behind a normalisation to the launches that compute it. Pure."""
+"""From a linear layer after a normalisation to the launches that compute it. Pure."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def plan_layer_norm_linear_gradient(
 
 
 def _packed(product: Step, target: Target, workspace: dict[str, int], source: Step | None = None) -> tuple[Step, ...]:
-    """A product, after the launch that packs one of its factors for all tasks, if there is one; a left factor is taken
-    from the product ``source``, if given."""
+    """A product, after the launch that packs one of its factors, if it needs one. ``source`` is the product whose left
+    factor is packed, by default this one."""
     config: ProductConfig = product.config
     blocks = config.blocks
     if isinstance(blocks, DirectBlocks):
@@ -137,8 +137,7 @@ def _in_fragments(
 
 
 def _normalised_rows(problem: LayerNormLinearProblem) -> FactorView:
-    """The normalised rows, in a workspace. A product that normalised them itself would do so once for every tile along
-    the other side, beside matrix units that leave little room for it."""
+    """The normalised rows, in a workspace (`normalises_before`)."""
     view = TensorView(problem.dtype, problem.shape, contiguous_strides(problem.shape), "device", None)
     return FactorView("normalised", view)
 

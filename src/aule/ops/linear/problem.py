@@ -1,4 +1,4 @@
-"""LayerNormLinearProblem: a linear layer behind a normalisation, and the check of a call."""
+"""LayerNormLinearProblem: a linear layer after a normalisation, and the check of a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class LayerNormLinearProblem(RowProblem):
 
     @property
     def norm(self) -> NormProblem:
-        """The normalisation before the linear layer."""
         return NormProblem(self.dtype, self.shape, self.eps, center=True)
 
 

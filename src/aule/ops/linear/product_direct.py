@@ -1,5 +1,4 @@
-"""A product on matrix units whose left factor is loaded straight into registers: for devices without asynchronous
-copies.
+"""A product on matrix units whose left factor goes straight into registers, for devices without asynchronous copies.
 
 The left factor is in the order of fragments (`aule.ops.linear.pack_fragments`): a lane loads the 16 bytes that are its
 part of one, and subgroups that share rows find them in the first-level cache. So only the right factor takes time on

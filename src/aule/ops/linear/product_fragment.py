@@ -1,9 +1,9 @@
-"""A product on matrix units.
+"""A product on matrix units, through stages in shared memory.
 
 Steps along the summed dimension are in a ring of stages in shared memory. A factor that needs no change is copied there
 asynchronously, some steps ahead. One that is normalised or unaligned goes through registers: between the products of a
-step, each of a thread's runs for the next step is stored and that for the one after is loaded. So loads have a whole
-step's time, and arithmetic overlaps with the matrix units.
+step, each of a thread's runs for the next step is stored and that for the one after is loaded. So loads have the time
+of an entire step, and arithmetic overlaps with the matrix units.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class FragmentProduct:
         )
 
     def build(self) -> KernelIR:
-        """Trace the kernel."""
         self.run()
         return self.b.finish()
 
@@ -57,7 +56,6 @@ class FragmentProduct:
     def run(self) -> None: ...
 
     def tile(self) -> FragmentTile:
-        """The subgroup's accumulators."""
         return self.engine.tile(self.blocks.rows // self.blocks.down, self.blocks.cols // self.blocks.along)
 
     def multiply(self, sums: list[list[Value]], left: Sequence[Value], right: Iterable[Value]) -> None:
@@ -69,7 +67,6 @@ class FragmentProduct:
     def store(
         self, tile: FragmentTile, stores_row: Callable[[Value], Value], stores_col: Callable[[Value], Value]
     ) -> None:
-        """Store the subgroup's tile."""
         first = self.row0 + self.sub_row, self.col0 + self.sub_col
         store_tile(self.p, self.config, tile, first, stores_row, stores_col)
 
@@ -86,7 +83,6 @@ class StagedFactor:
         self.copied = engine.copies and factor.stored.config.aligned and factor.plain
 
     def at(self, stage: Value) -> Value:
-        """Where a stage begins."""
         return stage * self.size + self.start
 
     def copy(self, step: Value, stage: Value) -> None:

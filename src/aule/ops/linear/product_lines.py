@@ -1,4 +1,4 @@
-"""A product on matrix units of plain factors, through registers: for devices without asynchronous copies.
+"""A product on matrix units that loads full cache lines through registers, for devices without asynchronous copies.
 
 One step along the summed dimension is in shared memory, as long as a cache line, so that rows are loaded in full lines.
 While it is multiplied, the next one is loaded; it waits in registers until all have read this one, and is then stored

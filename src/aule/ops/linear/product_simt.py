@@ -1,5 +1,4 @@
-"""A product on the arithmetic units of any GPU, in fp32, by the simt engine's score product. Both factors are loaded
-one step ahead."""
+"""A product on any GPU, in fp32, by the simt engine's score product. Both factors are loaded one step ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A product of warpgroups.
+"""A product on matrix units by warpgroups, for factors that are multiplied as stored.
 
 Each warpgroup has 64 rows of a workgroup's tile and all its columns; both factors are in panels in a ring of stages,
 and a step's products run while the next steps are copied. A workgroup computes one tile after the other, and copies
@@ -111,12 +111,10 @@ class WarpgroupProduct:
         return row * self.blocks.rows, col * self.blocks.cols
 
     def build(self) -> KernelIR:
-        """Trace the kernel."""
         b, stage, tiles = self.b, self.stage, self.down * self.along
         cursor = Cursor(self, self.first)
 
         def copy_next(to: Value) -> None:
-            """Start the copies of the cursor's step."""
             with b.if_(cursor.number.value < tiles):
                 self.left.copy(cursor.row.value, cursor.depth.value, to)
                 self.right.copy(cursor.col.value, cursor.depth.value, to)
@@ -145,7 +143,6 @@ class WarpgroupProduct:
         self.b.warpgroup_arrive(self.barrier)
 
     def multiply(self, stage: Value) -> None:
-        """Start a step's products."""
         b, config = self.b, self.config
         # A warpgroup's rows are 64 rows of the left factor's panel, or one panel of 64 columns.
         at = self.left.at_stage(stage) + self.engine.group * (ROWS * PANEL)
@@ -164,7 +161,6 @@ class WarpgroupProduct:
             variable.value = self.b.fragment_fill(self.engine.accumulator, 0.0)
 
     def _store(self, row0: Value, col0: Value) -> None:
-        """Add the bias and store a tile."""
         b, engine, config, out, tile = self.b, self.engine, self.config, self.out, self.tile
         values = tile.values()
         rows = [row0 + engine.subgroup * SIZE + tile.row(r) for r in range(len(values))]

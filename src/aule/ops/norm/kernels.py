@@ -41,7 +41,7 @@ class NormConfig(RowConfig):
 
 @dataclass(frozen=True, eq=False)
 class Normalised:
-    """Statistics of rows, and rows on the way to mean square one.
+    """Statistics of rows, and rows that are centred but not scaled.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Normalised:
     mean_rest : PerRow or None
         The mean of ``rough``.
     scale : PerRow
-        The factor that makes their mean square one.
+        The factor that makes the mean square of rows one.
     sums : list of PerRow
         Sums of the extra terms.
     """

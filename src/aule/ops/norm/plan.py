@@ -37,7 +37,7 @@ from aule.target import Target
 from aule.view import TensorView
 
 _VECTORS = ("weight", "bias", "dweight", "dbias")
-"""Operands with one number per column."""
+"""Operands with one number per column; all others are rows."""
 
 
 def plan_norm(problem: NormProblem, views: Mapping[str, TensorView], target: Target) -> Plan:

@@ -50,7 +50,7 @@ class _Kernel:
         self.weight = self.k.columns("weight")
 
     def load_angles(self) -> None:
-        """Find the angles of this thread's rows."""
+        """Start to load the angles of this thread's rows."""
         k, b, row = self.k, self.k.b, self.k.rows.numbers[0]
         if self.config.ids is None:
             starts = [table.start(row) for table in self.tables]
@@ -72,20 +72,20 @@ class _Kernel:
         self.pairs.preload(self.cos, self.sin)
 
     def rotated(self, p: Part, first: Value, second: Value) -> tuple[Value, Value]:
-        """A pair rotated by the angles of its position; backwards in the gradient."""
+        """A pair rotated by the angles of its position, or back in the gradient."""
         cos, sin = p[self.cos], p[self.sin]
         if self.config.inverse:
             return first * cos + second * sin, second * cos - first * sin
         return first * cos - second * sin, second * cos + first * sin
 
     def behind_pairs(self, source: Source) -> Source:
-        """The columns behind the pairs."""
+        """The columns after the pairs."""
         rows = self.k.rows
         shift = self.pairs.length * 2
         return Source(source.array, tuple(rows.shifted(source.array, start, shift) for start in source.starts))
 
     def weights(self) -> tuple[Pairs | None, Columns | None]:
-        """The norm's weights for the pairs, and for the columns behind them."""
+        """The norm's weights for the pairs, and for the columns after them."""
         if self.weight is None:
             return None, None
         rows, start = self.k.rows, self.weight.start

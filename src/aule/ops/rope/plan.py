@@ -97,7 +97,7 @@ def plan_rope(problem: RopeProblem, views: Mapping[str, TensorView], target: Tar
 def _shape(
     problem: RopeProblem, rows: Mapping[str, TensorView], sums: bool, evict_last: bool, target: Target
 ) -> tuple[RowShape, PassShape]:
-    """How rows, or their longer range of columns, are laid out over threads."""
+    """The layout of the longer of a row's two ranges of columns: pairs, and the rest."""
     width = min(view_width(view, math.gcd(problem.pairs, problem.rest)) for view in rows.values())
     longest = max(problem.pairs, problem.rest)
     # As for sums even if there are none: one part each of many arrays.

@@ -38,12 +38,13 @@ class ColumnSumConfig:
     at_once : int
         Rows that a thread loads before it adds any.
     pairs : bool
-        Columns come as the first ones of all pairs, the second ones, and the rest; pairs become neighbours.
+        Partial sums hold the first columns of all pairs, then the second ones, then the rest; results hold columns in
+        order, with pairs side by side.
     deinterleaved : bool
-        Columns come deinterleaved (`aule.tile.rows.column_sums.SumsLayout`).
+        Partial sums are deinterleaved (`aule.tile.rows.column_sums.SumsLayout`).
     awaits : bool
-        The kernel begins while the launch before ends, and waits for it. That launch is an ordinary one on the same
-        stream, so when it is over, so is everything before it.
+        The kernel starts while the launch before it ends, and waits for it. That launch is an ordinary one on the same
+        stream, so when it has ended, so has everything before it.
     fixed : tuple of (str, int or float)
         Scalars compiled into the kernel (`Parameters`).
     """
@@ -77,9 +78,9 @@ def column_sum_step(
     Parameters
     ----------
     pairs : int
-        Pairs of columns that are stored apart and become neighbours.
+        Pairs of columns, stored as in `ColumnSumConfig.pairs`; 0 if partial sums are in the order of columns.
     specialise : bool
-        Most calls have as many rows, so a kernel for this number pays.
+        Most calls have as many partial sums, so their number is compiled in.
     layout : str
         How the partial sums are laid out.
     """

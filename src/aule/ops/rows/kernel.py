@@ -1,4 +1,4 @@
-"""RowKernel: what kernels over rows share while they are traced."""
+"""RowConfig and RowKernel: what all kernels over rows have in common."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RowConfig:
     stream : bool
         Stores of rows bypass the caches.
     evict_last : bool
-        The second-level cache evicts rows that are read after everything else.
+        Rows that are read are the last that the second-level cache evicts.
     fused_rounding : bool
         Results are rounded by a fused operation (`KernelIR.arithmetic`).
     fixed : tuple of (str, int or float)
@@ -52,7 +52,7 @@ class RowConfig:
     sums : str
         Layout of partial sums of columns in memory.
     awaits : bool
-        The kernel begins while the launch before ends, waits for it, and lets the next launch do so.
+        The kernel starts while the launch before it ends, waits for it, and lets the next launch do so.
     """
 
     name: str

@@ -33,7 +33,7 @@ class SoftmaxConfig(RowConfig):
     one_exchange : bool
         Subgroups that share a row take exponentials relative to the maximum of their own columns, and exchange once.
     early_draw : str
-        Dropout is drawn while rows are being loaded, and kept as ``words`` or as ``masks`` of the result's bits. One
+        Dropout is drawn while rows are being loaded, as random ``words`` or as ``masks`` of the result's bits. One
         instruction makes masks for two columns, if there is arithmetic of 16-bit pairs.
     fetches : bool
         Rows of later workgroups are fetched to the second-level cache.
@@ -169,7 +169,7 @@ class _Kernel:
     def _factor(self, m: Value) -> Value:
         """The factor of scores in the exponents of a row whose maximum is ``m``.
 
-        Its product with the maximum is rounded, by the same amount for a whole row, which cancels in the division by
+        Its product with the maximum is rounded, by the same amount in all of a row, which cancels in the division by
         the sum. For large scores (-1e30 in place of -inf) that amount would exceed the range of exponents: they take a
         power of two, which rounds nothing, or 1 if the product would overflow (finfo.min). Scores other than the
         maximum are then too far away to have weight.
@@ -179,7 +179,7 @@ class _Kernel:
         return b.select(b.abs(m) < number("near"), number("factor"), far)
 
     def _scores(self, p: Part) -> Value:
-        """Scores, -inf where a column does not count."""
+        """Scores, -inf for columns that do not count."""
         b, config = self.k.b, self.config
         x = p[self.x]
         if not config.folded:
@@ -275,7 +275,7 @@ class _Kernel:
 
 
 def _draw(dropout: Dropout, p: Part, head: Value, row: Value, width: int) -> Value:
-    """Which columns of a part are kept: bools."""
+    """Whether each column of a part is kept."""
     b = dropout.b
     if p.group is not None and p.group[0].count == VECTORS and width > 1:
         # A vector of counters serves four vectors of columns.

@@ -28,7 +28,7 @@ from aule.tile.vector.engine import work_type
 from aule.view import TensorView
 
 _ROUNDED = 96
-"""Largest rounding error of an exponent, the same for a whole row: a million weights of 2**96 still have a sum."""
+"""Largest rounding error of an exponent, equal in all of a row: a million weights of 2**96 still have a finite sum."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Choice:
 
 
 def _choose(problem: SoftmaxProblem, backward: bool, statistics: bool, target: Target) -> _Choice:
-    """The choice for rows of 16-bit numbers."""
+    """The choice for rows of 16-bit elements."""
     facts = {
         "backward": backward,
         "statistics": statistics,
@@ -108,8 +108,8 @@ def plan_softmax(problem: SoftmaxProblem, views: Mapping[str, TensorView], targe
         evict_last=backward and evicts_last(rows, target, NO_SUMS),
         awaits=choice.awaits and overlaps_launch(target, shape),
     )
-    # Fetched rows are those of the next round of workgroups: nearer ones would arrive too late, further ones would be
-    # evicted before their turn.
+    # Fetched rows are those of the next wave of workgroups: nearer ones would arrive too late, further ones would be
+    # evicted before use.
     later = target.compute_units * (tuning.number(target, "softmax.resident_threads") // shape.threads)
     scalars = layout.scalars | view_scalars(views) | _scalars(problem, folded) | {"later": later}
     build = build_gradient_of_weights if weights else build_softmax_gradient if backward else build_softmax

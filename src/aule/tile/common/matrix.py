@@ -57,7 +57,7 @@ class Matrix:
 
     @property
     def even(self) -> bool:
-        """Whether all rows lie ``row_stride`` apart."""
+        """Whether the distance of rows is ``row_stride``."""
         return True
 
     def columns(self, b: Builder, first: int, end: int) -> Matrix:

@@ -1,6 +1,6 @@
 """How tiles lie over a subgroup on matrix units, chosen from a device's fragment layouts.
 
-A result becomes the left factor of the next product (P in ``O = P V``), so what matters is how a result turns into a
+A result becomes the left factor of the next product (P in ``O = P V``), so what matters is how a result becomes a
 factor. Three cases, from the best to the worst:
 
 * The layouts agree but for the order of a lane's components.
@@ -58,7 +58,7 @@ class Arrangement:
     factors : FragmentLayout or None
         Layout of a left factor, ``height`` x `SIZE`; None if results pass through shared memory to become one.
     exchanges : tuple of Exchange
-        Exchanges between lanes that turn a result into a factor.
+        Exchanges between lanes by which a result becomes a factor.
     """
 
     transposed: bool
@@ -70,7 +70,6 @@ class Arrangement:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a subgroup."""
         return self.results.lanes
 
     @property

@@ -2,7 +2,7 @@
 
 The order of elements along a product's inner dimension does not matter, nor which row of a result is which column of a
 matrix, as long as both factors agree. So a lane takes neighbouring columns instead of those that the fragment's layout
-gives it, and nothing passes through shared memory. `Direct.source` says which column of a matrix stands where, for the
+gives it, and nothing passes through shared memory. `Direct.source` gives the column of a matrix at each place, for the
 other factor.
 
 Rows are `u32` words in memory: two elements of 16 bits or four of 8, which become fp16 here, by a device instruction or
@@ -85,7 +85,6 @@ class Direct:
 
     @property
     def words(self) -> int:
-        """Words of a run."""
         return self.run * self.size // 4
 
     def column(self, piece: int) -> Value:
@@ -101,7 +100,7 @@ class Direct:
         return [words.load_quad(b, start >> shift, column, self.padded >> shift, self.words) for column in columns]
 
     def source(self, place: Value) -> Value:
-        """The matrix's column that stands at a place along the fragments, counted over all of them."""
+        """The matrix's column at a place along the fragments, counted over all of them."""
         held = self._held.bit_length() - 1
         run, lanes = self.run.bit_length() - 1, self.lanes.bit_length() - 1
 

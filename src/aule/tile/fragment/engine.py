@@ -136,7 +136,6 @@ class Components:
         return EXCESS if self.elem == bf16 and not self.converts else 1.0
 
     def rounded(self, parts: list[Value], rounding: Rounding) -> list[Value]:
-        """Results rounded to the factors' type."""
         if self.elem == f32:
             return [self._to_tf32(x) for x in parts]
         return [half for pair in self.pairs(parts, rounding) for half in self.b.unpack(pair)]
@@ -218,7 +217,6 @@ class Fragments(Components):
     # -- tiles ---------------------------------------------------------------------------------------------------------
 
     def tile(self, rows: int, cols: int) -> FragmentTile:
-        """A tile of zeros."""
         return FragmentTile(self, rows, padded(cols, SIZE))
 
     def row_vars(self, init: Value) -> list[Var]:

@@ -66,7 +66,7 @@ class Transfer:
         return row, run * RUN, number
 
     def clear_padding(self, target: Value, times: int) -> None:
-        """Store zeros behind the columns of ``times`` stages, which asynchronous copies do not write."""
+        """Store zeros after the columns of ``times`` stages, which asynchronous copies do not write."""
         b, engine = self.b, self.engine
         gap = padded(self.source.cols, SIZE) - self.cols
         if gap == 0:
@@ -81,7 +81,7 @@ class Transfer:
         """Fetch the rows from ``first`` on into memory from ``target`` on. With ``full`` all of them exist; otherwise
         rows past the end are replaced by the last one."""
         b, source = self.b, self.source
-        # Rows lie evenly apart and a thread's runs in one column: addresses are a start and constant steps.
+        # Rows have one stride and a thread's runs lie in one column: addresses are a start and constant steps.
         even = full and self.regular and source.even and source.aligned and source.col_stride is None
         even = even and self.cols == source.cols
         base = source.base + source.index(b, first) * source.row_stride + self.offset if even else None
@@ -108,7 +108,6 @@ class Transfer:
             b.async_commit()
 
     def _register(self) -> Var:
-        """A register in which a run waits."""
         return self.b.var(self._zero, "fetched")
 
     def _keep(self, i: int, run: Value) -> None:

@@ -98,7 +98,6 @@ class ColumnSums:
             self._store_all(lambda part: self.sums[part.number or 0].value)
 
     def _store_all(self, f: Callable[[Part], Value]) -> None:
-        """Store a value for each part."""
         b = self.passes.rows.b
 
         def store(parts: list[Part], _: int) -> None:
@@ -190,7 +189,6 @@ class SumPieces:
         """Pieces of a thread."""
 
     def get(self, total: ColumnSums, number: int) -> Value:
-        """One of this thread's pieces."""
         part, i = divmod(number, self._each)
         return self.b.vector(self.b.unpack(total.sums[part].value)[_PIECE * i : _PIECE * (i + 1)])
 
@@ -214,7 +212,6 @@ class SumPieces:
         return self.b.bitcast(self.b.load(memory, at, _lanes(memory)), Vector(self.passes.rows.work, _PIECE))
 
     def store(self, total: ColumnSums, column: Value, value: Value) -> None:
-        """Store a piece of the result."""
         at = total.start + self.b.cast(column, element(total.start.type))
         self.b.store(total.array.buffer, at, value, align=_PIECE)
 

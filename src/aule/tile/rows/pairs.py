@@ -1,4 +1,4 @@
-"""Pairs of columns for rotations: columns ``i`` and ``i + half`` of a row, or neighbours."""
+"""Pairs of columns of a row, for rotations: columns ``i`` and ``i + half``, or neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands of row kernels, and the parts of rows in which kernels see them."""
+"""Operands of row kernels, and `Part`: a few neighbouring columns of a row, as a kernel sees them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Passes over the columns of rows: reductions along them, and loads and stores of their parts.
-
-`aule.tile.rows.engine` says how rows are laid out over threads.
-"""
+"""Passes over the columns of rows: reductions along them, and loads and stores of their parts."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ class Passes:
         return self.sums(f)[0]
 
     def sums(self, *fs: Callable[[Part], Term]) -> list[PerRow]:
-        """Several sums in one pass."""
+        """Sum several functions over each row, in one pass."""
         return self.rows.reduce("add", self.partials("add", lambda p: [f(p) for f in fs], len(fs)))
 
     def thread_max(self, source: Source | Derived) -> PerRow:
@@ -283,7 +280,7 @@ class Passes:
         return self.load(part, source.array, start + b.cast(self._opaque_zero(), element(start.type)))
 
     def _opaque_zero(self) -> Value:
-        """Zero, computed so that no compiler knows it."""
+        """Zero, computed so that compilers cannot know it."""
         return self.rows.b.min(self.rows.numbers[0], 0)
 
     def narrow_elements(self, part: Part, what: Source | Derived, make: Callable[[], Value]) -> Value:
@@ -295,7 +292,7 @@ class Passes:
         return self._once(part, part.row, what, lambda: self._opaque(raw), self._passes)
 
     def _opaque(self, raw: Value) -> Value:
-        """Combine elements with a zero that no compiler knows."""
+        """Combine elements with a zero that compilers cannot know."""
         b = self.rows.b
         words = Vector(u32, element(raw.type).bytes * self.shape.width // 4)
         zero = b.cast(b.min(self.rows.count, 0), u32)

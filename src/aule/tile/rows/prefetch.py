@@ -1,4 +1,4 @@
-"""Prefetch of rows, in kernels whose workgroups process one block of rows after the other.
+"""Interface of prefetches, in kernels whose workgroups process one block of rows after the other.
 
 A kernel that loads a row, reduces it and only then loads the next leaves the memory idle while it reduces.
 """
@@ -52,7 +52,6 @@ class RowPrefetch(BlockPrefetch):
         return any(source.array is array for array in self.arrays)
 
     def number(self, source: Source) -> int:
-        """The source's place among the arrays."""
         return next(i for i, array in enumerate(self.arrays) if source.array is array)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Prefetch of one block to registers: for devices without asynchronous copies, and for short rows."""
+"""Prefetch to registers, one block ahead: for devices without asynchronous copies, and for short rows."""
 
 from __future__ import annotations
 

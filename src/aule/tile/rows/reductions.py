@@ -59,7 +59,6 @@ class RowReductions:
         return self._by_row(self._reduce_lanes(kind, values, self.lanes))
 
     def reduce_subgroup(self, kind: str, partial: PerRow) -> PerRow:
-        """Reduce over the subgroup."""
         return PerRow(tuple(self._reduce_lanes(kind, list(partial.values), self.lanes)))
 
     def combine(self, kind: str, vector: Value) -> Value:
@@ -119,7 +118,7 @@ class RowReductions:
 
     @property
     def can_merge_moments(self) -> bool:
-        """Whether `merge_moments` applies: a power of two of threads share a row, in whole subgroups."""
+        """Whether `merge_moments` applies: a power of two of threads share a row, in full subgroups."""
         threads = self.shape.threads
         even = self.shape.cluster == 1 and threads & (threads - 1) == 0
         return even and 1 < self.lanes <= threads <= self.lanes * self.lanes

@@ -89,7 +89,7 @@ class PassShape:
     ragged : bool
         With rows in registers: the last part of some threads is past the row's end.
     rest : int
-        Without: columns behind the last full part.
+        Without: columns after the last full part.
     unroll : int
         Parts that a pass takes together: without rows in registers, their loads overlap.
     scratch : int

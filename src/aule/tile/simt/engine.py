@@ -13,7 +13,7 @@ Two properties of some GPUs decide the order of lanes and operations; neither co
 * A multiply-add issues every cycle only if it reads at most one register from each of two banks, even and odd numbers
   (inferred from stall counters). Along a row the left element stays in the operand cache, and the right one, whose
   register is as odd as its column, meets an accumulator that can be given the other bank. Rows are walked back and
-  forth, so that at the turn the right element stays.
+  forth, so that the right element stays at the end of a row.
 
 Global memory is prefetched one step ahead into registers (`Stager`) and stored to one of two shared stages: one barrier
 a step, and the products hide the latency.

@@ -48,7 +48,6 @@ class Stager:
         self.offset = b.var(b.const(0, i32), "stage_offset")
 
     def advance(self) -> None:
-        """Go on to the other stage."""
         step = self.step.value + 1
         self.step.value = step
         self.offset.value = (step & 1) * self.stage_size

@@ -1,4 +1,4 @@
-"""Rotary position embedding on one CPU core: copies rows and rotates them on the way."""
+"""Rotary position embedding on one CPU core: copies of rows, rotated."""
 
 from __future__ import annotations
 
